@@ -1,0 +1,35 @@
+PYTHON ?= python3
+
+BIN := .venv/bin
+STAMP := .venv/.stamp
+
+.PHONY: demo test lint docs bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/char_lm.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy remat
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/memory.py
+
+# The environment stays: remove .venv by hand to build it anew.
+clean:
+	rm -rf docs/_build build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# torch comes first and pinned, so that the second line finds it installed and leaves it alone.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install torch==2.13.0
+	$(BIN)/python -m pip install -e '.[test,docs,examples,benchmarks,lint]'
+	touch $@

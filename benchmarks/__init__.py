@@ -1,0 +1,1 @@
+"""Benchmarks, and the measuring tools that they share with the tests."""

@@ -1,0 +1,199 @@
+"""Ambient state: what a second run of a region must see again, and must leave as it was.
+
+The random generators (of every device in use, those that the caller names, Python's and NumPy's
+global ones) and the settings: autocast, grad mode, default dtype and device, attention kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.backends import cuda as sdpa
+
+from . import _torch
+
+
+class Ambient:
+    """The ambient state at one moment.
+
+    Generators are read and set past the dispatcher: no torch.func level or mode matters to them.
+    """
+
+    __slots__ = ("_devices", "_generators", "_settings", "_states")
+    _settings: list[Any]
+    _devices: tuple[torch.device, ...]
+    _generators: tuple[torch.Generator, ...]
+    _states: list[tuple[Any, Any]] | None  # generators with theirs
+
+    @classmethod
+    def capture(
+        cls,
+        devices: Iterable[torch.device],
+        generators: Iterable[torch.Generator],
+        preserve_rng_state: bool,
+    ) -> Ambient:
+        """The state of now; the generators of `devices` only where the backend has started."""
+        self = cls.__new__(cls)
+        self._settings = _read_settings()
+        self._devices, self._generators, self._states = (), (), None
+        if preserve_rng_state:
+            self._devices, self._generators = tuple(devices), tuple(generators)
+            every = (*_global_generators(self._devices), *self._generators)
+            self._states = [(each, each.get_state()) for each in every]
+        return self
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, the captured state; after, that of before. Any number of times, in any thread."""
+        # Read anew, and not only what was captured: a backend or NumPy may have come since.
+        before = self.capture(self._devices, self._generators, self._states is not None)
+        torch.autocast_increment_nesting()  # as torch.autocast: casts are not kept beyond the run
+        try:
+            self._put(before._settings)
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            before._put(_read_settings())
+
+    def rewind(self) -> None:
+        """Sets the generators, and only these, back to the captured state."""
+        _call_all((each.set_state, state) for each, state in self._states or ())
+
+    def _put(self, now: list[Any]) -> None:
+        try:
+            if now != self._settings:
+                settings = zip(_settings(), now, self._settings, strict=True)
+                _call_all((put, new) for (_, put), old, new in settings if old != new)
+        finally:
+            self.rewind()
+
+
+def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
+    """A call that fails does not keep the others from being made."""
+    try:
+        for call, value in calls:
+            call(value)
+    except BaseException:
+        _call_all(calls)
+        raise
+
+
+@cache
+def _accelerator() -> tuple[torch.device, ...]:
+    """The accelerator that this build of torch is for, if it is for one; does not start it."""
+    device = torch.accelerator.current_accelerator()
+    return () if device is None else (device,)
+
+
+@cache
+def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    settings: list[tuple[Any, Any]] = [
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (_torch.device_mode, _torch.set_device_mode),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        (_torch.sdpa_priority, _torch.set_sdpa_priority),
+        (sdpa.fp16_bf16_reduction_math_sdp_allowed, sdpa.allow_fp16_bf16_reduction_math_sdp),
+    ]
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        settings.append((getattr(sdpa, f"{name}_sdp_enabled"), getattr(sdpa, f"enable_{name}_sdp")))
+    autocast = (
+        (torch.is_autocast_enabled, torch.set_autocast_enabled),
+        (torch.get_autocast_dtype, torch.set_autocast_dtype),
+    )
+    for kind in ("cpu", *(device.type for device in _accelerator())):
+        if torch.amp.is_autocast_available(kind):
+            settings += [(partial(get, kind), partial(put, kind)) for get, put in autocast]
+    return settings
+
+
+def _read_settings() -> list[Any]:
+    return [get() for get, _ in _settings()]
+
+
+def _global_generators(devices: Iterable[torch.device]) -> Iterator[Any]:
+    yield torch.default_generator
+    started = {}  # a fake tensor may be on a device that this machine hasn't got
+    for device in (*devices, *_accelerator()):
+        module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
+        if module is not None and getattr(module, "is_initialized", module.is_available)():
+            generator = _device_generator(module, device)
+            started[id(generator)] = generator
+    yield from started.values()
+    yield _python
+    if "numpy" in sys.modules:
+        yield _numpy()
+
+
+def _device_generator(module: ModuleType, device: torch.device) -> Any:
+    if hasattr(module, "default_generators"):
+        index = module.current_device() if device.index is None else device.index
+        return module.default_generators[index]
+    where = {} if device.type == "mps" else {"device": device}  # there is but one
+    get, put = module.get_rng_state, module.set_rng_state
+    return SimpleNamespace(get_state=partial(get, **where), set_state=partial(put, **where))
+
+
+class _Slow:
+    """A generator whose state is slow to read (Python's 8 us, NumPy's 30), and the last reading.
+
+    Nearly always it has not moved since, as the memory of its object tells in 1 us. A state is
+    `(memory, state)`; `memory` gives None where that isn't known to hold all of the state.
+    """
+
+    def __init__(self, read: Callable, write: Callable, memory: Callable[[], Any]) -> None:
+        self._read, self._write, self._memory = read, write, memory
+        self._last: tuple[Any, Any] = (None, None)
+
+    def get_state(self) -> tuple[Any, Any]:
+        now, last = self._memory(), self._last
+        if now is not None and now == last[0]:
+            return last
+        while True:
+            state = (now, self._read())
+            now = self._memory()
+            if now == state[0]:  # else another thread has drawn meanwhile
+                self._last = state
+                return state
+
+    def set_state(self, state: tuple[Any, Any]) -> None:
+        if state[0] is None or state[0] != self._memory():
+            self._write(state[1])
+            self._last = state
+
+
+def _bytes_of(obj: Any) -> bytes:
+    header = object.__basicsize__
+    return ctypes.string_at(id(obj) + header, type(obj).__basicsize__ - header)
+
+
+def _python_memory() -> tuple[bytes, float | None]:
+    generator = random.getstate.__self__  # type: ignore[attr-defined]
+    return _bytes_of(generator), generator.gauss_next
+
+
+_python = _Slow(random.getstate, random.setstate, _python_memory)
+
+
+@cache
+def _numpy() -> _Slow:
+    import numpy.random as np_random
+
+    state: Any = vars(np_random)["get_state"].__self__  # beside the bits, half a pair of normals
+
+    def memory() -> tuple[bytes, bytes] | None:
+        bits = state._bit_generator
+        if type(bits) is np_random.MT19937:  # another may keep its state elsewhere
+            return _bytes_of(state), _bytes_of(bits)
+        return None
+
+    return _Slow(partial(np_random.get_state, legacy=False), np_random.set_state, memory)

@@ -1,0 +1,34 @@
+"""The lowering for plain autograd: a region under the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import _func, _torch
+from ._engine import Frame
+from ._kept import Kept
+from ._region import Memory, Options, Region
+
+
+def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
+    """Call ``fn`` as a region."""
+    if memory.uses_func:
+        return _func.call(fn, options, memory, args, kwargs)
+    region = Region(fn, args, kwargs, options, memory)
+    region.open()
+    operands = Kept(region.arguments, region.name, memory.changing)
+    frame = Frame(region, operands, region.consts, options)
+    try:
+        result = frame.run(lambda: region.first(args, kwargs))
+    except RuntimeError as error:
+        if not _torch.is_hooks_refusal(error):
+            raise
+        # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
+        operands.roll_back()
+        region.restart()
+        memory.uses_func = True
+        return _func.call(fn, options, memory, args, kwargs)
+    finally:
+        region.forget()
+    return result

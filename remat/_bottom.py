@@ -1,0 +1,155 @@
+"""The bottom of the func lowering: no level is left, the operands are plain tensors.
+
+A first run for ``grad`` levels above goes through the engine, on inputs cut from any history. The graph that this
+leaves, a *tape* whose saved tensors are slots, is what the first backward runs: one recompute, stopped early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import _torch
+from ._derived import Batched, Pullback, gradients
+from ._engine import Frame
+from ._intercept import Watch
+from ._kept import Kept
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Call:
+    """What the nodes of one call of a region share. It owns the tape, so no region may own it."""
+
+    __slots__ = ("kept", "operands", "out_dims", "tape", "tape_fits")
+
+    def __init__(self) -> None:
+        self.out_dims: dict[tuple, list] = {}
+        self.tape: Tape | None = None
+        self.tape_fits = True
+        self.kept: Kept | None = None
+        self.operands: list[torch.Tensor] = []  # those that ``kept`` guards
+
+    def guarded(self, operands: Tensors) -> list[torch.Tensor]:
+        """The operands of a run again, checked for changes, and as they were before the region changed them."""
+        if self.kept is None:
+            return list(operands)
+        kept, known = self.kept, len(self.operands)
+        same = [i < known and t is self.operands[i] for i, t in enumerate(operands)]
+        return [kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
+
+
+class Tape:
+    """The graph of a first run at the bottom: from its inputs to edges of its outputs."""
+
+    __slots__ = ("edges", "inputs", "key")
+
+    def __init__(self, key: tuple, inputs: list[torch.Tensor], outs: Tensors) -> None:
+        self.key = key
+        self.inputs = inputs
+        # Edges, as the outputs themselves need not be kept.
+        self.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
+
+    def pull(self, pullback: Pullback) -> Any:
+        edges = pullback.chosen(self.edges)
+        heads = [t for t, needs in zip(self.inputs, pullback.needs) if needs]
+        return lambda cts: gradients(edges, [edge is not None for edge in edges], heads, cts, False)
+
+    def serves(self, pullback: Any) -> bool:
+        if not isinstance(pullback, Pullback) or pullback.inner.key != self.key:
+            return False
+        return all(t.requires_grad for t, needs in zip(self.inputs, pullback.needs) if needs)
+
+
+def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted: Sequence[bool] | None) -> list:
+    """Run a region, or what transforms made of it, on plain operands."""
+    root = region.root
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+    dual = _torch.dual_level_active() and any(map(_torch.is_dual, operands))
+    if root.ran:
+        return _again(region, call.guarded(operands), call, recorded or dual)
+    return _first(region, operands, call, wanted, recorded or dual, dual)
+
+
+def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool, dual: bool) -> list:
+    root = region.root
+    follows = wanted is not None and any(wanted)
+    inputs = operands if recorded or not follows else [_cut(t, w) for t, w in zip(operands, wanted)]
+    call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.changing)
+    root.watch = Watch(root, root.operands(), inputs, plain_too=follows)
+    if region.uses_func:
+        if recorded and not dual:
+            return list(PlainNode.apply(region, call, *operands))
+        with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
+            outs = region.run(inputs)
+        call.kept.close()
+        root.consts.close()
+    elif recorded or follows or torch.is_grad_enabled():
+        frame = Frame(region, call.kept, root.consts, root.options)
+        with _torch.hooks_allowed(), torch.set_grad_enabled(torch.is_grad_enabled() or follows):
+            outs = frame.run(lambda: region.run(inputs))
+    else:
+        outs = region.run(inputs)
+        call.kept.close()
+        root.consts.close()
+    if recorded or not follows:
+        return outs
+    if call.tape_fits and not region.uses_func:
+        call.tape = Tape(region.key, inputs, outs)
+    return [t.detach() for t in outs]
+
+
+def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
+    if recorded:
+        if region.uses_func:
+            return list(PlainNode.apply(region, call, *operands))
+        kept = Kept(operands, _names(region.root), set())
+        with _torch.hooks_allowed():
+            frame = Frame(region, kept, Kept([], kept.name, set()), region.root.options)
+            return frame.run(lambda: region.run(operands))
+    pullback, primals = region, getattr(region, "primals", 0)
+    while isinstance(pullback, Batched) and pullback.shared:
+        pullback = pullback.inner
+    if call.tape is not None and primals and call.tape.serves(pullback):
+        return region.linearize(operands[:primals], call.tape)(operands[primals:])
+    return region.run(operands)
+
+
+def _names(root: Any) -> Any:
+    return lambda i: root.name(i) if i < root.arity else f"the derivative of {root.name(i % max(root.arity, 1))}"
+
+
+def _cut(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
+    return tensor.detach().requires_grad_() if wanted else tensor
+
+
+class PlainNode(torch.autograd.Function):
+    """A region in plain autograd that can't run under saved-tensor hooks, as it calls torch.func. It keeps operands."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Any, call: Call, *operands: torch.Tensor) -> tuple:
+        root = region.root
+        first = not root.ran
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
+        if first:
+            root.watch = Watch(root, root.operands(), inputs, plain_too=True)
+        with torch.enable_grad():
+            outs = region.run(inputs)
+        if first and call.kept is not None:
+            call.kept.close()
+            root.consts.close()
+        ctx.region, ctx.call = region, call
+        ctx.save_for_backward(*operands)
+        ctx.set_materialize_grads(False)
+        results = tuple(t.detach() for t in outs)
+        ctx.mark_non_differentiable(*(r for r, t in zip(results, outs) if not t.requires_grad))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
+        from ._func import pull_back
+
+        needs = ctx.needs_input_grad[2:]
+        return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, ctx.call, 0)

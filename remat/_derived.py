@@ -1,0 +1,221 @@
+"""What a torch.func transform makes of a region: again something that runs on operands, and can be run again.
+
+A derived region's first operands are those of the region it is made from, in the same order. Its ``run`` works on the
+levels that are active where it is called: with none, on plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _torch
+
+Tensors = Sequence[torch.Tensor]
+Pull = Callable[[Tensors], list]
+
+
+class Derived:
+    """A transform of ``inner``; ``root`` is the region that the user called."""
+
+    __slots__ = ("inner", "key", "root")
+
+    def __init__(self, inner: Any, key: tuple) -> None:
+        self.inner = inner
+        self.root = inner.root
+        self.key = (*inner.key, key)
+
+    def run(self, operands: Tensors) -> list[torch.Tensor]:
+        raise RuntimeError("defined by each transform")
+
+    def call_again(self, operands: Tensors) -> list[torch.Tensor]:
+        return self.run(operands)
+
+    def check_result(self, result: Any) -> None:
+        """The region's own runs are compared by the region."""
+
+    @property
+    def uses_func(self) -> bool:
+        """Whether it calls ``torch.func.vjp``, which can't run under saved-tensor hooks."""
+        return self.inner.uses_func
+
+
+class Batched(Derived):
+    """``vmap`` of a region, over these dimensions of the operands."""
+
+    __slots__ = ("batch_size", "in_dims", "out_dims", "randomness")
+
+    def __init__(self, inner: Any, in_dims: tuple, batch_size: int, randomness: str) -> None:
+        super().__init__(inner, ("vmap", in_dims, batch_size, randomness))
+        self.in_dims = in_dims
+        self.batch_size = batch_size
+        self.randomness = randomness
+        self.out_dims: list[int | None] = []  # found by running
+
+    @property
+    def shared(self) -> int:
+        """How many first operands need no batch dimension: a pullback of an unbatched region runs that region once."""
+        count = self.inner.primals if isinstance(self.inner, (Pullback, Batched)) else 0
+        return count if all(dim is None for dim in self.in_dims[:count]) else 0
+
+    @property
+    def primals(self) -> int:
+        return self.shared
+
+    @property
+    def uses_func(self) -> bool:
+        return self.inner.uses_func or (_is_pullback(self.inner) and not self.shared)
+
+    def run(self, operands: Tensors) -> list[torch.Tensor]:
+        if n := self.shared:
+            return self.linearize(operands[:n])(operands[n:])
+        return self._mapped(self.inner.run, operands, self.in_dims)
+
+    def linearize(self, primals: Tensors, tape: Any = None) -> Pull:
+        pull = self.inner.linearize(primals, tape)
+        return lambda others: self._mapped(pull, others, self.in_dims[len(primals) :])
+
+    def _mapped(self, fn: Callable, operands: Tensors, in_dims: Sequence[int | None]) -> list[torch.Tensor]:
+        with _torch.vmap_level(self.batch_size, self.randomness) as level:
+            outs = fn([t if d is None else _torch.wrap_batched(t, d, level) for t, d in zip(operands, in_dims)])
+            pairs = [_torch.unwrap_batched(out, level) for out in outs]
+        self.out_dims = [dim for _, dim in pairs]
+        return [out for out, _ in pairs]
+
+
+class Jvp(Derived):
+    """``jvp`` of a region. Its operands are all operands of the region, then the tangents of those in ``mask``."""
+
+    __slots__ = ("mask", "out_mask")
+
+    def __init__(self, inner: Any, mask: tuple[bool, ...]) -> None:
+        super().__init__(inner, ("jvp", mask))
+        self.mask = mask
+        self.out_mask: list[bool] = []  # which outputs have a tangent, found by running
+
+    @property
+    def uses_func(self) -> bool:
+        return self.inner.uses_func or _is_pullback(self.inner)
+
+    def run(self, operands: Tensors) -> list[torch.Tensor]:
+        primals = list(operands[: len(self.mask)])
+        moving = [i for i, moves in enumerate(self.mask) if moves]
+
+        def run(*duals: torch.Tensor) -> list[torch.Tensor]:
+            inputs = list(primals)
+            for i, dual in zip(moving, duals):
+                inputs[i] = dual
+            # torch.func.jvp wants at least one output.
+            return [*self.inner.run(inputs), duals[0].new_zeros(())]
+
+        heads = tuple(_without_overlap(primals[i]) for i in moving)
+        outs, tangents = torch.func.jvp(run, heads, tuple(operands[len(self.mask) :]))
+        self.out_mask = [_differentiable(out) for out in outs[:-1]]
+        return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
+
+
+class Pullback(Derived):
+    """The pullback of a region: from its operands and cotangents of its outputs in ``given`` to gradients.
+
+    The gradients are those of the operands in ``needs``; ``present`` says which of them aren't zero by structure.
+    """
+
+    __slots__ = ("given", "needs", "present")
+
+    def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...]) -> None:
+        super().__init__(inner, ("pullback", needs, given))
+        self.needs = needs
+        self.given = given
+        self.present: list[bool] = []  # found by running
+
+    @property
+    def primals(self) -> int:
+        return len(self.needs)
+
+    def run(self, operands: Tensors, tape: Any = None) -> list[torch.Tensor]:
+        return self.linearize(operands[: self.primals], tape)(operands[self.primals :])
+
+    def linearize(self, primals: Tensors, tape: Any = None) -> Pull:
+        """Run the region again at ``primals``; returns the linear map from cotangents to gradients."""
+        if tape is not None:
+            pull = tape.pull(self)
+        elif _torch.transforms_active():
+            pull = self._by_func(primals)
+        else:
+            pull = self._by_autograd(primals)
+
+        def gradients(cotangents: Tensors) -> list[torch.Tensor]:
+            grads = pull(cotangents)
+            self.present = [grad is not None for grad in grads]
+            return [grad for grad in grads if grad is not None]
+
+        return gradients
+
+    def _by_func(self, primals: Tensors) -> Pull:
+        needed = [i for i, needs in enumerate(self.needs) if needs]
+
+        def run(*heads: torch.Tensor) -> list[torch.Tensor]:
+            inputs = list(primals)
+            for i, head in zip(needed, heads):
+                inputs[i] = head
+            return self.chosen(self.inner.run(inputs))
+
+        _, vjp = torch.func.vjp(run, *(primals[i] for i in needed))
+        return lambda cotangents: list(vjp(list(cotangents)))
+
+    def _by_autograd(self, primals: Tensors) -> Pull:
+        # The result is differentiated in turn only if something here is; aliases are the places to differentiate at.
+        record = torch.is_grad_enabled()
+        followed = record and any(t.requires_grad for t in primals)
+        with torch.enable_grad():
+            inputs = [_alias(t, followed) if needs else t for t, needs in zip(primals, self.needs)]
+            outs = self.chosen(self.inner.run(inputs))
+        heads = [t for t, needs in zip(inputs, self.needs) if needs]
+
+        def pull(cotangents: Tensors) -> list:
+            create = followed or (record and any(t.requires_grad for t in cotangents))
+            return gradients(outs, [out.requires_grad for out in outs], heads, cotangents, create)
+
+        return pull
+
+    def chosen(self, outs: Tensors) -> list[torch.Tensor]:
+        return [out for out, given in zip(outs, self.given) if given]
+
+
+def gradients(outs: Sequence[Any], depends: Sequence[bool], heads: Tensors, cotangents: Tensors, create: bool) -> list:
+    """``torch.autograd.grad``, with None for each head that the outputs don't depend on. The graph is retained."""
+    pairs = [(out, cotangent) for out, cotangent, d in zip(outs, cotangents, depends) if d]
+    if not pairs:
+        return [None] * len(heads)
+    return list(
+        torch.autograd.grad(
+            [out for out, _ in pairs],
+            list(heads),
+            [cotangent for _, cotangent in pairs],
+            retain_graph=True,
+            create_graph=create,
+            allow_unused=True,
+        )
+    )
+
+
+def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
+    if followed and tensor.requires_grad:
+        return tensor.view_as(tensor)
+    return tensor.detach().requires_grad_()
+
+
+def _is_pullback(region: Any) -> bool:
+    return isinstance(region, Pullback) or (isinstance(region, Batched) and region.shared > 0)
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+    """``make_dual`` lays the tangent out as the primal, which can't be done for an expanded one."""
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+    return tensor.contiguous() if expanded else tensor

@@ -1,0 +1,68 @@
+"""What is compared between a tensor of the first run and the same tensor of a later one."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+CHECKS = ("metadata", "values", "none")
+
+
+class Metadata(tuple):
+    """Dtype, shape and device of a tensor."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        dtype, shape, device = self[:3]
+        where = "" if device.type == "cpu" else f" on {device}"
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)}{where}"
+
+
+class Values(Metadata):
+    """Metadata and a checksum that depends on every bit and its position."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} with checksum {self[3]:x}"
+
+
+def fingerprint(tensor: torch.Tensor, check: str) -> Any:
+    """What ``determinism_check`` compares; None where it compares nothing."""
+    if check == "none":
+        return None
+    metadata = Metadata((tensor.dtype, tensor.shape, tensor.device))
+    if check == "values":
+        return Values((*metadata, checksum(tensor)))
+    return metadata
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A sum of the tensor's bits in 32-bit words, weighted by position, modulo 2**64."""
+    with torch.no_grad():
+        data = tensor.detach()
+        data = (data.to_dense() if data.layout is not torch.strided else data).contiguous().reshape(-1)
+        data = torch.view_as_real(data.resolve_conj()).reshape(-1) if data.is_complex() else data
+        size = data.element_size()
+        words = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).to(torch.int64)
+        # An odd multiplier per position: any single change, and any swap of two unequal words, changes the sum.
+        weights = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2654435761 * 2 + 1
+        return int((words * weights).sum()) & 0xFFFFFFFFFFFFFFFF
+
+
+_SKIP = ("remat", "torch")
+
+
+def user_line() -> str:
+    """Where in the user's code the current run is: ``file:line (function)``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").split(".", 1)[0]
+        if package not in _SKIP and not frame.f_code.co_filename.startswith("<frozen"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return "an unknown line"

@@ -1,0 +1,153 @@
+"""Captured tensors that have no place: found, and swapped for operands, where a torch function reads them.
+
+A place is a spot in a closure, a module or the like. What is read from elsewhere (a registry in another Python module,
+an object in a context variable) is seen only when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from . import _torch
+from ._errors import CaptureError
+from ._state import state
+
+
+class FoundCaptured(BaseException):
+    """Gives a first run up: this tensor must be an operand. Not an Exception, so that user code lets it through."""
+
+    def __init__(self, region: Any, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.region = region
+        self.tensor = tensor
+
+
+class Watch:
+    """What a first run must watch for: tensors that a transform follows, and that neither came in nor were made inside.
+
+    A wrapper of a level that isn't on the stack is surely captured. Otherwise an inner transform may have made it, out
+    of sight: inner levels have the numbers of the ones that were taken off the stack. Such *suspects* are collected;
+    the captured ones among them are the very same objects in another run.
+    """
+
+    __slots__ = ("plain_too", "region", "seen", "suspects", "wrappers")
+
+    def __init__(self, region: Any, operands: list[torch.Tensor], inside: list[torch.Tensor], plain_too: bool) -> None:
+        self.region = region
+        self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
+        # Whatever is captured existed before, so its id can't become that of a newer tensor.
+        self.seen = {id(t) for t in inside}
+        self.suspects: dict[int, torch.Tensor] = {}
+        # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
+        self.wrappers = {id(w) for t in operands for w in _chain(t) if _torch.is_wrapped(w)}
+
+    def made(self, result: Any) -> None:
+        for tensor in _tensors(result):
+            self.seen.add(id(tensor))
+
+    def is_captured(self, tensor: torch.Tensor) -> bool:
+        if id(tensor) in self.seen:
+            return False
+        if id(tensor) in self.wrappers:
+            return True
+        if _torch.is_wrapped(tensor):
+            if _torch.is_dead(tensor):
+                return False
+            if _torch.level_of(tensor) > (_torch.current_level() or 0):
+                return True
+            if not any(id(t) in self.seen for t in _chain(tensor)):
+                self.suspects[id(tensor)] = tensor
+        elif self.plain_too and tensor.requires_grad:
+            self.suspects[id(tensor)] = tensor
+        self.seen.add(id(tensor))
+        return False
+
+
+class Interceptor(TorchFunctionMode):
+    """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet."""
+
+    def __init__(self, swaps: Mapping[int, torch.Tensor], watch: Watch | None = None) -> None:
+        super().__init__()
+        self.swaps = swaps
+        self.watch = watch
+        self.used: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if state.own_work:
+            return func(*args, **kwargs)
+        if self.swaps:
+            args, kwargs = self._swap(args), self._swap(kwargs)
+        watch = self.watch
+        if watch is None:
+            return func(*args, **kwargs)
+        for tensor in (*_tensors(args), *_tensors(kwargs)):
+            if watch.is_captured(tensor):
+                self._give_up(watch, tensor)
+        result = func(*args, **kwargs)
+        watch.made(result)
+        return result
+
+    def __enter__(self) -> Interceptor:
+        state.interceptors.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        state.interceptors.pop()
+
+    def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What an operand of a region inside of this one is here."""
+        if id(tensor) in self.swaps:
+            return self._swap(tensor)
+        if self.watch is not None and self.watch.is_captured(tensor):
+            self._give_up(self.watch, tensor)
+        return tensor
+
+    def _give_up(self, watch: Watch, tensor: torch.Tensor) -> None:
+        if len(self.used) < len(self.swaps):
+            raise CaptureError(
+                f"A region under torch.func reads a tensor of shape {tuple(tensor.shape)} that is neither an argument "
+                f"nor found in what the function captures, and it is another one each time. Pass it as an argument."
+            )
+        raise FoundCaptured(watch.region, tensor)
+
+    def _swap(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) in self.swaps:
+                self.used.add(id(value))
+                return self.swaps[id(value)]
+        elif type(value) in (tuple, list):
+            return type(value)(map(self._swap, value))
+        elif type(value) is dict:
+            return {key: self._swap(v) for key, v in value.items()}
+        return value
+
+
+def made_inside(tensors: Any) -> None:
+    """Tell all regions that run now that these tensors aren't captured."""
+    for interceptor in state.interceptors:
+        if interceptor.watch is not None:
+            interceptor.watch.made(tensors)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in _tensors(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors(item)]
+    return []
+
+
+def _chain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor, what it wraps, what that wraps, down to the plain tensor."""
+    chain = [tensor]
+    while _torch.is_wrapped(chain[-1]):
+        chain.append(_torch.unwrap_once(chain[-1]))
+    return chain

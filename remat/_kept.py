@@ -1,0 +1,170 @@
+"""The tensors that a region keeps from its first run for its next ones: inputs and captured tensors.
+
+They are guarded: a run again starts only if they still hold what they held, or from a copy that was made before the
+region itself changed them (batch-norm statistics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from . import _torch
+from ._errors import MutationError
+
+# A tensor up to this size is copied before the first run, as the region may change it: running statistics, counters.
+COPY_BYTES = 64 * 1024
+
+Name = Callable[[int], str]
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+class Kept:
+    """Tensors as they were before a region's first run.
+
+    ``name(i)`` says where the i-th tensor is read, for errors. ``changing`` is a set of names that is remembered over
+    calls: what a region was once seen to change is copied whatever its size.
+    """
+
+    __slots__ = (
+        "accumulated", "changed", "changing", "copies", "duals", "grads", "name", "packed", "requires_grad", "tensors",
+        "versions",
+    )  # fmt: skip
+
+    def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:
+        self.tensors: list[torch.Tensor | None] = list(tensors)
+        self.name = name
+        self.changing = changing
+        self.versions = [_torch.version(t) for t in tensors]
+        self.requires_grad = [t.requires_grad for t in tensors]
+        self.packed: dict[int, tuple[Unpack, Any]] = {}  # what hooks around the region took over
+        self.copies: dict[int, torch.Tensor] = {}
+        self.changed: set[int] = set()
+        self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
+        self.grads = _gradients(tensors)
+        self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
+        for i, tensor in enumerate(tensors):
+            if not self.requires_grad[i] and self._may_change(i, tensor):
+                self.copies[i] = tensor.clone()
+
+    def __len__(self) -> int:
+        return len(self.versions)
+
+    def _may_change(self, i: int, tensor: torch.Tensor) -> bool:
+        if self.changing and self.name(i) in self.changing:
+            return True
+        return tensor.layout is torch.strided and tensor.numel() * tensor.element_size() <= COPY_BYTES
+
+    # --- during the first run ---------------------------------------------------------------------------------------
+
+    def hand_over(self, pack: Pack, unpack: Unpack, which: Callable[[torch.Tensor], bool] | None = None) -> None:
+        """Let the saved-tensor hooks around the region keep these tensors, as they keep what autograd saves."""
+        for i, tensor in enumerate(self.tensors):
+            if tensor is not None and (which is None or which(tensor)):
+                self.packed[i] = unpack, pack(tensor)
+
+    def is_as_before(self, i: int, tensor: torch.Tensor) -> bool:
+        return _torch.version(tensor) == self.versions[i]
+
+    def close(self) -> None:
+        """After the first run: let go of what isn't needed.
+
+        Raises:
+            MutationError: the region changed a tensor in place whose gradient is recorded.
+        """
+        self.accumulated = self.grads != _gradients(self.tensors)
+        self.grads.clear()
+        for i, tensor in enumerate(self.tensors):
+            assert tensor is not None
+            version = _torch.version(tensor)
+            if version == self.versions[i]:
+                self.copies.pop(i, None)
+            elif self.requires_grad[i]:
+                raise MutationError(
+                    f"{self.name(i)} requires grad and was changed in place by the region, which can't be run again "
+                    f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
+                )
+            else:
+                self.changed.add(i)
+                self.changing.add(self.name(i))
+                self.versions[i] = version
+            if i in self.packed:
+                self.tensors[i] = None
+
+    def roll_back(self) -> None:
+        """Give tensors that a first run has changed their old values, as that run is given up."""
+        with torch.no_grad():
+            for i, copy in self.copies.items():
+                tensor = self.tensors[i]
+                if tensor is not None and not self.is_as_before(i, tensor):
+                    tensor.copy_(copy)
+
+    # --- for a run again --------------------------------------------------------------------------------------------
+
+    def get(self, i: int) -> torch.Tensor:
+        """The i-th tensor, as it was before the first run.
+
+        Raises:
+            MutationError: it has been changed since.
+        """
+        if i in self.packed and i not in self.changed:
+            unpack, packed = self.packed[i]
+            return unpack(packed)
+        return self.checked(i, self.tensors[i])
+
+    def checked(self, i: int, tensor: Any) -> torch.Tensor:
+        """``tensor``, which is or was the i-th, or its copy if the region itself changed it."""
+        if i in self.changed:
+            if i not in self.copies:
+                raise MutationError(
+                    f"{self.name(i)} was changed in place by the region itself, and was too large to be copied on the "
+                    f"chance. Run the forward again: from now on it is copied first. Or pass the region a copy."
+                )
+            return self.copies[i].clone()
+        if _torch.version(tensor) != self.versions[i]:
+            raise MutationError(self.message(i))
+        return tensor
+
+    def message(self, i: int) -> str:
+        return (
+            f"{self.name(i)} was changed in place between the region's forward and its backward, which runs the region "
+            f"again and would give wrong gradients. Change it after the backward, use the out-of-place operation, or "
+            f"give the region a copy: `.clone()`."
+        )
+
+    def again(self, i: int) -> torch.Tensor:
+        """The i-th tensor for a run again: cut from the graph that it came from, tangent included."""
+        tensor = self.get(i)
+        if i in self.duals:
+            primal, tangent = (_cut(t, r) for t, r in self.duals[i])
+            return fwAD.make_dual(primal, tangent)
+        return _cut(tensor, True) if self.requires_grad[i] else tensor
+
+    def captured_again(self, i: int) -> torch.Tensor:
+        """The same for a captured tensor: itself where that does no harm, so that its place needs no new value."""
+        cut = self.accumulated or i in self.duals or i in self.packed
+        return self.again(i) if cut else self.get(i)
+
+
+def _cut(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return tensor.detach().requires_grad_(requires_grad)
+
+
+def _tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
+    """The primal and tangent of every dual tensor: they are gone when its level ends."""
+    duals = {}
+    for i, tensor in enumerate(tensors):
+        primal, tangent = fwAD.unpack_dual(tensor)
+        if tangent is not None:
+            duals[i] = (primal, primal.requires_grad), (tangent, tangent.requires_grad)
+    return duals
+
+
+def _gradients(tensors: Sequence[Any]) -> list[tuple[int, int]]:
+    """The identity and version of each leaf's ``.grad``."""
+    grads = (t.grad for t in tensors if t.requires_grad and t.is_leaf)
+    return [(0, 0) if g is None else (id(g), _torch.version(g)) for g in grads]

@@ -1,0 +1,231 @@
+"""A region: one call of a rematerialized function, with all that it takes to run it again.
+
+The tensors that a run is given from outside are its *operands*: the tensor leaves of the arguments and, under
+torch.func, captured tensors that a transform follows. All other captured tensors are the region's own to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import _torch, _tree
+from ._ambient import Ambient
+from ._captured import Place, find, rebound
+from ._engine import mark
+from ._intercept import Interceptor, made_inside
+from ._kept import Kept
+from ._outputs import Outputs
+from ._state import own_work, recomputing, state
+
+
+# Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.Generator}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a region is run; see :func:`remat.remat`."""
+
+    preserve_rng_state: bool = True
+    determinism_check: str = "metadata"
+    early_stop: bool = True
+    debug: bool = False
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a rematerialized function remembers from one call to the next."""
+
+    changing: set[str] = field(default_factory=set)  # names of tensors that it was seen to change in place
+    makes_suspects: bool = False  # what looks captured is made inside: proved once for a function
+    uses_func: bool = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
+
+
+class Region:
+    """One call of ``fn(*args, **kwargs)``."""
+
+    key: tuple = ()  # how a region was derived from it
+
+    __slots__ = (
+        "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "fn", "found", "inherited",
+        "leaves", "memory", "options", "outputs", "places", "positions", "ran", "spec", "swapped", "undo_record",
+        "watch",
+    )  # fmt: skip
+
+    def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
+        leaves, self.spec = _tree.flatten((args, kwargs))
+        self.fn = fn
+        self.options = options
+        self.memory = memory
+        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.arguments: list[torch.Tensor] = [leaves[i] for i in self.positions]
+        for i in self.positions:
+            leaves[i] = None
+        self.leaves = leaves
+        self.found, self.cells = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
+        self.captured: list[torch.Tensor] = []  # the operands beyond the arguments
+        self.swapped: list[torch.Tensor] = []  # the first of them: they have no place and are swapped where they're read
+        self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
+        self.places: list[Place] = []  # of the other captured tensors
+        self.bindings: list[tuple[Place, int]] = []  # place -> index of an operand
+        self.consts: Kept | None = None
+        self.outputs = Outputs(options)
+        self.ran = False
+        self.arity = len(self.positions)
+        self.watch: Any = None  # set where captured tensors without a place must be found
+        self.ambient: Ambient | None = None
+
+    @property
+    def root(self) -> Region:
+        return self
+
+    @property
+    def uses_func(self) -> bool:
+        return self.memory.uses_func
+
+    # --- before the first run -------------------------------------------------------------------------------------
+
+    def open(self, follow: Callable[[torch.Tensor], bool] | None = None) -> None:
+        """Record the ambient state and the captured tensors, as they are now.
+
+        Captured tensors for which ``follow`` is true become operands, the others are kept as they are.
+        """
+        tensors, generators = [], [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
+        places, bindings, captured = [], [], list(self.swapped)
+        index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
+        for place, value in self.found:
+            if not isinstance(value, torch.Tensor):
+                generators.append(value)
+            elif follow is not None and follow(value):
+                if id(value) not in index:
+                    index[id(value)] = len(self.positions) + len(captured)
+                    captured.append(value)
+                bindings.append((place, index[id(value)]))
+            else:
+                tensors.append(value)
+                places.append(place)
+        self.places, self.bindings, self.captured = places, bindings, captured
+        self.arity = len(self.positions) + len(captured)
+        self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.changing)
+        devices = {t.device for t in (*self.arguments, *tensors, *captured)}
+        self.undo_record = mark()
+        self.ambient = Ambient.capture(devices, generators, self.options.preserve_rng_state)
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make captured tensors that have no place operands: they are swapped wherever they are read."""
+        self.swapped.extend(tensors)
+
+    def take_suspects(self) -> dict[int, torch.Tensor]:
+        """What the watch of the last run suspects."""
+        suspects = {} if self.watch is None else self.watch.suspects
+        self.watch = None
+        return suspects
+
+    def operands(self) -> list[torch.Tensor]:
+        """The operands, as the caller of the region knows them."""
+        return [*self.arguments, *self.captured]
+
+    def forget(self) -> None:
+        """Let go of the operands: whoever runs the region again brings them."""
+        self.arguments, self.captured = [], []
+        self.found = []
+
+    def name(self, i: int) -> str:
+        """What the i-th operand is called in an error."""
+        if i < len(self.positions):
+            args = _tree.paths(self.spec, "")[self.positions[i]]
+            return "argument " + (f"args{args[3:]}" if args.startswith("[0]") else f"kwargs{args[3:]}")
+        for place, index in self.bindings:
+            if index == i:
+                return f"captured {place.path}"
+        return "a captured tensor"
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def call(self, operands: Sequence[torch.Tensor]) -> Any:
+        """The function's own result, from these operands in the places of the arguments."""
+        leaves = list(self.leaves)
+        for position, operand in zip(self.positions, operands):
+            leaves[position] = operand
+        args, kwargs = _tree.unflatten(self.spec, leaves)
+        made_inside(operands)
+        with own_work(False):
+            return self.fn(*args, **kwargs)
+
+    def first(self, args: tuple, kwargs: dict) -> Any:
+        """The first run, on the user's own arguments."""
+        self.ran = True
+        with own_work(False):
+            result = self.fn(*args, **kwargs)
+        self.outputs.spec = _tree.flatten(result)[1]
+        return result
+
+    def call_again(self, operands: Sequence[torch.Tensor]) -> Any:
+        """The same once more: the ambient state and the captured tensors are those of the first run."""
+        assert self.ambient is not None
+        with ExitStack() as stack:
+            stack.enter_context(recomputing())
+            stack.enter_context(_at_bottom(self.ambient.restored()))
+            stack.enter_context(self._bound_again(operands))
+            stack.enter_context(self._swapped(operands))
+            return self.call(operands)
+
+    def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
+        if self.ran:
+            result = self.call_again(operands)
+            return self.outputs.compare(result, operands)
+        self.ran = True
+        with self._bound(operands), self._swapped(operands):
+            result = self.call(operands)
+        return self.outputs.record(result, operands)
+
+    def _bound(self, operands: Sequence[torch.Tensor]) -> Any:
+        return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
+
+    def _bound_again(self, operands: Sequence[torch.Tensor]) -> Any:
+        assert self.consts is not None
+        values = [(place, operands[i]) for place, i in self.bindings]
+        values += [(place, self.consts.captured_again(i)) for i, place in enumerate(self.places)]
+        return rebound(values, cells=self.cells)
+
+    def _swapped(self, operands: Sequence[torch.Tensor]) -> Any:
+        swaps = {**self.inherited, **dict(zip(map(id, self.swapped), operands[len(self.positions) :]))}
+        if self.watch is not None:
+            return Interceptor(swaps, self.watch)
+        return Interceptor(swaps) if swaps else nullcontext()
+
+    def restart(self) -> None:
+        """Undo what a first run that was given up has drawn from the generators."""
+        assert self.ambient is not None and self.consts is not None
+        self.ambient.rewind()
+        self.consts.roll_back()
+        self.undo_record()
+        self.ran = False
+
+
+    def check_result(self, result: Any) -> None:
+        """Compare the structure of a run again's result with the first one."""
+        self.outputs.check_structure(result)
+
+
+class _at_bottom:
+    """Enter and leave a context with no torch.func level active: generators' states are plain tensors."""
+
+    __slots__ = ("context",)
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def __enter__(self) -> None:
+        with _torch.without_levels():
+            self.context.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        with _torch.without_levels():
+            self.context.__exit__(*exception)

@@ -1,0 +1,86 @@
+"""What a thread knows about regions: whether it runs one again, and whether they are switched off."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["disable_remat", "is_recomputing"]
+
+
+class _State(threading.local):
+    recomputing: bool = False
+    disabled: bool = False
+    own_work: bool = False  # the package itself calls torch now, not the user's function
+
+    def __init__(self) -> None:
+        self.interceptors: list[Any] = []  # of the regions that run now, the innermost last
+
+
+state = _State()
+
+
+def is_recomputing() -> bool:
+    """Whether the calling code is in the second (or a later) run of a region.
+
+    For code with effects that must happen once, such as logging or counting:
+
+    Example:
+        >>> import torch
+        >>> from remat import is_recomputing, remat
+        >>> runs = []
+        >>> @remat
+        ... def f(x):
+        ...     runs.append(is_recomputing())
+        ...     return x.sin().cos()
+        >>> f(torch.ones(3, requires_grad=True)).sum().backward()
+        >>> runs
+        [False, True]
+    """
+    return state.recomputing
+
+
+@contextmanager
+def disable_remat() -> Iterator[None]:
+    """Turn every region that is called under this context into a plain call of its function.
+
+    Regions whose forward ran before are not changed. Affects the current thread only.
+
+    Example:
+        >>> import torch
+        >>> from remat import disable_remat, remat
+        >>> f = remat(torch.sin)
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with disable_remat():
+        ...     y = f(x)  # keeps what torch.sin keeps
+    """
+    before = state.disabled
+    state.disabled = True
+    try:
+        yield
+    finally:
+        state.disabled = before
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """The flags of a second run: regions inside of it act as they did in the first."""
+    before = state.recomputing, state.disabled
+    state.recomputing, state.disabled = True, False
+    try:
+        yield
+    finally:
+        state.recomputing, state.disabled = before
+
+
+@contextmanager
+def own_work(value: bool = True) -> Iterator[None]:
+    """Tells interceptors of regions around that what is called now is the package's own doing, or the user's again."""
+    before = state.own_work
+    state.own_work = value
+    try:
+        yield
+    finally:
+        state.own_work = before

@@ -1,0 +1,167 @@
+"""Every private name of torch that the package uses, each with its reason.
+
+Nothing else in the package reaches into ``torch._*``; ``tests/test_private_names.py`` asserts that all of these
+exist, so a new torch release that moves one fails in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._functorch.eager_transforms as _eager_transforms
+import torch._functorch.pyfunctorch as _pyfunctorch
+import torch._functorch.utils as _functorch_utils
+import torch._functorch.vmap as _vmap
+import torch.autograd.forward_ad as fwAD
+import torch.overrides as _overrides
+import torch.utils._device as _device
+import torch.utils._pytree as _torch_pytree
+
+# --- saved-tensor hooks -------------------------------------------------------------------------------------------
+
+# The public context manager costs two Python objects and four calls per region.
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+# A region hands its inputs to the hooks around it (an outer region, ``save_on_cpu``), as autograd does.
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# torch.func.grad and vjp switch the hooks off for the thread; the engine under them lifts that and puts it back.
+hooks_disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+hooks_disable = torch._C._autograd._saved_tensors_hooks_disable
+hooks_enable = torch._C._autograd._saved_tensors_hooks_enable
+
+# --- the running backward -----------------------------------------------------------------------------------------
+
+# -1 outside of a backward pass: then an unpack serves one reader and stores nothing.
+graph_task_id = torch._C._current_graph_task_id
+# With a graph that is kept, nodes don't release what they saved, so slots must let go by themselves.
+graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+current_node = torch._C._current_autograd_node
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward pass ends (the hook that DDP uses; there is no public one)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def sequence_number(node: Any) -> int:
+    """The number of a graph node, which grows with its creation in a thread: older than the region or not."""
+    return node._sequence_nr()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """The version counter of a tensor (inference tensors have none and can't be changed): changed in place or not."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a view is a view of: a saved view of a region's input needs no recompute."""
+    return tensor._base
+
+
+# --- forward-mode levels ------------------------------------------------------------------------------------------
+
+
+def dual_level_active() -> bool:
+    """Whether any forward-mode level is active, before every input is asked for its tangent."""
+    return fwAD._current_level >= 0
+
+
+set_forward_grad_enabled = fwAD._set_fwd_grad_enabled  # autograd.Function switches it off; a level below needs it
+
+# --- torch.func levels --------------------------------------------------------------------------------------------
+
+transforms_active = torch._C._are_functorch_transforms_active
+current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
+all_interpreters = _pyfunctorch.retrieve_all_functorch_interpreters
+without_levels = _pyfunctorch.temporarily_clear_interpreter_stack
+TransformType = torch._C._functorch.TransformType
+current_level = torch._C._functorch.maybe_current_level
+level_of = torch._C._functorch.maybe_get_level
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_dead = torch._C._functorch.is_dead_tensor_wrapper
+unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+unwrap_once = torch._C._functorch.get_unwrapped
+unwrap_grad = torch._C._functorch._unwrap_for_grad
+wrap_grad = torch._C._functorch._wrap_for_grad
+unwrap_batched = torch._C._functorch._unwrap_batched
+wrap_batched = torch._C._functorch._add_batch_dim
+vmap_level = _vmap.vmap_increment_nesting
+# One Function node at one level, not at all of them: what torch uses for its own Functions under torch.func.
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+single_level_functions_allowed = _functorch_utils.enable_single_level_autograd_function
+# The backward that torch.func.grad runs itself: nobody can reach its graph (see ``_proof.py``).
+func_grad_engine_call = _eager_transforms._autograd_grad
+engine_call = torch.autograd.graph._engine_run_backward
+
+# What grad_fn's number is compared with: everything that a region records has a larger one.
+next_sequence_number = torch._C._autograd._get_sequence_nr
+
+
+@contextmanager
+def hooks_allowed() -> Iterator[None]:
+    """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back."""
+    message = hooks_disabled_message()
+    if message is None:
+        yield
+        return
+    hooks_enable()
+    try:
+        yield
+    finally:
+        hooks_disable(message)
+
+
+def is_hooks_refusal(error: RuntimeError) -> bool:
+    """Whether torch.func.grad or vjp refused to run under saved-tensor hooks (it says so in words only)."""
+    return "don't yet support saved tensor hooks" in str(error)
+
+
+def tracing() -> bool:
+    """Whether a trace is taken by ``make_fx`` or ``torch.export``: then a region is inlined."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries a tangent of the active forward-mode level."""
+    return fwAD.unpack_dual(tensor).tangent is not None
+
+# --- pytrees ------------------------------------------------------------------------------------------------------
+
+# Types registered with torch only (Hugging Face's outputs are), with the functions that take them apart.
+TORCH_NODES = _torch_pytree.SUPPORTED_NODES
+MappingKey = _torch_pytree.MappingKey  # they print the path to a leaf of such a type
+SequenceKey = _torch_pytree.SequenceKey
+
+# --- ambient state ------------------------------------------------------------------------------------------------
+
+# Which attention kernel is tried first; only `sdpa_kernel(..., set_priority=True)` sets it in public.
+sdpa_priority = torch._C._get_sdp_priority_order
+set_sdpa_priority = torch._C._set_sdp_priority_order
+
+
+def device_mode() -> tuple[Any, Any, Any]:
+    """The default device of this thread: the mode at the bottom of its stack, and what two others note of it.
+
+    ``torch.get_default_device`` can't tell "none" from "cpu", and makes a tensor to answer.
+    """
+    mode = torch._C._get_function_stack_at(0) if torch._C._len_torch_function_stack() else None
+    return (
+        mode if isinstance(mode, _device.DeviceContext) else None,
+        _device.CURRENT_DEVICE,  # for Dynamo
+        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),  # of set_default_device
+    )
+
+
+def set_device_mode(value: tuple[Any, Any, Any]) -> None:
+    """Put a mode, or none, where the default device's mode stands (the public ways can only add one)."""
+    mode, _device.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context = value
+    modes = [_overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    if modes and isinstance(modes[-1], _device.DeviceContext):
+        modes.pop()
+    if mode is not None:
+        modes.append(mode)
+    for each in reversed(modes):
+        _overrides._push_mode(each)

@@ -1,0 +1,493 @@
+"""Ambient state: a second run sees what the first saw, and nothing has moved after it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat import _ambient
+from remat._ambient import Ambient
+
+CPU = torch.device("cpu")
+DRAWS = {
+    "torch": lambda: torch.rand(3).tolist(),
+    "torch.randn": lambda: torch.randn(1).tolist(),  # keeps half a pair of normals
+    "random": random.random,
+    "random.gauss": lambda: random.gauss(0, 1),  # too
+    "random.shuffle": lambda: random.sample(range(100), 5),
+    "numpy": lambda: np.random.rand(2).tolist(),
+    "numpy.randn": np.random.randn,  # too
+    "numpy.permutation": lambda: np.random.permutation(20).tolist(),
+}
+
+
+def draw_all():
+    return [draw() for draw in DRAWS.values()]
+
+
+def capture(generators=(), preserve=True):
+    return Ambient.capture({CPU}, generators, preserve)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+class TestGenerators:
+    @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+    @pytest.mark.parametrize("before", [0, 1, 2, 700])
+    def test_same_draws_within_and_nothing_moved_after(self, draw, before):
+        for _ in range(before):
+            draw()
+        ambient = capture()
+        first = [draw() for _ in range(3)]
+        after = capture()
+        expected = [draw() for _ in range(3)]
+        after.rewind()
+        for _ in range(2):
+            with ambient.restored():
+                assert [draw() for _ in range(3)] == first
+        assert [draw() for _ in range(3)] == expected
+
+    def test_exception_within(self):
+        ambient = capture()
+        draw_all()
+        after = capture()
+        expected = draw_all()
+        after.rewind()
+        with pytest.raises(KeyError), ambient.restored():
+            draw_all()
+            raise KeyError
+        assert draw_all() == expected
+
+    def test_nested(self):
+        outer = capture()
+        first = draw_all()
+        inner = capture()
+        second = draw_all()
+        third = capture()
+        expected = draw_all()
+        third.rewind()
+        with outer.restored():
+            assert draw_all() == first
+            with inner.restored(), outer.restored(), inner.restored():
+                assert draw_all() == second
+            assert draw_all() == second  # the next ones after the first
+        assert draw_all() == expected
+
+    def test_rewind(self):
+        ambient = capture()
+        first = draw_all()
+        ambient.rewind()
+        assert draw_all() == first
+
+    def test_explicit_generators(self):
+        g, h = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+        ambient = capture([g])
+        first = torch.rand(3, generator=g)
+        h_before = h.get_state()
+        g_before = g.get_state()
+        with ambient.restored():
+            assert torch.equal(torch.rand(3, generator=g), first)
+            torch.rand(1, generator=h)
+        assert torch.equal(g.get_state(), g_before)
+        assert not torch.equal(h.get_state(), h_before)  # nobody asked
+        ambient.rewind()
+        assert torch.equal(torch.rand(3, generator=g), first)
+
+    def test_any_iterable(self):
+        g = torch.Generator()
+        ambient = Ambient.capture(iter([CPU]), iter([g]), True)
+        first = torch.rand(1, generator=g)
+        for _ in range(2):
+            with ambient.restored():
+                assert torch.equal(torch.rand(1, generator=g), first)
+
+    def test_not_preserved(self):
+        g = torch.Generator()
+        with mock.patch.object(_ambient, "_global_generators", None):
+            ambient = capture([g], preserve=False)
+            before = torch.default_generator.get_state(), g.get_state(), random.getstate()
+            with ambient.restored():
+                torch.rand(1), torch.rand(1, generator=g), random.random()
+            ambient.rewind()
+        assert not torch.equal(torch.default_generator.get_state(), before[0])
+        assert not torch.equal(g.get_state(), before[1])
+        assert random.getstate() != before[2]
+
+    def test_devices_without_generator_and_backends_not_started(self):
+        devices = [torch.device(d) for d in ("cpu", "meta", "mps", "xla:3", "mtia")]
+        with mock.patch.object(torch.cuda, "is_initialized", lambda: False):
+            with Ambient.capture([*devices, torch.device("cuda:5")], (), True).restored():
+                pass
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                Ambient.capture([torch.device("cuda", 0)], (), True).rewind()
+
+    @pytest.mark.parametrize("name", ["xpu", "hpu", "mps"])
+    def test_backends_with_and_without_generator_objects(self, name):
+        """Stand-ins for backends that this machine hasn't got."""
+        gs = [torch.Generator().manual_seed(i) for i in range(2)]
+        current = 1
+        if name == "xpu":
+            backend = SimpleNamespace(default_generators=gs, current_device=lambda: current)
+        elif name == "hpu":
+            backend = SimpleNamespace(
+                get_rng_state=lambda device: gs[device.index].get_state(),
+                set_rng_state=lambda state, device: gs[device.index].set_state(state),
+            )
+        else:
+            current = 0
+            backend = SimpleNamespace(get_rng_state=gs[0].get_state, set_rng_state=gs[0].set_state)
+        backend.is_available = lambda: True
+        index = current if name != "hpu" else 1
+        device = torch.device(name, 1) if name == "hpu" else torch.device(name)
+        with mock.patch.object(torch, name, backend, create=True):
+            ambient = Ambient.capture([device], (), True)
+            first = torch.rand(3, generator=gs[index])
+            after = gs[index].get_state()
+            with ambient.restored():
+                assert torch.equal(torch.rand(3, generator=gs[index]), first)
+            assert torch.equal(gs[index].get_state(), after)
+
+    def test_one_that_comes_later_is_kept_too(self):
+        with mock.patch.dict("sys.modules"):
+            import sys
+
+            del sys.modules["numpy"]
+            ambient = capture()
+        state = np.random.get_state()[1].tolist(), np.random.get_state()[2]
+        with ambient.restored():
+            np.random.rand(1000)
+        assert (np.random.get_state()[1].tolist(), np.random.get_state()[2]) == state
+
+    def test_another_bit_generator_of_numpy(self):
+        old = np.random.get_bit_generator()
+        np.random.set_bit_generator(np.random.PCG64(3))
+        try:
+            ambient = capture()
+            first = np.random.rand(), np.random.randn()
+            after = capture()
+            expected = np.random.rand(), np.random.randn()
+            after.rewind()
+            with ambient.restored():
+                assert (np.random.rand(), np.random.randn()) == first
+            assert (np.random.rand(), np.random.randn()) == expected
+        finally:
+            np.random.set_bit_generator(old)
+
+    def test_a_state_that_has_not_moved_is_read_once(self):
+        states = [dict(capture()._states) for _ in range(2)]
+        for slow in (_ambient._python, _ambient._numpy()):
+            assert states[0][slow] is states[1][slow]
+            state = states[0][slow]
+            with mock.patch.object(slow, "_write", None), mock.patch.object(slow, "_read", None):
+                with capture().restored():
+                    pass
+            assert slow.get_state() is state
+
+    def test_many_threads_draw(self):
+        stop, errors = threading.Event(), []
+
+        def work():
+            try:
+                while not stop.is_set():
+                    random.random(), np.random.rand(3)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(50):
+            capture().rewind()
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Functions,
+        Dispatches,
+        FakeTensorMode,
+        lambda: torch.device("meta"),
+        torch.no_grad,
+        torch.inference_mode,
+    ],
+)
+def test_states_are_plain_under_modes(mode):
+    expected = torch.default_generator.get_state()
+    with mode():
+        ambient = capture()
+        with ambient.restored():
+            pass
+        ambient.rewind()
+    state = ambient._states[0][1]
+    assert type(state) is torch.Tensor and state.device == CPU
+    assert torch.equal(state, expected)
+    torch.rand(1)
+    with ambient.restored():
+        assert torch.equal(torch.default_generator.get_state(), expected)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.vmap(f, randomness="different"),
+        torch.func.grad,
+        lambda f: torch.vmap(torch.func.grad(f), randomness="same"),
+        lambda f: torch.func.functionalize(f),
+    ],
+)
+def test_states_are_plain_under_torch_func(transform):
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    seen = []
+
+    def f(x):
+        seen.append(capture())
+        torch.rand(3)
+        with seen[0].restored():
+            pass
+        seen[0].rewind()
+        return x.sum()
+
+    transform(f)(torch.ones(2, 2) if transform is not torch.func.grad else torch.ones(2))
+    state = seen[0]._states[0][1]
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(state)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device):
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def autocast_dtype(dtype):
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+
+
+def observed():
+    """What user code can see of the settings."""
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.empty(0).device.type,
+        torch.get_default_device().type,
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.mm(torch.ones(1, 1, device="cpu"), torch.ones(1, 1, device="cpu")).dtype,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        tuple(torch._C._get_sdp_priority_order()),
+    )
+
+
+SETTINGS = {
+    "default": nullcontext,
+    "no_grad": torch.no_grad,
+    "float64": lambda: default_dtype(torch.float64),
+    "set_default_device": lambda: default_device("meta"),
+    "with device": lambda: torch.device("meta"),
+    "with cpu": lambda: torch.device("cpu"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast without cache": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "autocast dtype": lambda: autocast_dtype(torch.float16),
+    "math": lambda: sdpa_kernel(SDPBackend.MATH),
+    "priority": lambda: sdpa_kernel(
+        [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True
+    ),
+}
+
+
+class TestSettings:
+    @pytest.mark.parametrize("now", SETTINGS.values(), ids=SETTINGS)
+    @pytest.mark.parametrize("then", SETTINGS.values(), ids=SETTINGS)
+    @pytest.mark.parametrize("preserve", [True, False])
+    def test_then_and_now(self, then, now, preserve):
+        start = observed()
+        with then():
+            ambient, first = capture(preserve=preserve), observed()
+        with now():
+            before = observed()
+            with ambient.restored():
+                assert observed() == first
+                with ambient.restored():  # nested
+                    assert observed() == first
+                with torch.device("meta"), torch.autocast("cpu"), torch.no_grad():
+                    assert torch.empty(0).device.type == "meta"
+                assert observed() == first
+            assert observed() == before
+            with pytest.raises(KeyError), ambient.restored():
+                torch.set_default_dtype(torch.float16)  # the body's own changes go as well
+                torch.set_grad_enabled(not torch.is_grad_enabled())
+                raise KeyError
+            assert observed() == before
+        assert observed() == start
+
+    @pytest.mark.parametrize("then", SETTINGS.values(), ids=SETTINGS)
+    def test_another_thread(self, then):
+        results = []
+        with then():
+            ambient, first = capture(), observed()
+
+        def work():
+            results.append(observed())
+            with ambient.restored():
+                results.append(observed())
+            results.append(observed())
+
+        with torch.device("meta"):
+            here = observed()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            assert observed() == here
+        assert results[1] == first
+        assert results[0] == results[2]
+
+    def test_body_sets_the_default_device(self):
+        ambient = capture()
+        with default_device("meta"):
+            before = observed()
+            with ambient.restored():
+                torch.set_default_device("cpu")
+            assert observed() == before
+        assert torch.empty(0).device == CPU
+
+    def test_function_modes_stay_on_top_of_the_default_device(self):
+        ambient = capture()
+        seen = []
+
+        class Record(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        with torch.device("meta"), Record():
+            with ambient.restored():
+                assert torch.ones(1).device == CPU and torch.ones in seen
+            seen.clear()
+            assert torch.ones(1).device.type == "meta" and torch.ones in seen
+
+    def test_casts_are_not_kept(self):
+        w = torch.ones(2, 2, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            ambient = capture()
+        with ambient.restored():
+            y = w @ w
+        with ambient.restored():
+            z = w @ w
+        cast = [out.grad_fn.next_functions[0][0] for out in (y, z)]
+        assert cast[0] is not cast[1]
+
+    def test_everything_is_put_back_when_something_fails(self):
+        g = torch.Generator()
+
+        class Broken:
+            def get_state(self):
+                return None
+
+            def set_state(self, state):
+                raise RuntimeError("broken")
+
+        with torch.no_grad():
+            ambient = capture([Broken(), g])
+        state = g.get_state()
+        with pytest.raises(RuntimeError, match="broken"), ambient.restored():
+            raise AssertionError("not reached")
+        assert torch.is_grad_enabled() and torch.equal(g.get_state(), state)
+
+        settings = _ambient._settings()
+        broken = (lambda: object(), Broken().set_state)
+        with default_dtype(torch.float64), torch.autocast("cpu"):
+            with mock.patch.object(_ambient, "_settings", lambda: [broken, *settings]):
+                other = capture()
+        with mock.patch.object(_ambient, "_settings", lambda: [broken, *settings]):
+            state, before = torch.default_generator.get_state(), observed()
+            with pytest.raises(RuntimeError, match="broken"), other.restored():
+                raise AssertionError("not reached")
+        assert observed() == before
+        assert torch.equal(torch.default_generator.get_state(), state)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestCuda:
+    def test_generators(self):
+        torch.cuda.init()
+        cuda = torch.device("cuda", 0)
+        g = torch.Generator(cuda)
+        for devices in ([cuda], [torch.device("cuda")], []):  # the current device, always
+            ambient = Ambient.capture(devices, [g], True)
+            first = torch.rand(3, device=cuda), torch.rand(3, device=cuda, generator=g)
+            after = torch.cuda.get_rng_state()
+            with ambient.restored():
+                again = torch.rand(3, device=cuda), torch.rand(3, device=cuda, generator=g)
+            assert all(map(torch.equal, first, again))
+            assert torch.equal(torch.cuda.get_rng_state(), after)
+
+    def test_autocast(self):
+        with torch.autocast("cuda", torch.bfloat16):
+            ambient = Ambient.capture([torch.device("cuda")], (), True)
+        with ambient.restored():
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") is torch.bfloat16
+        assert not torch.is_autocast_enabled("cuda")
+
+
+def test_cuda_is_not_started():
+    if torch.cuda.is_initialized():
+        pytest.skip("it has been started already")
+    with capture().restored():
+        pass
+    assert not torch.cuda.is_initialized()

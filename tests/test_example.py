@@ -1,0 +1,62 @@
+"""The demonstration runs, learns, and shows less memory with `remat` at the same gradients."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = ("training step", "per-sample gradients", "Hessian-vector product")
+NUMBER = r"(\d+\.\d+(?:e[+-]\d+)?)"
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "examples/char_lm.py", "--quick", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    if not (ROOT / "examples" / "char_lm.py").exists():
+        pytest.skip("the examples are not part of this installation")
+    pytest.importorskip("tqdm", reason="needs the extra 'examples'")
+    result = run()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr, result.stderr
+    return result.stdout
+
+
+def test_loss_falls(output: str) -> None:
+    found = re.search(rf"^loss: {NUMBER} -> {NUMBER}$", output, re.MULTILINE)
+    assert found, output
+    first, last = map(float, found.groups())
+    assert first > 4.5  # a guess among 128 characters is worth log(128) = 4.85
+    assert last < 0.7 * first
+
+
+def test_sample_norms_are_printed(output: str) -> None:
+    found = re.search(rf"^gradient norms of 8 samples: {NUMBER} to {NUMBER}$", output, re.MULTILINE)
+    assert found, output
+    smallest, largest = map(float, found.groups())
+    assert 0 < smallest < largest
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(output: str, name: str) -> None:
+    """Every row: less memory with `remat`, positive times, gradients that agree."""
+    found = re.search(rf"^{name}((?: +{NUMBER}){{5}})$", output, re.MULTILINE)
+    assert found, output
+    plain, remat, plain_time, remat_time, difference = map(float, found.group(1).split())
+    assert 0 < remat < 0.7 * plain
+    assert plain_time > 0
+    assert remat_time > 0
+    assert difference < 1e-5
+
+
+def test_exit_status_tells_that_the_loss_did_not_fall() -> None:
+    pytest.importorskip("tqdm", reason="needs the extra 'examples'")
+    result = run("--steps", "1")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "The loss did not fall." in result.stderr
