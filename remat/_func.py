@@ -215,18 +215,20 @@ class RegionNode(_torch.SingleLevelFunction):
         with torch.enable_grad(), _torch.set_forward_grad_enabled(True), job.interpreter.lower():
             outs = apply(job.region, values, job.call, job.wanted, job.skip)
         wrapped = tuple(_torch.wrap_grad(t, level) for t in outs)
-        ctx.job = Job(job.region, job.call, job.interpreter, None, 0)
-        ctx.job.interpreter = None
-        ctx.save_for_backward(*operands)
+        job.interpreter = None
+        # Attributes, not save_for_backward, which would keep them until the level ends; changes are seen at the bottom.
+        ctx.job, ctx.operands = job, operands
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in wrapped if not (t.is_floating_point() or t.is_complex())))
         return wrapped
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        job = ctx.job
-        operands = ctx.saved_tensors
-        skip = job.level if nobody_reads_the_graph(job.level, operands, job.thread) else 0
+        job, operands = ctx.job, ctx.operands
+        skip = 0
+        if nobody_reads_the_graph(job.level, operands, job.thread):
+            skip = job.level
+            ctx.job = ctx.operands = None  # this was the node's only backward
         return None, *pull_back(job.region, operands, cotangents, ctx.needs_input_grad[1:], job.call, skip)
 
 
