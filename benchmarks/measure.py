@@ -82,9 +82,7 @@ class PeakMemory(_Observer):
         self.peak = 0
         # A storage's Python object lives as long as the storage itself, so that a weak reference
         # to it tells whether autograd or anybody else in C++ still holds the memory.
-        self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
-            weakref.WeakValueDictionary()
-        )
+        self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     @property
     def live(self) -> int:

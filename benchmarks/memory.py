@@ -163,8 +163,7 @@ class Case:
         """Runs both programs on the same weights and inputs."""
         generator = torch.Generator().manual_seed(0)
         weights = [
-            [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(DEPTH)]
-            for _ in range(REGIONS)
+            [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(DEPTH)] for _ in range(REGIONS)
         ]
         x = torch.randn(self.batch, WIDTH, generator=generator)
         return Measurement(
@@ -175,9 +174,7 @@ class Case:
         )
 
 
-def against_plain(
-    name: str, program: Callable[[Wrapper], Program], limit: float, *, batch: int = 2048
-) -> Case:
+def against_plain(name: str, program: Callable[[Wrapper], Program], limit: float, *, batch: int = 2048) -> Case:
     """The row of a program with remat over the same program without."""
     return Case(f"{name}: remat / plain", program(remat), program(plain), limit, batch)
 
@@ -226,9 +223,7 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case and prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.memory", description="Peak memory of rematerialized programs."
-    )
+    parser = argparse.ArgumentParser(prog="benchmarks.memory", description="Peak memory of rematerialized programs.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
 

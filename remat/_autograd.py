@@ -17,6 +17,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
         return _func.call(fn, options, memory, args, kwargs)
     region = Region(fn, args, kwargs, options, memory)
     region.open()
+    assert region.consts is not None
     operands = Kept(region.arguments, region.name, memory.changing)
     frame = Frame(region, operands, region.consts, options)
     try:

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from . import _torch
 from ._region import Options
 
 
 def call(fn: Callable, options: Options, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a checkpointed part of the graph that is being traced."""
+    """Call ``fn`` as a checkpointed part of the graph that is being traced; under torch.func transforms, inlined."""
+    if _torch.transforms_active():
+        return fn(*args, **kwargs)
     return torch.utils.checkpoint.checkpoint(
-        fn, *args, use_reentrant=False, preserve_rng_state=options.preserve_rng_state, **kwargs
+        lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, preserve_rng_state=options.preserve_rng_state
     )

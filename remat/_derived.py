@@ -111,7 +111,7 @@ class Jvp(Derived):
             return [*self.inner.run(inputs), duals[0].new_zeros(())]
 
         heads = tuple(_without_overlap(primals[i]) for i in moving)
-        outs, tangents = torch.func.jvp(run, heads, tuple(operands[len(self.mask) :]))
+        outs, tangents = torch.func.jvp(run, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         self.out_mask = [_differentiable(out) for out in outs[:-1]]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
 
@@ -162,7 +162,7 @@ class Pullback(Derived):
                 inputs[i] = head
             return self.chosen(self.inner.run(inputs))
 
-        _, vjp = torch.func.vjp(run, *(primals[i] for i in needed))
+        _, vjp = torch.func.vjp(run, *(primals[i] for i in needed))  # type: ignore[misc]
         return lambda cotangents: list(vjp(list(cotangents)))
 
     def _by_autograd(self, primals: Tensors) -> Pull:
@@ -180,7 +180,8 @@ class Pullback(Derived):
 
         return pull
 
-    def chosen(self, outs: Tensors) -> list[torch.Tensor]:
+    def chosen(self, outs: Sequence[Any]) -> list:
+        """Those that have a cotangent."""
         return [out for out, given in zip(outs, self.given) if given]
 
 

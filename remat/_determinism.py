@@ -12,33 +12,34 @@ CHECKS = ("metadata", "values", "none")
 
 
 class Metadata(tuple):
-    """Dtype, shape and device of a tensor."""
+    """Dtype, shape and device of a tensor, for a saved one also what made it, and its checksum if asked for."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        dtype, shape, device = self[:3]
+        dtype, shape, device, maker, checksum = self
         where = "" if device.type == "cpu" else f" on {device}"
-        return f"{str(dtype).removeprefix('torch.')}{list(shape)}{where}"
-
-
-class Values(Metadata):
-    """Metadata and a checksum that depends on every bit and its position."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return f"{super().__str__()} with checksum {self[3]:x}"
+        made = "" if maker is None else f" of {maker}"
+        values = "" if checksum is None else f" with checksum {checksum:x}"
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)}{where}{made}{values}"
 
 
 def fingerprint(tensor: torch.Tensor, check: str) -> Any:
     """What ``determinism_check`` compares; None where it compares nothing."""
     if check == "none":
         return None
-    metadata = Metadata((tensor.dtype, tensor.shape, tensor.device))
-    if check == "values":
-        return Values((*metadata, checksum(tensor)))
-    return metadata
+    values = checksum(tensor) if check == "values" else None
+    return Metadata((tensor.dtype, tensor.shape, tensor.device, None, values))
+
+
+def saved_fingerprint(tensor: torch.Tensor, check: str) -> Any:
+    """The same of a tensor that is saved, with the kind of node that made it: another one tells of another path."""
+    if check == "none":
+        return None
+    values = checksum(tensor) if check == "values" else None
+    node = tensor.grad_fn
+    maker = None if node is None else type(node).__name__
+    return Metadata((tensor.dtype, tensor.shape, tensor.device, maker, values))
 
 
 def checksum(tensor: torch.Tensor) -> int:

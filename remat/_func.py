@@ -35,7 +35,8 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             operands = region.operands()
             if state.interceptors:
                 operands = [state.interceptors[-1].resolve(t) for t in operands]
-            outs, error = None, None
+            outs: list[torch.Tensor] | None = None
+            error: Exception | None = None
             try:
                 with own_work():
                     outs = apply(region, operands, Call())
@@ -59,8 +60,8 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                     captured = [t for i, t in now.items() if i in suspects]
                     memory.makes_suspects = not captured
                 if not captured:
-                    if error is not None:
-                        raise error
+                    if error is not None or outs is None:
+                        raise error or RuntimeError
                     made_inside(outs)
                     return region.outputs.build(outs, operands)
                 region.adopt(captured)
@@ -126,7 +127,9 @@ def _batch(region: Any, values: list, dims: tuple, interpreter: Any, call: Call)
         if out_dims is not None and needs_batched:
             targets = [dim for dim, given in zip(out_dims, region.given) if given]
             if all(target is not None for target in targets):
-                aligned = [_align(t, d, target, size) for t, d, target in zip(values[region.primals :], outer_dims, targets)]
+                aligned = [
+                    _align(t, d, target, size) for t, d, target in zip(values[region.primals :], outer_dims, targets)
+                ]
                 return PullbackOfBatched(inner, region.needs, region.given), values[: region.primals] + aligned
     return Batched(region, dims, size, randomness), values
 
@@ -187,7 +190,7 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     wanted = followed if wanted is None else [a or b for a, b in zip(followed, wanted)]
     job = Job(region, call, interpreter, wanted, skip)
     with _torch.single_level_functions_allowed():
-        return list(RegionNode.apply(job, *operands))
+        return list(RegionNode.apply(job, *operands))  # type: ignore[attr-defined]
 
 
 class Job:
@@ -232,7 +235,14 @@ class RegionNode(_torch.SingleLevelFunction):
         return None, *pull_back(job.region, operands, cotangents, ctx.needs_input_grad[1:], job.call, skip)
 
 
-def pull_back(region: Any, operands: Tensors, cotangents: Sequence, needs: Sequence[bool], call: Call, skip: int) -> list:
+def pull_back(
+    region: Any,
+    operands: Tensors,
+    cotangents: Sequence,
+    needs: Sequence[bool],
+    call: Call,
+    skip: int,
+) -> list:
     """The gradients of the operands in ``needs``, None for the others."""
     given = tuple(t is not None for t in cotangents)
     if not any(given) or not any(needs):

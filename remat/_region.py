@@ -15,16 +15,28 @@ import torch
 
 from . import _torch, _tree
 from ._ambient import Ambient
-from ._captured import Place, find, rebound
+from ._captured import find
 from ._engine import mark
 from ._intercept import Interceptor, made_inside
 from ._kept import Kept
 from ._outputs import Outputs
+from ._places import Place, rebound
 from ._state import own_work, recomputing, state
 
-
 # Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
-_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.Generator}
+_PLAIN = {
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.Generator,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +64,9 @@ class Region:
     key: tuple = ()  # how a region was derived from it
 
     __slots__ = (
-        "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "fn", "found", "inherited",
-        "leaves", "memory", "options", "outputs", "places", "positions", "ran", "spec", "swapped", "undo_record",
-        "watch",
+        "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "devices", "fn", "found",
+        "inherited", "leaves", "log", "memory", "options", "outputs", "places", "positions", "ran", "spec", "swapped",
+        "undo_record", "watch",
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
@@ -69,13 +81,17 @@ class Region:
         self.leaves = leaves
         self.found, self.cells = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
         self.captured: list[torch.Tensor] = []  # the operands beyond the arguments
-        self.swapped: list[torch.Tensor] = []  # the first of them: they have no place and are swapped where they're read
+        self.swapped: list[
+            torch.Tensor
+        ] = []  # the first of them: they have no place and are swapped where they're read
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
         self.places: list[Place] = []  # of the other captured tensors
         self.bindings: list[tuple[Place, int]] = []  # place -> index of an operand
         self.consts: Kept | None = None
         self.outputs = Outputs(options)
         self.ran = False
+        self.log: Any = None  # notes or compares the operations of a run
+        self.devices: set[torch.device] = set()
         self.arity = len(self.positions)
         self.watch: Any = None  # set where captured tensors without a place must be found
         self.ambient: Ambient | None = None
@@ -95,7 +111,10 @@ class Region:
 
         Captured tensors for which ``follow`` is true become operands, the others are kept as they are.
         """
-        tensors, generators = [], [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
+        tensors, generators = (
+            [],
+            [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)],
+        )
         places, bindings, captured = [], [], list(self.swapped)
         index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
         for place, value in self.found:
@@ -112,9 +131,9 @@ class Region:
         self.places, self.bindings, self.captured = places, bindings, captured
         self.arity = len(self.positions) + len(captured)
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.changing)
-        devices = {t.device for t in (*self.arguments, *tensors, *captured)}
+        self.devices = {t.device for t in (*self.arguments, *tensors, *captured)}
         self.undo_record = mark()
-        self.ambient = Ambient.capture(devices, generators, self.options.preserve_rng_state)
+        self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make captured tensors that have no place operands: they are swapped wherever they are read."""
@@ -154,13 +173,13 @@ class Region:
             leaves[position] = operand
         args, kwargs = _tree.unflatten(self.spec, leaves)
         made_inside(operands)
-        with own_work(False):
+        with own_work(False), self.log or nullcontext():
             return self.fn(*args, **kwargs)
 
     def first(self, args: tuple, kwargs: dict) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        with own_work(False):
+        with own_work(False), self.log or nullcontext():
             result = self.fn(*args, **kwargs)
         self.outputs.spec = _tree.flatten(result)[1]
         return result
@@ -195,7 +214,10 @@ class Region:
         return rebound(values, cells=self.cells)
 
     def _swapped(self, operands: Sequence[torch.Tensor]) -> Any:
-        swaps = {**self.inherited, **dict(zip(map(id, self.swapped), operands[len(self.positions) :]))}
+        swaps = {
+            **self.inherited,
+            **dict(zip(map(id, self.swapped), operands[len(self.positions) :])),
+        }
         if self.watch is not None:
             return Interceptor(swaps, self.watch)
         return Interceptor(swaps) if swaps else nullcontext()
@@ -207,7 +229,6 @@ class Region:
         self.consts.roll_back()
         self.undo_record()
         self.ran = False
-
 
     def check_result(self, result: Any) -> None:
         """Compare the structure of a run again's result with the first one."""

@@ -101,10 +101,16 @@ def remat(
     return _wrap(fn, options)
 
 
-def _checked_options(policy: Any, preserve_rng_state: Any, determinism_check: Any, early_stop: Any, debug: Any) -> Options:
+def _checked_options(
+    policy: Any, preserve_rng_state: Any, determinism_check: Any, early_stop: Any, debug: Any
+) -> Options:
     if policy is not None:
         raise PolicyError(f"policy must be None, which keeps a region's inputs only; got {policy!r}.")
-    for name, value in (("preserve_rng_state", preserve_rng_state), ("early_stop", early_stop), ("debug", debug)):
+    for name, value in (
+        ("preserve_rng_state", preserve_rng_state),
+        ("early_stop", early_stop),
+        ("debug", debug),
+    ):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}.")
     if determinism_check not in CHECKS:
@@ -156,7 +162,10 @@ class Remat:
 
     def __reduce__(self) -> Any:
         # A decorated function replaces the one of its name, so it is found by that name, as functions are.
-        module, name = getattr(self._fn, "__module__", None), getattr(self._fn, "__qualname__", None)
+        module, name = (
+            getattr(self._fn, "__module__", None),
+            getattr(self._fn, "__qualname__", None),
+        )
         if module and name and "<" not in name and _lookup(module, name) is self:
             return name
         return _rebuild, (self._fn, self._options)

@@ -43,7 +43,7 @@ current_node = torch._C._current_autograd_node
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward pass ends (the hook that DDP uses; there is no public one)."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def sequence_number(node: Any) -> int:
@@ -81,7 +81,7 @@ TransformType = torch._C._functorch.TransformType
 current_level = torch._C._functorch.maybe_current_level
 level_of = torch._C._functorch.maybe_get_level
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-is_dead = torch._C._functorch.is_dead_tensor_wrapper
+is_dead = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 unwrap_once = torch._C._functorch.get_unwrapped
 unwrap_grad = torch._C._functorch._unwrap_for_grad
@@ -114,7 +114,7 @@ def hooks_allowed() -> Iterator[None]:
         hooks_disable(message)
 
 
-def is_hooks_refusal(error: RuntimeError) -> bool:
+def is_hooks_refusal(error: Exception) -> bool:
     """Whether torch.func.grad or vjp refused to run under saved-tensor hooks (it says so in words only)."""
     return "don't yet support saved tensor hooks" in str(error)
 
@@ -127,6 +127,7 @@ def tracing() -> bool:
 def is_dual(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a tangent of the active forward-mode level."""
     return fwAD.unpack_dual(tensor).tangent is not None
+
 
 # --- pytrees ------------------------------------------------------------------------------------------------------
 

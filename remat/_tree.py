@@ -43,9 +43,7 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
     """
     while True:
         leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
-        if (
-            _leaf_types.issuperset(map(type, leaves)) and len(TORCH_NODES) == _torch_nodes_seen
-        ) or not _learn(leaves):
+        if (_leaf_types.issuperset(map(type, leaves)) and len(TORCH_NODES) == _torch_nodes_seen) or not _learn(leaves):
             return leaves, spec
 
 

@@ -343,9 +343,7 @@ SETTINGS = {
     "autocast without cache": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
     "autocast dtype": lambda: autocast_dtype(torch.float16),
     "math": lambda: sdpa_kernel(SDPBackend.MATH),
-    "priority": lambda: sdpa_kernel(
-        [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True
-    ),
+    "priority": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
 }
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from remat._captured import MISSING, find, find_cells, find_places, rebound
+from remat._captured import find, find_cells, find_places
+from remat._places import MISSING, rebound
 
 W = torch.ones(2)
 CONFIG = {"w": torch.ones(2), "nested": [torch.ones(2)]}

@@ -114,9 +114,7 @@ def _output_class(name, keys_fn=False):
         def with_keys(o):
             return [(torch_pytree.GetAttrKey(k), v) for k, v in o.items()], list(o)
 
-    torch_pytree.register_pytree_node(
-        cls, lambda o: (list(o.values()), list(o)), put, flatten_with_keys_fn=with_keys
-    )
+    torch_pytree.register_pytree_node(cls, lambda o: (list(o.values()), list(o)), put, flatten_with_keys_fn=with_keys)
     return cls
 
 

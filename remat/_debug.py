@@ -1,0 +1,78 @@
+"""``debug=True``: the operations of a region's runs, compared one by one, with the user's source lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._determinism import fingerprint, user_line
+from ._errors import RecomputeMismatchError
+
+# The engine itself detaches what it takes, so these come and go.
+_IGNORED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class OpLog(TorchDispatchMode):
+    """Notes each operation of a first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[str, str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _IGNORED:
+            self.note(str(func), _describe(result), user_line())
+        return result
+
+    def note(self, op: str, result: str, line: str) -> None:
+        self.entries.append((op, result, line))
+
+    def replay(self) -> Replay:
+        """The log of a run again, which is compared with this one while it grows."""
+        return Replay(self)
+
+
+class Replay(OpLog):
+    """Compares each operation of a run again with that of the first run.
+
+    Raises:
+        RecomputeMismatchError: at the first one that differs.
+    """
+
+    def __init__(self, first: OpLog) -> None:
+        super().__init__()
+        self.first = first
+
+    def note(self, op: str, result: str, line: str) -> None:
+        super().note(op, result, line)
+        i = len(self.entries) - 1
+        if i >= len(self.first.entries):
+            self._fail(i, "there was none", f"{op} -> {result} at {line}")
+        first_op, first_result, first_line = self.first.entries[i]
+        if (first_op, first_result) != (op, result):
+            self._fail(i, f"{first_op} -> {first_result} at {first_line}", f"{op} -> {result} at {line}")
+
+    def check_end(self) -> None:
+        """After a run again that wasn't stopped early."""
+        i = len(self.entries)
+        if i < len(self.first.entries):
+            op, result, line = self.first.entries[i]
+            self._fail(i, f"{op} -> {result} at {line}", "there is none")
+
+    def _fail(self, i: int, before: str, now: str) -> None:
+        raise RecomputeMismatchError(
+            f"Operation {i} of the region differs between its runs.\n  In the forward: {before}\n"
+            f"  When run again: {now}\n"
+            f"A region must do the same each time: look at what decides between these two lines."
+        )
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, torch.Tensor):
+        return str(fingerprint(result, "metadata"))
+    if isinstance(result, (tuple, list)):
+        return "(" + ", ".join(map(_describe, result)) + ")"
+    return type(result).__name__

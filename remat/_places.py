@@ -1,0 +1,248 @@
+"""Places: where captured tensors are held, to be read, bound to something else for a run, and named in a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import CellType
+from typing import Any
+
+
+class MISSING:
+    """What stands for the value of a place that is gone or empty."""
+
+
+class Place:
+    """Where one value is held; `up` is the place of the object that it belongs to."""
+
+    __slots__ = ("holder", "key", "up")
+
+    def __init__(self, holder: Any, key: Any, up: Any) -> None:
+        self.holder = holder
+        self.key = key
+        self.up = up
+
+    def get(self) -> Any:
+        """What is there now, or `MISSING`."""
+        raise NotImplementedError
+
+    def set(self, value: Any) -> None:
+        """Puts `value` there; `MISSING` empties the place."""
+        raise NotImplementedError
+
+    @property
+    def spot(self) -> Place:
+        """The place that `set` writes to: this one, but for what is inside a tuple."""
+        return self
+
+    @property
+    def path(self) -> str:
+        """``self.layers[0].weight``, ``closure variable 'w'``, ``global 'W'``."""
+        return _expression(self)
+
+    def _step(self) -> str:
+        return f"[{self.key!r}]"
+
+    def __repr__(self) -> str:
+        return f"<Place {self.path}>"
+
+
+def _expression(place: Place) -> str:
+    """The place as Python spells it."""
+    steps: list[str] = []
+    while not isinstance(place, NamePlace):
+        steps.append(place._step())
+        place = place.up
+    return str(place.key) + "".join(reversed(steps))
+
+
+class ItemPlace(Place):
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return self.holder.get(self.key, MISSING)
+
+    def set(self, value: Any) -> None:
+        if value is MISSING:
+            self.holder.pop(self.key, None)
+        else:
+            self.holder[self.key] = value
+
+
+class Attribute(ItemPlace):
+    """An entry of an instance's ``__dict__``, or of a module's parameters, buffers, or modules."""
+
+    __slots__ = ()
+
+    def _step(self) -> str:
+        if self.key.isidentifier():
+            return f".{self.key}"
+        return f"[{self.key}]" if self.key.isdigit() else f"[{self.key!r}]"
+
+
+class Element(Place):
+    """An item of a list; a list that has become too short is cut at the same length again."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return self.holder[self.key] if self.key < len(self.holder) else MISSING
+
+    def set(self, value: Any) -> None:
+        if value is MISSING:
+            del self.holder[self.key :]
+        else:
+            self.holder[self.key : self.key + 1] = [value]
+
+
+class Descriptor(Place):
+    """What a descriptor of the holder's class gives access to: slots, a function's defaults."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        try:
+            return self.key.__get__(self.holder)
+        except AttributeError:
+            return MISSING
+
+    def set(self, value: Any) -> None:
+        if value is not MISSING:
+            self.key.__set__(self.holder, value)
+        elif self.get() is not MISSING:
+            self.key.__delete__(self.holder)
+
+    def _step(self) -> str:
+        return f".{self.key.__name__}"
+
+
+class PartialArgs(Place):
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return self.holder.args
+
+    def set(self, value: Any) -> None:
+        # `args` is read-only, but a partial takes its whole pickled state at any time.
+        func, _, keywords, attributes = self.holder.__reduce__()[2]
+        self.holder.__setstate__((func, value, keywords, attributes))
+
+    def _step(self) -> str:
+        return ".args"
+
+
+class Fixed(Place):
+    """A step that can't be written to, such as ``method.__self__``: it only leads further."""
+
+    __slots__ = ()
+
+    def _step(self) -> str:
+        return f"{self.key}"
+
+
+class TupleItem(Place):
+    """An item of the tuple at `up`, which is replaced as a whole; `holder` is the tuple found."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        whole = self.up.get()
+        return whole[self.key] if self._fits(whole) else MISSING
+
+    def set(self, value: Any) -> None:
+        if value is MISSING:
+            return
+        whole = self.up.get()
+        items = list(whole if self._fits(whole) else self.holder)
+        items[self.key] = value
+        cls = type(self.holder)
+        self.up.set(getattr(cls, "_make", cls)(items))
+
+    def _fits(self, whole: Any) -> bool:
+        return type(whole) is type(self.holder) and len(whole) == len(self.holder)
+
+    @property
+    def spot(self) -> Place:
+        return self.up.spot
+
+
+class NamePlace(Place):
+    """Where a path begins: a variable, or what the walk started from."""
+
+    __slots__ = ()
+
+
+class CellPlace(NamePlace):
+    __slots__ = ()
+
+    def get(self) -> Any:
+        try:
+            return self.holder.cell_contents
+        except ValueError:
+            return MISSING
+
+    def set(self, value: Any) -> None:
+        if value is MISSING:
+            del self.holder.cell_contents
+        else:
+            self.holder.cell_contents = value
+
+    @property
+    def path(self) -> str:
+        # In a helper function there may be another variable of that name.
+        owner = "" if type(self.up) is NamePlace else f" of {_expression(self.up)}"
+        return f"closure variable {self.key!r}{owner}"
+
+
+class GlobalPlace(ItemPlace, NamePlace):
+    __slots__ = ()
+
+    @property
+    def path(self) -> str:
+        return f"global {self.key!r}"
+
+
+class rebound:
+    """Binds places, and closure cells before them, to values; puts all back at exit.
+
+    With `keep_changes`, what was written to a place meanwhile stays: for a first run, which counts.
+    """
+
+    __slots__ = ("_cells", "_keep", "_places", "_undo")
+
+    def __init__(
+        self,
+        places: Iterable[tuple[Place, Any]],
+        cells: Iterable[tuple[CellType, Any]] = (),
+        *,
+        keep_changes: bool = False,
+    ) -> None:
+        self._places = places
+        self._cells = cells
+        self._keep = keep_changes
+        self._undo: list[tuple[Place, Any, Any]] = []
+
+    def __enter__(self) -> None:
+        try:
+            for cell, value in self._cells:
+                self._bind(CellPlace(cell, "", None), value)
+            for place, value in self._places:
+                self._bind(place, value)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _bind(self, place: Place, value: Any) -> None:
+        spot = place.spot
+        before = bound = spot.get()
+        if (before if spot is place else place.get()) is not value:
+            place.set(value)
+            bound = spot.get()
+        self._undo.append((spot, before, bound))
+
+    def __exit__(self, *exception: object) -> None:
+        # Backwards: a tuple is rebuilt once per item, and the first one kept is the original.
+        for spot, before, bound in reversed(self._undo):
+            now = spot.get()
+            if now is not before and (now is bound or not self._keep):
+                spot.set(before)
+        self._undo.clear()

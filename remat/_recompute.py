@@ -1,0 +1,120 @@
+"""The run again of a region, which fills the slots of its first run."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from . import _torch
+from ._determinism import saved_fingerprint, user_line
+from ._errors import RecomputeMismatchError
+from ._slots import Slot, Stop
+from ._streams import resumed
+
+if TYPE_CHECKING:
+    from ._engine import Frame
+
+
+class Filler:
+    """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
+
+    __slots__ = ("count", "frame", "last", "slots")
+
+    def __init__(self, frame: Frame, slots: list[Slot | None]) -> None:
+        self.frame = frame
+        self.slots = slots
+        self.count = 0
+        self.last = max(i for i, slot in enumerate(slots) if slot is not None)
+
+    def run(self) -> None:
+        frame, root = self.frame, self.frame.region.root
+        frame.consts.accumulated |= frame.inside
+        needs_level = (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active()
+        with (
+            _torch.without_levels(),
+            _torch.hooks_allowed(),
+            torch.enable_grad(),
+            fwAD.dual_level() if needs_level else nullcontext(),
+            resumed(frame.streams) if frame.streams else nullcontext(),
+        ):
+            operands = [frame.operands.again(i) for i in range(len(frame.operands))]
+            replay = root.log = None if frame.log is None else frame.log.replay()
+            _torch.push_hooks(self.pack, _same)
+            try:
+                result = frame.region.call_again(operands)
+            except Stop:
+                if self.count <= self.last:
+                    raise  # another region's
+                return
+            finally:
+                _torch.pop_hooks()
+                root.log = None
+        if self.frame.options.early_stop and self.count > self.last:
+            return  # user code swallowed the stop
+        if replay is not None:
+            replay.check_end()
+        self._check_end(result)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        index = self.count
+        options = self.frame.options
+        if options.early_stop and index > self.last:
+            raise Stop
+        self.count += 1
+        value = tensor.detach()
+        if index >= len(self.slots):
+            if options.determinism_check != "none" and not self.frame.open:
+                raise RecomputeMismatchError(self._too_many())
+            return value
+        slot = self.slots[index]
+        if slot is not None:
+            if options.determinism_check != "none":
+                before, now = (
+                    self.frame.prints[index],
+                    saved_fingerprint(tensor, options.determinism_check),
+                )
+                if before != now:
+                    raise RecomputeMismatchError(self._differs(index, before, now))
+            slot.value = value
+            slot.version = _torch.version(value)
+        if options.early_stop and index == self.last:
+            raise Stop
+        return value
+
+    def _check_end(self, result: Any) -> None:
+        if self.frame.options.determinism_check == "none" or self.frame.open:
+            return
+        if self.count < len(self.slots):
+            raise RecomputeMismatchError(self.too_few())
+        self.frame.region.check_result(result)
+
+    def _differs(self, index: int, before: Any, now: Any) -> str:
+        return (
+            f"Tensor {index} that the region saved for its backward was {before} in the forward and is {now} when the "
+            f"region was run again, at {user_line()}. {_ADVICE}"
+        )
+
+    def _too_many(self) -> str:
+        return (
+            f"The region saved {len(self.slots)} tensors for its backward in the forward, and one more when it was "
+            f"run again, at {user_line()}. {_ADVICE}"
+        )
+
+    def too_few(self) -> str:
+        return (
+            f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} when "
+            f"it was run again. {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "A region must do the same each time. Look for Python state that changed between the runs, a branch on values that "
+    "are random or not reproducible, or a cache; `remat(..., debug=True)` shows the first operation that differs."
+)
+
+
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value

@@ -1,0 +1,538 @@
+"""One table of functions for every composition of transforms, and the helpers to compare two runs of them.
+
+A case's flags say what plain torch can do with its function, so a test selects: `cases(func=True, vmap=True)`.
+`tests/test_autograd.py` asserts that the flags are true.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import _tree
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function with arguments for it.
+
+    `make_args` makes the same new arguments at each call; those that are to be differentiated require grad.
+
+    Attributes:
+        captured: tensors that `fn` reads without getting them; those that are parameters require grad.
+        func: `torch.func.grad`, `vjp` and `jacrev` work.
+        jvp: forward mode works, under `torch.func.jvp` and under `torch.autograd.forward_ad`.
+        vmap: `torch.func.vmap` over the differentiable arguments works, with `randomness="different"`.
+        double: the gradient can be differentiated again.
+        jacobian: `torch.func.jacrev` and `jacfwd` work, where `func` and `jvp` do.
+        random: the result depends on a random generator.
+        stateful: captured tensors or arguments change.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    make_args: Callable[[], tuple]
+    captured: tuple[Tensor, ...] = ()
+    func: bool = True
+    jvp: bool = True
+    vmap: bool = True
+    double: bool = True
+    jacobian: bool = True
+    random: bool = False
+    stateful: bool = False
+
+    def inputs(self, args: tuple) -> list[Tensor]:
+        """What gradients are taken of: differentiable arguments and captured parameters, each once."""
+        found = [*differentiable_leaves(args), *(t for t in self.captured if t.requires_grad)]
+        return list({id(t): t for t in found}.values())
+
+    @contextmanager
+    def state(self) -> Iterator[None]:
+        """Seeds the generator, and gives captured tensors back the values that they had."""
+        before = [t.detach().clone() for t in self.captured]
+        rng = torch.get_rng_state()
+        torch.manual_seed(1)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(rng)
+            with torch.no_grad():
+                for tensor, value in zip(self.captured, before):
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
+
+
+def flat(case: Case, fn: Callable[..., Any] | None = None) -> tuple[Callable[..., tuple], tuple[Tensor, ...]]:
+    """A case for `torch.func`: a function of the differentiable arguments alone, and these arguments.
+
+    It returns the differentiable results, a tuple of tensors. Other arguments are copied at each call.
+    """
+    fn = case.fn if fn is None else fn
+    leaves, spec = _tree.flatten(case.make_args())
+    unique: dict[int, Tensor] = {id(t): t for t in leaves if is_differentiable(t)}
+    position = {key: i for i, key in enumerate(unique)}
+
+    def call(*primals: Tensor) -> tuple[Tensor, ...]:
+        full = [primals[position[id(t)]] if id(t) in position else copied(t) for t in leaves]
+        result = fn(*_tree.unflatten(spec, full))
+        return tuple(t for t in tensor_leaves(result) if t.is_floating_point() or t.is_complex())
+
+    return call, tuple(t.detach() for t in unique.values())
+
+
+def scalar(case: Case, fn: Callable[..., Any] | None = None) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """The same as `flat`, with the results added up to a real number."""
+    call, primals = flat(case, fn)
+    return (lambda *args: total(call(*args))), primals
+
+
+def total(tree: Any) -> Tensor:
+    """One real number of every differentiable tensor in a tree, each with other weights."""
+    found = [t for t in tensor_leaves(tree) if t.is_floating_point() or t.is_complex()]
+    parts = [(torch.view_as_real(t) if t.is_complex() else t).sin().sum() * (i + 1) for i, t in enumerate(found)]
+    return sum(parts, torch.zeros((), dtype=torch.float64))
+
+
+def copied(leaf: Any) -> Any:
+    """A copy of a tensor, anything else itself."""
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether this is a tensor that requires grad."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """The tensors of a tree."""
+    return [leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def differentiable_leaves(tree: Any) -> list[Tensor]:
+    """The tensors of a tree that require grad."""
+    return [leaf for leaf in _tree.flatten(tree)[0] if is_differentiable(leaf)]
+
+
+def assert_same(actual: Any, expected: Any, exact: bool = True) -> None:
+    """Asserts that two trees have the same structure and equal leaves, tensors bit for bit if `exact`."""
+    found, spec = _tree.flatten(actual)
+    wanted, wanted_spec = _tree.flatten(expected)
+    assert spec == wanted_spec, _tree.describe_difference(wanted_spec, spec, "it")
+    for path, a, b in zip(_tree.paths(spec, "it"), found, wanted):
+        if not isinstance(b, Tensor):
+            assert type(a) is type(b) and a == b, f"{path}: {a!r} instead of {b!r}"
+            continue
+        assert isinstance(a, Tensor), f"{path}: {a!r} is no tensor"
+        assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device), path
+        if exact:
+            assert same_bits(a, b), f"{path}: {a} instead of {b}"
+        else:
+            torch.testing.assert_close(a, b, msg=lambda text, path=path: f"{path}: {text}")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal; a NaN equals a NaN."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def rand(*shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers that depend on the shape and the seed only."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
+
+
+def tensors(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    """Makes one differentiable tensor of each shape."""
+    return lambda: tuple(rand(*shape, seed=i) for i, shape in enumerate(shapes))
+
+
+def weight(*shape: int, seed: int = 10) -> nn.Parameter:
+    return nn.Parameter(rand(*shape, seed=seed, grad=False) / 2)
+
+
+def module(make: Callable[[], nn.Module]) -> nn.Module:
+    """A module in float64 with parameters that don't depend on what was made before it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make().double()
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def elementwise(x: Tensor) -> Tensor:
+    return (x.sin().exp() * x.cos()).tanh()
+
+
+def mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    return torch.tanh(x @ w1) @ w2
+
+
+def matmuls(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    h = torch.addmm(b, x, w).sin()
+    h = F.linear(h, w, b).tanh()
+    return torch.bmm(h.expand(2, -1, -1), w.expand(2, -1, -1)).cos() + torch.einsum("ij,kj->ik", h, w)
+
+
+def convolution(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.avg_pool2d(F.conv2d(x, w, b, padding=1).tanh(), 2).sigmoid()
+
+
+def max_pooling(x: Tensor) -> Tensor:
+    return F.max_pool2d(x.sin(), 2).exp()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.transpose(-2, -1)) / q.shape[-1] ** 0.5
+    return scores.softmax(-1) @ v.tanh()
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q.sin(), k, v).tanh()
+
+
+def sdpa_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q.sin(), k, v, attn_mask=mask).tanh()
+
+
+def dropout(x: Tensor, w: Tensor) -> Tensor:
+    h = F.dropout((x @ w).tanh(), 0.5)
+    return F.dropout(h @ w, 0.2).sin()
+
+
+def noise(x: Tensor) -> Tensor:
+    return (x + torch.randn_like(x)).tanh() * torch.rand(x.shape, dtype=x.dtype).sin()
+
+
+def batch_norm(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    return F.batch_norm(x.sin(), mean, var, w, b, training=True).tanh()
+
+
+def batch_norm_args() -> tuple[Tensor, ...]:
+    return rand(6, 3), rand(3, seed=1), rand(3, seed=2), torch.zeros(3).double(), torch.ones(3).double()
+
+
+def batch_norm_without_statistics(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.batch_norm(x.sin(), None, None, w, b, training=True).tanh()
+
+
+MEAN, VAR = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+
+
+def batch_norm_captured(x: Tensor) -> Tensor:
+    return F.batch_norm(x.sin(), MEAN, VAR, training=True).tanh()
+
+
+NORM = module(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)))
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x.sin(), w.shape, w, b).tanh()
+
+
+def group_norm(x: Tensor) -> Tensor:
+    return F.group_norm(x.sin(), 2).tanh()
+
+
+def indexing(x: Tensor, w: Tensor) -> Tensor:
+    rows = x.sin()[[0, 2, 2]]
+    columns = rows[:, 1:3].exp() * rows[..., None, 0]
+    return torch.where(columns > 1, columns.sin(), w[0, 1] * columns) + x[0, 0]
+
+
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    return x.cos().scatter_add(1, index, x.sin().gather(1, index).exp()).tanh()
+
+
+def embedding(table: Tensor, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, table.sin(), padding_idx=0).tanh().sum(-2)
+
+
+def in_place(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    h.tanh_()
+    h = h.clone()
+    h[0] = h[1] * 2
+    h.add_(x).mul_(2.0)
+    y = torch.zeros_like(h)
+    y.copy_(h.sin())
+    return F.relu_(y.mul_(w)).clone().exp_()
+
+
+class OldSquare(torch.autograd.Function):
+    """The signature `forward(ctx, ...)`, which torch.func refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return scale * x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        return 2 * ctx.scale * x * grad, None
+
+
+class SineAndCosine(torch.autograd.Function):
+    """Saves an output, and has a rule for each transform."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, to_sine: Tensor, to_cosine: Tensor) -> Tensor:
+        sine, cosine = ctx.saved_tensors
+        return to_sine * cosine - to_cosine * sine
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        sine, cosine = ctx.saved_tensors
+        return tangent * cosine, -tangent * sine
+
+
+def old_function(x: Tensor) -> Tensor:
+    return OldSquare.apply(x.sin(), 3.0).exp()
+
+
+def new_function(x: Tensor) -> Tensor:
+    sine, cosine = SineAndCosine.apply(x.exp())
+    return (sine * cosine).tanh()
+
+
+def branch_on_value(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    while h.abs().max() > 0.1:
+        h = (h / 2).sin() if h.sum() > 0 else (h / 3).tanh() * w[0]
+    return h.exp()
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Batch:
+    """A dataclass that no pytree registry knows."""
+
+    x: Tensor
+    name: str
+    scale: float | None = None
+
+
+def pytrees(batch: Batch, weights: dict[str, Any], mode: str, nothing: None) -> dict[str, Any]:
+    h = batch.x @ weights["w"]
+    for b in weights["more"]:
+        h = h.tanh() * b
+    point = Point(h.sin(), h.cos() if mode == "cos" else None)
+    return {"point": point, "batch": Batch(h.exp(), batch.name), "mode": mode, "none": nothing, "n": 3, "l": [h, (h,)]}
+
+
+def pytrees_args() -> tuple:
+    weights = {"w": rand(3, 3, seed=1), "more": [rand(3, seed=2), rand(1, seed=3)], "unused": rand(2, seed=4)}
+    return Batch(rand(2, 3), "first", 2.0), weights, "cos", None
+
+
+W1, W2, BUFFER = weight(4, 4), weight(4, 4, seed=11), rand(4, seed=12, grad=False)
+
+
+def make_closure() -> Callable[[Tensor], Tensor]:
+    first, holder = W1, {"second": [W2]}
+
+    def closure(x: Tensor) -> Tensor:
+        return torch.tanh(x @ first) @ holder["second"][0] * BUFFER
+
+    return closure
+
+
+def scaled(x: Tensor, w: Tensor, power: int = 1) -> Tensor:
+    return (x.sin() @ w).exp() ** power
+
+
+class Layer:
+    """A plain object with a method that reads tensors of its own."""
+
+    def __init__(self) -> None:
+        self.w = W1
+        self.scale = BUFFER
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.w).tanh() * self.scale
+
+
+MODULE = module(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4)))
+TRANSFORMER = module(lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True))
+LSTM = module(lambda: nn.LSTM(3, 4, batch_first=True))
+
+
+def calls_module(x: Tensor) -> Tensor:
+    return MODULE(x.sin()) * 2
+
+
+def recurrent(x: Tensor, w: Tensor) -> Tensor:
+    h = torch.zeros_like(x[0])
+    for step in x:
+        h = torch.tanh(step + h @ w)
+    return h
+
+
+def returns_input(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return x, x.sin() * y, y
+
+
+def repeats_output(x: Tensor) -> list[Tensor]:
+    h = x.sin().exp()
+    return [h, h, h.cos(), h]
+
+
+def returns_views(x: Tensor) -> dict[str, Tensor]:
+    h = x.sin()
+    return {"view": x.view(-1), "slice": x[0], "transposed": h.t(), "h": h, "same": h.view_as(h)}
+
+
+def integers(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    h = x.sin()
+    values, places = h.topk(2, dim=1)
+    return values.exp(), places, h.argmax(1) + index.sum(), index, h > 0
+
+
+def integers_only(index: Tensor) -> Tensor:
+    return index * 2 + index.sum()
+
+
+def no_tensor_arguments() -> Tensor:
+    return torch.tanh(W1 @ W2).sin()
+
+
+def no_tensors_out(x: Tensor) -> tuple:
+    return x.shape[0], None, "text", ()
+
+
+def detached_part(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = (x @ w).exp().amax()
+    return ((x @ w) / scale).tanh() * x.exp().detach()
+
+
+def reductions(x: Tensor) -> tuple[Tensor, ...]:
+    return x.sin().logsumexp(1), x.cumsum(0).var(0), x.exp().prod(1), x.sort(1).values.mean(), x.norm()
+
+
+def linear_algebra(a: Tensor, b: Tensor) -> Tensor:
+    spd = a @ a.mT + torch.eye(a.shape[-1], dtype=a.dtype)
+    return torch.linalg.solve(spd, b).tanh() + torch.linalg.cholesky(spd).logdet()
+
+
+def complex_numbers(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.fft.fft(x.sin()) * z.exp()
+    return h.abs(), h * z
+
+
+def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy((x.tanh() @ w).sin() @ w.T, target)
+
+
+def nothing_to_save(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def products_of_inputs(x: Tensor, w: Tensor) -> Tensor:
+    return x * w
+
+
+def same_argument_twice() -> tuple[Tensor, Tensor]:
+    x = rand(3, 3)
+    return x, x
+
+
+INDEX = torch.tensor([[0, 2], [1, 1], [3, 0]])
+
+CASES = (
+    Case("elementwise", elementwise, tensors((2, 3))),
+    Case("scalar", elementwise, tensors(())),
+    Case("empty", elementwise, tensors((0, 3)), jacobian=False),
+    Case("torch_function", torch.sin, tensors((3,))),
+    Case("nothing_to_save", nothing_to_save, tensors((3,), (3,))),
+    Case("products_of_inputs", products_of_inputs, tensors((3,), (3,))),
+    Case("mlp", mlp, tensors((3, 4), (4, 5), (5, 2))),
+    Case("same_argument_twice", lambda x, w: torch.tanh(x @ w) @ w, same_argument_twice),
+    Case("matmuls", matmuls, tensors((3, 3), (3, 3), (3,))),
+    Case("convolution", convolution, tensors((2, 2, 4, 4), (3, 2, 3, 3), (3,))),
+    Case("max_pooling", max_pooling, tensors((1, 2, 4, 4))),
+    Case("attention", attention, tensors((2, 3, 4), (2, 3, 4), (2, 3, 4))),
+    Case("sdpa", sdpa, tensors((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)), jvp=False, double=False),
+    Case("sdpa_masked", sdpa_masked, tensors((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), (3, 3)), jvp=False),
+    Case("dropout", dropout, tensors((3, 4), (4, 4)), random=True),
+    Case("noise", noise, tensors((2, 3)), random=True),
+    Case("batch_norm", batch_norm, batch_norm_args, stateful=True, vmap=False),
+    Case("batch_norm_without_statistics", batch_norm_without_statistics, tensors((6, 3), (3,), (3,))),
+    Case("batch_norm_captured", batch_norm_captured, tensors((6, 3)), (MEAN, VAR), stateful=True, vmap=False),
+    Case(
+        "batch_norm_module",
+        NORM,
+        tensors((6, 4)),
+        (*NORM.parameters(), *NORM.buffers()),
+        stateful=True,
+        jvp=False,
+        func=False,
+        vmap=False,
+    ),
+    Case("layer_norm", layer_norm, tensors((2, 4), (4,), (4,))),
+    Case("group_norm", group_norm, tensors((2, 4, 3))),
+    Case("indexing", indexing, tensors((3, 4), (2, 2))),
+    Case("gather", gather, lambda: (rand(3, 4), INDEX)),
+    Case("embedding", embedding, lambda: (rand(5, 3), INDEX)),
+    Case("in_place", in_place, tensors((4, 4), (4, 4))),
+    Case("old_function", old_function, tensors((3,)), func=False, jvp=False, vmap=False),
+    Case("new_function", new_function, tensors((3,))),
+    Case("branch_on_value", branch_on_value, tensors((3, 3), (3, 3)), vmap=False),
+    Case("pytrees", pytrees, pytrees_args),
+    Case("closure", make_closure(), tensors((3, 4)), (W1, W2, BUFFER)),
+    Case("partial", functools.partial(scaled, w=W1, power=2), tensors((3, 4)), (W1,)),
+    Case("method", Layer().forward, tensors((3, 4)), (W1, BUFFER)),
+    Case("captured_module", calls_module, tensors((3, 4)), tuple(MODULE.parameters())),
+    Case("module", MODULE, tensors((3, 4)), tuple(MODULE.parameters())),
+    Case("transformer", TRANSFORMER, tensors((2, 3, 4)), tuple(TRANSFORMER.parameters()), jvp=False, double=False),
+    Case("lstm", LSTM, tensors((2, 3, 3)), tuple(LSTM.parameters()), vmap=False),
+    Case("recurrent", recurrent, tensors((4, 2, 3), (3, 3))),
+    Case("returns_input", returns_input, tensors((3,), (3,))),
+    Case("repeats_output", repeats_output, tensors((3,))),
+    Case("returns_views", returns_views, tensors((2, 3))),
+    Case("integers", integers, lambda: (rand(3, 4), INDEX)),
+    Case("integers_only", integers_only, lambda: (INDEX,), func=False, jvp=False, vmap=False, double=False),
+    Case("no_tensor_arguments", no_tensor_arguments, tuple, (W1, W2), func=False, jvp=False, vmap=False),
+    Case("no_tensors_out", no_tensors_out, tensors((3,)), func=False, jvp=False, vmap=False, double=False),
+    Case("detached_part", detached_part, tensors((3, 3), (3, 3))),
+    Case("reductions", reductions, tensors((3, 4))),
+    Case("linear_algebra", linear_algebra, tensors((3, 3), (3, 2))),
+    Case(
+        "complex_numbers", complex_numbers, lambda: (rand(4), rand(4, seed=1, dtype=torch.complex128)), jacobian=False
+    ),
+    Case("loss", loss, lambda: (rand(3, 4), rand(4, 4, seed=1), torch.tensor([0, 3, 1]))),
+)
+
+
+def cases(**flags: bool) -> pytest.MarkDecorator:
+    """Parametrizes a test with the argument `case` over the cases that have these flags."""
+    chosen = [case for case in CASES if all(getattr(case, flag) == value for flag, value in flags.items())]
+    assert chosen
+    return pytest.mark.parametrize("case", chosen, ids=[case.name for case in chosen])
