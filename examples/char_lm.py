@@ -55,7 +55,7 @@ class Config:
     heads: int = 4
     context: int = 128
     batch: int = 16
-    steps: int = 150
+    steps: int = 100
     learning_rate: float = 2e-3
 
 

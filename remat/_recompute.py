@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
-    __slots__ = ("count", "frame", "last", "slots")
+    __slots__ = ("count", "difference", "frame", "last", "slots")
 
     def __init__(self, frame: Frame, slots: list[Slot | None]) -> None:
         self.frame = frame
         self.slots = slots
         self.count = 0
+        self.difference: str | None = None
         self.last = max(i for i, slot in enumerate(slots) if slot is not None)
 
     def run(self) -> None:
@@ -76,10 +77,13 @@ class Filler:
                     self.frame.prints[index],
                     saved_fingerprint(tensor, options.determinism_check),
                 )
-                if before != now:
-                    raise RecomputeMismatchError(self._differs(index, before, now))
+                if before != now and self.difference is None:
+                    self.difference = self._differs(index, before, now)
             slot.value = value
             slot.version = _torch.version(value)
+        # With a log, the operation that comes next tells more.
+        if self.difference is not None and (self.frame.log is None or index >= self.last):
+            raise RecomputeMismatchError(self.difference)
         if options.early_stop and index == self.last:
             raise Stop
         return value
@@ -87,6 +91,8 @@ class Filler:
     def _check_end(self, result: Any) -> None:
         if self.frame.options.determinism_check == "none" or self.frame.open:
             return
+        if self.difference is not None:
+            raise RecomputeMismatchError(self.difference)
         if self.count < len(self.slots):
             raise RecomputeMismatchError(self.too_few())
         self.frame.region.check_result(result)

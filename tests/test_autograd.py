@@ -20,7 +20,7 @@ from cases import (
 )
 from torch import Tensor
 
-from benchmarks.measure import count_ops, held_bytes, leaked_bytes, peak_bytes
+from benchmarks.measure import PeakMemory, count_ops, gc_disabled, held_bytes, peak_bytes
 from remat import remat
 
 
@@ -85,11 +85,11 @@ class TestSameBits:
 
         assert_same(twice(remat(case.fn)), twice(case.fn))
 
-    @cases(double=True, random=False, stateful=False)
+    @cases(func=True, double=True, random=False, stateful=False)
     def test_finite_differences(self, case):
+        if case.name in ("empty", "embedding", "detached_part"):
+            return  # nothing to differentiate, or the gradient differs from the derivative on purpose
         call, primals = scalar(case, remat(case.fn))
-        if case.name in ("empty", "no_tensor_arguments"):
-            return
         inputs = tuple(t.requires_grad_() for t in primals)
         assert torch.autograd.gradcheck(call, inputs)
         if sum(t.numel() for t in inputs) <= 20:
@@ -145,9 +145,7 @@ class TestFlagsOfTheTable:
 
         def double():
             args = case.make_args()
-            grads = torch.autograd.grad(
-                total(case.fn(*args)), case.inputs(args), create_graph=True, allow_unused=True
-            )
+            grads = torch.autograd.grad(total(case.fn(*args)), case.inputs(args), create_graph=True, allow_unused=True)
             second = total(differentiable_leaves(grads))
             if second.requires_grad:
                 torch.autograd.grad(second, case.inputs(args), allow_unused=True)
@@ -189,7 +187,7 @@ class TestMemory:
         """One tensor per region; the first region's input is the caller's."""
         x, w = rand(N, N), rand(N, N, seed=1) / N
         assert held_bytes(chain, remat(block), x, w) == 8 * KB
-        assert held_bytes(chain, block, x, w) == 8 * 5 * KB + 7 * KB + KB - 8 * KB + 0 * KB + 8 * KB - 8 * KB + 0
+        assert held_bytes(chain, block, x, w) == 8 * 5 * KB
 
     def test_the_peak_of_a_chain_is_its_inputs_and_one_region(self):
         x, w = rand(N, N), rand(N, N, seed=1)
@@ -211,43 +209,58 @@ class TestMemory:
 
         assert peak_bytes(step, remat(block)) <= peak_bytes(step, block)
 
+
+@pytest.fixture(scope="class")
+def without_gc():
+    """Reference counts alone free memory in all tests of a class."""
+    with gc_disabled():
+        yield
+
+
+@pytest.mark.usefixtures("without_gc")
+class TestHeld:
+    """The bytes that each case holds after its forward and after its backward."""
+
+    def forward(self, case, fn, args=None):
+        with case.state():
+            return fn(*(case.make_args() if args is None else args))
+
+    def backward(self, case, fn):
+        with case.state():
+            args = case.make_args()
+            value = total(fn(*args))
+            if value.requires_grad:
+                torch.autograd.grad(value, case.inputs(args), allow_unused=True)
+
+    def live(self, call, *args):
+        """Bytes alive while the result of a call is, and after that."""
+        with PeakMemory() as memory:
+            out = call(*args)
+            during = memory.live
+            del out
+            return during, memory.live
+
     @cases()
     def test_nothing_is_left(self, case):
-        def step(fn):
-            with case.state():
-                args = case.make_args()
-                value = total(fn(*args))
-                if value.requires_grad:
-                    torch.autograd.grad(value, case.inputs(args), allow_unused=True)
-
         fn = remat(case.fn)
-        step(fn)
-        assert leaked_bytes(step, fn) == leaked_bytes(step, case.fn) == 0
+        self.backward(case, fn)
+        assert self.live(self.backward, case, fn) == self.live(self.backward, case, case.fn) == (0, 0)
 
     @cases()
     def test_nothing_is_left_without_a_backward(self, case):
-        def step(fn):
-            with case.state():
-                fn(*case.make_args())
-
         fn = remat(case.fn)
-        step(fn)
-        assert leaked_bytes(step, fn) == 0
+        self.forward(case, fn)
+        assert self.live(self.forward, case, fn)[1] == 0
 
     @cases()
-    def test_no_more_is_held_than_the_function_itself_and_its_inputs(self, case):
-        """What a region keeps are its outputs, its own arguments and copies of small captured ones."""
-
-        def forward(fn, args):
-            with case.state():
-                return fn(*args)
-
-        args = case.make_args()
-        fn = remat(case.fn)
-        forward(fn, args)
-        extra = sum(t.nbytes for t in (*tensor_leaves(args), *case.captured) if not t.requires_grad)
-        rng = 2 * torch.get_rng_state().nbytes
-        assert held_bytes(forward, fn, args) <= held_bytes(forward, case.fn, args) + extra + rng
+    def test_no_more_is_held_than_the_function_holds(self, case):
+        """Beyond that only copies of small tensors that may change, and the generator's state."""
+        args, fn = case.make_args(), remat(case.fn)
+        self.forward(case, fn, args)
+        copies = sum(t.nbytes for t in (*tensor_leaves(args), *case.captured) if not t.requires_grad)
+        rng = torch.get_rng_state().nbytes
+        plain = self.live(self.forward, case, case.fn, args)[0]
+        assert self.live(self.forward, case, fn, args)[0] <= plain + copies + rng
 
 
 class TestOps:
@@ -275,7 +288,8 @@ class TestOps:
     def test_the_forward_runs_what_the_function_runs(self):
         x, w = rand(4, 4), rand(4, 4, seed=1)
         actual, expected = count_ops(remat(block), x, w), count_ops(block, x, w)
-        assert {op: n for op, n in actual.items() if op != "aten.detach"} == expected
+        del expected["aten.detach"], actual["aten.detach"]
+        assert actual == expected
 
     @cases()
     def test_no_op_runs_more_than_once_more(self, case):
