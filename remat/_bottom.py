@@ -40,6 +40,11 @@ class Call:
         same = [i < known and t is self.operands[i] for i, t in enumerate(operands)]
         return [kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
 
+    def roll_back(self) -> None:
+        """Undo what a first run that is given up did to the operands."""
+        if self.kept is not None:
+            self.kept.roll_back()
+
 
 class Tape:
     """The graph of a first run at the bottom: from its inputs to edges of its outputs."""

@@ -12,8 +12,8 @@ from ._region import Options
 
 
 def call(fn: Callable, options: Options, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a checkpointed part of the graph that is being traced; under torch.func transforms, inlined."""
-    if _torch.transforms_active():
+    """Call ``fn`` as a checkpointed part of the graph that is being traced; inlined under torch.func and export."""
+    if _torch.transforms_active() or torch.compiler.is_exporting():
         return fn(*args, **kwargs)
     return torch.utils.checkpoint.checkpoint(
         lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, preserve_rng_state=options.preserve_rng_state

@@ -17,7 +17,7 @@ import torch.autograd.forward_ad as fwAD
 from . import _torch
 from ._bottom import Call, run_at_bottom
 from ._derived import Batched, Jvp, Pullback
-from ._intercept import FoundCaptured, made_inside
+from ._intercept import FoundCaptured, Search, made_inside
 from ._proof import nobody_reads_the_graph
 from ._region import Memory, Options, Region
 from ._state import own_work, state
@@ -27,44 +27,34 @@ Tensors = Sequence[torch.Tensor]
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region; a first run that finds something out is given up and started again."""
+    kinds = tuple(interpreter.key() for interpreter in _torch.all_interpreters())
+    if _torch.TransformType.Functionalize in kinds:
+        return fn(*args, **kwargs)  # a trace is taken
     region = Region(fn, args, kwargs, options, memory)
-    suspects: dict[int, torch.Tensor] | None = None
+    search = Search(region, kinds)
     try:
         while True:
             region.open(follow=is_followed)
             operands = region.operands()
             if state.interceptors:
                 operands = [state.interceptors[-1].resolve(t) for t in operands]
-            outs: list[torch.Tensor] | None = None
-            error: Exception | None = None
+            record = Call()
             try:
                 with own_work():
-                    outs = apply(region, operands, Call())
+                    outs = apply(region, operands, record)
+                if search.ends():
+                    made_inside(outs)
+                    return region.outputs.build(outs, operands)
             except FoundCaptured as found:
                 if found.region is not region:
                     raise
                 region.adopt([found.tensor])
-            except Exception as e:
-                error = e
-            if error is not None and not memory.uses_func and _torch.is_hooks_refusal(error):
-                memory.uses_func = True
-            elif outs is not None or error is not None:
-                now = region.take_suspects()
-                if not now or memory.makes_suspects:
-                    captured = []
-                elif suspects is None:
-                    suspects = now
-                    region.restart()
-                    continue
-                else:
-                    captured = [t for i, t in now.items() if i in suspects]
-                    memory.makes_suspects = not captured
-                if not captured:
-                    if error is not None or outs is None:
-                        raise error or RuntimeError
-                    made_inside(outs)
-                    return region.outputs.build(outs, operands)
-                region.adopt(captured)
+            except Exception as error:
+                if _torch.is_hooks_refusal(error) and not memory.uses_func:
+                    memory.uses_func = True
+                elif search.ends():
+                    raise
+            record.roll_back()
             region.restart()
     finally:
         region.forget()

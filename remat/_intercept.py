@@ -67,6 +67,36 @@ class Watch:
         return False
 
 
+class Search:
+    """The search for captured tensors among suspects, over runs of one call.
+
+    It is made once for a function under the same kinds of transforms: the suspects of a second run that were there in
+    the first one are captured, those made inside are other objects each time.
+    """
+
+    __slots__ = ("before", "kinds", "region")
+
+    def __init__(self, region: Any, kinds: tuple) -> None:
+        self.region = region
+        self.kinds = kinds
+        self.before: dict[int, torch.Tensor] | None = None
+
+    def ends(self) -> bool:
+        """Whether the run that just ended needs no other; if it does, the region has adopted what was found."""
+        now, memory = self.region.take_suspects(), self.region.memory
+        if not now or self.kinds in memory.searched:
+            return True
+        if self.before is None:
+            self.before = now
+            return False
+        captured = [t for i, t in now.items() if i in self.before]
+        if not captured:
+            memory.searched.add(self.kinds)
+            return True
+        self.region.adopt(captured)
+        return False
+
+
 class Interceptor(TorchFunctionMode):
     """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet."""
 

@@ -15,8 +15,10 @@ import torch.autograd.forward_ad as fwAD
 from . import _torch
 from ._errors import MutationError
 
-# A tensor up to this size is copied before the first run, as the region may change it: running statistics, counters.
+# Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
+# statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
 COPY_BYTES = 64 * 1024
+COPY_VECTOR_BYTES = 1024 * 1024
 
 Name = Callable[[int], str]
 Pack = Callable[[torch.Tensor], Any]
@@ -48,8 +50,8 @@ class Kept:
         self.grads = _gradients(tensors)
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
         for i, tensor in enumerate(tensors):
-            if not self.requires_grad[i] and self._may_change(i, tensor):
-                self.copies[i] = tensor.clone()
+            if self._may_change(i, tensor):
+                self.copies[i] = tensor.detach().clone()
 
     def __len__(self) -> int:
         return len(self.versions)
@@ -57,7 +59,10 @@ class Kept:
     def _may_change(self, i: int, tensor: torch.Tensor) -> bool:
         if self.changing and self.name(i) in self.changing:
             return True
-        return tensor.layout is torch.strided and tensor.numel() * tensor.element_size() <= COPY_BYTES
+        if tensor.requires_grad or tensor.layout is not torch.strided:
+            return False
+        limit = COPY_VECTOR_BYTES if tensor.dim() <= 1 else COPY_BYTES
+        return tensor.numel() * tensor.element_size() <= limit
 
     # --- during the first run ---------------------------------------------------------------------------------------
 
@@ -74,7 +79,7 @@ class Kept:
         """After the first run: let go of what isn't needed.
 
         Raises:
-            MutationError: the region changed a tensor in place whose gradient is recorded.
+            MutationError: the region changed a tensor in place that has a history.
         """
         self.accumulated = self.grads != _gradients(self.tensors)
         self.grads.clear()
@@ -82,10 +87,10 @@ class Kept:
             assert tensor is not None
             version = _torch.version(tensor)
             if version == self.versions[i]:
-                self.copies.pop(i, None)
-            elif self.requires_grad[i]:
+                self._settle(i, tensor)
+            elif not tensor.is_leaf:
                 raise MutationError(
-                    f"{self.name(i)} requires grad and was changed in place by the region, which can't be run again "
+                    f"{self.name(i)} has a history and was changed in place by the region, which can't be run again "
                     f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
                 )
             else:
@@ -95,12 +100,20 @@ class Kept:
             if i in self.packed:
                 self.tensors[i] = None
 
+    def _settle(self, i: int, tensor: torch.Tensor) -> None:
+        """Drop the copy of a tensor that did not change, or keep it where finding out would wait for the device."""
+        copy = self.copies.get(i)
+        if copy is not None and (tensor.device.type != "cpu" or not torch.equal(copy, tensor)):
+            self.changed.add(i)
+        else:
+            self.copies.pop(i, None)
+
     def roll_back(self) -> None:
         """Give tensors that a first run has changed their old values, as that run is given up."""
         with torch.no_grad():
             for i, copy in self.copies.items():
                 tensor = self.tensors[i]
-                if tensor is not None and not self.is_as_before(i, tensor):
+                if tensor is not None:
                     tensor.copy_(copy)
 
     # --- for a run again --------------------------------------------------------------------------------------------
@@ -146,7 +159,7 @@ class Kept:
 
     def captured_again(self, i: int) -> torch.Tensor:
         """The same for a captured tensor: itself where that does no harm, so that its place needs no new value."""
-        cut = self.accumulated or i in self.duals or i in self.packed
+        cut = self.accumulated or i in self.duals or i in self.packed or i in self.changed
         return self.again(i) if cut else self.get(i)
 
 

@@ -54,7 +54,7 @@ class Memory:
     """What a rematerialized function remembers from one call to the next."""
 
     changing: set[str] = field(default_factory=set)  # names of tensors that it was seen to change in place
-    makes_suspects: bool = False  # what looks captured is made inside: proved once for a function
+    searched: set[tuple] = field(default_factory=set)  # kinds of transforms under which suspects were looked into
     uses_func: bool = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
 
 

@@ -1,0 +1,292 @@
+"""Captured tensors under `torch.func`: found in every place, and their gradients are right."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same, rand
+from torch import Tensor, nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from benchmarks.measure import count_ops, leaked_bytes, peak_bytes
+from remat import remat
+
+Wrap = Callable[[Callable], Callable]
+W, V = rand(4, 4, grad=False), rand(4, 4, seed=2, grad=False)
+X = rand(3, 4, seed=1, grad=False)
+BATCH = rand(2, 3, 4, seed=3, grad=False)
+
+other = types.ModuleType("remat_test_other")  # a module of the user's: nothing looks into it
+sys.modules["remat_test_other"] = other
+variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable")
+GLOBAL: Any = None
+LINEAR = nn.Linear(4, 4, bias=False)
+del LINEAR.weight
+
+
+def plain(fn: Callable) -> Callable:
+    return fn
+
+
+def both(program: Callable[[Wrap], Any]) -> None:
+    assert_same(program(remat), program(plain), exact=False)
+
+
+def reads_global(x: Tensor) -> Tensor:
+    return torch.tanh(x @ GLOBAL)
+
+
+class Layer:
+    def __init__(self, w: Tensor) -> None:
+        self.w = w
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.w)
+
+    def method(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+def in_global(w: Tensor) -> Callable:
+    global GLOBAL
+    GLOBAL = w
+    return reads_global
+
+
+def in_default(w: Tensor) -> Callable:
+    def fn(x: Tensor, w: Tensor = w) -> Tensor:
+        return torch.tanh(x @ w)
+
+    return fn
+
+
+def in_dict(w: Tensor) -> Callable:
+    table = {"a": [(w, 1)]}
+    return lambda x: torch.tanh(x @ table["a"][0][0])
+
+
+def in_class(w: Tensor) -> Callable:
+    holder = type("Holder", (), {"w": w})
+    return lambda x: torch.tanh(x @ holder.w)
+
+
+def in_other_module(w: Tensor) -> Callable:
+    other.w = w
+    return lambda x: torch.tanh(x @ other.w)
+
+
+def derived_in_other_module(w: Tensor) -> Callable:
+    other.w, other.v = w.sin(), w.cos()
+    return lambda x: torch.tanh(x @ other.w) @ other.v + other.w.sum()
+
+
+def in_variable(w: Tensor) -> Callable:
+    variable.set(w)
+    return lambda x: torch.tanh(x @ variable.get())
+
+
+def in_variables_object(w: Tensor) -> Callable:
+    variable.set(types.SimpleNamespace(weights=[w, w.cos()]))
+    return lambda x: torch.tanh(x @ variable.get().weights[0]) * variable.get().weights[1].sum()
+
+
+def behind_weak_reference(w: Tensor) -> Callable:
+    reference = weakref.ref(w)
+    return lambda x: torch.tanh(x @ reference())
+
+
+def bound_method_of_tensor(w: Tensor) -> Callable:
+    product = w.t().matmul
+    return lambda x: torch.tanh(product(x.reshape(-1, 4).t()).t())
+
+
+def in_torch_module(w: Tensor) -> Callable:
+    linear = copy.copy(LINEAR)
+    linear.weight = w  # a plain attribute, as functional_call does it
+    return lambda x: torch.tanh(linear(x))
+
+
+def views(w: Tensor) -> Callable:
+    turned, row = w.t(), w[0]
+    return lambda x: torch.tanh(x @ turned.t()) * row
+
+
+PLACES: dict[str, Callable[[Tensor], Callable]] = {
+    "closure": lambda w: lambda x: torch.tanh(x @ w),
+    "global": in_global,
+    "default": in_default,
+    "partial": lambda w: functools.partial(lambda w, x: torch.tanh(x @ w), w),
+    "partial keyword": lambda w: functools.partial(lambda x, w: torch.tanh(x @ w), w=w),
+    "self": lambda w: Layer(w).method,
+    "callable": Layer,
+    "dict": in_dict,
+    "getter": lambda w: (lambda get: lambda x: torch.tanh(x @ get()))(lambda: w),
+    "set": lambda w: (lambda some: lambda x: torch.tanh(x @ next(iter(some))))({w}),
+    "views": views,
+    "derived": lambda w: (lambda v: lambda x: torch.tanh(x @ v))(w.sin()),
+    "torch module": in_torch_module,
+    "class attribute": in_class,
+    "other module": in_other_module,
+    "derived, other module": derived_in_other_module,
+    "variable": in_variable,
+    "object of variable": in_variables_object,
+    "weak reference": behind_weak_reference,
+    "method of tensor": bound_method_of_tensor,
+}
+
+# What follows `w` outside: each takes a loss of `w` and `x`.
+OUTER: dict[str, tuple[Callable[[Callable], Callable], Any]] = {
+    "grad": (lambda f: grad(f, argnums=(0, 1)), (W, X)),
+    "vmap(grad), w shared": (lambda f: vmap(grad(f, argnums=(0, 1)), in_dims=(None, 0)), (W, BATCH)),
+    "vmap(grad)": (lambda f: vmap(grad(f, argnums=(0, 1))), (torch.stack([W, V]), BATCH)),
+    "grad(vmap)": (
+        lambda f: grad(lambda w, x: vmap(f, in_dims=(None, 0))(w, x).sum(), argnums=(0, 1)),
+        (W, BATCH),
+    ),
+    "jvp": (lambda f: lambda w, x: jvp(lambda w: f(w, x), (w,), (w,)), (W, X)),
+    "vjp": (lambda f: lambda w, x: vjp(f, w, x)[1](torch.ones((), dtype=w.dtype)), (W, X)),
+    "jacrev": (lambda f: jacrev(f, argnums=(0, 1)), (W, X)),
+    "jacfwd": (lambda f: jacfwd(f, argnums=(0, 1)), (W, X)),
+    "hessian": (lambda f: lambda w, x: hessian(lambda w: f(w, x))(w)[0], (W, X)),
+    "grad by w of grad by x": (
+        lambda f: grad(lambda w, x: grad(f, argnums=1)(w, x).sin().sum()),
+        (W, X),
+    ),
+    "grad by w of jacfwd by x": (
+        lambda f: grad(lambda w, x: jacfwd(f, argnums=1)(w, x).sin().sum()),
+        (W, X),
+    ),
+    "grad by w of per-sample gradients": (
+        lambda f: grad(lambda w, x: vmap(grad(lambda x: f(w, x)))(x).sin().sum()),
+        (W, BATCH),
+    ),
+}
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("place", PLACES)
+def test_tracked_by_an_outer_transform(place: str, outer: str) -> None:
+    transform, args = OUTER[outer]
+
+    def run(wrap: Wrap) -> Any:
+        return transform(lambda w, x: wrap(PLACES[place](w))(x).sin().sum())(*args)
+
+    both(run)
+
+
+@pytest.mark.parametrize("place", ["other module", "method of tensor", "derived, other module"])
+def test_finding_does_not_depend_on_addresses(place: str) -> None:
+    """What was seen is told by identity; the memory of something dead is used again."""
+    transform, args = OUTER["grad(vmap)"]
+    wanted = transform(lambda w, x: PLACES[place](w)(x).sin().sum())(*args)
+    junk = []
+    for i in range(25):
+        junk.append([torch.ones(1) for _ in range(i % 4)])
+        found = transform(lambda w, x: remat(PLACES[place](w))(x).sin().sum())(*args)
+        assert_same(found, wanted, exact=False)
+
+
+INNER: dict[str, Callable[[Callable], Callable]] = {
+    "grad": lambda g: grad(lambda x: g(x).sum()),
+    "vmap": vmap,
+    "jvp": lambda g: lambda x: jvp(g, (x,), (x,)),
+    "vjp": lambda g: lambda x: vjp(g, x)[1](x),
+    "jacrev": jacrev,
+    "jacfwd": jacfwd,
+    "hessian": lambda g: hessian(lambda x: g(x).sum()),
+    "vmap(grad)": lambda g: vmap(grad(lambda x: g(x).sum())),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("place", PLACES)
+def test_requires_grad_with_autograd_through_the_whole(place: str, inner: str) -> None:
+    def run(wrap: Wrap) -> Any:
+        w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+        out = INNER[inner](wrap(PLACES[place](w)))(x)
+        leaves, _ = torch.utils._pytree.tree_flatten(out)
+        return torch.autograd.grad(sum(t.sin().sum() for t in leaves), (w, x))
+
+    both(run)
+
+
+def test_parameters_of_a_captured_module() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    for name, transform in INNER.items():
+
+        def run(wrap: Wrap) -> Any:
+            out = transform(wrap(lambda x: net(x).sin()))(X)
+            leaves, _ = torch.utils._pytree.tree_flatten(out)
+            total = sum(t.cos().sum() for t in leaves)
+            return torch.autograd.grad(total, list(net.parameters()), allow_unused=True)
+
+        assert name and sum(g is not None for g in run(plain)) >= 3
+        both(run)
+
+
+def test_captured_in_two_regions_of_which_one_is_inside() -> None:
+    def build(wrap: Wrap) -> Callable:
+        def call(w: Tensor, x: Tensor) -> Tensor:
+            other.w = w.cos()
+            inner = wrap(lambda x: torch.tanh(x @ w) @ other.w)
+            return wrap(lambda x: inner(x).sin() * w[0] + other.w[0])(x).sum()
+
+        return call
+
+    for transform, args in OUTER.values():
+        both(lambda wrap: transform(build(wrap))(*args))
+
+
+def test_captured_tensor_is_returned() -> None:
+    def build(wrap: Wrap) -> Callable:
+        def call(w: Tensor, x: Tensor) -> Tensor:
+            outs = wrap(lambda x: (w, x.sin() @ w, w))(x)
+            return sum((out * out).sum() for out in outs)
+
+        return call
+
+    for name in ("grad", "hessian", "jvp", "vmap(grad)"):
+        transform, args = OUTER[name]
+        both(lambda wrap: transform(build(wrap))(*args))
+
+
+def test_rebound_after_the_call() -> None:
+    """The recompute reads what the first run has read, and puts back what is there now."""
+    table = {"w": W}
+    out, pull = vjp(remat(lambda x: torch.tanh(x @ table["w"])), X)
+    _, wanted = vjp(lambda x: torch.tanh(x @ W), X)
+    table["w"] = V
+    assert_same(pull(out), wanted(out))
+    assert table["w"] is V
+
+
+def test_gradients_of_captured_tensors_only_where_asked_for() -> None:
+    """One product forward, one backward: none for the weight, which nobody follows."""
+    counts = count_ops(grad(lambda x: remat(PLACES["closure"](W))(x).sum()), X)
+    assert counts["aten.mm"] == 1 + 1 + 1
+
+
+def test_memory_with_captured_weights() -> None:
+    def program(wrap: Wrap) -> Callable:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            block = wrap(lambda x: (x @ w).tanh().exp().sin() @ w)
+            for _ in range(6):
+                x = block(x)
+            return x.sum()
+
+        return grad(loss)
+
+    x = rand(64, 4, grad=False)
+    both(lambda wrap: program(wrap)(W, x))
+    assert peak_bytes(program(remat), W, x) < 0.6 * peak_bytes(program(plain), W, x)
+    assert leaked_bytes(program(remat), W, x) == 0

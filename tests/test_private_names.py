@@ -1,0 +1,156 @@
+"""What the package uses of torch's private names stands in one file, and exists in this torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import remat
+from remat import _torch
+
+PACKAGE = Path(remat.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_torch.py")
+# What `_torch.py` calls its imports, and the attributes that only an object has.
+ON_OBJECTS = {
+    "_sequence_nr": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
+    "_version": lambda: torch.ones(1),
+    "_base": lambda: torch.ones(1),
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def dotted(node: ast.expr) -> str | None:
+    """``a.b.c`` of an expression that is no more than that."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (root := dotted(node.value)) is not None:
+        return f"{root}.{node.attr}"
+    return None
+
+
+def torch_aliases(tree: ast.AST) -> dict[str, str]:
+    """The names by which a file calls torch's modules and what it imports from them."""
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    aliases[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return aliases
+
+
+def torch_names(tree: ast.AST) -> Iterator[str]:
+    """The full names of what a file imports or reads from torch, the longest of each chain."""
+    aliases = torch_aliases(tree)
+    yield from aliases.values()
+    inner = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            inner.add(id(node.value))
+            name = dotted(node) if id(node) not in inner else None
+            root, _, rest = (name or "").partition(".")
+            if root in aliases:
+                yield f"{aliases[root]}.{rest}"
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def private(names: Iterator[str]) -> list[str]:
+    return sorted({name for name in names if any(map(is_private, name.split(".")))})
+
+
+SOURCE = parsed(PACKAGE / "_torch.py")
+PRIVATE = private(torch_names(SOURCE))
+
+
+def find(name: str) -> Any:
+    """The object of a dotted name; raises if there is none."""
+    torch.set_default_device(None)  # its context has an attribute since the first call
+    parts, value = name.split("."), torch
+    for i in range(1, len(parts)):
+        if not hasattr(value, parts[i]):
+            import_module(".".join(parts[: i + 1]))
+        value = getattr(value, parts[i])
+    return value
+
+
+def test_the_search_finds_names() -> None:
+    tree = ast.parse(
+        "import torch\nimport torch._a.b as c\nfrom torch.d import _e as f\nfrom x import _y\n"
+        "torch.nn.g(torch._C._h.i)(1)._j\nc.k._l\nf\nself._m"
+    )
+    assert private(torch_names(tree)) == ["torch._C._h.i", "torch._a.b", "torch._a.b.k._l", "torch.d._e"]
+    assert len(PRIVATE) > 20
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_private_name_exists(name: str) -> None:
+    find(name)
+
+
+def test_a_name_that_does_not_exist_is_noticed() -> None:
+    for name in ("torch._C._autograd._no_such_name", "torch._no_such_module.name"):
+        with pytest.raises((AttributeError, ImportError)):
+            find(name)
+
+
+def test_private_attributes_of_objects_exist() -> None:
+    aliases = torch_aliases(SOURCE)
+    used = set()
+    for node in ast.walk(SOURCE):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = (dotted(node) or "").partition(".")[0]
+            if root not in aliases:
+                used.add(node.attr)
+    assert used == set(ON_OBJECTS)
+    for name, make in ON_OBJECTS.items():
+        assert hasattr(make(), name), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_private_name_elsewhere(path: Path) -> None:
+    assert private(torch_names(parsed(path))) == []
+    text = path.read_text()
+    assert not re.search(r"\btorch(\.\w+)*\._[a-zA-Z]", text)
+    assert not re.search(r"^\s*from torch\S* import .*(?<!\w)_[a-zA-Z]", text, re.MULTILINE)
+    assert not re.search(r"^\s*from torch(\.\w+)*\._", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_private_attribute_of_tensors_and_nodes_elsewhere(path: Path) -> None:
+    used = {node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)}
+    assert not used & set(ON_OBJECTS)
+
+
+def test_every_name_of_the_file_is_used() -> None:
+    """A name that nobody needs any more is one more that a new torch can break."""
+    texts = [path.read_text() for path in FILES]
+    own = (PACKAGE / "_torch.py").read_text()
+    defined = [
+        target.id
+        for node in SOURCE.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    defined += [node.name for node in SOURCE.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    assert len(defined) > 20
+    for name in defined:
+        word = re.compile(rf"\b{name}\b")
+        used = any(word.search(text) for text in texts) or len(word.findall(own)) > 1
+        assert used and hasattr(_torch, name), name
