@@ -23,7 +23,7 @@ from ._determinism import fingerprint, saved_fingerprint
 from ._errors import MutationError, RecomputeMismatchError
 from ._kept import Kept
 from ._recompute import Filler
-from ._slots import Found, HandedOver, Input, Slot, View, reading
+from ._slots import Found, HandedOver, Input, Slot, View, current_pass
 from ._streams import current_streams
 
 
@@ -114,52 +114,38 @@ class Frame:
             value = packed.value
             if value is None:
                 value = self._fill(packed)
-        if _torch.graph_task_keeps_graph():
-            reading.read(packed)
-        if _torch.version(value) != packed.version:
+            changed = _torch.version(value) != packed.version
+        if changed:
             raise MutationError(
                 f"A tensor that was saved for the backward, {fingerprint(value, 'metadata')}, was changed in place "
                 f"later in the same region. This is an error without remat too: use the out-of-place operation."
             )
+        if _torch.graph_task_keeps_graph() and (running := current_pass()) is not None:
+            running.read(packed)
         return value
 
     def _fill(self, wanted: Slot) -> torch.Tensor:
         """Run the region again. Outside of a backward pass only the wanted slot gets its value, for the moment."""
-        task = _torch.graph_task_id()
+        running = current_pass()
         alive = [None if ref is None else ref() for ref in self.slots]
-        if task == -1:
+        if running is None:
             alive = [slot if slot is wanted else None for slot in alive]
-        filler = Filler(self, alive)
+        filler = Filler(self, alive, wanted)
         filler.run()
-        value = wanted.value
-        if value is None:
+        if filler.value is None:
             raise RecomputeMismatchError(filler.too_few())
-        if task == -1:
+        if running is None:
             wanted.value = None
         else:
-            _torch.at_end_of_backward(_Clear(weakref.ref(self)))
-        return value
+            running.frames.append(weakref.ref(self))
+        return filler.value
 
     def clear(self) -> None:
         """Let go of the values that a backward pass got and did not use up."""
-        for ref in self.slots:
-            if ref is not None and (slot := ref()) is not None:
-                slot.value = None
-
-
-class _Clear:
-    """Called at the end of a backward pass; does not keep the frame alive until then."""
-
-    __slots__ = ("frame",)
-
-    def __init__(self, frame: Callable[[], Frame | None]) -> None:
-        self.frame = frame
-
-    def __call__(self) -> None:
-        reading.clear()
-        frame = self.frame()
-        if frame is not None:
-            frame.clear()
+        with self.lock:
+            for ref in self.slots:
+                if ref is not None and (slot := ref()) is not None:
+                    slot.value = None
 
 
 def mark() -> Callable[[], None]:

@@ -33,7 +33,7 @@ class Kept:
     """
 
     __slots__ = (
-        "accumulated", "changed", "changing", "copies", "duals", "grads", "name", "packed", "requires_grad", "tensors",
+        "accumulated", "changed", "changing", "copies", "duals", "grads", "leaf", "name", "packed", "requires_grad", "tensors",
         "versions",
     )  # fmt: skip
 
@@ -43,6 +43,7 @@ class Kept:
         self.changing = changing
         self.versions = [_torch.version(t) for t in tensors]
         self.requires_grad = [t.requires_grad for t in tensors]
+        self.leaf = [t.is_leaf for t in tensors]
         self.packed: dict[int, tuple[Unpack, Any]] = {}  # what hooks around the region took over
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: set[int] = set()
@@ -153,9 +154,9 @@ class Kept:
         """The i-th tensor for a run again: cut from the graph that it came from, tangent included."""
         tensor = self.get(i)
         if i in self.duals:
-            primal, tangent = (_cut(t, r) for t, r in self.duals[i])
+            primal, tangent = (_cut(*dual) for dual in self.duals[i])
             return fwAD.make_dual(primal, tangent)
-        return _cut(tensor, True) if self.requires_grad[i] else tensor
+        return _cut(tensor, self.requires_grad[i], self.leaf[i])
 
     def captured_again(self, i: int) -> torch.Tensor:
         """The same for a captured tensor: itself where that does no harm, so that its place needs no new value."""
@@ -163,8 +164,12 @@ class Kept:
         return self.again(i) if cut else self.get(i)
 
 
-def _cut(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_(requires_grad)
+def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
+    """What is not a leaf stays none: regions inside tell from it what to keep, in each run the same."""
+    if not requires_grad:
+        return tensor
+    cut = tensor.detach().requires_grad_()
+    return cut if leaf else cut.view_as(cut)
 
 
 def _tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
@@ -173,7 +178,7 @@ def _tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
     for i, tensor in enumerate(tensors):
         primal, tangent = fwAD.unpack_dual(tensor)
         if tangent is not None:
-            duals[i] = (primal, primal.requires_grad), (tangent, tangent.requires_grad)
+            duals[i] = tuple((t, t.requires_grad, t.is_leaf) for t in (primal, tangent))
     return duals
 
 

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
-    __slots__ = ("count", "difference", "frame", "last", "slots")
+    __slots__ = ("count", "difference", "frame", "last", "slots", "value", "wanted")
 
-    def __init__(self, frame: Frame, slots: list[Slot | None]) -> None:
+    def __init__(self, frame: Frame, slots: list[Slot | None], wanted: Slot) -> None:
         self.frame = frame
         self.slots = slots
+        self.wanted = wanted
+        self.value: torch.Tensor | None = None  # of the wanted slot
         self.count = 0
         self.difference: str | None = None
         self.last = max(i for i, slot in enumerate(slots) if slot is not None)
@@ -80,6 +82,8 @@ class Filler:
                 if before != now and self.difference is None:
                     self.difference = self._differs(index, before, now)
             slot.value = value
+            if slot is self.wanted:
+                self.value = value
             slot.version = _torch.version(value)
         # With a log, the operation that comes next tells more.
         if self.difference is not None and (self.frame.log is None or index >= self.last):

@@ -124,7 +124,7 @@ def test_make_fx_of_torch_func(pair: tuple, args: tuple, take: Callable) -> None
     traced = make_fx(take(f))(*inputs)
     close(traced(*inputs), take(plain)(*inputs))
     others = tuple(torch.randn_like(t) for t in inputs)
-    if not (take is per_sample):
+    if take is not per_sample:
         close(traced(*others), take(plain)(*others))
 
 
@@ -216,8 +216,7 @@ def compiled(f: Callable, backend: str, fullgraph: bool = False) -> Callable:
     return torch.compile(f, backend=backend, fullgraph=fullgraph)
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend, fullgraph", [("eager", False), ("aot_eager", False), ("aot_eager", True)])
 def test_compile(pair: tuple, args: tuple, backend: str, fullgraph: bool) -> None:
     f, plain = pair
     c = compiled(f, backend, fullgraph)
@@ -227,8 +226,7 @@ def test_compile(pair: tuple, args: tuple, backend: str, fullgraph: bool) -> Non
     close(grads(c, *others), grads(plain, *others))
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend, fullgraph", [("eager", False), ("aot_eager", True)])
 @pytest.mark.parametrize("take", [func_grads, per_sample])
 def test_compile_of_torch_func(pair: tuple, args: tuple, take: Callable, backend: str, fullgraph: bool) -> None:
     f, plain = pair
@@ -303,12 +301,11 @@ def test_graph_break_in_a_region(args: tuple, backend: str) -> None:
     close(grads(c, *args), grads(fn, *args))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compile_under_no_grad_and_with_dynamic_shapes(pair: tuple, backend: str) -> None:
+def test_compile_under_no_grad_and_with_dynamic_shapes(pair: tuple) -> None:
     f, plain = pair
-    c = torch.compile(f, backend=backend, dynamic=True)
+    c = torch.compile(f, backend="aot_eager", dynamic=True)
     w = torch.randn(3, 3)
-    for n in (2, 5, 7):
+    for n in (2, 5):
         x = torch.randn(n, 3)
         with torch.no_grad():
             close(c(x, w), plain(x, w))
