@@ -50,6 +50,11 @@ class Ambient:
             self._states = [(each, each.get_state()) for each in every]
         return self
 
+    @property
+    def casts(self) -> bool:
+        """Whether autocast is on for any device."""
+        return any(self._settings[i] for i in _autocast_switches())
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Within, the captured state; after, that of before. Any number of times, in any thread."""
@@ -63,6 +68,13 @@ class Ambient:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             before._put(_read_settings())
+
+    def moved(self) -> bool:
+        """Whether a torch generator has drawn numbers since."""
+        return any(
+            isinstance(state, torch.Tensor) and not torch.equal(each.get_state(), state)
+            for each, state in self._states or ()
+        )
 
     def rewind(self) -> None:
         """Sets the generators, and only these, back to the captured state."""
@@ -114,6 +126,12 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         if torch.amp.is_autocast_available(kind):
             settings += [(partial(get, kind), partial(put, kind)) for get, put in autocast]
     return settings
+
+
+@cache
+def _autocast_switches() -> list[int]:
+    gets = [getattr(get, "func", get) for get, _ in _settings()]
+    return [i for i, get in enumerate(gets) if get is torch.is_autocast_enabled]
 
 
 def _read_settings() -> list[Any]:

@@ -9,27 +9,28 @@ from . import _func, _torch
 from ._engine import Frame
 from ._kept import Kept
 from ._region import Memory, Options, Region
+from ._state import own_work
 
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region."""
     if memory.uses_func:
         return _func.call(fn, options, memory, args, kwargs)
-    region = Region(fn, args, kwargs, options, memory)
-    region.open()
-    assert region.consts is not None
-    operands = Kept(region.arguments, region.name, memory.changing)
-    frame = Frame(region, operands, region.consts, options)
-    try:
-        result = frame.run(lambda: region.first(args, kwargs))
-    except RuntimeError as error:
-        if not _torch.is_hooks_refusal(error):
-            raise
-        # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
-        operands.roll_back()
-        region.restart()
-        memory.uses_func = True
-        return _func.call(fn, options, memory, args, kwargs)
-    finally:
-        region.forget()
-    return result
+    with own_work():
+        region = Region(fn, args, kwargs, options, memory)
+        region.open()
+        assert region.consts is not None
+        operands = Kept(region.arguments, region.name, memory.changing)
+        frame = Frame(region, operands, region.consts, options)
+        try:
+            return frame.run(lambda: region.first(args, kwargs))
+        except RuntimeError as error:
+            if not _torch.is_hooks_refusal(error):
+                raise
+            # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
+            operands.roll_back()
+            region.restart()
+            memory.uses_func = True
+        finally:
+            region.forget()
+    return _func.call(fn, options, memory, args, kwargs)

@@ -14,8 +14,10 @@ import torch
 from . import _torch
 from ._derived import Batched, Pullback, gradients
 from ._engine import Frame
+from ._errors import MutationError
 from ._intercept import Watch
 from ._kept import Kept
+from ._trace import Trace
 
 Tensors = Sequence[torch.Tensor]
 
@@ -37,13 +39,20 @@ class Call:
         if self.kept is None:
             return list(operands)
         kept, known = self.kept, len(self.operands)
-        same = [i < known and t is self.operands[i] for i, t in enumerate(operands)]
+        same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
         return [kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
 
     def roll_back(self) -> None:
         """Undo what a first run that is given up did to the operands."""
         if self.kept is not None:
             self.kept.roll_back()
+
+
+def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """A level may have made an alias of it, which shares its memory and its version."""
+    if tensor is before or tensor.layout is not torch.strided or before.layout is not torch.strided:
+        return tensor is before
+    return tensor.shape == before.shape and tensor.data_ptr() == before.data_ptr()
 
 
 class Tape:
@@ -80,10 +89,12 @@ def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted:
 
 def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool, dual: bool) -> list:
     root = region.root
-    follows = wanted is not None and any(wanted)
+    inference = any(t.is_inference() for t in operands)  # autograd can't record these
+    follows = wanted is not None and any(wanted) and not inference
     inputs = operands if recorded or not follows else [_cut(t, w) for t, w in zip(operands, wanted)]
     call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.changing)
     root.watch = Watch(root, root.operands(), inputs, plain_too=follows)
+    root.trace = Trace() if follows and root.options.determinism_check != "none" else None
     if region.uses_func:
         if recorded and not dual:
             return list(PlainNode.apply(region, call, *operands))
@@ -91,10 +102,15 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
             outs = region.run(inputs)
         call.kept.close()
         root.consts.close()
-    elif recorded or follows or torch.is_grad_enabled():
+    elif recorded or follows or (torch.is_grad_enabled() and not inference):
         frame = Frame(region, call.kept, root.consts, root.options)
-        with _torch.hooks_allowed(), torch.set_grad_enabled(torch.is_grad_enabled() or follows):
-            outs = frame.run(lambda: region.run(inputs))
+        with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
+            try:
+                outs = frame.run(lambda: region.run(inputs))
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" in str(error):
+                    raise MutationError(_CHANGES) from error
+                raise
     else:
         outs = region.run(inputs)
         call.kept.close()
@@ -111,15 +127,20 @@ def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
         if region.uses_func:
             return list(PlainNode.apply(region, call, *operands))
         kept = Kept(operands, _names(region.root), set())
-        with _torch.hooks_allowed():
-            frame = Frame(region, kept, Kept([], kept.name, set()), region.root.options)
-            return frame.run(lambda: region.run(operands))
+        frame = Frame(region, kept, Kept([], kept.name, set()), region.root.options)
+        return frame.run(lambda: region.run(operands))
     pullback, primals = region, getattr(region, "primals", 0)
     while isinstance(pullback, Batched) and pullback.shared:
         pullback = pullback.inner
     if call.tape is not None and primals and call.tape.serves(pullback):
         return region.linearize(operands[:primals], call.tape)(operands[primals:])
     return region.run(operands)
+
+
+_CHANGES = (
+    "The region changes an argument or a captured tensor in place while a torch.func transform differentiates it, so "
+    "it can't be run again from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
+)
 
 
 def _names(root: Any) -> Any:
@@ -140,6 +161,7 @@ class PlainNode(torch.autograd.Function):
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         if first:
             root.watch = Watch(root, root.operands(), inputs, plain_too=True)
+            root.trace = Trace() if root.options.determinism_check != "none" else None
         with torch.enable_grad():
             outs = region.run(inputs)
         if first and call.kept is not None:

@@ -1,4 +1,4 @@
-"""What code reads: the globals of a function, and the methods and slots of a class that a call of it reaches."""
+"""What code reads: the names of globals and attributes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import dis
 import functools
 import sys
 from collections.abc import Iterator
-from inspect import ismemberdescriptor
 from types import CodeType, FunctionType
-from typing import Any
-
-from torch import nn
+from typing import Any, NamedTuple
 
 _LIBRARIES = sys.stdlib_module_names | {"functorch", "numpy", "optree", "remat", "torch"}
 CACHE = 4096  # entries per cache: a class or code made on the fly does not stay for ever
@@ -21,20 +18,29 @@ def is_library(module: Any) -> bool:
 
 
 def wrapped(value: Any) -> Any:
-    """What a static or class method, or the work of `functools.wraps`, stands for; or None."""
+    """What a static or class method, a property, or the work of `functools.wraps`, stands for; or None."""
     if isinstance(value, (staticmethod, classmethod)):
         return value.__func__
     if isinstance(value, property):
         return value.fget
+    if isinstance(value, functools.cached_property):
+        return value.func
     return getattr(value, "__dict__", {}).get("__wrapped__")
 
 
+class Reads(NamedTuple):
+    """The names that code reads, nested functions included."""
+
+    globals: tuple[str, ...]
+    attributes: tuple[str, ...]
+
+
 # Keyed by id, for code is hashed by its contents, which is slow; the entry keeps the id valid.
-_codes: dict[int, tuple[CodeType, tuple[str, ...] | None]] = {}
+_codes: dict[int, tuple[CodeType, Reads | None]] = {}
 
 
-def global_names(fn: FunctionType) -> tuple[str, ...] | None:
-    """The globals that the code of `fn` reads, nested functions included; None in a library."""
+def reads(fn: FunctionType) -> Reads | None:
+    """What the code of `fn` reads; None in a library."""
     code = fn.__code__
     known = _codes.get(id(code))
     if known is not None:
@@ -44,47 +50,25 @@ def global_names(fn: FunctionType) -> tuple[str, ...] | None:
     module = str(fn.__globals__.get("__name__"))
     # Doctests run in a copy of their module's globals, and are no library.
     library = is_library(module) and vars(sys.modules.get(module, sys)) is fn.__globals__
-    steps = (step for part in nested_code(code) for step in dis.get_instructions(part))
-    read = dict.fromkeys(step.argval for step in steps if step.opname == "LOAD_GLOBAL")
-    names = None if library else tuple(read)
-    _codes[id(code)] = code, names
-    return names
+    found = None if library else code_reads(code)
+    _codes[id(code)] = code, found
+    return found
 
 
-def nested_code(code: CodeType) -> Iterator[CodeType]:
+def code_reads(code: CodeType) -> Reads:
+    names: dict[str, None] = {}
+    attributes: dict[str, None] = {}
+    for part in _nested(code):
+        for step in dis.get_instructions(part):
+            if step.opname == "LOAD_GLOBAL":
+                names[step.argval] = None
+            elif "ATTR" in step.opname or "METHOD" in step.opname:
+                attributes[step.argval] = None
+    return Reads(tuple(names), tuple(attributes))
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from nested_code(const)
-
-
-@functools.lru_cache(CACHE)
-def class_facts(cls: Any) -> tuple[list[Any], tuple[FunctionType, ...]]:
-    """The slots of the instances, and the functions that run when one is called."""
-    slots = [
-        slot
-        for base in cls.__mro__
-        if not is_library(base.__module__)
-        for slot in vars(base).values()
-        if ismemberdescriptor(slot)
-    ]
-    return slots, methods(cls, ("forward" if issubclass(cls, nn.Module) else "__call__",))
-
-
-@functools.lru_cache(CACHE)
-def methods(cls: Any, names: tuple[str, ...]) -> tuple[FunctionType, ...]:
-    """The functions of `cls` named by `names`, by the code of these, and so on."""
-    bases = [vars(base) for base in cls.__mro__ if not is_library(base.__module__)]
-    found: dict[FunctionType, None] = {}
-    todo = list(names)
-    for name in todo:
-        for base in bases:
-            fn = base.get(name)
-            while fn is not None:
-                if isinstance(fn, FunctionType):
-                    if fn in found:
-                        break
-                    found[fn] = None
-                    todo += (name for code in nested_code(fn.__code__) for name in code.co_names)
-                fn = wrapped(fn)
-    return tuple(found)
+            yield from _nested(const)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._determinism import fingerprint, user_line
 from ._errors import RecomputeMismatchError
+from ._torch import TorchDispatchMode
 
 # The engine itself detaches what it takes, so these come and go.
 _IGNORED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}

@@ -45,10 +45,11 @@ class Derived:
 class Batched(Derived):
     """``vmap`` of a region, over these dimensions of the operands."""
 
-    __slots__ = ("batch_size", "in_dims", "out_dims", "randomness")
+    __slots__ = ("batch_size", "in_dims", "may_share", "out_dims", "randomness")
 
-    def __init__(self, inner: Any, in_dims: tuple, batch_size: int, randomness: str) -> None:
+    def __init__(self, inner: Any, in_dims: tuple, batch_size: int, randomness: str, may_share: bool = False) -> None:
         super().__init__(inner, ("vmap", in_dims, batch_size, randomness))
+        self.may_share = may_share
         self.in_dims = in_dims
         self.batch_size = batch_size
         self.randomness = randomness
@@ -57,8 +58,7 @@ class Batched(Derived):
     @property
     def shared(self) -> int:
         """How many first operands need no batch dimension: a pullback of an unbatched region runs that region once."""
-        count = self.inner.primals if isinstance(self.inner, (Pullback, Batched)) else 0
-        return count if all(dim is None for dim in self.in_dims[:count]) else 0
+        return self.inner.primals if self.may_share and isinstance(self.inner, (Pullback, Batched)) else 0
 
     @property
     def primals(self) -> int:
@@ -83,6 +83,29 @@ class Batched(Derived):
             pairs = [_torch.unwrap_batched(out, level) for out in outs]
         self.out_dims = [dim for _, dim in pairs]
         return [out for out, _ in pairs]
+
+
+class Graded(Derived):
+    """A region with a ``grad`` level around, whose own graph nobody reads.
+
+    It is put back where other levels are below it, for what the function can see: that its inputs require grad, and
+    what depends on that or on the level itself (the choice of an attention kernel, autocast under ``vmap``).
+    """
+
+    __slots__ = ("mask",)
+
+    def __init__(self, inner: Any, mask: tuple[bool, ...]) -> None:
+        super().__init__(inner, ("grad", mask))
+        self.mask = mask
+
+    def run(self, operands: Tensors) -> list[torch.Tensor]:
+        with _torch.grad_level() as level, _torch.allow_requires_grad(True):
+            wrapped = [_torch.wrap_grad(t, level) for t in operands]
+            for tensor, follows in zip(wrapped, self.mask):
+                if follows:
+                    tensor.requires_grad_()
+            outs = self.inner.run(wrapped)
+            return [_torch.unwrap_grad(t, level) for t in outs]
 
 
 class Jvp(Derived):
@@ -110,7 +133,7 @@ class Jvp(Derived):
             # torch.func.jvp wants at least one output.
             return [*self.inner.run(inputs), duals[0].new_zeros(())]
 
-        heads = tuple(_without_overlap(primals[i]) for i in moving)
+        heads = tuple(without_overlap(primals[i]) for i in moving)
         outs, tangents = torch.func.jvp(run, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         self.out_mask = [_differentiable(out) for out in outs[:-1]]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
@@ -141,7 +164,7 @@ class Pullback(Derived):
         """Run the region again at ``primals``; returns the linear map from cotangents to gradients."""
         if tape is not None:
             pull = tape.pull(self)
-        elif _torch.transforms_active():
+        elif _torch.transforms_active() or any(t.is_inference() for t in primals):
             pull = self._by_func(primals)
         else:
             pull = self._by_autograd(primals)
@@ -156,11 +179,15 @@ class Pullback(Derived):
     def _by_func(self, primals: Tensors) -> Pull:
         needed = [i for i, needs in enumerate(self.needs) if needs]
 
+        # The level of the vjp stands for that of a Graded region.
+        inner = self.inner.inner if isinstance(self.inner, Graded) else self.inner
+
         def run(*heads: torch.Tensor) -> list[torch.Tensor]:
-            inputs = list(primals)
+            level = _torch.current_interpreter().level()
+            inputs = [_torch.wrap_grad(t, level) for t in primals]
             for i, head in zip(needed, heads):
                 inputs[i] = head
-            return self.chosen(self.inner.run(inputs))
+            return self.chosen(inner.run(inputs))
 
         _, vjp = torch.func.vjp(run, *(primals[i] for i in needed))  # type: ignore[misc]
         return lambda cotangents: list(vjp(list(cotangents)))
@@ -175,7 +202,7 @@ class Pullback(Derived):
         heads = [t for t, needs in zip(inputs, self.needs) if needs]
 
         def pull(cotangents: Tensors) -> list:
-            create = followed or (record and any(t.requires_grad for t in cotangents))
+            create = followed or (record and any(map(_torch.requires_grad_somewhere, cotangents)))
             return gradients(outs, [out.requires_grad for out in outs], heads, cotangents, create)
 
         return pull
@@ -216,7 +243,7 @@ def _differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
     """``make_dual`` lays the tangent out as the primal, which can't be done for an expanded one."""
     expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
     return tensor.contiguous() if expanded else tensor

@@ -16,6 +16,11 @@ class Metadata(tuple):
 
     __slots__ = ()
 
+    def differs(self, other: Metadata) -> bool:
+        """A tensor without a maker may be what a backward pass inside the region has cut from its history."""
+        makers = self[3], other[3]
+        return self[:3] != other[:3] or self[4] != other[4] or (None not in makers and makers[0] != makers[1])
+
     def __str__(self) -> str:
         dtype, shape, device, maker, checksum = self
         where = "" if device.type == "cpu" else f" on {device}"

@@ -23,7 +23,7 @@ from ._determinism import fingerprint, saved_fingerprint
 from ._errors import MutationError, RecomputeMismatchError
 from ._kept import Kept
 from ._recompute import Filler
-from ._slots import Found, HandedOver, Input, Slot, View, current_pass
+from ._slots import Above, Found, HandedOver, Input, Slot, View, current_pass
 from ._streams import current_streams
 
 
@@ -62,12 +62,13 @@ class Frame:
             self.operands.hand_over(*self.outer)
             self.consts.hand_over(*self.outer, _made_by_an_outer_region if ours else _has_history)
         self.region.root.log = self.log
-        _torch.push_hooks(self.pack, self.unpack)
-        try:
-            result = call()
-        finally:
-            _torch.pop_hooks()
-            self.region.root.log = None
+        with _torch.hooks_allowed():
+            _torch.push_hooks(self.pack, self.unpack)
+            try:
+                result = call()
+            finally:
+                _torch.pop_hooks()
+                self.region.root.log = None
         self.open = False
         self.known.clear()
         self.operands.close()
@@ -75,6 +76,8 @@ class Frame:
         return result
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        if _torch.is_wrapped(tensor):
+            return Above(tensor)
         index = len(self.slots)
         served = self._served(tensor)
         if served is not None:

@@ -16,7 +16,7 @@ import torch.autograd.forward_ad as fwAD
 
 from . import _torch
 from ._bottom import Call, run_at_bottom
-from ._derived import Batched, Jvp, Pullback
+from ._derived import Batched, Graded, Jvp, Pullback, without_overlap
 from ._intercept import FoundCaptured, Search, made_inside
 from ._proof import nobody_reads_the_graph
 from ._region import Memory, Options, Region
@@ -31,6 +31,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     if _torch.TransformType.Functionalize in kinds:
         return fn(*args, **kwargs)  # a trace is taken
     region = Region(fn, args, kwargs, options, memory)
+    region.kinds = kinds
     search = Search(region, kinds)
     try:
         while True:
@@ -49,6 +50,10 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                 if found.region is not region:
                     raise
                 region.adopt([found.tensor])
+            except NeedsLevel as needs:
+                if needs.region is not region:
+                    raise
+                region.mapped = True
             except Exception as error:
                 if _torch.is_hooks_refusal(error) and not memory.uses_func:
                     memory.uses_func = True
@@ -84,6 +89,14 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | N
     raise RuntimeError(f"remat does not know the torch.func transform {kind}.")
 
 
+class NeedsLevel(BaseException):
+    """Gives a first run up: it drew random numbers, which a ``vmap`` level has a say in, batched operands or not."""
+
+    def __init__(self, region: Any) -> None:
+        super().__init__()
+        self.region = region
+
+
 # --- vmap -----------------------------------------------------------------------------------------------------------
 
 
@@ -91,9 +104,13 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     level = interpreter.level()
     pairs = [_torch.unwrap_batched(t, level) for t in operands]
     values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
-    if all(dim is None for dim in dims):
+    if all(dim is None for dim in dims) and not region.root.mapped:
+        first = not region.root.ran
         with interpreter.lower():
-            return apply(region, operands, call, wanted, skip)
+            outs = apply(region, operands, call, wanted, skip)
+        if first and interpreter.randomness() != "same" and region.root.ambient.moved():
+            raise NeedsLevel(region.root)
+        return outs
     batched, values = _batch(region, values, dims, interpreter, call)
     if wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims)):
         call.tape_fits = False  # its gradient would be the sum over the batch
@@ -121,6 +138,9 @@ def _batch(region: Any, values: list, dims: tuple, interpreter: Any, call: Call)
                     _align(t, d, target, size) for t, d, target in zip(values[region.primals :], outer_dims, targets)
                 ]
                 return PullbackOfBatched(inner, region.needs, region.given), values[: region.primals] + aligned
+        # The region itself ran below this level, or before it: a pullback that is mapped runs it again there.
+        may_share = all(dim is None for dim in inner_dims) and out_dims is None
+        return Batched(region, dims, size, randomness, may_share), values
     return Batched(region, dims, size, randomness), values
 
 
@@ -152,6 +172,7 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
     tangents = [None if t is None else _torch.unwrap_grad(t, level) for _, t in duals]
     mask = tuple(t is not None for t in tangents)
     if not any(mask):
+        region = _graded(region, level, (False,) * len(mask))
         with interpreter.lower():
             outs = apply(region, primals, call, wanted, skip)
         return [_torch.wrap_grad(t, level) for t in outs]
@@ -163,7 +184,10 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
     count = len(moved.out_mask)
     wrapped = [_torch.wrap_grad(t, level) for t in outs]
     rest = iter(wrapped[count:])
-    return [fwAD.make_dual(t, next(rest)) if moves else t for t, moves in zip(wrapped[:count], moved.out_mask)]
+    return [
+        fwAD.make_dual(without_overlap(t), next(rest)) if moves else t
+        for t, moves in zip(wrapped[:count], moved.out_mask)
+    ]
 
 
 # --- grad -----------------------------------------------------------------------------------------------------------
@@ -172,7 +196,10 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
 def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Any, skip: int) -> list:
     level = interpreter.level()
     followed = [_torch.level_of(t) == level and t.requires_grad for t in operands]
-    if level == skip or not any(followed) or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        followed = [False] * len(operands)
+    region = _graded(region, level, tuple(followed))
+    if level == skip or not any(followed):
         values = [_torch.unwrap_grad(t, level) for t in operands]
         with interpreter.lower():
             outs = apply(region, values, call, wanted, skip)
@@ -181,6 +208,19 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     job = Job(region, call, interpreter, wanted, skip)
     with _torch.single_level_functions_allowed():
         return list(RegionNode.apply(job, *operands))  # type: ignore[attr-defined]
+
+
+def _graded(region: Any, level: int, followed: tuple[bool, ...]) -> Any:
+    """Put a level back around a first run where other levels are below, or where autocast tells levels apart."""
+    root = region.root
+    if root.ran or isinstance(region, Pullback):
+        return region
+    below = root.kinds[: level - 1]
+    if _torch.TransformType.Vmap in below or _torch.TransformType.Jvp in below:
+        return Graded(region, followed)
+    if _torch.TransformType.Vmap in root.kinds and root.ambient.casts:
+        return Graded(region, (False,) * len(followed))
+    return region
 
 
 class Job:

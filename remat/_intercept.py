@@ -6,6 +6,7 @@ an object in a context variable) is seen only when it is used.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from . import _torch
 from ._errors import CaptureError
 from ._state import state
+from ._trace import Trace
 
 
 class FoundCaptured(BaseException):
@@ -39,18 +41,22 @@ class Watch:
     def __init__(self, region: Any, operands: list[torch.Tensor], inside: list[torch.Tensor], plain_too: bool) -> None:
         self.region = region
         self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
-        # Whatever is captured existed before, so its id can't become that of a newer tensor.
-        self.seen = {id(t) for t in inside}
+        self.seen: dict[int, weakref.ref] = {}
+        self.made(inside)
         self.suspects: dict[int, torch.Tensor] = {}
         # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
         self.wrappers = {id(w) for t in operands for w in _chain(t) if _torch.is_wrapped(w)}
 
     def made(self, result: Any) -> None:
         for tensor in _tensors(result):
-            self.seen.add(id(tensor))
+            self.seen[id(tensor)] = weakref.ref(tensor)
+
+    def _is_seen(self, tensor: torch.Tensor) -> bool:
+        ref = self.seen.get(id(tensor))
+        return ref is not None and ref() is tensor
 
     def is_captured(self, tensor: torch.Tensor) -> bool:
-        if id(tensor) in self.seen:
+        if self._is_seen(tensor):
             return False
         if id(tensor) in self.wrappers:
             return True
@@ -59,11 +65,11 @@ class Watch:
                 return False
             if _torch.level_of(tensor) > (_torch.current_level() or 0):
                 return True
-            if not any(id(t) in self.seen for t in _chain(tensor)):
+            if not any(map(self._is_seen, _chain(tensor))):
                 self.suspects[id(tensor)] = tensor
         elif self.plain_too and tensor.requires_grad:
             self.suspects[id(tensor)] = tensor
-        self.seen.add(id(tensor))
+        self.made(tensor)
         return False
 
 
@@ -98,13 +104,24 @@ class Search:
 
 
 class Interceptor(TorchFunctionMode):
-    """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet."""
+    """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet.
 
-    def __init__(self, swaps: Mapping[int, torch.Tensor], watch: Watch | None = None) -> None:
+    With a trace it notes what is called.
+    """
+
+    def __init__(
+        self,
+        own: Mapping[int, torch.Tensor],
+        inherited: Mapping[int, torch.Tensor],
+        watch: Watch | None = None,
+        trace: Trace | None = None,
+    ) -> None:
         super().__init__()
-        self.swaps = swaps
+        self.swaps = {**inherited, **own}
+        self.unused = set(own)
+        self.level: int | None = None
         self.watch = watch
-        self.used: set[int] = set()
+        self.trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,22 +130,27 @@ class Interceptor(TorchFunctionMode):
         if self.swaps:
             args, kwargs = self._swap(args), self._swap(kwargs)
         watch = self.watch
-        if watch is None:
-            return func(*args, **kwargs)
-        for tensor in (*_tensors(args), *_tensors(kwargs)):
-            if watch.is_captured(tensor):
-                self._give_up(watch, tensor)
+        if watch is not None:
+            for tensor in (*_tensors(args), *_tensors(kwargs)):
+                if watch.is_captured(tensor):
+                    self._give_up(watch, tensor)
         result = func(*args, **kwargs)
-        watch.made(result)
+        if watch is not None:
+            watch.made(result)
+        if self.trace is not None and _torch.current_level() == self.level:  # not what an inner transform calls
+            self.trace.note(func, result)
         return result
 
     def __enter__(self) -> Interceptor:
+        self.level = _torch.current_level()
         state.interceptors.append(self)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         state.interceptors.pop()
+        if self.trace is not None and exception[0] is None:
+            self.trace.end()
 
     def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
         """What an operand of a region inside of this one is here."""
@@ -139,7 +161,7 @@ class Interceptor(TorchFunctionMode):
         return tensor
 
     def _give_up(self, watch: Watch, tensor: torch.Tensor) -> None:
-        if len(self.used) < len(self.swaps):
+        if self.unused:
             raise CaptureError(
                 f"A region under torch.func reads a tensor of shape {tuple(tensor.shape)} that is neither an argument "
                 f"nor found in what the function captures, and it is another one each time. Pass it as an argument."
@@ -149,7 +171,7 @@ class Interceptor(TorchFunctionMode):
     def _swap(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) in self.swaps:
-                self.used.add(id(value))
+                self.unused.discard(id(value))
                 return self.swaps[id(value)]
         elif type(value) in (tuple, list):
             return type(value)(map(self._swap, value))

@@ -33,8 +33,8 @@ class Kept:
     """
 
     __slots__ = (
-        "accumulated", "changed", "changing", "copies", "duals", "grads", "leaf", "name", "packed", "requires_grad", "tensors",
-        "versions",
+        "accumulated", "changed", "changing", "copies", "duals", "grads", "leaf", "name", "packed", "requires_grad",
+        "tensors", "versions",
     )  # fmt: skip
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:
@@ -91,7 +91,7 @@ class Kept:
                 self._settle(i, tensor)
             elif not tensor.is_leaf:
                 raise MutationError(
-                    f"{self.name(i)} has a history and was changed in place by the region, which can't be run again "
+                    f"{self.name(i)} requires grad and was changed in place by the region, which can't be run again "
                     f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
                 )
             else:
@@ -111,10 +111,10 @@ class Kept:
 
     def roll_back(self) -> None:
         """Give tensors that a first run has changed their old values, as that run is given up."""
-        with torch.no_grad():
+        with torch.no_grad(), _torch.without_levels():
             for i, copy in self.copies.items():
                 tensor = self.tensors[i]
-                if tensor is not None:
+                if tensor is not None and not torch.equal(tensor, copy):
                     tensor.copy_(copy)
 
     # --- for a run again --------------------------------------------------------------------------------------------
@@ -135,10 +135,12 @@ class Kept:
         if i in self.changed:
             if i not in self.copies:
                 raise MutationError(
-                    f"{self.name(i)} was changed in place by the region itself, and was too large to be copied on the "
-                    f"chance. Run the forward again: from now on it is copied first. Or pass the region a copy."
+                    f"{self.name(i)} was changed in place by the region itself, and had not been copied before. "
+                    f"Run the forward again: from now on it is copied first. Or pass the region a copy."
                 )
-            return self.copies[i].clone()
+            with _torch.without_levels():
+                copy = self.copies[i].clone()
+            return _torch.lift(copy)
         if _torch.version(tensor) != self.versions[i]:
             raise MutationError(self.message(i))
         return tensor

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import CellType
-from typing import Any
+from contextvars import ContextVar, Token
+from typing import Any, ClassVar
 
 
 class MISSING:
@@ -15,6 +14,7 @@ class Place:
     """Where one value is held; `up` is the place of the object that it belongs to."""
 
     __slots__ = ("holder", "key", "up")
+    settable: ClassVar[bool] = True  # else only to be read
 
     def __init__(self, holder: Any, key: Any, up: Any) -> None:
         self.holder = holder
@@ -59,7 +59,7 @@ class ItemPlace(Place):
     __slots__ = ()
 
     def get(self) -> Any:
-        return self.holder.get(self.key, MISSING)
+        return dict.get(self.holder, self.key, MISSING)  # not what a subclass does besides
 
     def set(self, value: Any) -> None:
         if value is MISSING:
@@ -69,7 +69,7 @@ class ItemPlace(Place):
 
 
 class Attribute(ItemPlace):
-    """An entry of an instance's ``__dict__``, or of a module's parameters, buffers, or modules."""
+    """An entry of the ``__dict__`` of an object or Python module, or of what `nn.Module` keeps in dicts of its own."""
 
     __slots__ = ()
 
@@ -115,6 +115,51 @@ class Descriptor(Place):
         return f".{self.key.__name__}"
 
 
+class ClassAttribute(Place):
+    """An entry of a class, which `up` is or is an instance of."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return vars(self.holder).get(self.key, MISSING)
+
+    def set(self, value: Any) -> None:
+        # Not by a metaclass, which may forbid it.
+        if value is not MISSING:
+            type.__setattr__(self.holder, self.key, value)
+        elif self.key in vars(self.holder):
+            type.__delattr__(self.holder, self.key)
+
+    def _step(self) -> str:
+        return f".{self.key}"
+
+
+class ContextPlace(Place):
+    """The value of a context variable; `key` keeps what it takes to leave the variable without one again."""
+
+    __slots__ = ()
+    holder: ContextVar[Any]
+    key: list[Token[Any]]
+
+    def get(self) -> Any:
+        try:
+            return self.holder.get()
+        except LookupError:
+            return MISSING
+
+    def set(self, value: Any) -> None:
+        if value is not MISSING:
+            unset = self.get() is MISSING
+            token = self.holder.set(value)
+            if unset:
+                self.key.append(token)
+        elif self.key:
+            self.holder.reset(self.key.pop())
+
+    def _step(self) -> str:
+        return ".get()"
+
+
 class PartialArgs(Place):
     __slots__ = ()
 
@@ -134,9 +179,32 @@ class Fixed(Place):
     """A step that can't be written to, such as ``method.__self__``: it only leads further."""
 
     __slots__ = ()
+    settable = False
 
     def _step(self) -> str:
         return f"{self.key}"
+
+
+class Members(Place):
+    """All members of a set: `key`, a tuple, as long as they are the same."""
+
+    __slots__ = ()
+
+    @property
+    def settable(self) -> bool:  # type: ignore[override]
+        return isinstance(self.holder, set)
+
+    def get(self) -> Any:
+        now = tuple(self.holder)
+        return self.key if [*map(id, now)] == [*map(id, self.key)] else now
+
+    def set(self, value: Any) -> None:
+        if self.settable:
+            self.holder.clear()
+            self.holder.update(value)
+
+    def _step(self) -> str:
+        return ""
 
 
 class TupleItem(Place):
@@ -164,15 +232,25 @@ class TupleItem(Place):
     def spot(self) -> Place:
         return self.up.spot
 
+    @property
+    def settable(self) -> bool:  # type: ignore[override]
+        # A set keeps no order: with several members, one can't take the turn of another.
+        return self.up.settable and (len(self.holder) == 1 or type(self.up) is not Members)
+
+    def _step(self) -> str:
+        return "{...}" if type(self.up) is Members else super()._step()
+
 
 class NamePlace(Place):
     """Where a path begins: a variable, or what the walk started from."""
 
     __slots__ = ()
+    settable = False
 
 
 class CellPlace(NamePlace):
     __slots__ = ()
+    settable = True
 
     def get(self) -> Any:
         try:
@@ -195,54 +273,8 @@ class CellPlace(NamePlace):
 
 class GlobalPlace(ItemPlace, NamePlace):
     __slots__ = ()
+    settable = True
 
     @property
     def path(self) -> str:
         return f"global {self.key!r}"
-
-
-class rebound:
-    """Binds places, and closure cells before them, to values; puts all back at exit.
-
-    With `keep_changes`, what was written to a place meanwhile stays: for a first run, which counts.
-    """
-
-    __slots__ = ("_cells", "_keep", "_places", "_undo")
-
-    def __init__(
-        self,
-        places: Iterable[tuple[Place, Any]],
-        cells: Iterable[tuple[CellType, Any]] = (),
-        *,
-        keep_changes: bool = False,
-    ) -> None:
-        self._places = places
-        self._cells = cells
-        self._keep = keep_changes
-        self._undo: list[tuple[Place, Any, Any]] = []
-
-    def __enter__(self) -> None:
-        try:
-            for cell, value in self._cells:
-                self._bind(CellPlace(cell, "", None), value)
-            for place, value in self._places:
-                self._bind(place, value)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def _bind(self, place: Place, value: Any) -> None:
-        spot = place.spot
-        before = bound = spot.get()
-        if (before if spot is place else place.get()) is not value:
-            place.set(value)
-            bound = spot.get()
-        self._undo.append((spot, before, bound))
-
-    def __exit__(self, *exception: object) -> None:
-        # Backwards: a tuple is rebuilt once per item, and the first one kept is the original.
-        for spot, before, bound in reversed(self._undo):
-            now = spot.get()
-            if now is not before and (now is bound or not self._keep):
-                spot.set(before)
-        self._undo.clear()

@@ -44,6 +44,7 @@ class Filler:
             resumed(frame.streams) if frame.streams else nullcontext(),
         ):
             operands = [frame.operands.again(i) for i in range(len(frame.operands))]
+            trace, root.trace = root.trace, None  # saved tensors are counted here
             replay = root.log = None if frame.log is None else frame.log.replay()
             _torch.push_hooks(self.pack, _same)
             try:
@@ -54,7 +55,7 @@ class Filler:
                 return
             finally:
                 _torch.pop_hooks()
-                root.log = None
+                root.log, root.trace = None, trace
         if self.frame.options.early_stop and self.count > self.last:
             return  # user code swallowed the stop
         if replay is not None:
@@ -62,6 +63,8 @@ class Filler:
         self._check_end(result)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _torch.is_wrapped(tensor):
+            return _torch.bare(tensor)
         index = self.count
         options = self.frame.options
         if options.early_stop and index > self.last:
@@ -79,7 +82,7 @@ class Filler:
                     self.frame.prints[index],
                     saved_fingerprint(tensor, options.determinism_check),
                 )
-                if before != now and self.difference is None:
+                if before is not None and before.differs(now) and self.difference is None:
                     self.difference = self._differs(index, before, now)
             slot.value = value
             if slot is self.wanted:

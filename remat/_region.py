@@ -15,13 +15,16 @@ import torch
 
 from . import _torch, _tree
 from ._ambient import Ambient
-from ._captured import find
+from ._captured import Found, find
 from ._engine import mark
+from ._errors import MutationError
 from ._intercept import Interceptor, made_inside
 from ._kept import Kept
 from ._outputs import Outputs
-from ._places import Place, rebound
+from ._places import Place
+from ._rebound import rebound
 from ._state import own_work, recomputing, state
+from ._trace import Retrace, Trace
 
 # Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
 _PLAIN = {
@@ -64,9 +67,9 @@ class Region:
     key: tuple = ()  # how a region was derived from it
 
     __slots__ = (
-        "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "devices", "fn", "found",
-        "inherited", "leaves", "log", "memory", "options", "outputs", "places", "positions", "ran", "spec", "swapped",
-        "undo_record", "watch",
+        "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "devices", "fixed", "fn",
+        "found", "holders", "inherited", "kinds", "leaves", "log", "mapped", "memory", "options", "outputs",
+        "places", "positions", "ran", "spec", "swapped", "trace", "undo_record", "watch",
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
@@ -79,7 +82,11 @@ class Region:
         for i in self.positions:
             leaves[i] = None
         self.leaves = leaves
-        self.found, self.cells = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
+        found = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
+        self.found: Found | None = found
+        self.cells = found.cells
+        self.holders: list[tuple[Place, Any]] = []  # the places on the way to captured tensors
+        self.fixed: list[tuple[Place, torch.Tensor, int]] = []  # captured where they can't be exchanged; versions
         self.captured: list[torch.Tensor] = []  # the operands beyond the arguments
         self.swapped: list[
             torch.Tensor
@@ -90,6 +97,9 @@ class Region:
         self.consts: Kept | None = None
         self.outputs = Outputs(options)
         self.ran = False
+        self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
+        self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
+        self.trace: Trace | None = None  # of the first run, where runs again may need it
         self.log: Any = None  # notes or compares the operations of a run
         self.devices: set[torch.device] = set()
         self.arity = len(self.positions)
@@ -117,9 +127,14 @@ class Region:
         )
         places, bindings, captured = [], [], list(self.swapped)
         index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
-        for place, value in self.found:
+        assert self.found is not None
+        self.holders, self.fixed = self.found.holders(), []
+        for place, value in self.found.places:
             if not isinstance(value, torch.Tensor):
                 generators.append(value)
+            elif not place.settable:
+                if follow is None or not follow(value):  # else it is swapped where it is read
+                    self.fixed.append((place, value, _torch.version(value)))
             elif follow is not None and follow(value):
                 if id(value) not in index:
                     index[id(value)] = len(self.positions) + len(captured)
@@ -152,7 +167,7 @@ class Region:
     def forget(self) -> None:
         """Let go of the operands: whoever runs the region again brings them."""
         self.arguments, self.captured = [], []
-        self.found = []
+        self.found = None
 
     def name(self, i: int) -> str:
         """What the i-th operand is called in an error."""
@@ -184,23 +199,23 @@ class Region:
         self.outputs.spec = _tree.flatten(result)[1]
         return result
 
-    def call_again(self, operands: Sequence[torch.Tensor]) -> Any:
+    def call_again(self, operands: Sequence[torch.Tensor], trace: Trace | None = None) -> Any:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
         assert self.ambient is not None
         with ExitStack() as stack:
             stack.enter_context(recomputing())
             stack.enter_context(_at_bottom(self.ambient.restored()))
             stack.enter_context(self._bound_again(operands))
-            stack.enter_context(self._swapped(operands))
+            stack.enter_context(self._swapped(operands, trace))
             return self.call(operands)
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
         if self.ran:
-            result = self.call_again(operands)
+            result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)
         self.ran = True
-        with self._bound(operands), self._swapped(operands):
+        with self._bound(operands), self._swapped(operands, self.trace):
             result = self.call(operands)
         return self.outputs.record(result, operands)
 
@@ -209,18 +224,21 @@ class Region:
 
     def _bound_again(self, operands: Sequence[torch.Tensor]) -> Any:
         assert self.consts is not None
-        values = [(place, operands[i]) for place, i in self.bindings]
+        for place, tensor, version in self.fixed:
+            if _torch.version(tensor) != version:
+                raise MutationError(
+                    f"captured {place.path} was changed in place by the region or after it, and is held where it can't "
+                    f"be exchanged for its old value. Pass it to the region as an argument, or hold it in a list."
+                )
+        values = [*self.holders, *((place, operands[i]) for place, i in self.bindings)]
         values += [(place, self.consts.captured_again(i)) for i, place in enumerate(self.places)]
         return rebound(values, cells=self.cells)
 
-    def _swapped(self, operands: Sequence[torch.Tensor]) -> Any:
-        swaps = {
-            **self.inherited,
-            **dict(zip(map(id, self.swapped), operands[len(self.positions) :])),
-        }
-        if self.watch is not None:
-            return Interceptor(swaps, self.watch)
-        return Interceptor(swaps) if swaps else nullcontext()
+    def _swapped(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
+        own = dict(zip(map(id, self.swapped), operands[len(self.positions) :]))
+        if own or self.inherited or trace is not None or self.watch is not None:
+            return Interceptor(own, self.inherited, self.watch, trace)
+        return nullcontext()
 
     def restart(self) -> None:
         """Undo what a first run that was given up has drawn from the generators."""

@@ -74,6 +74,18 @@ class Found:
         return self.tensor
 
 
+class Above:
+    """What a level of torch.func inside of the region saves: a wrapper, which lives as long as that level's graph."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = _torch.bare(tensor)  # itself, it could make a cycle
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor
+
+
 class HandedOver:
     """Such a tensor, kept by the hooks around the region."""
 

@@ -18,7 +18,11 @@ import torch._functorch.vmap as _vmap
 import torch.autograd.forward_ad as fwAD
 import torch.overrides as _overrides
 import torch.utils._device as _device
+import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
+
+# torch's own documentation has users import it from there.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 # --- saved-tensor hooks -------------------------------------------------------------------------------------------
 
@@ -89,6 +93,9 @@ wrap_grad = torch._C._functorch._wrap_for_grad
 unwrap_batched = torch._C._functorch._unwrap_batched
 wrap_batched = torch._C._functorch._add_batch_dim
 vmap_level = _vmap.vmap_increment_nesting
+grad_level = _eager_transforms.grad_increment_nesting
+# torch.func marks what it differentiates with it.
+allow_requires_grad = _eager_transforms.enable_inplace_requires_grad
 # One Function node at one level, not at all of them: what torch uses for its own Functions under torch.func.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 single_level_functions_allowed = _functorch_utils.enable_single_level_autograd_function
@@ -100,11 +107,17 @@ engine_call = torch.autograd.graph._engine_run_backward
 next_sequence_number = torch._C._autograd._get_sequence_nr
 
 
+_REFUSAL = "don't yet support saved tensor hooks"
+
+
 @contextmanager
 def hooks_allowed() -> Iterator[None]:
-    """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back."""
+    """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back.
+
+    A user's own ``disable_saved_tensors_hooks`` stays.
+    """
     message = hooks_disabled_message()
-    if message is None:
+    if message is None or _REFUSAL not in message:
         yield
         return
     hooks_enable()
@@ -116,7 +129,7 @@ def hooks_allowed() -> Iterator[None]:
 
 def is_hooks_refusal(error: Exception) -> bool:
     """Whether torch.func.grad or vjp refused to run under saved-tensor hooks (it says so in words only)."""
-    return "don't yet support saved tensor hooks" in str(error)
+    return _REFUSAL in str(error)
 
 
 def tracing() -> bool:
@@ -166,3 +179,25 @@ def set_device_mode(value: tuple[Any, Any, Any]) -> None:
         modes.append(mode)
     for each in reversed(modes):
         _overrides._push_mode(each)
+
+
+def lift(tensor: torch.Tensor) -> torch.Tensor:
+    """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps what may be changed in place."""
+    for interpreter in all_interpreters() if transforms_active() else ():
+        if interpreter.key() in (TransformType.Grad, TransformType.Jvp):
+            tensor = wrap_grad(tensor, interpreter.level())
+    return tensor
+
+
+def requires_grad_somewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires grad at any of its levels; a batched or dual wrapper doesn't say."""
+    while not tensor.requires_grad and is_wrapped(tensor):
+        tensor = unwrap_once(tensor)
+    return tensor.requires_grad
+
+
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """A grad-level wrapper without its history at that level; ``detach`` would cut it from those below too."""
+    if not torch._C._functorch.is_gradtrackingtensor(tensor):
+        return tensor
+    return wrap_grad(unwrap_once(tensor), level_of(tensor))

@@ -256,18 +256,18 @@ def module_in_a_closure(w: Tensor) -> Case:
 
 def on_the_class(w: Tensor) -> Case:
     OnClass.w = w
-    return Case(OnClass(), None, lambda t: setattr(OnClass, "w", t))
+    return Case(OnClass(), "self.w", lambda t: setattr(OnClass, "w", t))
 
 
 def in_another_module(w: Tensor) -> Case:
     OTHER_MODULE.w = w
     fn = lambda x: work(x, OTHER_MODULE.w)
-    return Case(fn, None, lambda t: setattr(OTHER_MODULE, "w", t))
+    return Case(fn, "OTHER_MODULE.w", lambda t: setattr(OTHER_MODULE, "w", t))
 
 
 def context_variable(w: Tensor) -> Case:
     CONTEXT.set(w)
-    return Case(lambda x: work(x, CONTEXT.get()), None, CONTEXT.set)
+    return Case(lambda x: work(x, CONTEXT.get()), "CONTEXT.get()", CONTEXT.set)
 
 
 def in_a_set(w: Tensor) -> Case:
@@ -277,16 +277,23 @@ def in_a_set(w: Tensor) -> Case:
         bag.clear()
         bag.add(other)
 
-    return Case(lambda x: work(x, next(iter(bag))), None, rebind)
+    return Case(lambda x: work(x, next(iter(bag))), "bag{...}", rebind)
+
+
+def by_a_made_up_name(w: Tensor) -> Case:
+    OTHER_MODULE.__dict__["w"] = w
+    fn = lambda x: work(x, getattr(OTHER_MODULE, "_w"[1:]))
+    return Case(fn, None, lambda t: setattr(OTHER_MODULE, "w", t))
 
 
 WITH_PLACE = [
     closure, helper_closure, a_global, global_of_a_helper, global_dict, default, keyword_default,
     partial_argument, partial_keyword, function_attribute, item_of_a_list, nested_dict,
     item_of_a_tuple, named_tuple, attribute, slot, callable_object, bound_method, buffer,
-    plain_attribute_of_a_module, module_in_a_module, module_in_a_closure,
+    plain_attribute_of_a_module, module_in_a_module, module_in_a_closure, on_the_class,
+    in_another_module, context_variable, in_a_set,
 ]  # fmt: skip
-WITHOUT_PLACE = [on_the_class, in_another_module, context_variable, in_a_set]
+WITHOUT_PLACE = [by_a_made_up_name]
 
 
 @pytest.fixture(params=WITH_PLACE, ids=lambda build: build.__name__)
@@ -355,20 +362,61 @@ def test_right_without_a_place(build_without: Callable, w: Tensor) -> None:
     check_right(build_without, w)
 
 
+NOT_SEEN = "what no place leads to is only seen where autograd or a transform follows it"
+
+
 def test_changed_in_place_without_a_place(build_without: Callable, w: Tensor) -> None:
+    if not w.requires_grad:
+        pytest.xfail(NOT_SEEN)
     x = torch.randn(3, requires_grad=True)
     loss = remat(build_without(w).fn)(x).sum()
     with torch.no_grad():
         w.mul_(2)
-    with pytest.raises(MutationError, match=re.escape("captured tensor")):
+    with pytest.raises(MutationError, match=r"[Cc]aptured .* was changed in place"):
         loss.backward()
 
 
 def test_bound_anew_without_a_place_is_right_or_loud(build_without: Callable, w: Tensor) -> None:
+    if not w.requires_grad:
+        pytest.xfail(NOT_SEEN)
     try:
         check_bound_anew(build_without, w)
     except RuntimeError as error:
         assert "captured" in str(error) or "same each time" in str(error)
+
+
+class Deep:
+    def __init__(self, w: Tensor) -> None:
+        self.config = types.SimpleNamespace(items={"w": w})
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return work(x, self.config.items["w"])
+
+
+def test_container_bound_anew_before_the_backward() -> None:
+    w, other = torch.randn(3), torch.full((3,), 7.0)
+    x = torch.randn(3, requires_grad=True)
+    for replace in (
+        lambda deep: setattr(deep, "config", types.SimpleNamespace(items={"w": other})),
+        lambda deep: setattr(deep.config, "items", {"w": other}),
+        lambda deep: deep.config.items.update(w=other),
+    ):
+        deep = Deep(w)
+        out = remat(deep)(x)
+        replace(deep)
+        same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(work(x, w).sum(), x))
+        assert deep.config.items["w"] is other
+
+
+def test_submodule_bound_anew_before_the_backward() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    x = torch.randn(2, 3, requires_grad=True)
+    inputs = [x, *module.parameters()]
+    expected = torch.autograd.grad(module(x).exp().sum(), inputs)
+    out, other = remat(module)(x).exp(), nn.Linear(3, 3)
+    module[0] = other
+    same(torch.autograd.grad(out.sum(), inputs), expected)
+    assert module[0] is other and other.weight.grad is None
 
 
 def test_changed_through_a_view_and_through_data_ptr_sharing() -> None:
@@ -625,7 +673,7 @@ def test_large_buffer_changed_by_the_region(early_stop: bool) -> None:
     with pytest.raises(MutationError) as raised:
         loss.backward()
     assert str(raised.value) == (
-        "captured self.total was changed in place by the region itself, and was too large to be copied on the chance. "
+        "captured self.total was changed in place by the region itself, and had not been copied before. "
         "Run the forward again: from now on it is copied first. Or pass the region a copy."
     )  # fmt: skip
     assert module.total[0, 0] == 2 and x.grad is None
@@ -636,7 +684,7 @@ def test_large_buffer_changed_by_the_region(early_stop: bool) -> None:
 
 
 def test_embedding_with_max_norm() -> None:
-    # It renormalizes rows of the parameter in place, in the forward.
+    # It renormalizes rows of the parameter in place, in the forward; that is learnt from the first call.
     weight = torch.randn(5, 3) * 3
     results = []
     for wrap in (remat, lambda f: f):
@@ -647,6 +695,11 @@ def test_embedding_with_max_norm() -> None:
         torch.manual_seed(0)
         model[1].reset_parameters()
         f = wrap(model)
+        if wrap is remat:
+            with pytest.raises(MutationError, match="weight was changed in place by the region itself"):
+                f(torch.tensor([0, 1, 1, 4])).sum().backward()
+            with torch.no_grad():
+                embedding.weight.copy_(weight)
         steps = []
         for _ in range(2):
             model.zero_grad()

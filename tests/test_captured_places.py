@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import gc
 import sys
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from remat._captured import find, find_cells, find_places
-from remat._places import MISSING, rebound
+from remat import CaptureError
+from remat._captured import find
+from remat._places import MISSING
+from remat._rebound import rebound
 
 W = torch.ones(2)
 CONFIG = {"w": torch.ones(2), "nested": [torch.ones(2)]}
@@ -39,8 +42,16 @@ def recursive(x: Tensor, n: int) -> Tensor:
     return x * W if n == 0 else recursive(x, n - 1)
 
 
+def find_places(fn: Any) -> Any:
+    return find(fn).places
+
+
+def find_cells(fn: Any) -> Any:
+    return find(fn).cells
+
+
 def paths(*roots: Any) -> list[str]:
-    return [place.path for place, _ in find(*roots)[0]]
+    return [place.path for place, _ in find(*roots).places]
 
 
 def by_path(fn: Any) -> dict[str, Any]:
@@ -116,6 +127,63 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x * self.scale * W
+
+
+OTHER, OTHER.sub = types.ModuleType("other"), types.ModuleType("other.sub")
+OTHER.W, OTHER.table, OTHER.unread = torch.ones(2), {"w": torch.ones(2)}, torch.ones(2)
+OTHER.sub.up, OTHER.sub.W = OTHER, torch.ones(2)
+exec("def helper(x): return x * W", OTHER.sub.__dict__)
+CONTEXT: contextvars.ContextVar = contextvars.ContextVar("w")
+CONTEXT.set(torch.ones(2))
+
+
+class Shared:
+    scale = torch.ones(2)
+    unread = torch.ones(2)
+
+    @classmethod
+    def scaled(cls, x: Tensor) -> Tensor:
+        return x * cls.scale
+
+
+class Heir(Shared):
+    offset = torch.ones(2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.scaled(x) + self.offset
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.offset + super().scaled(x)
+
+
+class SharedNet(nn.Module):
+    scale = torch.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * W
+
+
+class Overrides(nn.BatchNorm1d):
+    def __init__(self) -> None:
+        super().__init__(2, track_running_stats=False)
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        W.sum()
+
+
+class Cached:
+    @functools.cached_property
+    def scale(self) -> Tensor:
+        return W * 2
+
+    def step(self, x: Tensor) -> Tensor:
+        return x * self.scale
 
 
 def closure() -> Callable:
@@ -266,6 +334,28 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["closure variable 'w' of helper"],
     ),
     "staticmethod": (lambda: staticmethod(uses_global), ["global 'W'"]),
+    "Python module": (
+        lambda: lambda x: OTHER.W * OTHER.sub.helper(x),
+        ["OTHER.W", "OTHER.sub.W"],
+    ),
+    "Python module in a cell": (
+        lambda: (lambda other: lambda x: [other.table for _ in x])(OTHER),
+        ["other.table['w']"],
+    ),
+    "class": (lambda: lambda x: Shared.scale * x, ["Shared.scale"]),
+    "method of a class": (lambda: lambda x: Shared.scaled(x), ["Shared.scale"]),
+    "class by its instance": (Heir, ["self.offset", "self.scale"]),
+    "class by super": (lambda: Heir().both, ["self.offset", "self.scale"]),
+    "class of a module": (SharedNet, ["self.scale"]),
+    "method called by name": (
+        lambda: (lambda stepper: lambda x: stepper.step(x))(Stepper()),
+        ["stepper.w", "global 'W'"],
+    ),
+    "autograd function": (lambda: lambda x: Function.apply(x), ["global 'W'"]),
+    "overridden part of a library's forward": (Overrides, ["self.weight", "self.bias", "global 'W'"]),
+    "cached property": (lambda: Cached().step, ["global 'W'"]),
+    "context variable": (lambda: lambda x: x * CONTEXT.get(), ["CONTEXT.get()"]),
+    "set": (lambda: (lambda held: lambda x: held)({torch.ones(2)}), ["held{...}"]),
 }
 
 
@@ -401,9 +491,43 @@ def test_torch_return_types_are_rebuilt() -> None:
         assert holder[0].values.tolist() == [0.0, 0.0]
 
 
-def test_tensors_in_sets_have_no_place_but_objects_in_them_do() -> None:
-    held = {torch.ones(2), Caller()}
-    assert paths(lambda x: held)[0] == "held{...}.w"
+def test_a_set_is_exchanged_as_a_whole_unless_it_has_one_member() -> None:
+    w, other = torch.ones(2), torch.zeros(2)
+    held = {w}
+    (found,) = find_places(lambda x: held)
+    assert found[0].path == "held{...}" and found[0].settable
+    with rebound([(found[0], other)]):
+        assert held == {other}
+    assert held == {w}
+
+    held.add(other)
+    members = list(held)
+    found = find(lambda x: held)
+    assert {id(value) for _, value in found.places} == {id(w), id(other)}
+    assert not any(place.settable for place, _ in found.places)
+    later = torch.ones(2)
+    held.clear()
+    held.add(later)
+    with rebound(found.holders()):
+        assert [*map(id, held)] == [*map(id, members)]
+    assert held == {later}
+
+
+def test_what_can_not_be_bound_again_is_loud() -> None:
+    held = {torch.ones(2), torch.ones(2)}
+    found = find_places(lambda x: held)
+    first = [(found[0][0], torch.ones(2))]
+    before = list(held)
+    with pytest.raises(CaptureError, match=r"captured held\{...\} now holds something else"), rebound(first):
+        pass
+    assert [*map(id, held)] == [*map(id, before)]
+
+
+def test_members_of_a_frozenset_are_only_read() -> None:
+    w = torch.ones(2)
+    held = frozenset([w, Caller()])
+    found = by_path(lambda x: held)
+    assert not found["held{...}"].settable and found["held{...}.w"].settable
     assert find_places(lambda x: frozenset([1])) == []
 
 
@@ -477,8 +601,8 @@ def test_what_is_not_captured() -> None:
 
 def test_the_state_of_a_library_function_is_left_alone() -> None:
     _, pullback = torch.func.vjp(torch.sin, torch.ones(2))
-    assert find(pullback) == ([], [])
-    assert find(lambda g: pullback(g))[0] == []
+    assert find_places(pullback) == find_cells(pullback) == []
+    assert find_places(lambda g: pullback(g)) == []
 
 
 def test_generic_roots_are_walked_together() -> None:
@@ -521,11 +645,67 @@ def test_cell_that_now_holds_something_else_than_a_tuple() -> None:
     pair: Any = (torch.ones(2), 1)
     fn = lambda x: x * pair[0]
     first = pair
-    places, cells = find(fn)
+    found = find(fn)
     pair = None
-    with rebound(places, cells):
+    with rebound(found.places, found.cells):
         assert pair is first
     assert pair is None
+
+
+def test_containers_on_the_way_are_bound_outermost_first() -> None:
+    class Model:
+        pass
+
+    model = Model()
+    model.config = {"scales": [torch.ones(2)]}
+    model.layers = (nn.Linear(2, 2), 3)
+    model.call = uses_global
+    fn = lambda x: model
+    found = find(fn)
+    first = dict(vars(model)), model.config["scales"], model.config["scales"][0]
+    assert [place.path for place, _ in found.holders()] == [
+        "closure variable 'model'", "model.config", "model.layers", "model.call", "model.config['scales']",
+        "model.layers[0]",
+    ]  # fmt: skip
+    model.config["scales"] = []
+    inner = model.config
+    model.config, model.layers = {}, (nn.Linear(2, 2), 4)
+    del model.call
+    second = dict(vars(model))
+    with rebound([*found.holders(), *found.places], found.cells):
+        assert (vars(model), model.config["scales"], model.config["scales"][0]) == first
+        assert model.layers is first[0]["layers"]
+    assert vars(model) == second
+    assert inner["scales"] == []
+
+
+def test_an_attribute_or_method_put_on_a_class_later_is_found() -> None:
+    class Late:
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    late = Late()
+    assert paths(late) == []
+    Late.scale = torch.ones(2)
+    assert paths(late) == ["self.scale"]
+    found = find(late)
+    first, Late.__call__ = Late.__call__, lambda self, x: x * CONFIG["w"]
+    assert "CONFIG['w']" in paths(late) and "self.scale" not in paths(late)
+    with rebound(found.holders()):
+        assert Late.__call__ is first
+    assert Late.__call__ is not first
+
+
+def test_a_context_variable_without_a_value_is_left_without_one() -> None:
+    ((place, w),) = find_places(lambda x: CONTEXT.get())
+
+    def elsewhere() -> None:
+        assert place.get() is MISSING
+        with rebound([(place, w)]):
+            assert CONTEXT.get() is w
+        assert CONTEXT.get(None) is None
+
+    contextvars.Context().run(elsewhere)
 
 
 def test_a_first_run_keeps_its_changes() -> None:

@@ -357,7 +357,7 @@ def test_argument_changed_in_place_is_loud() -> None:
         return x.sin()
 
     for transform in (grad, jacrev, lambda f: vmap(grad(f))):
-        with pytest.raises(RuntimeError, match="in.place"):
+        with pytest.raises(RuntimeError, match=r"in.place"):
             transform(lambda x: remat(f)(x.clone()).sum())(X)
 
 

@@ -147,7 +147,9 @@ def test_ensemble(tied: bool) -> None:
         torch.manual_seed(0)
         nets = [Net(wrap, tied).double() for _ in range(3)]
         params, buffers = stack_module_state(nets)
-        base = copy.deepcopy(nets[0]).to("meta")
+        base = copy.deepcopy(nets[0])
+        if not tied:  # `to` would untie them
+            base = base.to("meta")
 
         def call(params: dict, buffers: dict, x: Tensor) -> Tensor:
             return functional_call(base, (params, buffers), (x,)).sin().sum()

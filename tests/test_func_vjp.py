@@ -213,7 +213,9 @@ def test_captured_tensor_changed_before_the_pullback() -> None:
         pull(out)
 
 
-@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), jacrev, hessian, lambda f: lambda x: jvp(grad(f), (x,), (x,))])
+@pytest.mark.parametrize(
+    "transform", [grad, lambda f: vmap(grad(f)), jacrev, hessian, lambda f: lambda x: jvp(grad(f), (x,), (x,))]
+)
 def test_intermediate_changed_before_the_backward(transform: Callable) -> None:
     def changes(x: Tensor) -> Tensor:
         h = x * 2

@@ -127,9 +127,7 @@ def test_nested() -> None:
     inner = {"in_dims": (0, None)}
     both(lambda wrap: vmap(vmap(wrap(g), **inner), in_dims=(None, 0))(X, y))
     both(lambda wrap: vmap(vmap(wrap(g)), in_dims=(0, None), out_dims=1)(X.expand(2, 3, 4), X))
-    nested = lambda wrap: vmap(
-        grad(lambda x, y: vmap(wrap(g), **inner)(x, y).sum(), argnums=(0, 1)), in_dims=(None, 0)
-    )
+    nested = lambda wrap: vmap(grad(lambda x, y: vmap(wrap(g), **inner)(x, y).sum(), argnums=(0, 1)), in_dims=(None, 0))
     both(lambda wrap: nested(wrap)(X, y))
     both(lambda wrap: vmap(vmap(vmap(wrap(torch.sin))))(rand(2, 2, 2, grad=False)))
 

@@ -51,15 +51,9 @@ PROGRAMS: dict[str, Callable[[Wrap], Callable]] = {
     "by input": lambda wrap: vmap(grad(loss(wrap), argnums=1), in_dims=(None, 0)),
     "by both": lambda wrap: vmap(grad(loss(wrap), argnums=(0, 1)), in_dims=(None, 0)),
     "with values": lambda wrap: vmap(grad_and_value(loss(wrap)), in_dims=(None, 0)),
-    "grad of vmap": lambda wrap: grad(
-        lambda ws, x: vmap(loss(wrap), in_dims=(None, 0))(ws, x).sum(), argnums=(0, 1)
-    ),
-    "jacrev of vmap": lambda wrap: jacrev(
-        lambda ws, x: vmap(loss(wrap), in_dims=(None, 0))(ws, x), argnums=1
-    ),
-    "vmap of vjp": lambda wrap: vmap(
-        lambda ws, x: vjp(loss(wrap), ws, x)[1](x.sum()), in_dims=(None, 0)
-    ),
+    "grad of vmap": lambda wrap: grad(lambda ws, x: vmap(loss(wrap), in_dims=(None, 0))(ws, x).sum(), argnums=(0, 1)),
+    "jacrev of vmap": lambda wrap: jacrev(lambda ws, x: vmap(loss(wrap), in_dims=(None, 0))(ws, x), argnums=1),
+    "vmap of vjp": lambda wrap: vmap(lambda ws, x: vjp(loss(wrap), ws, x)[1](x.sum()), in_dims=(None, 0)),
     "norms": lambda wrap: vmap(
         lambda ws, x: sum(g.square().sum() for pair in grad(loss(wrap))(ws, x) for g in pair),
         in_dims=(None, 0),
@@ -111,10 +105,7 @@ def test_mixed_batches() -> None:
         return grad(lambda x, w, b: wrap(block)(x, w, b).sum(), argnums=(0, 1, 2))
 
     for in_dims in ((0, 0, None), (0, None, 0), (None, 0, 0), (None, None, 0), (None, 0, None)):
-        args = [
-            batched if dim == 0 else batched[0]
-            for batched, dim in zip((x, batches["w"], batches["b"]), in_dims)
-        ]
+        args = [batched if dim == 0 else batched[0] for batched, dim in zip((x, batches["w"], batches["b"]), in_dims)]
         both(lambda wrap: vmap(program(wrap), in_dims=in_dims), *args)
         second = lambda wrap: lambda *a: sum(g.sin().sum() for g in program(wrap)(*a))
         both(lambda wrap: vmap(grad(second(wrap), argnums=(0, 1)), in_dims=in_dims), *args)

@@ -1,0 +1,134 @@
+"""The walk for captured tensors: what it finds, how it goes through containers, and by what each class is visited."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
+from itertools import islice
+from types import CellType
+from typing import Any
+
+from ._code import CACHE, is_library
+from ._places import Attribute, ContextPlace, Element, ItemPlace, Members, Place, TupleItem
+
+_LIMIT = 10_000  # containers with more entries are data, not state
+_SAMPLE = 32  # a longer container whose first entries are plain is taken to be plain
+_TUPLE_DEPTH = 32
+
+Visit = Callable[[Any, Any, Place], object]
+
+
+class Found:
+    """What a walk has found. The nearest come first; a tensor that is held in two places is there with both."""
+
+    __slots__ = ("cells", "places", "todo")
+
+    def __init__(self) -> None:
+        self.places: list[tuple[Place, Any]] = []  # that hold a tensor or generator
+        self.cells: list[tuple[CellType, Any]] = []  # all closure cells, with their contents
+        self.todo: list[tuple[Visit, Any, Place]] = []  # what is to be visited, and stays there
+
+    def holders(self) -> list[tuple[Place, Any]]:
+        """The places on the way: of objects, containers and functions, each before what it leads to."""
+        tensor = Containers.tensor
+        return [(place, value) for visit, value, place in self.todo if visit is not tensor and place.settable]
+
+
+class Containers(Found):
+    """How a walk goes through Python's own containers."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[Any] = set()
+
+    def see(self, value: Any, place: Place) -> None:
+        if (visit := visits[type(value)]) is not None:
+            self.todo.append((visit, value, place))
+
+    def tensor(self, value: Any, place: Place) -> None:
+        """Stands for what is looked for: `run` notes it down."""
+
+    def dict(self, value: dict[Any, Any], place: Place, kind: type[Place] = ItemPlace) -> None:
+        # Not by methods that a subclass overrides, and copied: another thread may add entries.
+        if kind is Attribute or _worth_a_look(dict.values(value)):
+            for key, item in list(dict.items(value)):
+                if (visit := visits[type(item)]) is not None:
+                    self.todo.append((visit, item, kind(value, key, place)))
+        if type(value) not in _PLAIN:
+            self.instance(value, place)
+
+    def list(self, value: list[Any], place: Place) -> None:
+        if _worth_a_look(value):
+            for i, item in enumerate(value):
+                if (visit := visits[type(item)]) is not None:
+                    self.todo.append((visit, item, Element(value, i, place)))
+        if type(value) not in _PLAIN:
+            self.instance(value, place)
+
+    def tuple(self, value: tuple[Any, ...], place: Place, depth: int = 0) -> bool:
+        """Whether it has tensors: each place of such a tuple counts, since none can be shared."""
+        if id(value) in self.seen or depth == _TUPLE_DEPTH or not _worth_a_look(value):
+            return False
+        found = False
+        for i, item in enumerate(value):
+            visit = visits[type(item)]
+            if visit is None:
+                continue
+            spot = TupleItem(value, i, place)
+            if visit is Containers.tuple:
+                found |= self.tuple(item, spot, depth + 1)
+            elif visit is not Containers.tensor:
+                self.todo.append((visit, item, spot))
+            else:
+                self.places.append((spot, item))
+                found = True
+        if not found:
+            self.seen.add(id(value))
+        return found
+
+    def set(self, value: Collection[Any], place: Place) -> None:
+        members = tuple(value)
+        if any(visits[type(item)] for item in members):
+            self.see(members, Members(value, members, place))
+
+    def context(self, variable: ContextVar[Any], place: Place) -> None:
+        spot = ContextPlace(variable, [], place)
+        self.see(spot.get(), spot)
+
+    def instance(self, value: Any, place: Place) -> None:
+        """For containers of a user's class, which have attributes too."""
+        raise NotImplementedError
+
+
+_PLAIN = frozenset([dict, OrderedDict, defaultdict, list])
+
+
+def _worth_a_look(items: Collection[Any]) -> bool:
+    if len(items) <= _SAMPLE:
+        return True
+    return len(items) <= _LIMIT and any(visits[type(item)] for item in islice(items, _SAMPLE))
+
+
+class Visits(dict[type, "Visit | None"]):
+    """How the walk visits the values of a class; None: not at all."""
+
+    bases: dict[type, Visit]
+    instance: Visit  # of all other classes
+    wrapper: Visit  # of what is callable, in libraries
+
+    def __missing__(self, cls: type) -> Visit | None:
+        if len(self) >= CACHE:
+            self.clear()
+        visit = self[cls] = next((v for base, v in self.bases.items() if issubclass(cls, base)), None)
+        if visit is None:
+            if not is_library(cls.__module__):
+                visit = self[cls] = self.instance
+            elif cls.__dictoffset__ and hasattr(cls, "__call__"):  # noqa: B004
+                visit = self[cls] = self.wrapper
+        return visit
+
+
+visits = Visits()

@@ -1,0 +1,219 @@
+"""User code that differentiates inside of what is transformed, and transforms inside of regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same, rand
+from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+
+from benchmarks.measure import count_ops, leaked_bytes, peak_bytes
+from remat import remat
+
+Wrap = Callable[[Callable], Callable]
+W = rand(4, 4, grad=False)
+X = rand(4, seed=1, grad=False)
+
+
+def plain(fn: Callable) -> Callable:
+    return fn
+
+
+def f(x: Tensor) -> Tensor:
+    return torch.tanh(x @ W).exp() @ W
+
+
+def both(program: Callable[[Wrap], Any]) -> None:
+    assert_same(program(remat), program(plain), exact=False)
+
+
+# --- torch.autograd.grad in a transformed function --------------------------------------------------------------------
+
+
+def gradient_of(energy: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The gradient as users write it for forces of a potential."""
+
+    def force(x: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(energy(x).sin().sum(), x, create_graph=True)
+        return found
+
+    return force
+
+
+FORCES: dict[str, Callable[[Wrap], Callable]] = {
+    "around a region": lambda wrap: gradient_of(wrap(f)),
+    "inside a region": lambda wrap: wrap(gradient_of(f)),
+    "around and inside": lambda wrap: wrap(gradient_of(wrap(f))),
+    "of an intermediate": lambda wrap: wrap(lambda x: gradient_of(f)(x * 2) * x),
+    "between regions": lambda wrap: lambda x: wrap(f)(gradient_of(wrap(f))(wrap(torch.sin)(x))),
+}
+ROWS = torch.stack([X, X.cos()])
+THROUGH: dict[str, Callable[[Callable], Any]] = {
+    "grad": lambda g: grad(lambda x: g(x).square().sum())(X),
+    "vjp": lambda g: vjp(g, X)[1](X),
+    "jacrev": lambda g: jacrev(g)(X),
+    "hessian": lambda g: hessian(lambda x: g(x).sum())(X),
+    "jacrev(jacrev)": lambda g: jacrev(jacrev(g))(X),
+    "jacfwd(jacrev)": lambda g: jacfwd(jacrev(g))(X),
+    "grad(grad)": lambda g: grad(lambda x: grad(lambda x: g(x).square().sum())(x).sum())(X),
+    "jvp(grad)": lambda g: jvp(grad(lambda x: g(x).square().sum()), (X,), (X,)),
+    "vmap(grad)": lambda g: vmap(grad(lambda x: g(x).square().sum()))(ROWS),
+    "autograd": lambda g: through_autograd(g),
+    "autograd, twice": lambda g: torch.autograd.functional.hessian(lambda x: g(x).sum(), X),
+}
+
+
+def through_autograd(g: Callable) -> Tensor:
+    x = X.clone().requires_grad_()
+    return torch.autograd.grad(g(x).sin().sum(), x)[0]
+
+
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("force", FORCES)
+def test_autograd_inside(force: str, through: str) -> None:
+    both(lambda wrap: THROUGH[through](FORCES[force](wrap)))
+
+
+@pytest.mark.parametrize("through", ["grad", "jacrev", "hessian", "vmap(grad)", "jvp(grad)"])
+def test_inputs_say_that_they_require_grad_as_without_remat(through: str) -> None:
+    """In the first run: code such as `if not x.requires_grad: x.requires_grad_()` depends on it."""
+
+    def run(wrap: Wrap) -> bool:
+        seen = []
+
+        def g(x: Tensor) -> Tensor:
+            seen.append(x.requires_grad)
+            return x.sin()
+
+        THROUGH[through](wrap(g))
+        return seen[0]
+
+    both(run)
+
+
+def test_leaf_made_inside() -> None:
+    def g(x: Tensor) -> Tensor:
+        leaf = torch.ones(4, dtype=x.dtype, requires_grad=True)
+        return torch.autograd.grad((leaf * 2).sin().sum(), leaf)[0] * x.sin()
+
+    both(lambda wrap: through_autograd(wrap(g)))
+
+
+def test_backward_of_user_code_in_forward_of_plain_autograd() -> None:
+    def g(x: Tensor, w: Tensor) -> Tensor:
+        (scale,) = torch.autograd.grad((x * w).sin().sum(), w, create_graph=True)
+        return (x * scale).exp()
+
+    def run(wrap: Wrap) -> tuple:
+        x, w = X.clone().requires_grad_(), X.cos().requires_grad_()
+        return torch.autograd.grad(wrap(g)(x, w).sum(), (x, w))
+
+    both(run)
+
+
+def test_second_order_by_autograd_inside_grad_saves_memory() -> None:
+    """The result is differentiated at the same level, so the graph is recorded; operands only."""
+
+    def program(wrap: Wrap) -> Callable:
+        run = wrap(lambda x: x.sin().exp().sin().exp().sin().exp().sin())
+
+        def energy(x: Tensor) -> Tensor:
+            for _ in range(8):
+                x = run(x)
+            return x
+
+        return grad(lambda x: gradient_of(energy)(x).square().sum())
+
+    x = rand(64, grad=False)
+    both(lambda wrap: program(wrap)(x))
+    assert peak_bytes(program(remat), x) < 0.7 * peak_bytes(program(plain), x)
+    assert leaked_bytes(program(remat), x) == 0
+
+
+# --- torch.func in a region -------------------------------------------------------------------------------------------
+
+INSIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "grad": lambda x: grad(lambda x: f(x).sin().sum())(x) * x,
+    "vmap": lambda x: vmap(f)(torch.stack([x, x.cos()])).sin().sum(0),
+    "jvp": lambda x: jvp(f, (x,), (x.cos(),))[1].sin(),
+    "vjp": lambda x: vjp(f, x)[1](x.cos())[0].sin(),
+    "jacrev": lambda x: jacrev(f)(x).sin().sum(0),
+    "jacfwd": lambda x: jacfwd(f)(x).sin().sum(0),
+    "hessian": lambda x: hessian(lambda x: f(x).sum())(x).sin().sum(0),
+    "vmap(grad)": lambda x: vmap(grad(lambda x: f(x).sum()))(torch.stack([x, x.cos()])).sum(0),
+    "grad(vmap)": lambda x: grad(lambda x: vmap(torch.sin)(x.reshape(2, 2)).exp().sum())(x),
+    "grad(grad)": lambda x: grad(lambda x: grad(lambda x: f(x).sum())(x).sin().sum())(x),
+}
+OUTSIDE = {
+    **THROUGH,
+    "call": lambda g: g(X),
+    "vmap": lambda g: vmap(g)(ROWS),
+    "jacfwd": lambda g: jacfwd(g)(X),
+    "autograd(grad)": lambda g: through_autograd(grad(lambda x: g(x).sin().sum())),
+    "autograd(vmap)": lambda g: through_autograd(lambda x: vmap(g)(torch.stack([x, x.cos()]))),
+}
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("inside", INSIDE)
+def test_transforms_inside_a_region(inside: str, outside: str) -> None:
+    g = INSIDE[inside]
+    both(lambda wrap: OUTSIDE[outside](wrap(g)))
+    # Once more, as a region remembers what it has found out; and inside of another one.
+    region = remat(g)
+    first = OUTSIDE[outside](region)
+    assert_same(OUTSIDE[outside](region), first)
+    both(lambda wrap: OUTSIDE[outside](lambda x: wrap(lambda x: wrap(g)(x).sin())(x)))
+
+
+def test_linearize_inside_a_region() -> None:
+    both(lambda wrap: wrap(lambda x: linearize(torch.sin, x)[1](x))(X))
+
+
+def test_transform_of_a_region_inside_of_a_region() -> None:
+    def build(wrap: Wrap) -> Callable:
+        inner = wrap(f)
+        return wrap(lambda x: grad(lambda x: inner(x).sin().sum())(x) * x)
+
+    for outside in OUTSIDE.values():
+        both(lambda wrap: outside(build(wrap)))
+
+
+def test_transform_inside_follows_captured_tensors_only_outside() -> None:
+    """The inner transform's function reads a tensor that an outer transform follows."""
+
+    def build(wrap: Wrap) -> Callable:
+        def call(w: Tensor, x: Tensor) -> Tensor:
+            region = wrap(lambda x: grad(lambda x: torch.tanh(x @ w).sum())(x) * w[0])
+            return region(x).sin().sum()
+
+        return call
+
+    both(lambda wrap: grad(build(wrap), argnums=(0, 1))(W, X))
+    both(lambda wrap: jacfwd(build(wrap), argnums=(0, 1))(W, X))
+    both(lambda wrap: vmap(grad(build(wrap)), in_dims=(None, 0))(W, ROWS))
+    both(lambda wrap: hessian(lambda w: build(wrap)(w, X))(W))
+
+
+def test_region_with_transforms_saves_memory() -> None:
+    def program(wrap: Wrap) -> Callable:
+        run = wrap(lambda x: grad(lambda x: x.sin().exp().sin().exp().sum())(x).sin())
+
+        def call(x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            y = x
+            for _ in range(8):
+                y = run(y)
+            return torch.autograd.grad(y.sum(), x)[0]
+
+        return call
+
+    x = rand(64, grad=False)
+    both(lambda wrap: program(wrap)(x))
+    assert peak_bytes(program(remat), x) < 0.6 * peak_bytes(program(plain), x)
+    forward = count_ops(lambda x: program(plain)(x), x)["aten.sin"]
+    assert count_ops(program(remat), x)["aten.sin"] <= 2 * forward

@@ -1,0 +1,132 @@
+"""Every word of up to three transforms: by call, and by torch.autograd through the whole.
+
+A word is a composition, the outermost transform first. The region is at the innermost level, or
+every level is one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import assert_same, rand
+from torch import Tensor
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+
+from remat import remat
+
+W = rand(3, 3, grad=False)
+X = rand(3, seed=1, grad=False)
+Fn = Callable[[Tensor], Tensor]
+
+
+def f(x: Tensor) -> Tensor:
+    h = torch.tanh(x @ W)
+    return (h * h.sin()) @ W.T
+
+
+def by_grad(g: Fn) -> Fn:
+    return grad(lambda x: g(x).square().sum())
+
+
+def by_vjp(g: Fn) -> Fn:
+    def call(x: Tensor) -> Tensor:
+        out, pull = vjp(g, x)
+        return pull(out.cos())[0]
+
+    return call
+
+
+def by_jvp(g: Fn) -> Fn:
+    def call(x: Tensor) -> Tensor:
+        out, tangent = jvp(g, (x,), (x.cos(),))
+        return out + tangent
+
+    return call
+
+
+def by_jacrev(g: Fn) -> Fn:
+    return lambda x: jacrev(g)(x).reshape(-1, *x.shape).sum(0)
+
+
+def by_jacfwd(g: Fn) -> Fn:
+    return lambda x: jacfwd(g)(x).reshape(-1, *x.shape).cos().sum(0)
+
+
+def by_autograd(g: Fn) -> Fn:
+    def call(x: Tensor) -> Tensor:
+        return torch.autograd.grad(g(x).sin().sum(), x, create_graph=True)[0]
+
+    return call
+
+
+TRANSFORMS: dict[str, Callable[[Fn], Fn]] = {
+    "grad": by_grad,
+    "vjp": by_vjp,
+    "jvp": by_jvp,
+    "jacrev": by_jacrev,
+    "jacfwd": by_jacfwd,
+    "vmap": vmap,
+    "autograd": by_autograd,
+}
+WORDS = [word for n in (1, 2, 3) for word in itertools.product(TRANSFORMS, repeat=n)]
+
+
+def build(word: tuple[str, ...], base: Fn, every: bool = False) -> Fn:
+    for name in reversed(word):
+        base = TRANSFORMS[name](base)
+        if every:
+            base = remat(base)
+    return base
+
+
+def argument(word: tuple[str, ...]) -> Tensor:
+    """One more dimension for each `vmap`."""
+    x = X
+    for _ in range(word.count("vmap")):
+        x = torch.stack([x, x * 0.5 + 0.1])
+    return x
+
+
+def by_call(fn: Fn, word: tuple[str, ...]) -> Tensor:
+    return fn(argument(word).clone())
+
+
+def through(fn: Fn, word: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    x = argument(word).clone().requires_grad_()
+    out = fn(x)
+    return out.detach(), torch.autograd.grad(out.cos().sum(), x)[0]
+
+
+def plain_torch(run: Callable, word: tuple[str, ...]) -> Tensor | None:
+    """What it is without remat; None where plain torch refuses it.
+
+    It does only where `torch.autograd.grad` is used: its input must require grad at the level where
+    it runs, which it does not right under a `vmap` or a `jvp`.
+    """
+    try:
+        return run(build(word, f), word)
+    except RuntimeError:
+        assert "autograd" in word
+        return None
+
+
+@pytest.mark.parametrize("word", WORDS, ids=["-".join(word) for word in WORDS])
+def test_word(word: tuple[str, ...]) -> None:
+    wanted = {run: plain_torch(run, word) for run in (by_call, through)}
+    for every in (False, True):
+        for run, value in wanted.items():
+            if every and len(word) == 3 and run is by_call:
+                continue  # takes long, and the other way gives the value too
+            if value is not None:
+                found = run(build(word, remat(f), every), word)
+                assert_same(found, value, exact=False)
+
+
+def test_words_that_plain_torch_refuses_are_few() -> None:
+    """So that the tests above do test something: all words without autograd, and many with it."""
+    allowed = [word for word in WORDS[:56] if plain_torch(through, word) is not None]
+    assert all(word in allowed for word in WORDS[:56] if "autograd" not in word)
+    assert sum("autograd" in word for word in allowed) >= 6
