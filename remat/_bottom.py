@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._derived import Batched, Pullback, gradients
+from ._derived import Batched, Jvp, Pullback, gradients
 from ._engine import Frame
 from ._errors import MutationError
 from ._intercept import Watch
@@ -25,9 +25,10 @@ Tensors = Sequence[torch.Tensor]
 class Call:
     """What the nodes of one call of a region share. It owns the tape, so no region may own it."""
 
-    __slots__ = ("kept", "operands", "out_dims", "tape", "tape_fits")
+    __slots__ = ("depends", "kept", "operands", "out_dims", "tape", "tape_fits")
 
     def __init__(self) -> None:
+        self.depends: list[bool] | None = None  # which results of the first run depend on what is followed
         self.out_dims: dict[tuple, list] = {}
         self.tape: Tape | None = None
         self.tape_fits = True
@@ -117,6 +118,8 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         root.consts.close()
     if recorded or not follows:
         return outs
+    if not isinstance(region, Jvp):
+        call.depends = [t.requires_grad for t in outs]
     if call.tape_fits and not region.uses_func:
         call.tape = Tape(region.key, inputs, outs)
     return [t.detach() for t in outs]
@@ -127,7 +130,7 @@ def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
         if region.uses_func:
             return list(PlainNode.apply(region, call, *operands))
         kept = Kept(operands, _names(region.root), set())
-        frame = Frame(region, kept, Kept([], kept.name, set()), region.root.options)
+        frame = Frame(region, kept, Kept([], kept.name, set()), region.root.options, read_inside=True)
         return frame.run(lambda: region.run(operands))
     pullback, primals = region, getattr(region, "primals", 0)
     while isinstance(pullback, Batched) and pullback.shared:

@@ -32,14 +32,17 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "consts", "inside", "known", "lock", "log", "open", "operands", "options", "outer", "prints",
-        "region", "slots", "start", "streams",
+        "read_inside", "region", "slots", "start", "streams",
     )  # fmt: skip
 
-    def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any) -> None:
+    def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any, read_inside: bool = False) -> None:
         self.region = region
         self.operands = operands
         self.consts = consts
         self.options = options
+        self.read_inside = (
+            read_inside  # a backward pass inside reads the slots, so they keep their values until its end
+        )
         self.slots: list[Callable[[], Slot | None] | None] = []
         self.prints: list[Any] = []
         self.lock = threading.RLock()
@@ -70,6 +73,8 @@ class Frame:
                 _torch.pop_hooks()
                 self.region.root.log = None
         self.open = False
+        if self.read_inside:
+            self.clear()
         self.known.clear()
         self.operands.close()
         self.consts.close()
@@ -84,7 +89,10 @@ class Frame:
             self.slots.append(None)
             self.prints.append(None)
             return served
-        slot = Slot(index)
+        slot = Slot(index, tensor)
+        if self.read_inside:
+            slot.value = tensor.detach()
+            slot.version = _torch.version(slot.value)
         self.slots.append(weakref.ref(slot))
         self.prints.append(saved_fingerprint(tensor, self.options.determinism_check))
         return slot
@@ -118,10 +126,11 @@ class Frame:
             if value is None:
                 value = self._fill(packed)
             changed = _torch.version(value) != packed.version
-        if changed:
+        if changed or packed.has_changed():
             raise MutationError(
-                f"A tensor that was saved for the backward, {fingerprint(value, 'metadata')}, was changed in place "
-                f"later in the same region. This is an error without remat too: use the out-of-place operation."
+                f"A captured tensor, or one that the region made, {fingerprint(value, 'metadata')}, was saved for the "
+                f"backward and then changed in place. This is an error without remat too: use the out-of-place "
+                f"operation, or give the region a copy: `.clone()`."
             )
         if _torch.graph_task_keeps_graph() and (running := current_pass()) is not None:
             running.read(packed)

