@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._derived import Batched, Jvp, Pullback, gradients
+from ._derived import Batched, Pullback, gradients
 from ._engine import Frame
 from ._errors import MutationError
 from ._intercept import Watch
@@ -118,7 +118,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         root.consts.close()
     if recorded or not follows:
         return outs
-    if not isinstance(region, Jvp):
+    if all(step[0] != "jvp" for step in region.key):  # a jvp level above has other results
         call.depends = [t.requires_grad for t in outs]
     if call.tape_fits and not region.uses_func:
         call.tape = Tape(region.key, inputs, outs)

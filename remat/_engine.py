@@ -40,9 +40,7 @@ class Frame:
         self.operands = operands
         self.consts = consts
         self.options = options
-        self.read_inside = (
-            read_inside  # a backward pass inside reads the slots, so they keep their values until its end
-        )
+        self.read_inside = read_inside  # a backward pass inside reads the slots: they keep their values until its end
         self.slots: list[Callable[[], Slot | None] | None] = []
         self.prints: list[Any] = []
         self.lock = threading.RLock()

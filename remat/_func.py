@@ -108,8 +108,11 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         first = not region.root.ran
         with interpreter.lower():
             outs = apply(region, operands, call, wanted, skip)
-        if first and interpreter.randomness() != "same" and region.root.ambient.moved():
-            raise NeedsLevel(region.root)
+        if first and interpreter.randomness() != "same":
+            with _torch.without_levels():
+                moved = region.root.ambient.moved()
+            if moved:
+                raise NeedsLevel(region.root)
         return outs
     batched, values = _batch(region, values, dims, interpreter, call)
     if wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims)):

@@ -1,7 +1,7 @@
 """Captured tensors that have no place: found, and swapped for operands, where a torch function reads them.
 
-A place is a spot in a closure, a module or the like. What is read from elsewhere (a registry in another Python module,
-an object in a context variable) is seen only when it is used.
+A place is a spot in a closure, a module or the like. What is read from elsewhere (by a computed name, from an extension)
+is seen only when it is used.
 """
 
 from __future__ import annotations

@@ -78,10 +78,7 @@ class Filler:
         slot = self.slots[index]
         if slot is not None:
             if options.determinism_check != "none":
-                before, now = (
-                    self.frame.prints[index],
-                    saved_fingerprint(tensor, options.determinism_check),
-                )
+                before, now = self.frame.prints[index], saved_fingerprint(tensor, options.determinism_check)
                 if before is not None and before.differs(now) and self.difference is None:
                     self.difference = self._differs(index, before, now)
             slot.value = value

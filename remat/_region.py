@@ -27,19 +27,7 @@ from ._state import own_work, recomputing, state
 from ._trace import Retrace, Trace
 
 # Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
-_PLAIN = {
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.Generator,
-}
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +76,7 @@ class Region:
         self.holders: list[tuple[Place, Any]] = []  # the places on the way to captured tensors
         self.fixed: list[tuple[Place, torch.Tensor, int]] = []  # captured where they can't be exchanged; versions
         self.captured: list[torch.Tensor] = []  # the operands beyond the arguments
-        self.swapped: list[
-            torch.Tensor
-        ] = []  # the first of them: they have no place and are swapped where they're read
+        self.swapped: list[torch.Tensor] = []  # the first of these, without a place: swapped where they're read
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
         self.places: list[Place] = []  # of the other captured tensors
         self.bindings: list[tuple[Place, int]] = []  # place -> index of an operand
@@ -121,10 +107,8 @@ class Region:
 
         Captured tensors for which ``follow`` is true become operands, the others are kept as they are.
         """
-        tensors, generators = (
-            [],
-            [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)],
-        )
+        tensors = []
+        generators = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
         places, bindings, captured = [], [], list(self.swapped)
         index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
         assert self.found is not None
@@ -204,7 +188,7 @@ class Region:
         assert self.ambient is not None
         with ExitStack() as stack:
             stack.enter_context(recomputing())
-            stack.enter_context(_at_bottom(self.ambient.restored()))
+            stack.enter_context(self.ambient.restored())
             stack.enter_context(self._bound_again(operands))
             stack.enter_context(self._swapped(operands, trace))
             return self.call(operands)
@@ -251,20 +235,3 @@ class Region:
     def check_result(self, result: Any) -> None:
         """Compare the structure of a run again's result with the first one."""
         self.outputs.check_structure(result)
-
-
-class _at_bottom:
-    """Enter and leave a context with no torch.func level active: generators' states are plain tensors."""
-
-    __slots__ = ("context",)
-
-    def __init__(self, context: Any) -> None:
-        self.context = context
-
-    def __enter__(self) -> None:
-        with _torch.without_levels():
-            self.context.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        with _torch.without_levels():
-            self.context.__exit__(*exception)
