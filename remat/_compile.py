@@ -13,7 +13,7 @@ from ._region import Options
 
 def call(fn: Callable, options: Options, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a checkpointed part of the graph that is being traced; inlined under torch.func and export."""
-    if _torch.transforms_active() or torch.compiler.is_exporting():
+    if _torch.transforms_active() or _torch.exporting():
         return fn(*args, **kwargs)
     return torch.utils.checkpoint.checkpoint(
         lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, preserve_rng_state=options.preserve_rng_state

@@ -16,7 +16,7 @@ class RematModule(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, function: Any) -> None:
         super().__init__()
-        self.__dict__["_remat"] = function
+        self.__dict__["_remat"] = (function,)  # in a tuple: torch 2.11's Dynamo would bind it like a method
         self._share(module)
 
     def _share(self, module: torch.nn.Module) -> None:
@@ -26,10 +26,10 @@ class RematModule(torch.nn.Module):
 
     @property
     def _wrapped(self) -> torch.nn.Module:
-        return self.__dict__["_remat"]._fn
+        return self.__dict__["_remat"][0]._fn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_remat"](*args, **kwargs)
+        return self.__dict__["_remat"][0](*args, **kwargs)
 
     def train(self, mode: bool = True) -> RematModule:
         self._wrapped.train(mode)

@@ -136,7 +136,9 @@ class Remat:
     """A rematerialized function: calls of it are regions."""
 
     def __init__(self, fn: Callable, options: Options, memory: Memory) -> None:
-        functools.update_wrapper(self, fn)
+        for name, value in getattr(fn, "__dict__", {}).items():  # torch 2.11's Dynamo can't trace `__dict__.update`
+            setattr(self, name, value)
+        functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._options = options
         self._memory = memory
@@ -155,6 +157,8 @@ class Remat:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
+        if torch.compiler.is_compiling():  # Dynamo can't make bound methods
+            return functools.partial(self, instance)
         return Remat(types.MethodType(self._fn, instance), self._options, self._memory)
 
     def __repr__(self) -> str:

@@ -137,6 +137,11 @@ def tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+def exporting() -> bool:
+    """Whether ``torch.export`` runs: Dynamo of torch 2.11 takes the public ``is_exporting()`` for true at all times."""
+    return torch.compiler._is_exporting_flag
+
+
 def is_dual(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a tangent of the active forward-mode level."""
     return not tensor.is_inference() and fwAD.unpack_dual(tensor).tangent is not None
