@@ -92,7 +92,10 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     root = region.root
     inference = any(t.is_inference() for t in operands)  # autograd can't record these
     follows = wanted is not None and any(wanted) and not inference
-    inputs = operands if recorded or not follows else [_cut(t, w) for t, w in zip(operands, wanted)]
+    # What is followed below, by autograd itself, stays as it is.
+    inputs = (
+        [_cut(t, w and not (recorded and t.requires_grad)) for t, w in zip(operands, wanted)] if follows else operands
+    )
     call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.changing)
     root.watch = Watch(root, root.operands(), inputs, plain_too=follows)
     root.trace = Trace() if follows and root.options.determinism_check != "none" else None
@@ -133,7 +136,7 @@ def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
         frame = Frame(region, kept, Kept([], kept.name, set()), region.root.options, read_inside=True)
         return frame.run(lambda: region.run(operands))
     pullback, primals = region, getattr(region, "primals", 0)
-    while isinstance(pullback, Batched) and pullback.shared:
+    while isinstance(pullback, Batched) and pullback.primals:
         pullback = pullback.inner
     if call.tape is not None and primals and call.tape.serves(pullback):
         return region.linearize(operands[:primals], call.tape)(operands[primals:])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ._classes import ClassReads, call_reads, class_reads, slots
 from ._code import CACHE, is_library, reads, wrapped
 from ._places import (
+    MISSING,
     Attribute,
     CellPlace,
     ClassAttribute,
@@ -87,7 +88,10 @@ class _Walk(Containers):
             for name in names[0]:
                 value = scope.get(name)
                 visit = visits[type(value)]
-                if visit is not None and id(value) not in _libraries:
+                if visit is None:
+                    if name in scope:
+                        self.plain.append((GlobalPlace(scope, name, place), value))
+                elif id(value) not in _libraries:
                     self.variable(visit, value, names[1], GlobalPlace(scope, name, place))
         if fn.__defaults__:
             self.tuple(fn.__defaults__, Descriptor(fn, _DEFAULTS, place))
@@ -123,7 +127,10 @@ class _Walk(Containers):
             scope = vars(value)
             for name in names:
                 held = scope.get(name)
-                if (inner := visits[type(held)]) is not None and id(held) not in _libraries:
+                if (inner := visits[type(held)]) is None:
+                    if name in scope:
+                        self.plain.append((Attribute(scope, name, place), held))
+                elif id(held) not in _libraries:
                     self.variable(inner, held, names, Attribute(scope, name, place))
 
     def namespace(self, value: Any, place: Place) -> None:
@@ -142,9 +149,14 @@ class _Walk(Containers):
         for base, name in read.attributes:
             value = vars(base).get(name)
             visit = visits[type(value)]
-            if visit is not None and (id(base), name) not in self.seen:
-                self.seen.add((id(base), name))
-                spot = ClassAttribute(base, name, place)
+            if (id(base), name) in self.seen:
+                continue
+            self.seen.add((id(base), name))
+            spot = ClassAttribute(base, name, place)
+            if visit is None:
+                if name in vars(base):
+                    self.plain.append((spot, value))
+            else:
                 self.todo.append((visit, value, spot))
                 if visit in _NAMED:
                     self.by_name(visit, value, read.read, spot)
@@ -193,6 +205,7 @@ class _Walk(Containers):
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             if state.get(name):
                 self.see(state[name], Attribute(state, name, place))
+        self.contents.append((state, state.copy(), place))
         cls: Any = type(module)
         if (read := call_reads(cls)) is not None:
             self.of_class(read, place)
@@ -203,7 +216,11 @@ class _Walk(Containers):
             self.dict(value.__dict__, place, Attribute)
         for slot in slots(cls):
             spot = Descriptor(value, slot, place)
-            self.see(spot.get(), spot)
+            held = spot.get()
+            if held is MISSING or visits[type(held)] is None:
+                self.plain.append((spot, held))
+            else:
+                self.see(held, spot)
         self.of_class(call_reads(cls), place)
 
 

@@ -56,20 +56,16 @@ class Batched(Derived):
         self.out_dims: list[int | None] = []  # found by running
 
     @property
-    def shared(self) -> int:
+    def primals(self) -> int:
         """How many first operands need no batch dimension: a pullback of an unbatched region runs that region once."""
         return self.inner.primals if self.may_share and isinstance(self.inner, (Pullback, Batched)) else 0
 
     @property
-    def primals(self) -> int:
-        return self.shared
-
-    @property
     def uses_func(self) -> bool:
-        return self.inner.uses_func or (_is_pullback(self.inner) and not self.shared)
+        return self.inner.uses_func or (_is_pullback(self.inner) and not self.primals)
 
     def run(self, operands: Tensors) -> list[torch.Tensor]:
-        if n := self.shared:
+        if n := self.primals:
             return self.linearize(operands[:n])(operands[n:])
         return self._mapped(self.inner.run, operands, self.in_dims)
 
@@ -236,7 +232,7 @@ def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
 
 
 def _is_pullback(region: Any) -> bool:
-    return isinstance(region, Pullback) or (isinstance(region, Batched) and region.shared > 0)
+    return isinstance(region, Pullback) or (isinstance(region, Batched) and region.primals > 0)
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:

@@ -22,8 +22,9 @@ from ._debug import OpLog
 from ._determinism import fingerprint, saved_fingerprint
 from ._errors import MutationError, RecomputeMismatchError
 from ._kept import Kept
+from ._passes import current_pass
 from ._recompute import Filler
-from ._slots import Above, Found, HandedOver, Input, Slot, View, current_pass
+from ._slots import Above, Found, HandedOver, Input, Slot, View
 from ._streams import current_streams
 
 
@@ -81,13 +82,12 @@ class Frame:
     def pack(self, tensor: torch.Tensor) -> Any:
         if _torch.is_wrapped(tensor):
             return Above(tensor)
-        index = len(self.slots)
         served = self._served(tensor)
         if served is not None:
             self.slots.append(None)
             self.prints.append(None)
             return served
-        slot = Slot(index, tensor)
+        slot = Slot(tensor)
         if self.read_inside:
             slot.value = tensor.detach()
             slot.version = _torch.version(slot.value)

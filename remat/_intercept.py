@@ -1,7 +1,7 @@
 """Captured tensors that have no place: found, and swapped for operands, where a torch function reads them.
 
-A place is a spot in a closure, a module or the like. What is read from elsewhere (by a computed name, from an extension)
-is seen only when it is used.
+A place is a spot in a closure, a module or the like. What is read from elsewhere, such as by a computed name, is seen
+only when it is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import _torch
-from ._errors import CaptureError
+from ._errors import CaptureError, MutationError
 from ._state import state
 from ._trace import Trace
 
@@ -115,6 +115,7 @@ class Interceptor(TorchFunctionMode):
         inherited: Mapping[int, torch.Tensor],
         watch: Watch | None = None,
         trace: Trace | None = None,
+        stale: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__()
         self.swaps = {**inherited, **own}
@@ -122,6 +123,7 @@ class Interceptor(TorchFunctionMode):
         self.level: int | None = None
         self.watch = watch
         self.trace = trace
+        self.stale = stale or {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,6 +137,10 @@ class Interceptor(TorchFunctionMode):
                 if watch.is_captured(tensor):
                     self._give_up(watch, tensor)
         result = func(*args, **kwargs)
+        if self.stale and _tensors(result):
+            for tensor in (*_tensors(args), *_tensors(kwargs)):
+                if id(tensor) in self.stale:
+                    raise MutationError(self.stale[id(tensor)])
         if watch is not None:
             watch.made(result)
         if self.trace is not None and _torch.current_level() == self.level:  # not what an inner transform calls

@@ -14,6 +14,7 @@ import torch.autograd.forward_ad as fwAD
 
 from . import _torch
 from ._errors import MutationError
+from ._passes import current_pass
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
@@ -127,7 +128,7 @@ class Kept:
         """
         if i in self.packed and i not in self.changed:
             unpack, packed = self.packed[i]
-            return unpack(packed)
+            return unpack(packed) if not _torch.unpacks_once(unpack) else self._unpacked_once(i, unpack, packed)
         return self.checked(i, self.tensors[i])
 
     def checked(self, i: int, tensor: Any) -> torch.Tensor:
@@ -145,6 +146,15 @@ class Kept:
             raise MutationError(self.message(i))
         return tensor
 
+    def _unpacked_once(self, i: int, unpack: Unpack, packed: Any) -> torch.Tensor:
+        """For hooks that give a tensor once in a backward pass: it is kept until the pass ends."""
+        running = current_pass()
+        if running is None:
+            return unpack(packed)
+        if (self, i) not in running.unpacked:
+            running.unpacked[self, i] = unpack(packed)
+        return running.unpacked[self, i]
+
     def message(self, i: int) -> str:
         return (
             f"{self.name(i)} was changed in place between the region's forward and its backward, which runs the region "
@@ -160,10 +170,20 @@ class Kept:
             return fwAD.make_dual(primal, tangent)
         return _cut(tensor, self.requires_grad[i], self.leaf[i])
 
+    def stale(self) -> dict[int, str]:
+        """The tensors that were changed since, by id, each with what to say if the run again reads it."""
+        return {
+            id(tensor): self.message(i)
+            for i, tensor in enumerate(self.tensors)
+            if tensor is not None and i not in self.changed and _torch.version(tensor) != self.versions[i]
+        }
+
     def captured_again(self, i: int) -> torch.Tensor:
         """The same for a captured tensor: itself where that does no harm, so that its place needs no new value."""
-        cut = self.accumulated or i in self.duals or i in self.packed or i in self.changed
-        return self.again(i) if cut else self.get(i)
+        tensor = self.tensors[i]
+        if self.accumulated or i in self.duals or i in self.packed or i in self.changed or tensor is None:
+            return self.again(i)
+        return tensor
 
 
 def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
@@ -171,7 +191,9 @@ def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
     if not requires_grad:
         return tensor
     cut = tensor.detach().requires_grad_()
-    return cut if leaf else cut.view_as(cut)
+    if leaf:
+        return cut
+    return cut.view_as(cut) if cut.layout is torch.strided else cut.clone()
 
 
 def _tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:

@@ -1,54 +1,60 @@
-"""The wrapper of a module, which is a module itself."""
+"""A rematerialized module: a module of a subclass that shares all state with the one that it was made from."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ._region import Memory, Options
 
-class RematModule(torch.nn.Module):
-    """A module whose calls are regions.
 
-    It shares the dictionaries of the module that it wraps: parameters, buffers and submodules have the same names in
-    both, so ``state_dict``, ``functional_call`` and optimizers see no difference.
+class RematModule:
+    """What is put before the module's own class: calls of ``forward`` are regions.
+
+    The two modules have one ``__dict__``: parameters, hooks, ``training`` and every attribute are the same in both.
+    Forward hooks run outside of the region.
     """
 
-    def __init__(self, module: torch.nn.Module, function: Any) -> None:
-        super().__init__()
-        self.__dict__["_remat"] = (function,)  # in a tuple: torch 2.11's Dynamo would bind it like a method
-        self._share(module)
-
-    def _share(self, module: torch.nn.Module) -> None:
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[name] = module.__dict__[name]
-        self.training = module.training
+    __slots__ = ()
+    _remat: tuple[Any, Any, Any, Any]  # the module's own class, what makes a region of a function, and with what
 
     @property
-    def _wrapped(self) -> torch.nn.Module:
-        return self.__dict__["_remat"][0]._fn
+    def forward(self) -> Callable:
+        # A property, as it must also come before a ``forward`` that was set on the module itself.
+        cls, make, options, memory = self._remat
+        own = self.__dict__.get("forward")
+        return make(cls.forward.__get__(self) if own is None else own, options, memory)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_remat"][0](*args, **kwargs)
+    @forward.setter
+    def forward(self, value: Callable) -> None:
+        self.__dict__["forward"] = value
 
-    def train(self, mode: bool = True) -> RematModule:
-        self._wrapped.train(mode)
-        self.training = mode
-        return self
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        cls, make, options, _ = self._remat
+        get_state = getattr(cls, "__getstate__", None)
+        custom = get_state is not None and get_state is not getattr(object, "__getstate__", None)
+        state = get_state(self) if custom and get_state is not None else self.__dict__.copy()
+        return _rebuild, (cls, make, options), state
 
-    def extra_repr(self) -> str:
-        return f"remat of {type(self._wrapped).__name__}"
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._wrapped, name)
+def wrap_module(module: torch.nn.Module, make: Callable, options: Options) -> Any:
+    """A module with the state of ``module`` whose ``forward`` is what ``make`` makes of that of ``module``."""
+    wrapped = _rebuild(type(module), make, options)
+    wrapped.__dict__ = module.__dict__
+    return wrapped
 
-    def __getstate__(self) -> dict:
-        return {"_remat": self.__dict__["_remat"]}
 
-    def __setstate__(self, state: dict) -> None:
-        torch.nn.Module.__init__(self)
-        self.__dict__["_remat"] = state["_remat"]
-        self._share(self._wrapped)
+def _rebuild(cls: type, make: Callable, options: Options) -> Any:
+    new = _subclass(cls)
+    made = new.__new__(new)
+    made._remat = cls, make, options, Memory()
+    return made
+
+
+@functools.cache
+def _subclass(cls: type) -> Any:
+    names = {"__slots__": ("_remat",), "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(f"Remat{cls.__name__}", (RematModule, cls), names)

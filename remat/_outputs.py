@@ -84,6 +84,8 @@ class Outputs:
         """The result as the user gets it, from the new tensors and the operands as the caller knows them."""
         source = {NEW: new, OPERAND: operands}
         leaves = [value if kind == VALUE else source[kind][value] for kind, value in self.entries]
+        # Values of no further use could hold the region's own graph.
+        self.entries = [(kind, None if kind == VALUE else value) for kind, value in self.entries]
         return _tree.unflatten(self.spec, leaves)
 
 

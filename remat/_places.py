@@ -196,7 +196,7 @@ class Members(Place):
 
     def get(self) -> Any:
         now = tuple(self.holder)
-        return self.key if [*map(id, now)] == [*map(id, self.key)] else now
+        return self.key if {*map(id, now)} == {*map(id, self.key)} else now
 
     def set(self, value: Any) -> None:
         if self.settable:

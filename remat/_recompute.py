@@ -38,6 +38,7 @@ class Filler:
         needs_level = (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active()
         with (
             _torch.without_levels(),
+            _torch.torch_function_enabled(),
             _torch.hooks_allowed(whoever_forbids=True),
             torch.enable_grad(),
             fwAD.dual_level() if needs_level else nullcontext(),

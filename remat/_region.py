@@ -16,8 +16,8 @@ import torch
 from . import _torch, _tree
 from ._ambient import Ambient
 from ._captured import Found, find
+from ._contents import snapshots
 from ._engine import mark
-from ._errors import MutationError
 from ._intercept import Interceptor, made_inside
 from ._kept import Kept
 from ._outputs import Outputs
@@ -55,8 +55,8 @@ class Region:
     key: tuple = ()  # how a region was derived from it
 
     __slots__ = (
-        "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "devices", "fixed", "fn",
-        "found", "holders", "inherited", "kinds", "leaves", "log", "mapped", "memory", "options", "outputs",
+        "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "contents", "devices", "fixed",
+        "fn", "found", "holders", "inherited", "kinds", "leaves", "log", "mapped", "memory", "options", "outputs",
         "places", "positions", "ran", "spec", "swapped", "trace", "undo_record", "watch",
     )  # fmt: skip
 
@@ -73,6 +73,7 @@ class Region:
         found = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
         self.found: Found | None = found
         self.cells = found.cells
+        self.contents = found.contents
         self.holders: list[tuple[Place, Any]] = []  # the places on the way to captured tensors
         self.fixed: list[tuple[Place, torch.Tensor, int]] = []  # captured where they can't be exchanged; versions
         self.captured: list[torch.Tensor] = []  # the operands beyond the arguments
@@ -208,21 +209,28 @@ class Region:
 
     def _bound_again(self, operands: Sequence[torch.Tensor]) -> Any:
         assert self.consts is not None
-        for place, tensor, version in self.fixed:
-            if _torch.version(tensor) != version:
-                raise MutationError(
-                    f"captured {place.path} was changed in place by the region or after it, and is held where it can't "
-                    f"be exchanged for its old value. Pass it to the region as an argument, or hold it in a list."
-                )
-        values = [*self.holders, *((place, operands[i]) for place, i in self.bindings)]
+        values = [*snapshots(self.contents), *self.holders, *((place, operands[i]) for place, i in self.bindings)]
         values += [(place, self.consts.captured_again(i)) for i, place in enumerate(self.places)]
         return rebound(values, cells=self.cells)
 
     def _swapped(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
         own = dict(zip(map(id, self.swapped), operands[len(self.positions) :]))
-        if own or self.inherited or trace is not None or self.watch is not None:
-            return Interceptor(own, self.inherited, self.watch, trace)
+        # What it captures may have been changed, as long as it does not read it.
+        stale = self._stale() if self.ran else {}
+        if own or self.inherited or stale or trace is not None or self.watch is not None:
+            return Interceptor(own, self.inherited, self.watch, trace, stale)
         return nullcontext()
+
+    def _stale(self) -> dict[int, str]:
+        assert self.consts is not None
+        stale = self.consts.stale()
+        for place, tensor, version in self.fixed:
+            if _torch.version(tensor) != version:
+                stale[id(tensor)] = (
+                    f"captured {place.path} was changed in place by the region or after it, and is held where it can't "
+                    f"be exchanged for its old value. Pass it to the region as an argument, or hold it in a list."
+                )
+        return stale
 
     def restart(self) -> None:
         """Undo what a first run that was given up has drawn from the generators."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import types
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -14,7 +13,7 @@ import torch
 from . import _autograd, _compile, _func, _torch
 from ._determinism import CHECKS
 from ._errors import PolicyError
-from ._module import RematModule
+from ._module import wrap_module
 from ._region import Memory, Options
 from ._state import state
 
@@ -62,8 +61,8 @@ def remat(
 
     Args:
         fn: a function, method, partial, callable object or ``torch.nn.Module``. Arguments and results are any pytrees;
-            leaves that aren't tensors just pass. A module is wrapped in a module that shares its parameters,
-            buffers and submodules, so that ``state_dict`` keys stay the same.
+            leaves that aren't tensors just pass. Of a module it makes a module of a subclass that shares all
+            state with it: parameters, hooks and attributes, so that ``state_dict`` keys stay the same.
         policy: what may be kept beyond the inputs. ``None`` keeps nothing.
         preserve_rng_state: give the second run the random numbers of the first. Without it, generators are not
             touched, which is right only if the region draws no random numbers.
@@ -128,8 +127,13 @@ def _wrap(fn: Any, options: Options) -> Any:
         raise TypeError(f"remat takes a function, not the class {fn.__name__}: wrap an instance, or its method.")
     if isinstance(fn, (classmethod, staticmethod)):
         return type(fn)(_wrap(fn.__func__, options))
-    function = Remat(fn, options, Memory())
-    return RematModule(fn, function) if isinstance(fn, torch.nn.Module) else function
+    if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch.jit.ScriptModule):
+        if any(map(torch.nn.parameter.is_lazy, fn.parameters())):
+            raise TypeError(
+                f"remat takes modules that know their shapes: call the lazy {type(fn).__name__} once first."
+            )
+        return wrap_module(fn, Remat, options)
+    return Remat(fn, options, Memory())
 
 
 class Remat:
@@ -155,11 +159,12 @@ class Remat:
         return self._fn(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
+        bind = getattr(type(self._fn), "__get__", None)
+        if instance is None or bind is None:
             return self
         if torch.compiler.is_compiling():  # Dynamo can't make bound methods
             return functools.partial(self, instance)
-        return Remat(types.MethodType(self._fn, instance), self._options, self._memory)
+        return Remat(bind(self._fn, instance, owner), self._options, self._memory)
 
     def __repr__(self) -> str:
         return f"remat({self._fn!r})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +17,9 @@ from ._kept import Kept
 class Slot:
     """Stands for one saved tensor; the value is there only while a backward pass needs it."""
 
-    __slots__ = ("__weakref__", "first", "index", "value", "version")
+    __slots__ = ("__weakref__", "first", "value", "version")
 
-    def __init__(self, index: int, tensor: torch.Tensor) -> None:
-        self.index = index
+    def __init__(self, tensor: torch.Tensor) -> None:
         # What requires no grad may be captured, from where it was not found: then a change of it must be seen.
         self.first = None if tensor.requires_grad else (weakref.ref(tensor), _torch.version(tensor))
         self.value: torch.Tensor | None = None
@@ -106,60 +104,3 @@ class HandedOver:
 
     def __call__(self) -> torch.Tensor:
         return self.unpack(self.packed)
-
-
-class Pass:
-    """One backward pass: which frames it filled and, in a graph that is kept, what its nodes have read.
-
-    Nodes of a kept graph don't let go of their slots. A node may read twice what it saved, so a value stays until
-    another node of the thread reads, and everything is let go when the pass ends. The engine owns this object, as a
-    callback, and drops it also when the pass fails.
-    """
-
-    __slots__ = ("__weakref__", "frames", "reading")
-
-    def __init__(self) -> None:
-        self.frames: list[Callable[[], Any]] = []
-        self.reading: dict[int, tuple[int | None, list[Slot]]] = {}
-
-    def __call__(self) -> None:
-        """The pass has ended; what there is to do, ``__del__`` does."""
-
-    def __del__(self) -> None:
-        for _, slots in self.reading.values():
-            _drop(slots)
-        for ref in self.frames:
-            frame = ref()
-            if frame is not None:
-                frame.clear()
-
-    def read(self, slot: Slot) -> None:
-        current = _torch.current_node()
-        node = None if current is None else _torch.sequence_number(current)
-        thread = threading.get_ident()
-        before, slots = self.reading.get(thread, (None, []))
-        if node is None or node != before:
-            _drop(slots)
-            self.reading[thread] = node, [slot]
-        else:
-            slots.append(slot)
-
-
-_passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-
-
-def current_pass() -> Pass | None:
-    """The backward pass that runs in this thread, if any."""
-    task = _torch.graph_task_id()
-    if task == -1:
-        return None
-    found = _passes.get(task)
-    if found is None:
-        found = _passes[task] = Pass()
-        _torch.at_end_of_backward(found)
-    return found
-
-
-def _drop(slots: list[Slot]) -> None:
-    for slot in slots:
-        slot.value = None

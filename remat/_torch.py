@@ -73,6 +73,9 @@ def dual_level_active() -> bool:
     return fwAD._current_level >= 0
 
 
+# A method of a tensor subclass may have switched it off for the backward that it started.
+torch_function_enabled = torch._C._EnableTorchFunction
+
 set_forward_grad_enabled = fwAD._set_fwd_grad_enabled  # autograd.Function switches it off; a level below needs it
 
 # --- torch.func levels --------------------------------------------------------------------------------------------
@@ -140,6 +143,11 @@ def tracing() -> bool:
 def exporting() -> bool:
     """Whether ``torch.export`` runs: Dynamo of torch 2.11 takes the public ``is_exporting()`` for true at all times."""
     return torch.compiler._is_exporting_flag
+
+
+def unpacks_once(unpack: Any) -> bool:
+    """Whether a hook is that of ``torch.utils.checkpoint``, which raises when a tensor is asked for twice."""
+    return getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
 
 
 def is_dual(tensor: torch.Tensor) -> bool:

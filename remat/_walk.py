@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -10,9 +11,11 @@ from types import CellType
 from typing import Any
 
 from ._code import CACHE, is_library
+from ._contents import Snapshot, copy_dict
 from ._places import Attribute, ContextPlace, Element, ItemPlace, Members, Place, TupleItem
 
 _LIMIT = 10_000  # containers with more entries are data, not state
+_STATE = 1_000  # up to this length even plain ones are, and what they hold is noted down
 _SAMPLE = 32  # a longer container whose first entries are plain is taken to be plain
 _TUPLE_DEPTH = 32
 
@@ -22,17 +25,20 @@ Visit = Callable[[Any, Any, Place], object]
 class Found:
     """What a walk has found. The nearest come first; a tensor that is held in two places is there with both."""
 
-    __slots__ = ("cells", "places", "todo")
+    __slots__ = ("cells", "contents", "places", "plain", "todo")
 
     def __init__(self) -> None:
         self.places: list[tuple[Place, Any]] = []  # that hold a tensor or generator
         self.cells: list[tuple[CellType, Any]] = []  # all closure cells, with their contents
+        self.contents: list[Snapshot] = []  # what the containers and objects on the way hold
+        self.plain: list[tuple[Place, Any]] = []  # variables, class attributes and slots that hold anything else
         self.todo: list[tuple[Visit, Any, Place]] = []  # what is to be visited, and stays there
 
     def holders(self) -> list[tuple[Place, Any]]:
-        """The places on the way: of objects, containers and functions, each before what it leads to."""
+        """The places on the way: of objects, containers and functions, each before what it leads to. Then plain ones."""
         tensor = Containers.tensor
-        return [(place, value) for visit, value, place in self.todo if visit is not tensor and place.settable]
+        way = [(place, value) for visit, value, place in self.todo if visit is not tensor and place.settable]
+        return way + self.plain
 
 
 class Containers(Found):
@@ -52,17 +58,25 @@ class Containers(Found):
         """Stands for what is looked for: `run` notes it down."""
 
     def dict(self, value: dict[Any, Any], place: Place, kind: type[Place] = ItemPlace) -> None:
-        # Not by methods that a subclass overrides, and copied: another thread may add entries.
-        if kind is Attribute or _worth_a_look(dict.values(value)):
-            for key, item in list(dict.items(value)):
+        look = kind is Attribute or _worth_a_look(dict.values(value))
+        if look or len(value) <= _STATE:
+            # Not by methods that a subclass overrides, and copied: another thread may add entries.
+            items = value.copy() if type(value) is dict else copy_dict(value)
+            if type(value) in _PLAIN or own(type(value)):
+                self.contents.append((value, items, place))
+            for key, item in items.items() if look else ():
                 if (visit := visits[type(item)]) is not None:
                     self.todo.append((visit, item, kind(value, key, place)))
         if type(value) not in _PLAIN:
             self.instance(value, place)
 
     def list(self, value: list[Any], place: Place) -> None:
-        if _worth_a_look(value):
-            for i, item in enumerate(value):
+        look = _worth_a_look(value)
+        if look or len(value) <= _STATE:
+            items = list.copy(value)
+            if type(value) in _PLAIN or own(type(value)):
+                self.contents.append((value, items, place))
+            for i, item in enumerate(items if look else ()):
                 if (visit := visits[type(item)]) is not None:
                     self.todo.append((visit, item, Element(value, i, place)))
         if type(value) not in _PLAIN:
@@ -91,6 +105,8 @@ class Containers(Found):
 
     def set(self, value: Collection[Any], place: Place) -> None:
         members = tuple(value)
+        if len(members) <= _STATE and isinstance(value, set) and (type(value) is set or own(type(value))):
+            self.contents.append((value, members, place))
         if any(visits[type(item)] for item in members):
             self.see(members, Members(value, members, place))
 
@@ -110,6 +126,12 @@ def _worth_a_look(items: Collection[Any]) -> bool:
     if len(items) <= _SAMPLE:
         return True
     return len(items) <= _LIMIT and any(visits[type(item)] for item in islice(items, _SAMPLE))
+
+
+@functools.lru_cache(CACHE)
+def own(cls: Any) -> bool:
+    """Whether a class is none of a library."""
+    return not is_library(cls.__module__)
 
 
 class Visits(dict[type, "Visit | None"]):

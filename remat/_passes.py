@@ -1,0 +1,70 @@
+"""Backward passes: what they hold, and that they let go of it at their end."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _torch
+
+
+class Pass:
+    """One backward pass: which frames it filled and, in a graph that is kept, what its nodes have read.
+
+    Nodes of a kept graph don't let go of their slots. A node may read twice what it saved, so a value stays until
+    another node of the thread reads, and everything is let go when the pass ends. The engine owns this object, as a
+    callback, and drops it also when the pass fails.
+    """
+
+    __slots__ = ("__weakref__", "frames", "reading", "unpacked")
+
+    def __init__(self) -> None:
+        self.frames: list[Callable[[], Any]] = []
+        self.reading: dict[int, tuple[int | None, list[Any]]] = {}
+        self.unpacked: dict[Any, torch.Tensor] = {}
+
+    def __call__(self) -> None:
+        """The pass has ended; what there is to do, ``__del__`` does."""
+
+    def __del__(self) -> None:
+        for _, slots in self.reading.values():
+            _drop(slots)
+        for ref in self.frames:
+            frame = ref()
+            if frame is not None:
+                frame.clear()
+
+    def read(self, slot: Any) -> None:
+        current = _torch.current_node()
+        node = None if current is None else _torch.sequence_number(current)
+        thread = threading.get_ident()
+        before, slots = self.reading.get(thread, (None, []))
+        if node is None or node != before:
+            _drop(slots)
+            self.reading[thread] = node, [slot]
+        else:
+            slots.append(slot)
+
+
+_passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+
+
+def current_pass() -> Pass | None:
+    """The backward pass that runs in this thread, if any."""
+    task = _torch.graph_task_id()
+    if task == -1:
+        return None
+    found = _passes.get(task)
+    if found is None:
+        found = _passes[task] = Pass()
+        _torch.at_end_of_backward(found)
+    return found
+
+
+def _drop(slots: list[Any]) -> None:
+    for slot in slots:
+        slot.value = None
