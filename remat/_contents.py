@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any
 
-from ._places import Place
+from ._places import CellPlace, GlobalPlace, Place
 
 Snapshot = tuple[Any, Any, Place]  # a container, a copy of it, and where it is
 
@@ -57,6 +57,19 @@ def _fill(held: dict[Any, Any], items: dict[Any, Any]) -> None:
     for key, item in items.items():
         if key not in now or now[key] is not item:
             kind.__setitem__(held, key, item)
+
+
+def is_module_state(snapshot: Snapshot) -> bool:
+    """Whether a module holds it: its state changes once. A list that a closure holds may well be there to log runs."""
+    held, _, place = snapshot
+    up: Place | None = place
+    while up is not None:
+        if isinstance(held, dict) and "_modules" in held and "_parameters" in held:
+            return True
+        if isinstance(up, (CellPlace, GlobalPlace)):  # a function's, such as a hook's
+            return False
+        held, up = up.holder, up.up
+    return False
 
 
 def snapshots(contents: Iterable[Snapshot]) -> Iterator[tuple[Place, Any]]:

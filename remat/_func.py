@@ -43,7 +43,11 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             try:
                 with own_work():
                     outs = apply(region, operands, record)
-                if search.ends():
+                    draws = _draws(region)
+                    region.check_left_behind(outs)
+                if draws:
+                    memory.draws = True
+                elif search.ends():
                     made_inside(outs)
                     return region.outputs.build(outs, operands)
             except FoundCaptured as found:
@@ -63,6 +67,15 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             region.restart()
     finally:
         region.forget()
+
+
+def _draws(region: Region) -> bool:
+    """Whether the region, as is found out now, draws random numbers under a ``grad`` level, see ``_graded``."""
+    if region.memory.draws or _torch.TransformType.Grad not in region.kinds:
+        return False
+    assert region.ambient is not None
+    with _torch.without_levels():
+        return region.ambient.moved()
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
@@ -214,12 +227,16 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
 
 
 def _graded(region: Any, level: int, followed: tuple[bool, ...]) -> Any:
-    """Put a level back around a first run where other levels are below, or where autocast tells levels apart."""
+    """Put a level back around a first run, where the function could tell that it is missing.
+
+    That is where other levels are below it, where it draws random numbers (laid out in memory differently), and where
+    autocast tells levels apart.
+    """
     root = region.root
     if root.ran or isinstance(region, Pullback):
         return region
     below = root.kinds[: level - 1]
-    if _torch.TransformType.Vmap in below or _torch.TransformType.Jvp in below:
+    if _torch.TransformType.Vmap in below or _torch.TransformType.Jvp in below or root.memory.draws:
         return Graded(region, followed)
     if _torch.TransformType.Vmap in root.kinds and root.ambient.casts:
         return Graded(region, (False,) * len(followed))

@@ -55,6 +55,13 @@ class Watch:
         ref = self.seen.get(id(tensor))
         return ref is not None and ref() is tensor
 
+    def has_lost(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made inside, and is differentiated there."""
+        inside = self._is_seen(tensor) and id(tensor) not in self.suspects
+        # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
+        dual = _torch.TransformType.Jvp in self.region.kinds and _torch.is_dead(tensor)
+        return inside and (dual or _torch.requires_grad_somewhere(tensor))
+
     def is_captured(self, tensor: torch.Tensor) -> bool:
         if self._is_seen(tensor):
             return False

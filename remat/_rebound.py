@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import is_
 from types import CellType
 from typing import Any
 
@@ -60,6 +61,13 @@ class rebound:
         # Backwards: a tuple is rebuilt once per item, and the first one kept is the original.
         for spot, before, bound in reversed(self._undo):
             now = spot.get()
-            if now is not before and (now is bound or not self._keep):
+            if now is not before and (not self._keep or _same(now, bound)):
                 spot.set(before)
         self._undo.clear()
+
+
+def _same(now: Any, bound: Any) -> bool:
+    """What a set holds comes as another tuple each time."""
+    if type(now) is tuple and type(bound) is tuple:
+        return len(now) == len(bound) and all(map(is_, now, bound))
+    return now is bound

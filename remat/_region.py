@@ -16,8 +16,9 @@ import torch
 from . import _torch, _tree
 from ._ambient import Ambient
 from ._captured import Found, find
-from ._contents import snapshots
+from ._contents import is_module_state, snapshots
 from ._engine import mark
+from ._errors import CaptureError
 from ._intercept import Interceptor, made_inside
 from ._kept import Kept
 from ._outputs import Outputs
@@ -46,6 +47,7 @@ class Memory:
 
     changing: set[str] = field(default_factory=set)  # names of tensors that it was seen to change in place
     searched: set[tuple] = field(default_factory=set)  # kinds of transforms under which suspects were looked into
+    draws: bool = False  # it draws random numbers
     uses_func: bool = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
 
 
@@ -73,7 +75,7 @@ class Region:
         found = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
         self.found: Found | None = found
         self.cells = found.cells
-        self.contents = found.contents
+        self.contents = [snapshot for snapshot in found.contents if is_module_state(snapshot)]
         self.holders: list[tuple[Place, Any]] = []  # the places on the way to captured tensors
         self.fixed: list[tuple[Place, torch.Tensor, int]] = []  # captured where they can't be exchanged; versions
         self.captured: list[torch.Tensor] = []  # the operands beyond the arguments
@@ -144,6 +146,23 @@ class Region:
         suspects = {} if self.watch is None else self.watch.suspects
         self.watch = None
         return suspects
+
+    def check_left_behind(self, outs: Sequence[torch.Tensor]) -> None:
+        """After a first run: tensors that leave the function in another way than as results have lost their levels.
+
+        Raises:
+            CaptureError: it left one behind that a transform differentiates.
+        """
+        if self.watch is None:
+            return
+        known = {id(t) for t in (*outs, *self.operands())}
+        values = [value for _, value in self.outputs.entries if type(value) not in _PLAIN]
+        for place, value in find(self.fn, *(v for v in (*self.leaves, *values) if type(v) not in _PLAIN)).places:
+            if isinstance(value, torch.Tensor) and id(value) not in known and self.watch.has_lost(value):
+                raise CaptureError(
+                    f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {place.path}, where its "
+                    f"derivatives would be lost. Return it from the function, or leave `.detach()` of it behind."
+                )
 
     def operands(self) -> list[torch.Tensor]:
         """The operands, as the caller of the region knows them."""
@@ -237,6 +256,7 @@ class Region:
         assert self.ambient is not None and self.consts is not None
         self.ambient.rewind()
         self.consts.roll_back()
+        rebound([*snapshots(self.contents), *self.holders], cells=self.cells).__enter__()  # for good
         self.undo_record()
         self.ran = False
 

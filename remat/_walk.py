@@ -35,7 +35,7 @@ class Found:
         self.todo: list[tuple[Visit, Any, Place]] = []  # what is to be visited, and stays there
 
     def holders(self) -> list[tuple[Place, Any]]:
-        """The places on the way: of objects, containers and functions, each before what it leads to. Then plain ones."""
+        """The places on the way: of objects, containers and functions, each before what it leads to; plain ones."""
         tensor = Containers.tensor
         way = [(place, value) for visit, value, place in self.todo if visit is not tensor and place.settable]
         return way + self.plain
