@@ -18,7 +18,7 @@ from ._passes import current_pass
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
-COPY_BYTES = 64 * 1024
+COPY_BYTES = 16 * 1024
 COPY_VECTOR_BYTES = 1024 * 1024
 
 Name = Callable[[int], str]

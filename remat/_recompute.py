@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
-    __slots__ = ("count", "difference", "frame", "last", "slots", "value", "wanted")
+    __slots__ = ("count", "difference", "frame", "last", "slots", "stopped", "value", "wanted")
 
     def __init__(self, frame: Frame, slots: list[Slot | None], wanted: Slot) -> None:
         self.frame = frame
@@ -29,6 +29,7 @@ class Filler:
         self.wanted = wanted
         self.value: torch.Tensor | None = None  # of the wanted slot
         self.count = 0
+        self.stopped = False
         self.difference: str | None = None
         self.last = max(i for i, slot in enumerate(slots) if slot is not None)
 
@@ -50,14 +51,15 @@ class Filler:
             _torch.push_hooks(self.pack, _same)
             try:
                 result = frame.region.call_again(operands)
-            except Stop:
-                if self.count <= self.last:
-                    raise  # another region's
+            except (Stop, Exception):
+                # TorchScript makes another exception of a stop; and it may be another region's.
+                if not self.stopped:
+                    raise
                 return
             finally:
                 _torch.pop_hooks()
                 root.log, root.trace = None, trace
-        if self.frame.options.early_stop and self.count > self.last:
+        if self.stopped:
             return  # user code swallowed the stop
         if replay is not None:
             replay.check_end()
@@ -68,7 +70,7 @@ class Filler:
             return _torch.bare(tensor)
         index = self.count
         options = self.frame.options
-        if options.early_stop and index > self.last:
+        if self.stopped:
             raise Stop
         self.count += 1
         value = tensor.detach()
@@ -90,6 +92,7 @@ class Filler:
         if self.difference is not None and (self.frame.log is None or index >= self.last):
             raise RecomputeMismatchError(self.difference)
         if options.early_stop and index == self.last:
+            self.stopped = True
             raise Stop
         return value
 
