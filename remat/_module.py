@@ -26,6 +26,8 @@ class RematModule:
         # A property, as it must also come before a ``forward`` that was set on the module itself.
         cls, make, options, memory = self._remat
         own = self.__dict__.get("forward")
+        if own is None and torch.compiler.is_compiling():  # Dynamo of torch 2.11 can't make bound methods
+            own = lambda *args, **kwargs: cls.forward(self, *args, **kwargs)  # noqa: E731
         return make(cls.forward.__get__(self) if own is None else own, options, memory)
 
     @forward.setter
