@@ -53,7 +53,7 @@ class _Walk(Containers):
     def run(self) -> Found:
         seen, found, tensor, tuple_ = self.seen, self.places, _Walk.tensor, _Walk.tuple
         # The list grows meanwhile and never shrinks, so the ids in `seen` stay valid.
-        for visit, value, place in islice(self.todo, _BUDGET):
+        for visit, value, place in islice(self.queue, _BUDGET):
             if visit is tensor:
                 found.append((place, value))
             elif id(value) not in seen:
@@ -64,7 +64,7 @@ class _Walk(Containers):
 
     def function(self, fn: FunctionType, place: Place) -> None:
         names = reads(fn)
-        seen, todo = self.seen, self.todo
+        seen, queue = self.seen, self.queue
         if fn.__closure__:
             for name, cell in zip(fn.__code__.co_freevars, fn.__closure__):
                 try:
@@ -82,7 +82,7 @@ class _Walk(Containers):
                 elif visit in _DATA:  # a library's own state; the functions that it wraps are not
                     continue
                 if visit is not None:
-                    todo.append((visit, value, CellPlace(cell, name, place)))
+                    queue.append((visit, value, CellPlace(cell, name, place)))
         if names is not None:
             scope = fn.__globals__
             for name in names[0]:
@@ -107,7 +107,7 @@ class _Walk(Containers):
         key = id(place.holder), place.key
         if key not in self.seen:
             self.seen.add(key)
-            self.todo.append((visit, value, place))
+            self.queue.append((visit, value, place))
 
     def by_name(self, visit: Visit, value: Any, names: tuple[str, ...], place: Place) -> None:
         """What code reads by these names from a Python module, a class, or the class of an object."""
@@ -145,7 +145,7 @@ class _Walk(Containers):
             if id(fn) not in self.seen:
                 own = held is fn
                 spot = ClassAttribute(base, name, place) if own else Fixed(None, f".{fn.__name__}", place)
-                self.todo.append((_Walk.function, fn, spot))
+                self.queue.append((_Walk.function, fn, spot))
         for base, name in read.attributes:
             value = vars(base).get(name)
             visit = visits[type(value)]
@@ -157,7 +157,7 @@ class _Walk(Containers):
                 if name in vars(base):
                     self.plain.append((spot, value))
             else:
-                self.todo.append((visit, value, spot))
+                self.queue.append((visit, value, spot))
                 if visit in _NAMED:
                     self.by_name(visit, value, read.read, spot)
 
@@ -182,7 +182,7 @@ class _Walk(Containers):
         self.see(wrapped(value), Fixed(None, ".__wrapped__", place))
 
     def module(self, module: nn.Module, place: Place) -> None:
-        state, seen, todo = module.__dict__, self.seen, self.todo
+        state, seen, queue = module.__dict__, self.seen, self.queue
         for held in (state.get("_parameters"), state.get("_buffers")):
             # Two modules may share it; TorchScript keeps something else there.
             if held and id(held) not in seen and isinstance(held, dict):
@@ -194,14 +194,14 @@ class _Walk(Containers):
         if modules and isinstance(modules, dict):
             for name, value in modules.items():
                 if value is not None:
-                    todo.append((_Walk.module, value, Attribute(modules, name, place)))
+                    queue.append((_Walk.module, value, Attribute(modules, name, place)))
         names = list(state)
         if names[: len(_BASE_STATE)] == _BASE_STATE:  # the usual order: most are skipped at once
             del names[: len(_BASE_STATE)]
         for name in names:
             visit = visits[type(state[name])]
             if visit is not None and name not in _BASE_STATE:
-                todo.append((visit, state[name], Attribute(state, name, place)))
+                queue.append((visit, state[name], Attribute(state, name, place)))
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             if state.get(name):
                 self.see(state[name], Attribute(state, name, place))

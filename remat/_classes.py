@@ -42,8 +42,8 @@ class ClassReads:
         functions: dict[FunctionType, tuple[type, str, Any]] = {}
         attributes: list[tuple[type, str]] = []
         done: dict[str, None] = {}
-        todo = list(self.names)
-        for name in todo:
+        queue = list(self.names)
+        for name in queue:
             if name in done:
                 continue
             done[name] = None
@@ -58,11 +58,11 @@ class ClassReads:
                         if fn in functions:
                             break
                         functions[fn] = base, name, held
-                        todo += code_reads(fn.__code__).attributes
+                        queue += code_reads(fn.__code__).attributes
                     fn = wrapped(fn)
             for scope in self._libraries:  # they may call what a user's class overrides
                 if isinstance(fn := scope.get(name), FunctionType):
-                    todo += code_reads(fn.__code__).attributes
+                    queue += code_reads(fn.__code__).attributes
         self.functions, self.attributes, self.read = functions, attributes, tuple(done)
         self._seen = [(self.bases[base], name, held) for base, name, held in functions.values()]
 

@@ -6,6 +6,7 @@ levels that are active where it is called: with none, on plain tensors.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ Tensors = Sequence[torch.Tensor]
 Pull = Callable[[Tensors], list]
 
 
-class Derived:
+class Derived(ABC):
     """A transform of ``inner``; ``root`` is the region that the user called."""
 
     __slots__ = ("inner", "key", "root")
@@ -27,13 +28,14 @@ class Derived:
         self.root = inner.root
         self.key = (*inner.key, key)
 
+    @abstractmethod
     def run(self, operands: Tensors) -> list[torch.Tensor]:
-        raise RuntimeError("defined by each transform")
+        """The new tensors of the transformed region, at the levels that are active."""
 
     def call_again(self, operands: Tensors) -> list[torch.Tensor]:
         return self.run(operands)
 
-    def check_result(self, result: Any) -> None:
+    def check_result(self, result: Any) -> None:  # noqa: B027
         """The region's own runs are compared by the region."""
 
     @property

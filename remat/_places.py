@@ -22,12 +22,10 @@ class Place:
         self.up = up
 
     def get(self) -> Any:
-        """What is there now, or `MISSING`."""
-        raise NotImplementedError
+        """What is there now, or `MISSING`. Each kind of place says how."""
 
     def set(self, value: Any) -> None:
         """Puts `value` there; `MISSING` empties the place."""
-        raise NotImplementedError
 
     @property
     def spot(self) -> Place:

@@ -25,19 +25,19 @@ Visit = Callable[[Any, Any, Place], object]
 class Found:
     """What a walk has found. The nearest come first; a tensor that is held in two places is there with both."""
 
-    __slots__ = ("cells", "contents", "places", "plain", "todo")
+    __slots__ = ("cells", "contents", "places", "plain", "queue")
 
     def __init__(self) -> None:
         self.places: list[tuple[Place, Any]] = []  # that hold a tensor or generator
         self.cells: list[tuple[CellType, Any]] = []  # all closure cells, with their contents
         self.contents: list[Snapshot] = []  # what the containers and objects on the way hold
         self.plain: list[tuple[Place, Any]] = []  # variables, class attributes and slots that hold anything else
-        self.todo: list[tuple[Visit, Any, Place]] = []  # what is to be visited, and stays there
+        self.queue: list[tuple[Visit, Any, Place]] = []  # what is to be visited, and stays there
 
     def holders(self) -> list[tuple[Place, Any]]:
         """The places on the way: of objects, containers and functions, each before what it leads to; plain ones."""
         tensor = Containers.tensor
-        way = [(place, value) for visit, value, place in self.todo if visit is not tensor and place.settable]
+        way = [(place, value) for visit, value, place in self.queue if visit is not tensor and place.settable]
         return way + self.plain
 
 
@@ -52,7 +52,7 @@ class Containers(Found):
 
     def see(self, value: Any, place: Place) -> None:
         if (visit := visits[type(value)]) is not None:
-            self.todo.append((visit, value, place))
+            self.queue.append((visit, value, place))
 
     def tensor(self, value: Any, place: Place) -> None:
         """Stands for what is looked for: `run` notes it down."""
@@ -66,7 +66,7 @@ class Containers(Found):
                 self.contents.append((value, items, place))
             for key, item in items.items() if look else ():
                 if (visit := visits[type(item)]) is not None:
-                    self.todo.append((visit, item, kind(value, key, place)))
+                    self.queue.append((visit, item, kind(value, key, place)))
         if type(value) not in _PLAIN:
             self.instance(value, place)
 
@@ -78,7 +78,7 @@ class Containers(Found):
                 self.contents.append((value, items, place))
             for i, item in enumerate(items if look else ()):
                 if (visit := visits[type(item)]) is not None:
-                    self.todo.append((visit, item, Element(value, i, place)))
+                    self.queue.append((visit, item, Element(value, i, place)))
         if type(value) not in _PLAIN:
             self.instance(value, place)
 
@@ -95,7 +95,7 @@ class Containers(Found):
             if visit is Containers.tuple:
                 found |= self.tuple(item, spot, depth + 1)
             elif visit is not Containers.tensor:
-                self.todo.append((visit, item, spot))
+                self.queue.append((visit, item, spot))
             else:
                 self.places.append((spot, item))
                 found = True
@@ -115,8 +115,7 @@ class Containers(Found):
         self.see(spot.get(), spot)
 
     def instance(self, value: Any, place: Place) -> None:
-        """For containers of a user's class, which have attributes too."""
-        raise NotImplementedError
+        """For containers of a user's class, which have attributes too; the walk through objects says how."""
 
 
 _PLAIN = frozenset([dict, OrderedDict, defaultdict, list])
