@@ -8,7 +8,8 @@ from typing import Any
 from . import _func, _torch
 from ._engine import Frame
 from ._kept import Kept
-from ._region import Memory, Options, Region
+from ._memory import Memory
+from ._region import Options, Region
 from ._state import own_work
 
 

@@ -18,8 +18,9 @@ from . import _torch
 from ._bottom import Call, run_at_bottom
 from ._derived import Batched, Graded, Jvp, Pullback, without_overlap
 from ._intercept import FoundCaptured, Search, made_inside
+from ._memory import Memory
 from ._proof import nobody_reads_the_graph
-from ._region import Memory, Options, Region
+from ._region import Options, Region
 from ._state import own_work, state
 
 Tensors = Sequence[torch.Tensor]
@@ -46,7 +47,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                     draws = _draws(region)
                     region.check_left_behind(outs)
                 if draws:
-                    memory.draws = True
+                    memory.found_to_draw()
                 elif search.ends():
                     made_inside(outs)
                     return region.outputs.build(outs, operands)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ._region import Memory, Options
+from ._memory import Memory
+from ._region import Options
 
 
 class RematModule:
@@ -44,15 +45,15 @@ class RematModule:
 
 def wrap_module(module: torch.nn.Module, make: Callable, options: Options) -> Any:
     """A module with the state of ``module`` whose ``forward`` is what ``make`` makes of that of ``module``."""
-    wrapped = _rebuild(type(module), make, options)
+    wrapped = _rebuild(type(module), make, options, Memory(module))
     wrapped.__dict__ = module.__dict__
     return wrapped
 
 
-def _rebuild(cls: type, make: Callable, options: Options) -> Any:
+def _rebuild(cls: type, make: Callable, options: Options, memory: Memory | None = None) -> Any:
     new = _subclass(cls)
     made = new.__new__(new)
-    made._remat = cls, make, options, Memory()
+    made._remat = cls, make, options, memory or Memory()
     return made
 
 

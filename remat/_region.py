@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ._engine import mark
 from ._errors import CaptureError
 from ._intercept import Interceptor, made_inside
 from ._kept import Kept
+from ._memory import Memory
 from ._outputs import Outputs
 from ._places import Place
 from ._rebound import rebound
@@ -39,16 +40,6 @@ class Options:
     determinism_check: str = "metadata"
     early_stop: bool = True
     debug: bool = False
-
-
-@dataclass(slots=True)
-class Memory:
-    """What a rematerialized function remembers from one call to the next."""
-
-    changing: set[str] = field(default_factory=set)  # names of tensors that it was seen to change in place
-    searched: set[tuple] = field(default_factory=set)  # kinds of transforms under which suspects were looked into
-    draws: bool = False  # it draws random numbers
-    uses_func: bool = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
 
 
 class Region:

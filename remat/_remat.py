@@ -13,8 +13,9 @@ import torch
 from . import _autograd, _compile, _func, _torch
 from ._determinism import CHECKS
 from ._errors import PolicyError
+from ._memory import Memory, memory_of
 from ._module import wrap_module
-from ._region import Memory, Options
+from ._region import Options
 from ._state import state
 
 F = TypeVar("F", bound=Callable)
@@ -133,7 +134,7 @@ def _wrap(fn: Any, options: Options) -> Any:
                 f"remat takes modules that know their shapes: call the lazy {type(fn).__name__} once first."
             )
         return wrap_module(fn, Remat, options)
-    return Remat(fn, options, Memory())
+    return Remat(fn, options, memory_of(fn))
 
 
 class Remat:
@@ -180,7 +181,8 @@ class Remat:
         return _rebuild, (self._fn, self._options)
 
     def __deepcopy__(self, memo: dict) -> Remat:
-        return Remat(copy.deepcopy(self._fn, memo), self._options, Memory())
+        fn = copy.deepcopy(self._fn, memo)
+        return Remat(fn, self._options, memory_of(fn))
 
 
 def _lookup(module: str, qualname: str) -> Any:
@@ -191,4 +193,4 @@ def _lookup(module: str, qualname: str) -> Any:
 
 
 def _rebuild(fn: Callable, options: Options) -> Remat:
-    return Remat(fn, options, Memory())
+    return Remat(fn, options, memory_of(fn))

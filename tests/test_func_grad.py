@@ -427,3 +427,20 @@ def test_another_path_in_the_recompute_is_loud() -> None:
 
     with pytest.raises(RecomputeMismatchError):
         grad(lambda x: remat(f)(x).sum())(X)
+
+
+def test_a_function_made_anew_for_each_call_is_known_to_draw() -> None:
+    """What was learnt of its code is not learnt again: then the first run would be started twice in each call."""
+    runs = []
+
+    def loss(x: Tensor) -> Tensor:
+        def layer(x: Tensor) -> Tensor:
+            runs.append(is_recomputing())
+            return torch.dropout(x.sin(), 0.5, True).exp()
+
+        return remat(layer)(x).sum()
+
+    for _ in range(3):
+        runs.clear()
+        grad(loss)(X)
+    assert runs == [False, True]

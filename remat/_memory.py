@@ -1,0 +1,47 @@
+"""What is remembered of a function from one of its calls to the next."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# Modules and code that drew random numbers: known of a function that is made anew for each call, too.
+_drawing: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a rematerialized function has learnt from its calls."""
+
+    source: Any = None  # the module or the code that it runs
+    changing: set[str] = field(default_factory=set)  # names of tensors that it was seen to change in place
+    searched: set[tuple] = field(default_factory=set)  # kinds of transforms under which suspects were looked into
+    uses_func: bool = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, as far as is known."""
+        return self.source in _drawing
+
+    def found_to_draw(self) -> None:
+        """Remember that it draws random numbers."""
+        if self.source is None:
+            self.source = _Source()
+        _drawing.add(self.source)
+
+
+class _Source:
+    """Stands for a function whose code can't be told."""
+
+
+def memory_of(fn: Any) -> Memory:
+    """A new memory for a function, method, callable object or module."""
+    owner = getattr(fn, "__self__", None)
+    if isinstance(fn, torch.nn.Module):
+        return Memory(fn)
+    if isinstance(owner, torch.nn.Module):
+        return Memory(owner)
+    return Memory(getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None))
