@@ -182,7 +182,7 @@ class PlainNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        from ._func import pull_back
+        from ._levels import pull_back
 
         needs = ctx.needs_input_grad[2:]
         return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, ctx.call, 0)
