@@ -71,10 +71,11 @@ class Ambient:
 
     def moved(self) -> bool:
         """Whether a torch generator has drawn numbers since."""
-        return any(
-            isinstance(state, torch.Tensor) and not torch.equal(each.get_state(), state)
-            for each, state in self._states or ()
-        )
+        with _torch.without_levels():
+            return any(
+                isinstance(state, torch.Tensor) and not torch.equal(each.get_state(), state)
+                for each, state in self._states or ()
+            )
 
     def rewind(self) -> None:
         """Sets the generators, and only these, back to the captured state."""

@@ -43,6 +43,12 @@ class Call:
         same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
         return [kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
 
+    def close(self, root: Any) -> None:
+        """After a first run without the engine, which does the same: let go of what isn't needed."""
+        assert self.kept is not None
+        self.kept.close()
+        root.consts.close()
+
     def roll_back(self) -> None:
         """Undo what a first run that is given up did to the operands."""
         if self.kept is not None:
@@ -97,15 +103,13 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         [_cut(t, w and not (recorded and t.requires_grad)) for t, w in zip(operands, wanted)] if follows else operands
     )
     call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.changing)
-    root.watch = Watch(root, root.operands(), inputs, plain_too=follows)
-    root.trace = Trace() if follows and root.options.determinism_check != "none" else None
+    if region.uses_func and recorded and not dual:
+        return list(PlainNode.apply(region, call, *operands))
+    _observe(root, inputs, follows)
     if region.uses_func:
-        if recorded and not dual:
-            return list(PlainNode.apply(region, call, *operands))
         with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
             outs = region.run(inputs)
-        call.kept.close()
-        root.consts.close()
+        call.close(root)
     elif recorded or follows or (torch.is_grad_enabled() and not inference):
         frame = Frame(region, call.kept, root.consts, root.options)
         with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
@@ -117,8 +121,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
                 raise
     else:
         outs = region.run(inputs)
-        call.kept.close()
-        root.consts.close()
+        call.close(root)
     if recorded or not follows:
         return outs
     if all(step[0] != "jvp" for step in region.key):  # a jvp level above has other results
@@ -126,6 +129,12 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     if call.tape_fits and not region.uses_func:
         call.tape = Tape(region.key, inputs, outs)
     return [t.detach() for t in outs]
+
+
+def _observe(root: Any, inputs: list[torch.Tensor], follows: bool) -> None:
+    """Have the first run watched for captured tensors and, where it is differentiated, traced."""
+    root.watch = Watch(root, root.operands(), inputs, plain_too=follows)
+    root.trace = Trace() if follows and root.options.determinism_check != "none" else None
 
 
 def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
@@ -166,13 +175,11 @@ class PlainNode(torch.autograd.Function):
         first = not root.ran
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         if first:
-            root.watch = Watch(root, root.operands(), inputs, plain_too=True)
-            root.trace = Trace() if root.options.determinism_check != "none" else None
+            _observe(root, inputs, True)
         with torch.enable_grad():
             outs = region.run(inputs)
-        if first and call.kept is not None:
-            call.kept.close()
-            root.consts.close()
+        if first:
+            call.close(root)
         ctx.region, ctx.call = region, call
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)

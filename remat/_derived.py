@@ -133,7 +133,7 @@ class Jvp(Derived):
 
         heads = tuple(without_overlap(primals[i]) for i in moving)
         outs, tangents = torch.func.jvp(run, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
-        self.out_mask = [_differentiable(out) for out in outs[:-1]]
+        self.out_mask = [differentiable(out) for out in outs[:-1]]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
 
 
@@ -237,7 +237,7 @@ def _is_pullback(region: Any) -> bool:
     return isinstance(region, Pullback) or (isinstance(region, Batched) and region.primals > 0)
 
 
-def _differentiable(tensor: torch.Tensor) -> bool:
+def differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -68,8 +68,7 @@ def _draws(region: Region) -> bool:
     if region.memory.draws or _torch.TransformType.Grad not in region.kinds:
         return False
     assert region.ambient is not None
-    with _torch.without_levels():
-        return region.ambient.moved()
+    return region.ambient.moved()
 
 
 def is_followed(tensor: torch.Tensor) -> bool:

@@ -59,10 +59,7 @@ class Watch:
         """Whether a tensor was made inside, and is differentiated there."""
         inside = self._is_seen(tensor) and id(tensor) not in self.suspects
         # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
-        kinds, transform = self.region.kinds, _torch.TransformType
-        if kinds and transform.Grad not in kinds and transform.Jvp not in kinds:
-            return False  # what vmap leaves behind is of no use without remat either
-        dual = transform.Jvp in kinds and _torch.is_dead(tensor)
+        dual = _torch.TransformType.Jvp in self.region.kinds and _torch.is_dead(tensor)
         return inside and (dual or _torch.requires_grad_somewhere(tensor))
 
     def is_captured(self, tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch.autograd.forward_ad as fwAD
 
 from . import _torch
 from ._bottom import Call, run_at_bottom
-from ._derived import Batched, Graded, Jvp, Pullback, without_overlap
+from ._derived import Batched, Graded, Jvp, Pullback, differentiable, without_overlap
 from ._proof import nobody_reads_the_graph
 
 Tensors = Sequence[torch.Tensor]
@@ -60,11 +60,8 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         first = not region.root.ran
         with interpreter.lower():
             outs = apply(region, operands, call, wanted, skip)
-        if first and interpreter.randomness() != "same":
-            with _torch.without_levels():
-                moved = region.root.ambient.moved()
-            if moved:
-                raise NeedsLevel(region.root)
+        if first and interpreter.randomness() != "same" and region.root.ambient.moved():
+            raise NeedsLevel(region.root)
         return outs
     batched, values = _batch(region, values, dims, interpreter, call)
     if wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims)):
@@ -212,9 +209,8 @@ class RegionNode(_torch.SingleLevelFunction):
         # Attributes, not save_for_backward, which would keep them until the level ends; changes are seen at the bottom.
         ctx.job, ctx.operands = job, operands
         ctx.set_materialize_grads(False)
-        depends = [t.is_floating_point() or t.is_complex() for t in wrapped]
-        if first and job.call.depends is not None:
-            depends = job.call.depends
+        known = job.call.depends if first else None
+        depends = list(map(differentiable, wrapped)) if known is None else known
         ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
         return wrapped
 

@@ -144,11 +144,12 @@ class Region:
         Raises:
             CaptureError: it left one behind that a transform differentiates.
         """
-        if self.watch is None:
-            return
+        transform = _torch.TransformType
+        if self.watch is None or (self.kinds and transform.Grad not in self.kinds and transform.Jvp not in self.kinds):
+            return  # what vmap leaves behind is of no use without remat either
         known = {id(t) for t in (*outs, *self.operands())}
-        values = [value for _, value in self.outputs.entries if type(value) not in _PLAIN]
-        for place, value in find(self.fn, *(v for v in (*self.leaves, *values) if type(v) not in _PLAIN)).places:
+        values = (*self.leaves, *(value for _, value in self.outputs.entries))
+        for place, value in find(self.fn, *(v for v in values if type(v) not in _PLAIN)).places:
             if isinstance(value, torch.Tensor) and id(value) not in known and self.watch.has_lost(value):
                 raise CaptureError(
                     f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {place.path}, where its "

@@ -147,6 +147,28 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
+def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:
+    """`fn` of `fn` of ..., `count` times."""
+
+    def call(x: Tensor) -> Tensor:
+        for _ in range(count):
+            x = fn(x)
+        return x
+
+    return call
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Another default dtype while the context is on."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def rand(*shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal numbers that depend on the shape and the seed only."""
     generator = torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cases import default_dtype
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -282,16 +283,6 @@ def test_states_are_plain_under_torch_func(transform):
     state = seen[0]._states[0][1]
     assert not torch._C._functorch.is_functorch_wrapped_tensor(state)
     assert torch.equal(torch.rand(3), expected)
-
-
-@contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import default_dtype
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -482,16 +483,6 @@ def test_enable_grad_inside_a_region_under_no_grad() -> None:
 
 
 # --- default dtype and device -------------------------------------------------------------------------
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def makes_constants(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, assert_same, cases, flat, rand, scalar
+from cases import Case, assert_same, cases, flat, rand, repeated, scalar
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
 
@@ -32,14 +32,7 @@ def f(x: Tensor) -> Tensor:
 
 
 def chain(wrap: Wrap, regions: int = REGIONS) -> Callable[[Tensor], Tensor]:
-    run = wrap(f)
-
-    def call(x: Tensor) -> Tensor:
-        for _ in range(regions):
-            x = run(x)
-        return x
-
-    return call
+    return repeated(wrap(f), regions)
 
 
 def both(program: Callable[[Wrap], Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, assert_same, cases, flat, rand
+from cases import Case, assert_same, cases, flat, rand, repeated
 from torch import Tensor
 from torch.func import grad, jacfwd, jvp, linearize, vjp, vmap
 
@@ -27,14 +27,7 @@ def f(x: Tensor) -> Tensor:
 
 
 def chain(wrap: Wrap, regions: int) -> Callable[[Tensor], Tensor]:
-    run = wrap(f)
-
-    def call(x: Tensor) -> Tensor:
-        for _ in range(regions):
-            x = run(x)
-        return x
-
-    return call
+    return repeated(wrap(f), regions)
 
 
 def both(program: Callable[[Wrap], Any], exact: bool = False) -> None:
