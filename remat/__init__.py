@@ -1,6 +1,7 @@
 """Rematerialization for PyTorch: the same values and derivatives from less memory."""
 
 from ._errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
+from ._names import checkpoint_name
 from ._remat import remat
 from ._state import disable_remat, is_recomputing
 
@@ -10,6 +11,7 @@ __all__ = [
     "PolicyError",
     "RecomputeMismatchError",
     "RematError",
+    "checkpoint_name",
     "disable_remat",
     "is_recomputing",
     "remat",

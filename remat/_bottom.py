@@ -98,10 +98,9 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     root = region.root
     inference = any(t.is_inference() for t in operands)  # autograd can't record these
     follows = wanted is not None and any(wanted) and not inference
-    # What is followed below, by autograd itself, stays as it is.
-    inputs = (
-        [_cut(t, w and not (recorded and t.requires_grad)) for t, w in zip(operands, wanted)] if follows else operands
-    )
+    inputs = operands
+    if follows and call.tape_fits:  # what is followed below, by autograd itself, stays as it is
+        inputs = [_cut(t, w and not (recorded and t.requires_grad)) for t, w in zip(operands, wanted)]
     call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.changing)
     if region.uses_func and recorded and not dual:
         return list(PlainNode.apply(region, call, *operands))
@@ -110,6 +109,8 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
             outs = region.run(inputs)
         call.close(root)
+        if root.record is not None:
+            root.record.close_without_slots()
     elif recorded or follows or (torch.is_grad_enabled() and not inference):
         frame = Frame(region, call.kept, root.consts, root.options)
         with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
@@ -120,14 +121,17 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
                     raise MutationError(_CHANGES) from error
                 raise
     else:
+        root.record = None  # nothing is differentiated
         outs = region.run(inputs)
         call.close(root)
     if recorded or not follows:
         return outs
-    if all(step[0] != "jvp" for step in region.key):  # a jvp level above has other results
+    if call.tape_fits and all(step[0] != "jvp" for step in region.key):  # a jvp level above has other results
         call.depends = [t.requires_grad for t in outs]
     if call.tape_fits and not region.uses_func:
         call.tape = Tape(region.key, inputs, outs)
+    elif root.record is not None:
+        root.record.keep_all()
     return [t.detach() for t in outs]
 
 
@@ -180,6 +184,8 @@ class PlainNode(torch.autograd.Function):
             outs = region.run(inputs)
         if first:
             call.close(root)
+            if root.record is not None:
+                root.record.close_without_slots()
         ctx.region, ctx.call = region, call
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)

@@ -33,7 +33,7 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "consts", "inside", "known", "lock", "log", "open", "operands", "options", "outer", "prints",
-        "read_inside", "region", "slots", "start", "streams",
+        "read_inside", "record", "region", "slots", "start", "streams",
     )  # fmt: skip
 
     def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any, read_inside: bool = False) -> None:
@@ -51,6 +51,7 @@ class Frame:
         self.start = _torch.next_sequence_number()
         self.streams = current_streams(region.root.devices)
         self.log = OpLog() if options.debug else None
+        self.record = None if region.root.ran else region.root.record
         self.known = {id(t): (consts, i) for i, t in enumerate(consts.tensors)}
         self.known.update({id(t): (operands, i) for i, t in enumerate(operands.tensors)})
 
@@ -77,10 +78,14 @@ class Frame:
         self.known.clear()
         self.operands.close()
         self.consts.close()
+        if self.record is not None:
+            self.record.close(self.outer)
         return result
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if _torch.is_wrapped(tensor):
+            if self.record is not None:
+                self.record.needs(tensor)
             return Above(tensor)
         served = self._served(tensor)
         if served is not None:
@@ -91,6 +96,8 @@ class Frame:
         if self.read_inside:
             slot.value = tensor.detach()
             slot.version = _torch.version(slot.value)
+        if self.record is not None:
+            self.record.saved(tensor, slot)
         self.slots.append(weakref.ref(slot))
         self.prints.append(saved_fingerprint(tensor, self.options.determinism_check))
         return slot
@@ -119,6 +126,9 @@ class Frame:
         self.inside |= self.open
         if type(packed) is not Slot:
             return packed()
+        if packed.residual is not None:
+            with _torch.without_levels():
+                return packed.source.layout.of(packed.residual.get())
         with self.lock:
             value = packed.value
             if value is None:
@@ -137,7 +147,7 @@ class Frame:
     def _fill(self, wanted: Slot) -> torch.Tensor:
         """Run the region again. Outside of a backward pass only the wanted slot gets its value, for the moment."""
         running = current_pass()
-        alive = [None if ref is None else ref() for ref in self.slots]
+        alive = [None if ref is None or (slot := ref()) is None or slot.residual else slot for ref in self.slots]
         if running is None:
             alive = [slot if slot is wanted else None for slot in alive]
         filler = Filler(self, alive, wanted)

@@ -10,6 +10,8 @@ import torch
 
 # Modules and code that drew random numbers: known of a function that is made anew for each call, too.
 _drawing: weakref.WeakSet[Any] = weakref.WeakSet()
+# Of what users were warned: once is enough.
+_warnings: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(slots=True)
@@ -28,9 +30,19 @@ class Memory:
 
     def found_to_draw(self) -> None:
         """Remember that it draws random numbers."""
+        _drawing.add(self._known_source())
+
+    def is_news(self, warning: str) -> bool:
+        """Whether the user was not warned of it yet."""
+        told = _warnings.setdefault(self._known_source(), set())
+        news = warning not in told
+        told.add(warning)
+        return news
+
+    def _known_source(self) -> Any:
         if self.source is None:
             self.source = _Source()
-        _drawing.add(self.source)
+        return self.source
 
 
 class _Source:

@@ -12,6 +12,7 @@ from . import _torch
 from ._determinism import saved_fingerprint, user_line
 from ._errors import RecomputeMismatchError
 from ._slots import Slot, Stop
+from ._state import state
 from ._streams import resumed
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class Filler:
             operands = [frame.operands.again(i) for i in range(len(frame.operands))]
             trace, root.trace = root.trace, None  # saved tensors are counted here
             replay = root.log = None if frame.log is None else frame.log.replay()
+            if frame.record is not None and not frame.open:
+                root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
+            filling, state.filling = state.filling, frame.open
             _torch.push_hooks(self.pack, _same)
             try:
                 result = frame.region.call_again(operands)
@@ -58,7 +62,8 @@ class Filler:
                 return
             finally:
                 _torch.pop_hooks()
-                root.log, root.trace = None, trace
+                root.log, root.trace, root.plan = None, trace, None
+                state.filling = filling
         if self.stopped:
             return  # user code swallowed the stop
         if replay is not None:
@@ -84,6 +89,9 @@ class Filler:
                 before, now = self.frame.prints[index], saved_fingerprint(tensor, options.determinism_check)
                 if before is not None and before.differs(now) and self.difference is None:
                     self.difference = self._differs(index, before, now)
+            root_replay = self.frame.region.root.replay
+            if root_replay is not None:
+                root_replay.late.fill([value])
             slot.value = value
             if slot is self.wanted:
                 self.value = value

@@ -24,9 +24,14 @@ from ._kept import Kept
 from ._memory import Memory
 from ._outputs import Outputs
 from ._places import Place
+from ._plan import Plan
+from ._policy import Policy
 from ._rebound import rebound
+from ._record import Record, Recorder
+from ._replay import Replay
 from ._state import own_work, recomputing, state
 from ._trace import Retrace, Trace
+from .policies import nothing_saveable
 
 # Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator])
@@ -40,6 +45,7 @@ class Options:
     determinism_check: str = "metadata"
     early_stop: bool = True
     debug: bool = False
+    policy: Policy = nothing_saveable
 
 
 class Region:
@@ -50,7 +56,7 @@ class Region:
     __slots__ = (
         "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "contents", "devices", "fixed",
         "fn", "found", "holders", "inherited", "kinds", "leaves", "log", "mapped", "memory", "options", "outputs",
-        "places", "positions", "ran", "spec", "swapped", "trace", "undo_record", "watch",
+        "places", "plan", "positions", "ran", "record", "replay", "spec", "swapped", "trace", "undo_record", "watch",
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
@@ -80,6 +86,9 @@ class Region:
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
         self.trace: Trace | None = None  # of the first run, where runs again may need it
+        self.record: Record | None = None  # of the first run, under a policy
+        self.plan: Plan | None = None  # of a run again, if not all is wanted
+        self.replay: Replay | None = None  # while it runs again
         self.log: Any = None  # notes or compares the operations of a run
         self.devices: set[torch.device] = set()
         self.arity = len(self.positions)
@@ -126,6 +135,7 @@ class Region:
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.changing)
         self.devices = {t.device for t in (*self.arguments, *tensors, *captured)}
         self.undo_record = mark()
+        self.record = None if self.options.policy.saves_nothing else Record(self.options.policy, self.memory)
         self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -177,20 +187,20 @@ class Region:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def call(self, operands: Sequence[torch.Tensor]) -> Any:
+    def call(self, operands: Sequence[torch.Tensor], mode: Any) -> Any:
         """The function's own result, from these operands in the places of the arguments."""
         leaves = list(self.leaves)
         for position, operand in zip(self.positions, operands):
             leaves[position] = operand
         args, kwargs = _tree.unflatten(self.spec, leaves)
         made_inside(operands)
-        with own_work(False), self.log or nullcontext():
+        with own_work(False), mode, self.log or nullcontext():
             return self.fn(*args, **kwargs)
 
     def first(self, args: tuple, kwargs: dict) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        with own_work(False), self.log or nullcontext():
+        with own_work(False), self._recorder(self.arguments), self.log or nullcontext():
             result = self.fn(*args, **kwargs)
         self.outputs.spec = _tree.flatten(result)[1]
         return result
@@ -201,9 +211,10 @@ class Region:
         with ExitStack() as stack:
             stack.enter_context(recomputing())
             stack.enter_context(self.ambient.restored())
-            stack.enter_context(self._bound_again(operands))
+            captured = self._captured_again()
+            stack.enter_context(self._bound_again(operands, captured))
             stack.enter_context(self._swapped(operands, trace))
-            return self.call(operands)
+            return self._replayed(operands, captured)
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
@@ -212,16 +223,38 @@ class Region:
             return self.outputs.compare(result, operands)
         self.ran = True
         with self._bound(operands), self._swapped(operands, self.trace):
-            result = self.call(operands)
+            result = self.call(operands, self._recorder(operands))
         return self.outputs.record(result, operands)
 
     def _bound(self, operands: Sequence[torch.Tensor]) -> Any:
         return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
 
-    def _bound_again(self, operands: Sequence[torch.Tensor]) -> Any:
+    def _recorder(self, operands: Sequence[torch.Tensor]) -> Any:
+        if self.record is None:
+            return nullcontext()
         assert self.consts is not None
+        self.record.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
+        return Recorder(self.record)
+
+    def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
+        if self.record is None or self.record.open:
+            return self.call(operands, nullcontext())
+        self.replay = replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
+        try:
+            result = self.call(operands, replay)
+            if self.plan is None:
+                replay.finish(result)
+            return result
+        finally:
+            self.replay = None
+
+    def _captured_again(self) -> list[torch.Tensor]:
+        assert self.consts is not None
+        return [self.consts.captured_again(i) for i in range(len(self.consts))]
+
+    def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         values = [*snapshots(self.contents), *self.holders, *((place, operands[i]) for place, i in self.bindings)]
-        values += [(place, self.consts.captured_again(i)) for i, place in enumerate(self.places)]
+        values += zip(self.places, captured)
         return rebound(values, cells=self.cells)
 
     def _swapped(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:

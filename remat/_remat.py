@@ -12,9 +12,9 @@ import torch
 
 from . import _autograd, _compile, _func, _torch
 from ._determinism import CHECKS
-from ._errors import PolicyError
 from ._memory import Memory, memory_of
 from ._module import wrap_module
+from ._policy import as_policy
 from ._region import Options
 from ._state import state
 
@@ -26,7 +26,7 @@ def remat(
     fn: F,
     /,
     *,
-    policy: None = None,
+    policy: Any = None,
     preserve_rng_state: bool = True,
     determinism_check: str = "metadata",
     early_stop: bool = True,
@@ -37,7 +37,7 @@ def remat(
 @overload
 def remat(
     *,
-    policy: None = None,
+    policy: Any = None,
     preserve_rng_state: bool = True,
     determinism_check: str = "metadata",
     early_stop: bool = True,
@@ -104,8 +104,6 @@ def remat(
 def _checked_options(
     policy: Any, preserve_rng_state: Any, determinism_check: Any, early_stop: Any, debug: Any
 ) -> Options:
-    if policy is not None:
-        raise PolicyError(f"policy must be None, which keeps a region's inputs only; got {policy!r}.")
     for name, value in (
         ("preserve_rng_state", preserve_rng_state),
         ("early_stop", early_stop),
@@ -115,7 +113,7 @@ def _checked_options(
             raise TypeError(f"{name} must be True or False, got {value!r}.")
     if determinism_check not in CHECKS:
         raise ValueError(f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.")
-    return Options(preserve_rng_state, determinism_check, early_stop, debug)
+    return Options(preserve_rng_state, determinism_check, early_stop, debug, as_policy(policy))
 
 
 def _wrap(fn: Any, options: Options) -> Any:

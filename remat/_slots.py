@@ -17,13 +17,15 @@ from ._kept import Kept
 class Slot:
     """Stands for one saved tensor; the value is there only while a backward pass needs it."""
 
-    __slots__ = ("__weakref__", "first", "value", "version")
+    __slots__ = ("__weakref__", "first", "residual", "source", "value", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # What requires no grad may be captured, from where it was not found: then a change of it must be seen.
         self.first = None if tensor.requires_grad else (weakref.ref(tensor), _torch.version(tensor))
         self.value: torch.Tensor | None = None
         self.version = 0
+        self.source: Any = None  # which value it is, in the record of the first run
+        self.residual: Any = None  # that value is kept
 
     def has_changed(self) -> bool:
         """Whether the saved tensor itself is still there and was changed in place, an error without remat too."""

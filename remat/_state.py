@@ -14,9 +14,11 @@ class _State(threading.local):
     recomputing: bool = False
     disabled: bool = False
     own_work: bool = False  # the package itself calls torch now, not the user's function
+    filling: bool = False  # a region runs again inside of its first run: that isn't recorded
 
     def __init__(self) -> None:
         self.interceptors: list[Any] = []  # of the regions that run now, the innermost last
+        self.records: list[Any] = []  # of those that run for the first time, under a policy
 
 
 state = _State()

@@ -20,6 +20,7 @@ import torch.overrides as _overrides
 import torch.utils._device as _device
 import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 # torch's own documentation has users import it from there.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -155,6 +156,33 @@ def is_dual(tensor: torch.Tensor) -> bool:
     return not tensor.is_inference() and fwAD.unpack_dual(tensor).tangent is not None
 
 
+# --- operations ---------------------------------------------------------------------------------------------------
+
+as_subclass = torch.Tensor._make_subclass  # an alias of a plain tensor; ``as_subclass`` would record it
+without_overrides = torch._C.DisableTorchFunctionSubclass  # for tensors that watch what is done with them
+without_torch_function = torch._C.DisableTorchFunction  # the bookkeeping of operations is not the user's doing
+
+
+def is_wrapper_call(types: tuple[type, ...]) -> bool:
+    """Whether an operation is on tensors that are made of others (DTensor), by the protocol that torch has for them."""
+    return any(hasattr(cls, "__tensor_flatten__") for cls in types)
+
+
+def parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors that such a tensor is made of."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
+
+
+def selective_context(result: Any) -> SelectiveCheckpointContext:
+    """What torch's selective checkpoint gives a policy function; torch 2.11 knows no ``op_output``."""
+    try:
+        return SelectiveCheckpointContext(is_recompute=False, op_output=result)
+    except TypeError:
+        return SelectiveCheckpointContext(is_recompute=False)
+
+
 # --- pytrees ------------------------------------------------------------------------------------------------------
 
 # Types registered with torch only (Hugging Face's outputs are), with the functions that take them apart.
@@ -202,6 +230,13 @@ def lift(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def bottom(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor below all levels, which is what operations are run on in the end."""
+    while is_wrapped(tensor):
+        tensor = unwrap_once(tensor)
+    return tensor
+
+
 def requires_grad_somewhere(tensor: torch.Tensor) -> bool:
     """Whether a tensor requires grad at any of its levels; a batched or dual wrapper doesn't say."""
     while not tensor.requires_grad and is_wrapped(tensor):
@@ -214,3 +249,32 @@ def bare(tensor: torch.Tensor) -> torch.Tensor:
     if not torch._C._functorch.is_gradtrackingtensor(tensor):
         return tensor
     return wrap_grad(unwrap_once(tensor), level_of(tensor))
+
+
+# --- operators ----------------------------------------------------------------------------------------------------
+
+# What a policy is asked about; torch documents `torch.ops` but not the types of what stands there.
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+operator_names = torch._C._dispatch_get_all_op_names  # for "did you mean"
+
+
+def reaches_dispatch(op: OpOverload) -> bool:
+    """Whether a dispatch mode sees an operator, rather than the others that it becomes first.
+
+    One with a composite kernel and no other is never seen. Kernels for nested tensors don't count: ``aten.linear``
+    has them, and is a composite for every other tensor.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    try:
+        return not has_kernel(op.name(), "CompositeImplicitAutograd") or any(
+            has_kernel(op.name(), backend) for backend in ("CPU", "CUDA", "MPS", "XPU", "HPU", "MTIA", "PrivateUse1")
+        )
+    except RuntimeError:  # an operator on numbers and lists, which the dispatcher doesn't have
+        return False
+
+
+def overload_of(op: Any) -> Any:
+    """The operator behind a function made by ``torch.library.custom_op``, which is what users have at hand."""
+    return getattr(op, "_opoverload", op)

@@ -318,7 +318,7 @@ def test_debug_without_a_difference() -> None:
 @pytest.mark.parametrize("policy", ["dots", "nothing_saveable", 3, True, {"a": 1}, object()])
 @pytest.mark.parametrize("decorate", [lambda **o: remat(torch.sin, **o), remat])
 def test_policy_error_at_decoration(policy: Any, decorate: Callable) -> None:
-    with pytest.raises(PolicyError, match="policy must be .*got " + re.escape(repr(policy))):
+    with pytest.raises(PolicyError, match=re.escape(repr(policy))):
         decorate(policy=policy)
     with pytest.raises(ValueError):
         decorate(policy=policy)

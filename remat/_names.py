@@ -1,0 +1,91 @@
+"""Names for values, by which policies choose what is kept."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import warnings
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+
+from . import _tree
+from ._determinism import user_line
+from ._memory import Memory
+from ._state import state
+
+T = TypeVar("T")
+
+__all__ = ["checkpoint_name"]
+
+
+def checkpoint_name(x: T, name: str) -> T:
+    """Give a value a name, by which a policy may keep it.
+
+    It returns ``x`` itself, everywhere. In a region with a policy such as ``policies.save_only_these_names("hidden")``
+    the operation that made the value is not run again, whoever reads the value, and under whichever alias. Elsewhere
+    the name means nothing.
+
+    Args:
+        x: a tensor, or any pytree: each tensor in it gets the name.
+        name: any text. A value may have several names, and a name several values.
+
+    Returns:
+        ``x``, the same object.
+
+    Raises:
+        TypeError: ``name`` is not a string.
+
+    Note:
+        A view shares the memory of what it is a view of, so a name on a part of a value keeps the whole of it; name a
+        copy of the part to keep that alone.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_name, policies, remat
+        >>> @remat(policy=policies.save_only_these_names("hidden"))
+        ... def mlp(x, w1, w2):
+        ...     hidden = checkpoint_name(torch.tanh(x @ w1), "hidden")
+        ...     return hidden @ w2
+        >>> x, w1, w2 = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
+        >>> mlp(x, w1, w2).sum().backward()  # runs nothing again
+
+    After ``jax.ad_checkpoint.checkpoint_name``.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"checkpoint_name takes a value and its name, a string; got the name {name!r}.")
+    if state.records and not torch.compiler.is_compiling():
+        line = user_line()
+        for leaf in _tree.flatten(x)[0]:
+            if isinstance(leaf, torch.Tensor):
+                for record in state.records:
+                    record.name(leaf, name, line)
+    return x
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """Whether a name is the one that a policy mentions, in which ``*`` stands for any text."""
+    return _regex(pattern).fullmatch(name) is not None
+
+
+@functools.cache
+def _regex(pattern: str) -> re.Pattern:
+    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+
+
+def warn_of_unseen(mentioned: Iterable[str], given: Iterable[str], memory: Memory) -> None:
+    """Warn, once for a function, of the names that a policy mentions and that no value of the region has."""
+    given = sorted(given)
+    for pattern in mentioned:
+        if not any(is_named(name, pattern) for name in given) and memory.is_news(pattern):
+            near = difflib.get_close_matches(pattern, given, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            seen = f"named {', '.join(map(repr, given))}" if given else "no names at all"
+            warnings.warn(
+                f"The policy of a rematerialized function mentions the name {pattern!r}, which no value has: there "
+                f"were values {seen}.{hint} Names are given with remat.checkpoint_name(x, name).",
+                UserWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,52 @@
+"""Which operations run again, and which kept values they need: what no derivative needs is not kept and not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from ._values import Step, Value
+
+
+class Plan(NamedTuple):
+    """The numbers of the steps that run, those of the steps that are given kept values, and these values."""
+
+    run: set[int]
+    given: set[int]
+    used: dict[Value, None]
+
+
+def plan(steps: Sequence[Step], roots: Iterable[Value], available: Callable[[Value], object], lazy: bool) -> Plan:
+    """What it takes to have the ``roots`` again, if the ``available`` values need not be made.
+
+    If not ``lazy``, what nothing needs is run nevertheless.
+    """
+    needed = set(roots)
+    result = Plan(set(), set(), {})
+    draws_later = False
+    for step in reversed(steps):
+        wanted = [value for value in step.outs if value in needed]
+        given = step.result is not None and bool(wanted) and all(map(available, wanted))
+        if given:
+            result.used.update(dict.fromkeys(wanted))
+        # Generators must move as in the first run, as long as something still draws from them.
+        draws = step.facts.draws and draws_later
+        if given and not draws:
+            result.given.add(step.number)
+        elif wanted or draws or not lazy or not can_wait(step):
+            result.run.add(step.number)
+            needed.update(step.reads)
+            draws_later |= step.facts.draws
+    return result
+
+
+def can_wait(step: Step) -> bool:
+    """Whether an operation that nothing seems to need can be put off, and be made up for if that was wrong."""
+    return (
+        step.result is not None
+        and not step.facts.writes
+        and not step.facts.observes
+        and not step.facts.draws
+        and bool(step.reads)
+        and all(value.overwritten is None for value in step.reads)
+    )

@@ -1,0 +1,153 @@
+"""The operations of a run again: given what was kept, put off where nothing needs them, or run.
+
+An operation is given kept values only where it is the same function of the same values as the one that made them. One
+that nothing seems to need is put off (``_late.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._late import Late, LateCall
+from ._plan import Plan, can_wait
+from ._record import Record
+from ._torch import TorchDispatchMode, bottom, is_wrapper_call, parts, without_torch_function
+from ._values import Argument, Layout, Step, Value, facts_of, flat, new_tensors, tensors
+
+
+class Replay(TorchDispatchMode):
+    """Goes through the operations of a run again, beside the steps of the first run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.record = record
+        self.plan = plan
+        self.position = 0  # of the step that should come next
+        self.draws = 0
+        self.by_key: dict[tuple, list[Step]] = {}  # filled when a step comes out of order
+        self.late = Late()
+        self.storages = record.storages.copy()
+        for value, part in zip(record.inputs, [part for tensor in inputs for part in parts(bottom(tensor))]):
+            self.storages.bind(part, value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if is_wrapper_call(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func in self.record.views:
+            return self._view(func, args, kwargs)
+        with without_torch_function():
+            facts = facts_of(func)
+            draw = self.draws if facts.draws else None
+            self.draws += facts.draws
+            reads: list[tuple[Value, torch.Tensor]] = []
+            step = self._same(func, args, kwargs, draw, reads)
+            read = [tensor for _, tensor in reads]
+            if step is not None:
+                if step.number in self.plan.given:
+                    return self._give(step, args, kwargs, read)
+                if step.number not in self.plan.run and can_wait(step):
+                    return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
+            self.late.fill(read)
+        result = func(*args, **kwargs)
+        with without_torch_function():
+            outs = [*new_tensors(result, self.storages), *facts.written(args, kwargs)]
+            for i, tensor in enumerate(outs):
+                self.storages.bind(tensor, Value() if step is None else step.outs[i])
+        return result
+
+    def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """In the first run this operation made views alone, which tensors without content have too."""
+        result = func(*args, **kwargs)
+        if not self.late:
+            return result
+        with without_torch_function():
+            if not new_tensors(result, self.storages):
+                return self.late.mark(result)
+            self.late.fill(tensors((args, kwargs)))
+        return func(*args, **kwargs)
+
+    # --- which step it is ---------------------------------------------------------------------------------------------
+
+    def _same(self, func: Any, args: tuple, kwargs: dict, draw: int | None, reads: list) -> Step | None:
+        """The step of the first run that is the same function of the same values."""
+        steps = self.record.steps
+        key = self.storages.key(func, args, kwargs, draw, reads)
+        if self.position < len(steps):
+            step = steps[self.position]
+            if step.func is func and step.key != key and self._stand_in(step, reads):
+                key = self.storages.key(func, args, kwargs, draw, [])
+            if step.key == key:
+                self.position += 1
+                return step
+        if not self.by_key:
+            for step in steps:
+                self.by_key.setdefault(step.key, []).append(step)
+        found = self.by_key.get(key)
+        if found is None:
+            return None
+        step = next((step for step in found if step.number >= self.position), found[0])
+        self.position = step.number + 1
+        return step
+
+    def _stand_in(self, step: Step, reads: list[tuple[Value, torch.Tensor]]) -> bool:
+        """Constants that the function makes out of sight are other tensors in each run: bind them to the first ones."""
+        differ = [(now, before) for now, before in zip(reads, step.reads) if now[0] is not before]
+        known = {*self.record.inputs, *self.record.storages.values()}
+        if any(
+            value.step is not None or value in known or before.step is not None or before in known
+            for (value, _), before in differ
+        ):
+            return False
+        for (_, tensor), before in differ:
+            self.storages.bind(tensor, before)
+        return bool(differ)
+
+    # --- results that are made up -------------------------------------------------------------------------------------
+
+    def _give(self, step: Step, args: tuple, kwargs: dict, read: list[torch.Tensor]) -> Any:
+        """The result of an operation, from what was kept of it."""
+        kept: list[torch.Tensor | None] = []
+        for value in step.outs:
+            residual = value.kept()
+            tensor = None if residual is None else residual.get()
+            # What the region changes in place later must not be the kept one.
+            kept.append(flat(tensor).clone() if tensor is not None and value.overwritten is not None else tensor)
+        return self._make_up(step, args, kwargs, read, kept)
+
+    def _make_up(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list[torch.Tensor | None]) -> Any:
+        """The result of an operation that isn't run, with these contents; where there is none it comes when needed."""
+        written = step.facts.written(args, kwargs)
+        count = len(step.outs) - len(written)
+        for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
+            assert content is not None
+            flat(tensor).copy_(flat(content))
+            self.late.is_full(tensor)
+            self.storages.bind(tensor, value)
+        return self.late.mark(self._build(step.result, LateCall(step, args, kwargs), contents[:count], read))
+
+    def _build(self, item: Any, call: LateCall, bases: list[torch.Tensor | None], read: list[torch.Tensor]) -> Any:
+        if isinstance(item, Layout):
+            base = bases[item.i]
+            if base is None:
+                bases[item.i] = tensor = item.empty()
+                self.late.add(tensor, item, call)
+            else:
+                tensor = item.of(base)
+            self.storages.bind(tensor, call.step.outs[item.i])
+            return tensor
+        if isinstance(item, Argument):
+            return read[item.i]
+        if type(item) in (tuple, list):
+            return type(item)([self._build(part, call, bases, read) for part in item])
+        return item
+
+    def finish(self, result: Any) -> None:
+        """The function has returned: what others may have of its tensors gets its content, but for the ``result``."""
+        with without_torch_function():
+            self.late.fill_all(but=[part for tensor in tensors(result) for part in parts(bottom(tensor))])

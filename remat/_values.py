@@ -1,0 +1,241 @@
+"""Values: what a storage holds from one write to the next, and the operations that made them.
+
+The operations of a region are noted with the values that they read and made. When the region runs again, an operation
+is the same as one of the first run if it is the same function of the same values: then it may be given what that one
+made. It can't be given what another one made, in whatever order it comes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ._policy import Verdict
+from ._residual import Residual, flat
+
+
+class Value:
+    """What a storage holds from one write to the next.
+
+    ``step`` is the number of the step that made it, None if none of the region did. (A number: steps own values.)
+    """
+
+    __slots__ = ("held", "loan", "names", "overwritten", "residual", "step", "verdict")
+
+    held: torch.Tensor | None  # in the first run: it may have to be kept
+    loan: weakref.ref[Residual] | None  # what is kept of it,
+    residual: Residual | None  # if more needs it than the slots that own that
+
+    def __init__(self, step: int | None = None, verdict: Verdict = Verdict.RECOMPUTE) -> None:
+        self.step = step
+        self.verdict = verdict
+        self.names: dict[str, str] = {}  # given to it, each with the line
+        self.overwritten: int | None = None  # the step that wrote to the storage next
+        self.held = self.loan = self.residual = None
+
+    @property
+    def saveable(self) -> bool:
+        """Whether the policy lets it be kept."""
+        return self.verdict is not Verdict.RECOMPUTE
+
+    def kept(self) -> Residual | None:
+        """What is kept of it, if it still is."""
+        return None if self.loan is None else self.loan()
+
+
+class Step:
+    """An operation of a first run that made or changed a value; views are not noted, they share what they view."""
+
+    __slots__ = ("facts", "func", "key", "line", "number", "outs", "question", "reads", "result")
+
+    def __init__(self, func: Any, facts: Facts, number: int, key: tuple, reads: list[Value]) -> None:
+        self.func = func
+        self.facts = facts
+        self.number = number
+        self.key = key
+        self.reads = reads
+        self.outs: list[Value] = []  # the values of new storages, then of those that it wrote to
+        self.result: Any = UNTOLD
+        self.line = ""  # of the user's code
+        self.question: tuple[Any, Any, tuple, dict] | None = None  # for the policy, once more if a value gets a name
+
+
+class Layout:
+    """A tensor of a result without its data: the ``i``-th value that the step made."""
+
+    __slots__ = ("device", "dtype", "i", "offset", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor, i: int) -> None:
+        self.i = i
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this layout on the storage of another one."""
+        if tensor.dtype != self.dtype:
+            tensor = flat(tensor).view(self.dtype)
+        return torch.as_strided(tensor, self.size, self.stride, self.offset)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor of this layout that holds nothing yet."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Argument:
+    """A tensor of a result that is the ``i``-th tensor of the arguments, as in-place operations return it."""
+
+    __slots__ = ("i",)
+
+    def __init__(self, i: int) -> None:
+        self.i = i
+
+
+class Facts:
+    """What is known of an operation from its schema."""
+
+    __slots__ = ("draws", "observes", "writes")
+
+    def __init__(self, func: Any) -> None:
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        arguments = [] if schema is None else schema.arguments
+        # Its arguments that it writes to, by position and by name.
+        self.writes = [
+            (i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
+        ]
+        if schema is not None and schema.name in _BATCH_NORMS:
+            self.writes = [(3, "running_mean"), (4, "running_var")]
+        self.draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        # Python may branch on what it returns, or it acts on the world.
+        returns = () if schema is None else schema.returns
+        self.observes = schema is not None and not any("Tensor" in str(r.type) for r in returns)
+
+    def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        """The tensors that a call writes to."""
+        found: list[torch.Tensor] = []
+        for i, name in self.writes:
+            found += tensors(args[i] if i < len(args) else kwargs.get(name))
+        return found
+
+
+# Their schemas don't say that they update the running statistics.
+_BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+_facts: dict[Any, Facts] = {}
+
+
+def facts_of(func: Any) -> Facts:
+    """The facts of an operation, found once."""
+    found = _facts.get(func)
+    if found is None:
+        found = _facts[func] = Facts(func)
+    return found
+
+
+class Storages:
+    """Which value each storage holds now. Keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref, Value]] = {}
+
+    def find(self, tensor: torch.Tensor) -> Value | None:
+        """The value of a tensor's storage, None for a storage that is not known."""
+        storage = holder(tensor)
+        entry = self._entries.get(id(storage))
+        return entry[1] if entry is not None and entry[0]() is storage else None
+
+    def bind(self, tensor: torch.Tensor, value: Value) -> None:
+        """Note what the storage of a tensor holds from now on."""
+        storage = holder(tensor)
+        self._entries[id(storage)] = weakref.ref(storage), value
+
+    def get(self, tensor: torch.Tensor) -> Value:
+        """The value of a tensor's storage; one that is not known comes from outside."""
+        value = self.find(tensor)
+        if value is None:
+            value = Value(None)
+            self.bind(tensor, value)
+        return value
+
+    def outside(self) -> Storages:
+        """Those alone that are still there and hold what no step made."""
+        found = Storages()
+        found._entries = {
+            key: (ref, value) for key, (ref, value) in self._entries.items() if value.step is None and ref() is not None
+        }
+        return found
+
+    def values(self) -> list[Value]:
+        """What all storages hold that are still there."""
+        return [value for ref, value in self._entries.values() if ref() is not None]
+
+    def copy(self) -> Storages:
+        """The same, to go on with."""
+        found = Storages()
+        found._entries = dict(self._entries)
+        return found
+
+    def key(self, func: Any, args: tuple, kwargs: dict, draw: int | None, reads: list) -> tuple:
+        """What calls have in common that make the same; adds the values that are read, with their tensors."""
+        return func, self.pattern(args, reads), self.pattern(kwargs, reads) if kwargs else (), draw
+
+    def pattern(self, argument: Any, reads: list[tuple[Value, torch.Tensor]]) -> Any:
+        """A call's arguments with values for tensors, equal for calls that are the same; adds to ``reads``."""
+        if isinstance(argument, torch.Tensor):
+            value = self.get(argument)
+            reads.append((value, argument))
+            if argument.layout is not torch.strided:
+                return value
+            flags = argument.is_conj(), argument.is_neg()
+            return value, argument.storage_offset(), argument.size(), argument.stride(), argument.dtype, flags
+        kind = type(argument)
+        if kind is tuple or kind is list:
+            return tuple([self.pattern(item, reads) for item in argument])
+        if kind is float:
+            return argument.hex()  # tells zeros apart, and a NaN is itself
+        if kind is int or kind is bool:
+            return kind, argument
+        if kind is dict:
+            return tuple([(key, self.pattern(item, reads)) for key, item in argument.items()])
+        return argument
+
+
+def holder(tensor: torch.Tensor) -> Any:
+    """What stands for a tensor's memory: its storage, or a sparse tensor itself, which has none."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
+
+
+def new_tensors(result: Any, storages: Storages) -> list[torch.Tensor]:
+    """The tensors of a result that have storages of their own."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors(result):
+        if storages.find(tensor) is None and not any(holder(t) is holder(tensor) for t in found):
+            found.append(tensor)
+    return found
+
+
+UNTOLD: Any = object()  # a result that can't be described
+
+
+def template(result: Any, new: list[torch.Tensor], arguments: list[torch.Tensor]) -> Any:
+    """A result with descriptions for tensors, from which it can be made up again."""
+    if isinstance(result, torch.Tensor):
+        for i, tensor in enumerate(new):
+            if result.layout is torch.strided and holder(tensor) is holder(result):
+                return Layout(result, i)
+        return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNTOLD)
+    if isinstance(result, (tuple, list)):
+        items = [template(item, new, arguments) for item in result]
+        return UNTOLD if UNTOLD in items else type(result)(items)
+    return result
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a call's argument or result."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in tensors(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in tensors(item)]
+    return []

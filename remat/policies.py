@@ -1,0 +1,252 @@
+"""What a rematerialized function may keep beyond its inputs.
+
+Every policy is a value that can be compared, hashed, pickled and printed. They are put together by ``p | q``, ``p & q``
+and ``~p``. What may be kept is kept only if the backward needs it. The names are those of ``jax.checkpoint_policies``
+where that has one, often beside one that says it in torch's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ._errors import PolicyError
+from ._leaves import Names, made_from_ops, made_from_predicate, preset
+from ._policy import Offloaded, Policy, as_policy
+
+__all__ = [
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+    "offload",
+    "offload_dot_with_no_batch_dims",
+    "save_and_offload_only_these_names",
+    "save_any_names_but_these",
+    "save_anything_except_these_names",
+    "save_attention",
+    "save_collectives",
+    "save_convolutions",
+    "save_from_both_policies",
+    "save_if",
+    "save_matmuls",
+    "save_matmuls_without_batch_dims",
+    "save_only_these_names",
+    "save_ops",
+]
+
+#: The inputs of a region only, which is what ``policy=None`` means.
+nothing_saveable: Policy = preset("nothing_saveable")
+#: All that the backward needs, as without rematerialization.
+everything_saveable: Policy = preset("everything_saveable")
+#: The results of matrix products, linear layers and convolutions, batched or not.
+save_matmuls: Policy = preset("save_matmuls")
+dots_saveable = checkpoint_dots = save_matmuls
+#: The results of products with weights, as in linear layers: not of batched products such as attention scores, and not
+#: of convolutions. Under ``vmap`` a product of two batched operands is a batched one.
+save_matmuls_without_batch_dims: Policy = preset("save_matmuls_without_batch_dims")
+dots_with_no_batch_dims_saveable = checkpoint_dots_with_no_batch_dims = save_matmuls_without_batch_dims
+#: What fused attention kernels return: the output, the logsumexp and the state of the dropout. Where torch computes
+#: attention from matrix products and a softmax, there is no such kernel, and nothing is kept.
+save_attention: Policy = preset("save_attention")
+#: The results of convolutions.
+save_convolutions: Policy = preset("save_convolutions")
+#: The results of functional collectives, so that nothing is sent again. ``torch.distributed.all_reduce`` and the
+#: others that write into their arguments have no results.
+save_collectives: Policy = preset("save_collectives")
+
+
+def save_ops(*ops: Any) -> Policy:
+    """Keep what some operators make.
+
+    Args:
+        ops: overloads (``torch.ops.aten.mm.default``), packets of them (``torch.ops.aten.mm``), which stand for all
+            their overloads, higher-order operators, functions made by ``torch.library.custom_op``, or names such as
+            ``"aten.mm"``.
+
+    Raises:
+        PolicyError: there is no such operator, or it is a composite such as ``aten.linear``, which becomes other
+            operators before a policy sees it.
+
+    Example:
+        >>> import torch
+        >>> from remat import policies
+        >>> policies.save_ops("aten.mm", torch.ops.aten.bmm.default)
+        policies.save_ops(torch.ops.aten.bmm.default, torch.ops.aten.mm)
+    """
+    return made_from_ops(ops)
+
+
+def save_only_these_names(*names: str) -> Policy:
+    """Keep the values that ``checkpoint_name`` gave one of these names.
+
+    Args:
+        names: names, in which ``*`` stands for any characters.
+
+    Raises:
+        PolicyError: something else than a string, or an empty one.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_only_these_names("q", "mlp.*")
+        policies.save_only_these_names('q', 'mlp.*')
+    """
+    return Names("save_only_these_names", names)
+
+
+def save_any_names_but_these(*names: str) -> Policy:
+    """Keep the values that have names, except those with one of these.
+
+    Args:
+        names: names, in which ``*`` stands for any characters.
+
+    Raises:
+        PolicyError: something else than a string, or an empty one.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_any_names_but_these("scores")
+        policies.save_any_names_but_these('scores')
+    """
+    return Names("save_any_names_but_these", names)
+
+
+def save_anything_except_these_names(*names: str) -> Policy:
+    """Keep every value, except those with one of these names.
+
+    Args:
+        names: names, in which ``*`` stands for any characters.
+
+    Raises:
+        PolicyError: something else than a string, or an empty one.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_anything_except_these_names("scores")
+        policies.save_anything_except_these_names('scores')
+
+    In JAX naming makes a second value, and the first one, which has no name, is still kept. Here there is one value.
+    """
+    return Names("save_anything_except_these_names", names)
+
+
+def save_if(predicate: Callable[..., Any]) -> Policy:
+    """Keep the values for which a function says so, as in torch's selective checkpoint.
+
+    Args:
+        predicate: ``(ctx, op, *args, **kwargs)``, the context, the operator and what it was called with, returns a
+            bool or a ``torch.utils.checkpoint.CheckpointPolicy``.
+
+    Raises:
+        PolicyError: it can't be called so.
+
+    Example:
+        >>> import torch
+        >>> from remat import policies
+        >>> def large_products(ctx, op, *args, **kwargs):
+        ...     return op == torch.ops.aten.mm.default and args[0].shape[0] > 1024
+        >>> policies.save_if(large_products)
+        policies.save_if(large_products)
+    """
+    return made_from_predicate(predicate)
+
+
+def offload(policy: Any, to: str = "cpu") -> Policy:
+    """Keep what a policy keeps in host memory instead of on the device.
+
+    Args:
+        policy: a policy, or what is taken for one.
+        to: ``"cpu"``, or ``"pinned_host"``, which is JAX's word for it.
+
+    Raises:
+        PolicyError: another place.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.offload(policies.save_attention) | policies.save_only_these_names("q")
+        policies.offload(policies.save_attention) | policies.save_only_these_names('q')
+    """
+    if str(to) not in ("cpu", "pinned_host"):
+        raise PolicyError(f"Values are offloaded to 'cpu' (in JAX's words 'pinned_host'), not to {to!r}.")
+    return Offloaded(as_policy(policy))
+
+
+def save_and_offload_only_these_names(
+    *,
+    names_which_can_be_saved: Iterable[str] = (),
+    names_which_can_be_offloaded: Iterable[str] = (),
+    offload_src: str = "device",
+    offload_dst: str = "cpu",
+) -> Policy:
+    """Keep the values with some names on the device, and those with others in host memory.
+
+    It is ``save_only_these_names(...) | offload(save_only_these_names(...))`` with JAX's keywords.
+
+    Args:
+        names_which_can_be_saved: names, in which ``*`` stands for any characters.
+        names_which_can_be_offloaded: the same.
+        offload_src: ``"device"``.
+        offload_dst: ``"cpu"``, or ``"pinned_host"``.
+
+    Raises:
+        PolicyError: a name is in both, or is not one.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_and_offload_only_these_names(
+        ...     names_which_can_be_saved=["q"], names_which_can_be_offloaded=["k*"]
+        ... )
+        policies.save_only_these_names('q') | policies.offload(policies.save_only_these_names('k*'))
+    """
+    _check_source(offload_src)
+    for names in (names_which_can_be_saved, names_which_can_be_offloaded):
+        if isinstance(names, str):
+            raise PolicyError(f"Names are given in a list: [{names!r}], not {names!r}.")
+    saved, offloaded = tuple(names_which_can_be_saved), tuple(names_which_can_be_offloaded)
+    if twice := [name for name in saved if name in offloaded]:
+        raise PolicyError(f"A value can't be both saved and offloaded: {', '.join(map(repr, twice))}.")
+    return save_only_these_names(*saved) | offload(save_only_these_names(*offloaded), to=offload_dst)
+
+
+def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "cpu") -> Policy:
+    """Keep the results of products with weights in host memory: JAX's name for an ``offload``.
+
+    Args:
+        offload_src: ``"device"``.
+        offload_dst: ``"cpu"``, or ``"pinned_host"``.
+
+    Raises:
+        PolicyError: other places.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+        policies.offload(policies.save_matmuls_without_batch_dims)
+    """
+    _check_source(offload_src)
+    return offload(save_matmuls_without_batch_dims, to=offload_dst)
+
+
+def save_from_both_policies(p: Any, q: Any, /) -> Policy:
+    """Keep what either of two policies keeps: JAX's name for ``p | q``.
+
+    Args:
+        p: a policy, or what is taken for one.
+        q: the same.
+
+    Raises:
+        PolicyError: one saves what the other offloads.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_from_both_policies(policies.save_matmuls, policies.save_only_these_names("q"))
+        policies.save_matmuls | policies.save_only_these_names('q')
+    """
+    return as_policy(p) | q
+
+
+def _check_source(offload_src: str) -> None:
+    if offload_src != "device":
+        raise PolicyError(f"Values are offloaded from the 'device', not from {offload_src!r}.")

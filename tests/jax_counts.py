@@ -1,0 +1,141 @@
+"""What `jax.checkpoint` keeps and runs again: reference figures for the programs of `tests/remat_functions.py`.
+
+Taken from jax 0.10.2 on the CPU, in float64, from the same functions written with `jax.numpy`:
+
+- `kept` is the number of lines of `jax.ad_checkpoint.print_saved_residuals` that aren't arguments: values that live
+  from the forward to the backward. The input of a region that another region computed is one of them. For `in_vmap_*`
+  it is that of one sample.
+- `again` counts the primitives in the jaxpr of `f_vjp(ct)`, dead code removed, bodies of `remat` and `jit` included,
+  less those of the same function without `jax.checkpoint`, which are the derivative's own. Forward and backward in one
+  jaxpr give the same figures. XLA has no part in it.
+
+Where torch's derivatives read something else than JAX's, other figures are right:
+
+- JAX keeps cosines where torch keeps the argument of `sin`, so that under `everything_saveable` it counts one value
+  more for a chain of sines.
+- The derivative of `jnp.maximum` reads its result, that of `torch.maximum` doesn't.
+- A name is an operation of its own in JAX. The derivatives of `exp`, `tanh` and the `relu` here read the result
+  *before* it was named, so keeping the name doesn't spare them. `NAMED_RESULT` has the figures for derivative rules
+  that read the named value (written with `jax.custom_jvp`), for the rows where they differ.
+
+Kinds: `matmul` is `dot_general` (torch: `mm`, `bmm`), `maximum` is also what `relu` is made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+JAX_VERSION = "0.10.2"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One program under one policy.
+
+    Attributes:
+        function: the key in `remat_functions.PROGRAMS`.
+        policies: one policy per level of regions, outermost first: `none`, a name out of `jax.checkpoint_policies`, or
+            `only a,b` for `save_only_these_names("a", "b")`.
+        kept: values kept between forward and backward that aren't arguments.
+        again: by kind of operation, how often the backward runs it beyond what the derivative itself needs.
+    """
+
+    function: str
+    policies: tuple[str, ...]
+    kept: int
+    again: dict[str, int]
+
+
+ROWS = [
+    Row("sin_sin", ("none",), 0, {"sin": 1}),
+    Row("sin_sin", ("everything_saveable",), 2, {"sin": 0}),
+    Row("three", ("none",), 0, {"sin": 2, "matmul": 3}),
+    Row("three", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
+    Row("three", ("only a",), 1, {"sin": 1, "matmul": 3}),
+    Row("three", ("only b",), 1, {"sin": 1, "matmul": 3}),
+    Row("three", ("only c",), 0, {"sin": 2, "matmul": 3}),
+    Row("three", ("only a,b",), 2, {"sin": 0, "matmul": 3}),
+    Row("three", ("only a,c",), 1, {"sin": 1, "matmul": 3}),
+    Row("three", ("only b,c",), 1, {"sin": 1, "matmul": 3}),
+    Row("three", ("only a,b,c",), 2, {"sin": 0, "matmul": 3}),
+    Row("three_pre", ("none",), 0, {"sin": 2, "matmul": 3}),
+    Row("three_pre", ("only a",), 1, {"sin": 2, "matmul": 2}),
+    Row("three_pre", ("only b",), 1, {"sin": 2, "matmul": 2}),
+    Row("three_pre", ("only c",), 1, {"sin": 2, "matmul": 2}),
+    Row("three_pre", ("only a,b",), 2, {"sin": 2, "matmul": 1}),
+    Row("three_pre", ("only a,c",), 2, {"sin": 2, "matmul": 1}),
+    Row("three_pre", ("only b,c",), 2, {"sin": 2, "matmul": 1}),
+    Row("three_pre", ("only a,b,c",), 3, {"sin": 2, "matmul": 0}),
+    Row("three_each", ("none",), 2, {"sin": 0, "matmul": 3}),
+    Row("three_each", ("dots_saveable",), 5, {"sin": 0, "matmul": 0}),
+    Row("block", ("none",), 0, {"sin": 1, "exp": 1, "matmul": 7}),
+    Row("block", ("dots_saveable",), 7, {"sin": 1, "exp": 1, "matmul": 0}),
+    Row("block", ("only q,k,v",), 3, {"sin": 1, "exp": 1, "matmul": 4}),
+    Row("block", ("only mid",), 1, {"sin": 1, "exp": 1, "matmul": 6}),
+    Row("block", ("only o",), 1, {"sin": 1, "exp": 1, "matmul": 6}),
+    Row("block", ("only hidden",), 1, {"sin": 0, "exp": 1, "matmul": 7}),
+    Row("exp_named", ("none",), 0, {"sin": 2, "exp": 1}),
+    Row("exp_named", ("only n",), 1, {"sin": 2, "exp": 1}),
+    Row("nested_3_0", ("none", "none"), 0, {"sin": 4}),
+    Row("nested_3_0", ("everything_saveable", "none"), 5, {"sin": 0}),
+    Row("nested_3_0", ("none", "everything_saveable"), 0, {"sin": 4}),
+    Row("nested_3_0", ("only n", "none"), 1, {"sin": 3}),
+    Row("nested_3_0", ("none", "only n"), 0, {"sin": 4}),
+    Row("nested_3_0", ("only n", "only n"), 1, {"sin": 3}),
+    Row("nested_2_1", ("none", "none"), 0, {"sin": 5}),
+    Row("nested_2_1", ("everything_saveable", "none"), 5, {"sin": 0}),
+    Row("nested_2_1", ("none", "everything_saveable"), 0, {"sin": 4}),
+    Row("nested_2_1", ("only n", "none"), 1, {"sin": 3}),
+    Row("nested_2_1", ("none", "only n"), 0, {"sin": 4}),
+    Row("nested_2_1", ("only n", "only n"), 1, {"sin": 3}),
+    Row("nested_1_2", ("none", "none"), 0, {"sin": 5}),
+    Row("nested_1_2", ("everything_saveable", "none"), 5, {"sin": 0}),
+    Row("nested_1_2", ("none", "everything_saveable"), 0, {"sin": 4}),
+    Row("nested_1_2", ("only n", "none"), 1, {"sin": 3}),
+    Row("nested_1_2", ("none", "only n"), 0, {"sin": 4}),
+    Row("nested_1_2", ("only n", "only n"), 1, {"sin": 3}),
+    Row("nested_0_3", ("none", "none"), 0, {"sin": 5}),
+    Row("nested_0_3", ("everything_saveable", "none"), 5, {"sin": 0}),
+    Row("nested_0_3", ("none", "everything_saveable"), 0, {"sin": 4}),
+    Row("nested_0_3", ("only n", "none"), 1, {"sin": 3}),
+    Row("nested_0_3", ("none", "only n"), 0, {"sin": 4}),
+    Row("nested_0_3", ("only n", "only n"), 1, {"sin": 3}),
+    Row("pair_first", ("none",), 0, {"sin": 0}),
+    Row("pair", ("none",), 0, {"sin": 1}),
+    Row("dead_linear", ("none",), 0, {"sin": 1, "matmul": 0}),
+    Row("dead_linear", ("dots_saveable",), 0, {"sin": 1, "matmul": 0}),
+    Row("named_linear", ("none",), 0, {"sin": 1, "matmul": 2}),
+    Row("named_linear", ("only m",), 1, {"sin": 1, "matmul": 1}),
+    Row("mlp_maximum", ("none",), 0, {"tanh": 1, "maximum": 1, "matmul": 2}),
+    Row("mlp_maximum", ("only h",), 1, {"tanh": 1, "maximum": 1, "matmul": 2}),
+    Row("mlp_relu", ("none",), 0, {"tanh": 1, "maximum": 1, "matmul": 2}),
+    Row("mlp_relu", ("only h",), 1, {"tanh": 1, "maximum": 1, "matmul": 2}),
+    Row("square_sin", ("none",), 0, {"sin": 0, "mul": 1}),
+    Row("exp_exp", ("none",), 0, {"exp": 2}),
+    Row("exp_exp", ("everything_saveable",), 2, {"exp": 0}),
+    Row("vmap_x", ("none",), 0, {"sin": 2, "matmul": 3}),
+    Row("vmap_x", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
+    Row("vmap_x", ("dots_with_no_batch_dims_saveable",), 3, {"sin": 2, "matmul": 0}),
+    Row("vmap_all", ("none",), 0, {"sin": 2, "matmul": 3}),
+    Row("vmap_all", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
+    Row("vmap_all", ("dots_with_no_batch_dims_saveable",), 0, {"sin": 2, "matmul": 3}),
+    Row("in_vmap_x", ("none",), 0, {"sin": 2, "matmul": 3}),
+    Row("in_vmap_x", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
+    Row("in_vmap_x", ("dots_with_no_batch_dims_saveable",), 3, {"sin": 2, "matmul": 0}),
+    Row("in_vmap_all", ("none",), 0, {"sin": 2, "matmul": 3}),
+    Row("in_vmap_all", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
+    Row("in_vmap_all", ("dots_with_no_batch_dims_saveable",), 3, {"sin": 2, "matmul": 0}),
+    Row("loop_each", ("none",), 3, {"tanh": 4, "matmul": 4}),
+    Row("loop_each", ("dots_saveable",), 7, {"tanh": 4, "matmul": 0}),
+    Row("loop_each", ("only h",), 3, {"tanh": 4, "matmul": 4}),
+    Row("loop", ("none",), 0, {"tanh": 4, "matmul": 4}),
+    Row("loop", ("dots_saveable",), 4, {"tanh": 4, "matmul": 0}),
+    Row("loop", ("only h",), 3, {"tanh": 4, "matmul": 4}),
+]
+
+NAMED_RESULT = [
+    Row("exp_named", ("only n",), 1, {"sin": 1, "exp": 0}),
+    Row("mlp_relu", ("only h",), 1, {"tanh": 1, "maximum": 0, "matmul": 1}),
+    Row("loop_each", ("only h",), 4, {"tanh": 0, "matmul": 0}),
+    Row("loop", ("only h",), 4, {"tanh": 0, "matmul": 0}),
+]

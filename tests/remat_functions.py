@@ -1,0 +1,186 @@
+"""The programs of `tests/jax_counts.py` in PyTorch.
+
+A program is built from one wrapper per level of regions, outermost first; `wrap(fn)` makes a region of `fn`.
+So a row runs as
+
+    program = PROGRAMS[row.function]
+    fn = program.build(*(functools.partial(remat, policy=made(word)) for word in row.policies))
+
+with gradients taken of all `program.args()`, and `lambda fn: fn` as a wrapper gives what there is without regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, exp, relu, sin, tanh
+
+from remat import checkpoint_name as name
+
+Fn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function with regions, and arguments for it.
+
+    Attributes:
+        build: makes the function from the wrappers.
+        args: makes the same new arguments at each call; all of them require grad.
+        in_dims: if given, the derivative is taken inside of `torch.func.vmap` with these dimensions.
+    """
+
+    build: Callable[..., Fn]
+    args: Callable[[], tuple[Tensor, ...]]
+    in_dims: tuple[int | None, ...] | None = None
+
+
+def scalars(count: int) -> Callable[[], tuple[Tensor, ...]]:
+    """Makes so many times 0.7."""
+    return lambda: tuple(torch.tensor(0.7, dtype=torch.float64, requires_grad=True) for _ in range(count))
+
+
+def matrices(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    """Makes random tensors of these shapes."""
+
+    def args() -> tuple[Tensor, ...]:
+        rng = torch.Generator().manual_seed(0)
+        return tuple(torch.randn(s, dtype=torch.float64, generator=rng).requires_grad_() for s in shapes)
+
+    return args
+
+
+def layer(label: str) -> Fn:
+    """A layer whose result is named."""
+    return lambda W, h: name(sin(W @ h), label)
+
+
+def layer_pre(label: str) -> Fn:
+    """A layer whose matmul is named."""
+    return lambda W, h: sin(name(W @ h, label))
+
+
+def three(wrap: Fn, layer: Callable[[str], Fn] = layer) -> Fn:
+    """Three layers in one region."""
+    g1, g2, g3 = map(layer, "abc")
+    return wrap(lambda W1, W2, W3, x: g3(W3, g2(W2, g1(W1, x))))
+
+
+def three_each(wrap: Fn) -> Fn:
+    """Three layers, each a region."""
+    g1, g2, g3 = (wrap(layer(label)) for label in "abc")
+    return lambda W1, W2, W3, x: g3(W3, g2(W2, g1(W1, x)))
+
+
+def block(wrap: Fn) -> Fn:
+    """Attention and an MLP, eight matmuls."""
+
+    def fn(x, Wq, Wk, Wv, Wo, Wup, Wdown):
+        q, k, v = name(x @ Wq, "q"), name(x @ Wk, "k"), name(x @ Wv, "v")
+        e = exp(q @ k.T)
+        o = name((e / e.sum(-1, keepdim=True)) @ v @ Wo, "o")
+        mid = name(x + o, "mid")
+        hidden = name(sin(mid @ Wup), "hidden")
+        return mid + hidden @ Wdown
+
+    return wrap(fn)
+
+
+def nested(before: int, after: int) -> Callable[[Fn, Fn], Fn]:
+    """A region of two sines in a region with so many sines before and after it."""
+
+    def build(outer: Fn, inner: Fn) -> Fn:
+        middle = inner(lambda x: sin(name(sin(x), "n")))
+
+        def fn(x):
+            for _ in range(before):
+                x = sin(x)
+            x = middle(x)
+            for _ in range(after):
+                x = sin(x)
+            return x
+
+        return outer(fn)
+
+    return build
+
+
+def pair(wrap: Fn) -> Fn:
+    """A region with two results that have nothing to do with each other."""
+    return wrap(lambda a, b: (sin(a), sin(sin(b))))
+
+
+def pair_first(wrap: Fn) -> Fn:
+    """The same with the first result used; there is no gradient of `b`."""
+    region = pair(wrap)
+    return lambda a, b: region(a, b)[0]
+
+
+def named_linear(wrap: Fn) -> Fn:
+    """A matmul that nothing but a named sum reads."""
+
+    def fn(x, W1, W2):
+        m = name(x + x @ W1, "m")
+        return sin(sin(m) @ W2)
+
+    return wrap(fn)
+
+
+def mlp(activation: Fn) -> Callable[[Fn], Fn]:
+    """Three matmuls, the result of the first activation named."""
+    return lambda wrap: wrap(lambda x, W1, W2, W3: tanh(name(activation(x @ W1), "h") @ W2) @ W3)
+
+
+def loop(each: bool) -> Callable[[Fn], Fn]:
+    """Four steps, each a region, or all in one."""
+
+    def build(wrap: Fn) -> Fn:
+        def step(W, h):
+            return name(tanh(h @ W), "h")
+
+        region = wrap(step) if each else step
+
+        def fn(W, x):
+            for _ in range(4):
+                x = region(W, x)
+            return x
+
+        return fn if each else wrap(fn)
+
+    return build
+
+
+def mapped(*in_dims: int | None) -> Callable[[Fn], Fn]:
+    """`three` under `vmap`, so that the derivative is taken outside of it."""
+    return lambda wrap: torch.func.vmap(three(wrap), in_dims)
+
+
+WEIGHTS, SQUARE = [(5, 5)] * 3, (6, 6)
+BATCH_X, BATCH_ALL = [*WEIGHTS, (3, 5, 4)], [(3, 5, 5)] * 3 + [(3, 5, 4)]
+
+PROGRAMS = {
+    "sin_sin": Program(lambda wrap: wrap(lambda x: sin(sin(x))), scalars(1)),
+    "three": Program(three, matrices(*WEIGHTS, (5, 4))),
+    "three_pre": Program(lambda wrap: three(wrap, layer_pre), matrices(*WEIGHTS, (5, 4))),
+    "three_each": Program(three_each, matrices(*WEIGHTS, (5, 4))),
+    "block": Program(block, matrices((6, 4), *[(4, 4)] * 4, (4, 8), (8, 4))),
+    "exp_named": Program(lambda wrap: wrap(lambda a: sin(name(exp(sin(sin(a))), "n"))), scalars(1)),
+    **{f"nested_{before}_{3 - before}": Program(nested(before, 3 - before), scalars(1)) for before in range(4)},
+    "pair_first": Program(pair_first, scalars(2)),
+    "pair": Program(pair, scalars(2)),
+    "dead_linear": Program(lambda wrap: wrap(lambda x, W1: sin(sin(x)) + x @ W1), matrices((5, 6), SQUARE)),
+    "named_linear": Program(named_linear, matrices((5, 6), SQUARE, SQUARE)),
+    "mlp_maximum": Program(mlp(lambda z: torch.maximum(z, z.new_zeros(()))), matrices((5, 6), SQUARE, SQUARE, SQUARE)),
+    "mlp_relu": Program(mlp(relu), matrices((5, 6), SQUARE, SQUARE, SQUARE)),
+    "square_sin": Program(lambda wrap: wrap(lambda x: sin(x * x)), scalars(1)),
+    "exp_exp": Program(lambda wrap: wrap(lambda x: exp(exp(x))), scalars(1)),
+    "vmap_x": Program(mapped(None, None, None, 0), matrices(*BATCH_X)),
+    "vmap_all": Program(mapped(0, 0, 0, 0), matrices(*BATCH_ALL)),
+    "in_vmap_x": Program(three, matrices(*BATCH_X), in_dims=(None, None, None, 0)),
+    "in_vmap_all": Program(three, matrices(*BATCH_ALL), in_dims=(0, 0, 0, 0)),
+    "loop_each": Program(loop(each=True), matrices((5, 5), (3, 5))),
+    "loop": Program(loop(each=False), matrices((5, 5), (3, 5))),
+}

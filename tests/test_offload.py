@@ -1,0 +1,805 @@
+"""Tensors in host memory: how often they are copied, when, and that nothing keeps them or their copies.
+
+Without a CUDA device, tensors of the CPU are taken for a device's (``far``), and streams are queues of copies that are
+made as late as their events allow, or as early (``streams``).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat import _offload
+from remat._offload import Group, Offloaded
+
+MIB = 2**20
+
+
+def same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+class Copies:
+    """What was copied: the tensors out in order, and the numbers of those that came back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out: list[weakref.ref] = []
+        self.back: list[int] = []
+        self.arrived: list[weakref.ref] = []
+        to_host, to_device = _offload._to_host, _offload._to_device
+
+        def noting_to_host(memory: Tensor) -> tuple:
+            # On a device, the copy is a plain one of bytes.
+            assert memory.is_contiguous() and not memory.is_conj() and not memory.is_neg()
+            host, copied = to_host(memory)
+            assert not torch._C._functorch.is_functorch_wrapped_tensor(host)
+            self.out.append(weakref.ref(host))
+            return host, copied
+
+        def noting_to_device(host: Tensor, *args: Any) -> Any:
+            self.back.append(next(i for i, ref in enumerate(self.out) if ref() is host))
+            arrival = to_device(host, *args)
+            self.arrived.append(weakref.ref(arrival.tensor))
+            return arrival
+
+        monkeypatch.setattr(_offload, "_to_host", noting_to_host)
+        monkeypatch.setattr(_offload, "_to_device", noting_to_device)
+
+    def taken(self) -> list[int]:
+        """What came back since this was last asked."""
+        back, self.back = self.back, []
+        return back
+
+    def on_device(self) -> int:
+        return sum(ref() is not None for ref in self.arrived)
+
+    def on_host(self) -> int:
+        return sum(ref() is not None for ref in self.out)
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """Tensors of the CPU count as those of a device without streams."""
+    monkeypatch.setattr(_offload, "in_host_memory", lambda tensor: False)
+    return Copies(monkeypatch)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def regions(x: Tensor, count: int, steps: int = 1) -> tuple[Tensor, list[Group]]:
+    """``count`` regions in a row, each a group of ``2 * steps`` saved tensors."""
+    groups = []
+    for _ in range(count):
+        group = Group()
+        with saved_tensors_hooks(lambda t, group=group: Offloaded(t.detach(), group), Offloaded.get):
+            for _ in range(steps):
+                x = x.sin().exp()
+        groups.append(group)
+    return x.sum(), groups
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+# --- one tensor -----------------------------------------------------------------------------------------------------
+
+
+def test_in_host_memory_it_is_the_tensor_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Copies(monkeypatch)
+    x = leaf(3)
+    kept = Offloaded(x)
+    kept.prefetch()
+    assert kept.get() is x
+    kept.release()
+    kept.settle()
+    assert kept.get() is x
+    assert (kept.nbytes, kept.shape, kept.dtype, kept.device) == (12, x.shape, x.dtype, x.device)
+    assert not copies.out and not copies.back
+
+
+def test_meta_tensor_stays() -> None:
+    x = torch.ones(3, device="meta")
+    assert Offloaded(x).get() is x
+
+
+def test_copied_out_and_back_once(far: Copies) -> None:
+    x = leaf(2, 3)
+    kept = Offloaded(x)
+    assert (kept.nbytes, kept.shape, kept.dtype, kept.device) == (24, x.shape, x.dtype, x.device)
+    assert len(far.out) == 1 and not far.back
+    got = kept.get()
+    assert got is kept.get() and got is not x and not got.requires_grad
+    kept.prefetch()
+    same(got, x.detach())
+    assert far.taken() == [0]
+    kept.release()
+    assert kept.get() is not got
+    assert far.taken() == [0] and len(far.out) == 1
+
+
+def test_changes_do_not_reach_the_copy(far: Copies) -> None:
+    x = torch.arange(4.0)
+    kept = Offloaded(x)
+    x.zero_()
+    got = kept.get()
+    same(got, torch.arange(4.0))
+    got.mul_(torch.ones(4, requires_grad=True))  # neither a leaf that requires grad, nor a view made without grad
+    got.detach().zero_()
+    kept.release()
+    same(kept.get(), torch.arange(4.0))
+
+
+BASE = torch.arange(120.0).view(2, 3, 4, 5)
+Layouts = dict[str, Callable[[Tensor], Tensor]]
+DENSE: Layouts = {
+    "contiguous": lambda x: x,
+    "scalar": lambda x: x[1, 2, 3, 4],
+    "empty": lambda x: x[:0],
+    "transposed": lambda x: x.permute(2, 0, 3, 1),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "slice": lambda x: x[1],
+}
+OVERLAPPING: Layouts = {
+    "expanded": lambda x: x[0, 0, 0].expand(7, 2, 5),
+    "expanded scalar": lambda x: x[0, 0, 0, 3].expand(6),
+    "windows": lambda x: x.view(-1)[4:40].unfold(0, 8, 2),
+}
+OTHERS: Layouts = {
+    "steps": lambda x: x[:, ::2, :, 1::3],
+    "transposed steps": lambda x: x[:, :, :, 1:3].permute(3, 0, 2, 1),
+    "expanded steps": lambda x: x[0, 0, 0, ::4].expand(2, 2),
+    "conjugate": lambda x: torch.view_as_complex(x.view(60, 2)).conj(),
+    "negative": lambda x: torch._neg_view(x),
+    "bool": lambda x: x > 7,
+    "float8": lambda x: x.to(torch.float8_e4m3fn),
+}
+LAYOUTS = {**DENSE, **OVERLAPPING, **OTHERS}
+
+
+def assert_kept(name: str, kept: Offloaded, tensor: Tensor) -> None:
+    got = kept.get()
+    assert torch.equal(got.cpu(), tensor.cpu())
+    assert (got.dtype, got.shape, got.device) == (tensor.dtype, tensor.shape, tensor.device)
+    assert got.storage_offset() == 0 and not got._is_view()
+    if name in DENSE or name in OVERLAPPING:
+        assert got.stride() == tensor.stride()
+    assert kept.nbytes == got.untyped_storage().nbytes() <= tensor.nbytes
+    assert name not in OVERLAPPING or kept.nbytes < tensor.nbytes
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_layouts(name: str, deterministic: bool, far: Copies) -> None:
+    tensor = LAYOUTS[name](BASE)
+    torch.use_deterministic_algorithms(deterministic)  # new memory is filled then
+    try:
+        assert_kept(name, Offloaded(tensor), tensor)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert far.taken() == [0]
+
+
+class Special(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "subclass"])
+def test_what_is_more_than_memory_stays(kind: str, far: Copies) -> None:
+    tensor = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "subclass": lambda: torch.ones(3).as_subclass(Special),
+    }[kind]()
+    assert Offloaded(tensor).get() is tensor
+    assert not far.out
+
+
+def test_wrappers_of_torch_func_stay_and_plain_tensors_pass_its_levels(far: Copies) -> None:
+    plain, taken = torch.arange(3.0), []
+
+    def fn(x: Tensor) -> Tensor:
+        assert Offloaded(x).get() is x and not far.out
+        taken.append(Offloaded(plain).get())
+        return x.sin()
+
+    torch.func.grad(fn)(torch.tensor(1.0))
+    assert len(taken) == 1
+    same(taken[0], plain)
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(taken[0])
+
+
+def test_no_tangent_is_kept(far: Copies) -> None:
+    with fwAD.dual_level():
+        got = Offloaded(fwAD.make_dual(torch.ones(3), torch.ones(3))).get()
+        assert fwAD.unpack_dual(got).tangent is None
+    same(got, torch.ones(3))
+
+
+def test_parameter(far: Copies) -> None:
+    got = Offloaded(torch.nn.Parameter(torch.ones(3))).get()
+    assert type(got) is Tensor and not got.requires_grad and len(far.out) == 1
+
+
+# --- groups, in the order of a backward pass ------------------------------------------------------------------------
+
+
+def test_gradients_and_number_of_copies(far: Copies) -> None:
+    x = leaf(8)
+    expected = torch.autograd.grad(x.sin().exp().sin().exp().sum(), x)
+    loss, _ = regions(x, 2)
+    assert len(far.out) == 4 and not far.back
+    for _ in range(3):
+        same(torch.autograd.grad(loss, x, retain_graph=True), expected)
+        assert sorted(far.taken()) == [0, 1, 2, 3]
+        assert far.on_device() == 0
+    same(torch.autograd.grad(loss, x), expected)
+    assert far.on_host() == 0
+
+
+def test_a_read_brings_back_its_group_and_the_one_before(far: Copies) -> None:
+    x, read = leaf(8), []
+
+    def noted(kept: Offloaded) -> Tensor:
+        got = kept.get()
+        read.append(far.taken())
+        return got
+
+    y, groups = x, []
+    for _ in range(4):
+        groups.append(Group())
+        with saved_tensors_hooks(lambda t, group=groups[-1]: Offloaded(t.detach(), group), noted):
+            y = y.sin().exp()
+    y.sum().backward()
+    # Of each region, `exp` is read first.
+    assert read == [[7, 6, 4, 5], [], [2, 3], [], [0, 1], [], [], []]
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_at_most_two_groups_are_on_the_device(retain_graph: bool, far: Copies, no_gc: None) -> None:
+    x, most = leaf(8), []
+
+    def noted(kept: Offloaded) -> Tensor:
+        got = kept.get()
+        most.append(far.on_device())
+        return got
+
+    y = x
+    for _ in range(6):
+        group = Group()
+        with saved_tensors_hooks(lambda t, group=group: Offloaded(t.detach(), group), noted):
+            y = y.sin().exp()
+    loss = y.sum()
+    del y
+    for _ in range(2 if retain_graph else 1):
+        most.clear()
+        torch.autograd.grad(loss, x, retain_graph=retain_graph)
+        assert len(most) == 12 and max(most) == 4
+        assert sorted(far.taken()) == list(range(12))
+        assert far.on_device() == 0
+    assert far.on_host() == (12 if retain_graph else 0)
+
+
+def test_what_is_released_in_a_pass_is_not_brought_back_by_others(far: Copies) -> None:
+    def once(kept: Offloaded) -> Tensor:
+        got = kept.get()
+        kept.release()
+        return got
+
+    x, group = leaf(8), Group()
+    with saved_tensors_hooks(lambda t: Offloaded(t.detach(), group), once):
+        loss = x.sin().exp().cos().sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert sorted(far.taken()) == [0, 1, 2]
+
+
+def test_single_tensors_are_groups_too(far: Copies) -> None:
+    x = leaf(8)
+    with saved_tensors_hooks(lambda t: Offloaded(t.detach()), Offloaded.get):
+        loss = x.sin().exp().sum()
+    loss.backward()
+    assert far.taken() == [1, 0]
+
+
+def test_groups_that_are_gone_are_skipped(far: Copies) -> None:
+    x = leaf(8)
+    first, groups = regions(x, 1)
+    second, more = regions(x, 1)
+    third, _ = regions(x, 1)
+    del second  # one group of these two is still referred to, but has no tensors
+    more = more[:1]
+    third.backward()
+    assert far.taken() == [5, 4, 0, 1]
+    assert more and groups and first.requires_grad
+
+
+def test_a_group_that_was_only_prefetched_goes_when_the_pass_ends(far: Copies) -> None:
+    x = leaf(8)
+    middle, _ = regions(x, 1)
+    loss, _ = regions(middle.detach().requires_grad_(), 1)
+    loss.backward()
+    assert set(far.taken()) == {0, 1, 2, 3}
+    assert far.on_device() == 0 and far.on_host() == 2
+    middle.backward()
+    assert set(far.taken()) == {0, 1}
+
+
+def test_a_pass_that_keeps_its_graph_leaves_others_alone(far: Copies) -> None:
+    x = leaf(8)
+    loss, _ = regions(x, 2)
+    other = Offloaded(x)
+    other.prefetch()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert far.on_device() == 1
+    other.get()
+    assert far.taken().count(4) == 1
+
+
+def test_outside_of_a_pass_nothing_else_is_brought_back(far: Copies) -> None:
+    x = leaf(8)
+    regions(x, 1)
+    first, second = Group(), Group()
+    before, kept, other = (Offloaded(x.detach(), group) for group in (first, second, second))
+    far.taken()
+    kept.get()
+    assert len(far.taken()) == 1
+    second.prefetch()
+    assert len(far.taken()) == 1
+    other.get()
+    assert far.taken() == [] and far.on_device() == 2
+    second.clear()
+    assert far.on_device() == 0 and before.shape == x.shape
+
+
+def test_a_prefetch_may_fail_for_lack_of_memory(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(8)
+    expected = torch.autograd.grad(x.sin().exp().sin().exp().sum(), x)
+    loss, _ = regions(x, 2)
+    to_device, calls = _offload._to_device, []
+
+    def short(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) in (2, 3):
+            raise torch.OutOfMemoryError("no memory")
+        return to_device(*args)
+
+    monkeypatch.setattr(_offload, "_to_device", short)
+    same(torch.autograd.grad(loss, x), expected)
+    assert sorted(far.back) == [0, 1, 2, 3]
+    assert len(calls) == 6
+
+
+def test_a_failed_pass_lets_go_of_what_it_brought_back(far: Copies) -> None:
+    x = leaf(8)
+    fails = [True]
+
+    def hook(grad: Tensor) -> None:
+        if fails:
+            raise ValueError("in the backward")
+
+    middle, _ = regions(x, 1)
+    middle.register_hook(hook)
+    loss, _ = regions(middle, 1)
+    with pytest.raises(ValueError, match="in the backward"):
+        torch.autograd.grad(loss, x, retain_graph=True)
+    assert far.taken() and far.on_device() == 0
+    fails.clear()
+    torch.autograd.grad(loss, x)
+    assert sorted(far.taken()) == [0, 1, 2, 3]
+
+
+def test_nothing_is_kept_alive(far: Copies, no_gc: None) -> None:
+    x = leaf(8)
+    loss, groups = regions(x, 3)
+    refs = [weakref.ref(group) for group in groups]
+    thread_groups = groups[0]._siblings
+    assert far.on_host() == 6 and all(ref() is not None for ref in refs)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert far.on_device() == 0
+    del loss, groups
+    assert far.on_host() == 0
+    assert all(ref() is None for ref in refs) and not len(thread_groups)
+
+
+def test_the_source_is_let_go(far: Copies, no_gc: None) -> None:
+    storages = []
+    for shape in ((8, 8), (8, 4)):
+        x = torch.randn(8, 8)[:, : shape[1]]
+        storages.append(weakref.ref(x.untyped_storage()))
+        kept = Offloaded(x)
+        assert storages[-1]() is not None
+        del x
+        assert storages[-1]() is None and kept.shape == shape
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def in_threads(*jobs: Callable[[], Any]) -> None:
+    errors = []
+
+    def run(job: Callable[[], Any]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_threads_get_one_copy(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    to_device = _offload._to_device
+
+    def slow(*args: Any) -> Any:
+        threading.Event().wait(0.001)
+        return to_device(*args)
+
+    monkeypatch.setattr(_offload, "_to_device", slow)
+    kept = [Offloaded(torch.randn(8)) for _ in range(50)]
+    start, got = threading.Barrier(4), []
+
+    def read() -> None:
+        start.wait()
+        got.append([each.get() for each in kept])
+
+    in_threads(*[read] * 4)
+    assert sorted(far.taken()) == list(range(50))
+    assert all(a is b for row in got for a, b in zip(row, got[0]))
+
+
+def test_backwards_in_other_threads_while_more_are_made(far: Copies) -> None:
+    x = torch.randn(8, requires_grad=True, dtype=torch.float64)
+    expected = torch.autograd.grad(regions(x, 5, steps=1)[0], x)[0]
+    results: list[Tensor] = []
+
+    def work() -> None:
+        for _ in range(10):
+            loss = regions(x, 5)[0]
+            more = regions(x, 1)[0]
+            in_threads(lambda loss=loss: results.extend(torch.autograd.grad(loss, x)))
+            assert more.requires_grad
+
+    in_threads(*[work] * 3)
+    assert len(results) == 30
+    same(results, [expected] * 30)
+    assert far.on_device() == far.on_host() == 0
+
+
+def test_order_is_that_of_the_thread(far: Copies) -> None:
+    x = leaf(8)
+    first, _ = regions(x, 1)
+    other: list[Tensor] = []
+    in_threads(lambda: other.append(regions(x, 1)[0]))
+    second, _ = regions(x, 1)
+    second.backward()
+    assert set(far.taken()) == {4, 5, 0, 1}
+    other[0].backward()
+    assert set(far.taken()) == {2, 3}
+    assert first.requires_grad
+
+
+# --- streams, without a device --------------------------------------------------------------------------------------
+
+
+class Event:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.position = stream, len(stream.queue)
+
+    def synchronize(self) -> None:
+        self.stream.world.waited.append(self)
+        self.stream.run(self.position)
+
+    def has_happened(self) -> bool:
+        return self.stream.ran >= self.position
+
+
+class Stream:
+    """A queue of work. That of a side stream is done at once, or not before something waits for it."""
+
+    def __init__(self, world: Streams, eager: bool) -> None:
+        self.world, self.eager = world, eager
+        self.queue: list[Callable[[], Any]] = []
+        self.ran = 0
+
+    def add(self, work: Callable[[], Any]) -> None:
+        self.queue.append(work)
+        if self.eager:
+            self.run()
+
+    def run(self, until: int | None = None) -> None:
+        until = len(self.queue) if until is None else until
+        while self.ran < until:
+            self.ran += 1
+            self.queue[self.ran - 1]()
+
+    def record_event(self) -> Event:
+        return Event(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.add(lambda: event.stream.run(event.position))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+
+class Streams(TorchDispatchMode):
+    """Copies that don't block are put into the queue of the current stream."""
+
+    def __init__(self, eager: bool) -> None:
+        super().__init__()
+        self.eager = eager
+        self.main = self.current = Stream(self, False)
+        self.others: list[Stream] = []
+        self.recorded: list[tuple[int, Stream]] = []
+        self.waited: list[Event] = []
+        self.copied = 0
+        self.pinned = 0
+
+    def new(self, device: Any = None) -> Stream:
+        self.others.append(Stream(self, self.eager))
+        return self.others[-1]
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        self.pinned += pin_memory
+        return torch.full(*args, -1, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default or args[2:] != (True,):
+            return func(*args, **(kwargs or {}))
+
+        def copy() -> None:
+            self.copied += 1
+            func(*args[:2])
+
+        self.current.add(copy)
+        return args[0]
+
+
+@pytest.fixture(params=[False, True], ids=["late", "early"])
+def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    world = Streams(request.param)
+    monkeypatch.setattr(_offload, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(_offload, "has_streams", lambda device: True)
+    monkeypatch.setattr(_offload, "_sides", {})
+    monkeypatch.setattr(torch.cuda, "Stream", world.new)
+    monkeypatch.setattr(torch.cuda, "stream", world.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: world.current)
+    monkeypatch.setattr(torch, "empty", world.empty)
+    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: world.recorded.append((t.data_ptr(), s)))
+    with world:
+        yield world
+
+
+def produced(world: Streams, value: float, *shape: int) -> Tensor:
+    """A tensor that has its value when the main stream gets there."""
+    x = torch.zeros(*shape)
+    world.main.add(lambda: x.fill_(value))
+    return x
+
+
+def read(world: Streams, tensor: Tensor) -> Tensor:
+    """What the current stream finds in it."""
+    found = []
+    world.current.add(lambda: found.append(tensor.clone()))
+    world.current.run()
+    return found[0]
+
+
+def test_copies_wait_for_what_comes_before(streams: Streams) -> None:
+    x = produced(streams, 3, 4)
+    kept = Offloaded(x)
+    assert (streams.copied, streams.pinned) == (int(streams.eager), 1)
+    out, back = streams.others
+    assert streams.recorded == [(x.data_ptr(), out)]
+    kept.prefetch()
+    assert streams.copied == 2 * streams.eager
+    same(read(streams, kept.get()), torch.full((4,), 3.0))
+    assert streams.copied == 2 and len(streams.recorded) == 1
+    assert len(streams.others) == 2 and back.queue
+
+
+def test_copy_back_starts_after_what_used_its_memory_before(streams: Streams) -> None:
+    kept = Offloaded(produced(streams, 3, 4))
+    order: list[int] = []
+    streams.main.add(lambda: order.append(streams.copied))
+    kept.prefetch()
+    streams.main.add(lambda: order.append(streams.copied))
+    same(read(streams, kept.get()), torch.full((4,), 3.0))
+    assert order[0] == int(streams.eager)
+    assert order[1] == (2 if streams.eager else 0)  # the main stream itself doesn't wait before it reads
+
+
+def test_memory_of_what_was_never_read_waits_for_its_copy(streams: Streams) -> None:
+    kept = Offloaded(produced(streams, 3, 4))
+    kept.prefetch()
+    kept.release()
+    streams.main.run()
+    assert streams.copied == 2
+    kept.prefetch()
+    del kept
+    streams.main.run()
+    assert streams.copied == 3
+
+
+def test_read_on_another_stream(streams: Streams) -> None:
+    kept = Offloaded(produced(streams, 3, 4))
+    kept.prefetch()
+    consumer = Stream(streams, False)
+    with streams.on(consumer):
+        got = kept.get()
+        same(read(streams, got), torch.full((4,), 3.0))
+    assert streams.recorded[1:] == [(got.data_ptr(), consumer)]
+
+
+def test_settle_before_a_change_in_place(streams: Streams) -> None:
+    x = produced(streams, 3, 4)
+    kept = Offloaded(x)
+    kept.settle()
+    streams.main.add(lambda: x.fill_(5))
+    same(read(streams, kept.get()), torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize("limit, waits", [(100, 0), (40, 3), (0, 4)])
+def test_caller_waits_when_too_much_is_in_flight(
+    limit: int, waits: int, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_offload, "IN_FLIGHT_BYTES", limit)
+    kept = [Offloaded(produced(streams, i, 4)) for i in range(5)]  # 16 bytes each
+    assert len(streams.waited) == waits  # never for the copy that was just started
+    assert all(event.has_happened() for event in streams.waited)
+    for i, each in enumerate(kept):
+        same(read(streams, each.get()), torch.full((4,), float(i)))
+
+
+def test_temporary_of_a_tensor_with_gaps_outlives_its_copy(streams: Streams) -> None:
+    x = torch.arange(8.0)[::2]
+    kept = Offloaded(x)
+    assert len(streams.recorded) == 1 and streams.recorded[0][0] != x.data_ptr()
+    same(read(streams, kept.get()), x)
+
+
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+cuda = pytest.mark.cuda
+LONG = 10**9  # cycles: the device is busy for about half a second
+
+
+@cuda
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cuda_layouts(name: str) -> None:
+    tensor = LAYOUTS[name](BASE.cuda())
+    kept = Offloaded(tensor)
+    assert kept._host.device.type == "cpu" and (kept._host.is_pinned() or not kept.nbytes)
+    for _ in range(2):
+        assert_kept(name, kept, tensor)
+        kept.release()
+
+
+@cuda
+def test_cuda_copies_run_beside_the_computation() -> None:
+    x = torch.randn(MIB, device="cuda")
+    main = torch.cuda.current_stream()
+    kept = Offloaded(x)
+    torch.cuda._sleep(LONG)
+    busy = main.record_event()
+    kept._copied.synchronize()
+    assert not busy.query()
+    torch.cuda.synchronize()
+    kept.prefetch()
+    torch.cuda._sleep(LONG)
+    busy = main.record_event()
+    kept._arrival.done.synchronize()
+    assert not busy.query()
+    same(kept.get(), x)
+
+
+@cuda
+def test_cuda_copy_waits_for_a_late_producer() -> None:
+    x = torch.zeros(MIB, device="cuda")
+    Offloaded(x).get()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    x.fill_(3)
+    kept = Offloaded(x)
+    del x
+    other = torch.zeros(MIB, device="cuda")  # not in the memory that is still to be copied
+    same(kept.get(), torch.full_like(other, 3))
+
+
+@cuda
+def test_cuda_memory_is_free_in_between() -> None:
+    x = torch.randn(16 * MIB, device="cuda")
+    expected = x.sum()
+    kept = Offloaded(x)
+    with_it = torch.cuda.memory_allocated()
+    del x
+    without = torch.cuda.memory_allocated()
+    assert without <= with_it - 64 * MIB
+    got = kept.get()
+    same(got.sum(), expected)
+    assert torch.cuda.memory_allocated() >= without + 64 * MIB
+    kept.release()
+    del got
+    assert torch.cuda.memory_allocated() <= without + MIB
+
+
+def plainly(x: Tensor, count: int) -> Tensor:
+    y = x
+    for _ in range(count):
+        y = y.sin().exp()
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+@cuda
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_cuda_gradients_and_peak(retain_graph: bool) -> None:
+    x = torch.randn(MIB, device="cuda", requires_grad=True)  # 4 MiB
+    expected = plainly(x, 16)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss, _ = regions(x, 8, steps=2)
+        for _ in range(2 if retain_graph else 1):
+            found = torch.autograd.grad(loss, x, retain_graph=retain_graph)[0]
+            peak = torch.cuda.max_memory_allocated() - before
+            same(found, expected)
+            assert peak < 20 * 4 * MIB  # of the 32 tensors, two groups of four and what is computed with
+
+
+@cuda
+def test_cuda_caller_far_ahead_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_offload, "IN_FLIGHT_BYTES", 8 * MIB)
+    x = torch.randn(MIB, device="cuda", requires_grad=True)
+    expected = plainly(x, 32)
+    for _ in range(3):
+        torch.cuda._sleep(LONG // 10)
+        same(torch.autograd.grad(regions(x, 16, steps=2)[0], x)[0], expected)
+
+
+@cuda
+def test_cuda_other_streams() -> None:
+    x = torch.randn(MIB, device="cuda", requires_grad=True)
+    expected = plainly(x, 8)
+    side = torch.cuda.Stream()
+    for _ in range(10):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            loss, _ = regions(x, 4, steps=2)
+        torch.cuda.current_stream().wait_stream(side)
+        same(torch.autograd.grad(loss, x)[0], expected)
+    kept = Offloaded(x.detach())
+    kept.prefetch()
+    with torch.cuda.stream(side):
+        found = kept.get().clone()
+        del kept
+    side.synchronize()
+    same(found, x.detach())

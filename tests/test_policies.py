@@ -1,0 +1,720 @@
+"""Policies are values, say what they promise of real operators, and refuse what can't be one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from remat import PolicyError, _ops, policies
+from remat._policy import Policy, Verdict, as_policy
+
+RECOMPUTE, SAVE, OFFLOAD = Verdict.RECOMPUTE, Verdict.SAVE, Verdict.OFFLOAD
+aten = torch.ops.aten
+MM, BMM, RELU, CONV = aten.mm.default, aten.bmm.default, aten.relu.default, aten.convolution.default
+SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default
+FLEX = torch.ops.higher_order.flex_attention
+
+
+@torch.library.custom_op("remat_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def large(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return args[0] > 10
+
+
+def other(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def judge(policy: Policy, op: Any = RELU, *names: str, args: tuple = ()) -> Verdict:
+    return policy.judge(None, op, args, {}, frozenset(names))
+
+
+NAMED = policies.save_only_these_names("q", "k*")
+PAIR = policies.save_and_offload_only_these_names(names_which_can_be_saved=["q"], names_which_can_be_offloaded=["k*"])
+EXPRESSIONS = {
+    "policies.save_matmuls": policies.dots_saveable,
+    "policies.nothing_saveable": as_policy(None),
+    "policies.save_ops(torch.ops.aten.mm.default)": policies.save_ops(MM),
+    "policies.save_ops(torch.ops.aten.add.Tensor, torch.ops.aten.mm)": policies.save_ops(aten.mm, "aten::add.Tensor"),
+    "policies.save_ops(torch.ops.aten.linear.out)": policies.save_ops(aten.linear.out),
+    "policies.save_ops(torch.ops.higher_order.flex_attention)": policies.save_ops(FLEX),
+    "policies.save_ops()": as_policy([]),
+    "policies.save_only_these_names('q', 'k*')": NAMED,
+    "policies.save_any_names_but_these('q')": policies.save_any_names_but_these("q"),
+    "policies.save_anything_except_these_names('q')": policies.save_anything_except_these_names("q"),
+    "policies.save_if(large)": policies.save_if(large),
+    "policies.offload(policies.save_matmuls)": policies.offload(policies.save_matmuls, to="pinned_host"),
+    "policies.offload(policies.save_matmuls_without_batch_dims)": policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    ),
+    "policies.save_only_these_names('q') | policies.offload(policies.save_only_these_names('k*'))": PAIR,
+    "policies.save_matmuls | policies.save_only_these_names('q', 'k*')": policies.save_from_both_policies(
+        policies.save_matmuls, NAMED
+    ),
+    "policies.save_ops(torch.ops.aten.bmm) | policies.save_matmuls": [aten.bmm] | policies.save_matmuls,
+    "policies.save_if(large) & policies.save_matmuls": large & policies.save_matmuls,
+    "~policies.save_matmuls": ~policies.save_matmuls,
+    "~~policies.save_matmuls": ~~policies.save_matmuls,
+    "~(policies.save_matmuls & policies.save_if(large))": ~(policies.save_matmuls & large),
+    "policies.save_matmuls & ~policies.save_if(large) | policies.save_attention": (
+        policies.save_matmuls & ~policies.save_if(large) | policies.save_attention
+    ),
+    "policies.save_matmuls & (policies.save_if(large) | policies.save_attention)": (
+        policies.save_matmuls & (policies.save_if(large) | policies.save_attention)
+    ),
+    "policies.save_matmuls | (policies.save_if(large) | policies.save_attention)": (
+        policies.save_matmuls | (policies.save_if(large) | policies.save_attention)
+    ),
+}
+EVERY = pytest.mark.parametrize("text", EXPRESSIONS)
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_prints_as_the_expression_that_makes_it(text: str) -> None:
+    assert repr(EXPRESSIONS[text]) == text
+    assert eval(text, {"policies": policies, "torch": torch, "large": large}) == EXPRESSIONS[text]
+
+
+@EVERY
+@pytest.mark.parametrize("copied", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy, copy.copy])
+def test_copies_are_equal(text: str, copied: Callable) -> None:
+    policy = EXPRESSIONS[text]
+    assert copied(policy) == policy and hash(copied(policy)) == hash(policy)
+    assert repr(copied(policy)) == text
+
+
+def test_different_policies_differ() -> None:
+    assert len(set(EXPRESSIONS.values())) == len(EXPRESSIONS)
+    for a, b in itertools.combinations(EXPRESSIONS.values(), 2):
+        assert a != b
+    assert policies.save_if(large) != policies.save_if(other)
+    assert policies.save_matmuls != "policies.save_matmuls"
+
+
+def test_order_of_what_is_listed_does_not_matter() -> None:
+    assert policies.save_ops(MM, BMM) == policies.save_ops(BMM, MM, MM) == as_policy({MM, BMM})
+    assert policies.save_only_these_names("a", "b") == policies.save_only_these_names("b", "a")
+
+
+def test_frozen() -> None:
+    with pytest.raises(AttributeError):
+        policies.save_matmuls.name = "x"  # type: ignore[attr-defined]
+
+
+def test_presets_are_single_objects() -> None:
+    assert policies.dots_saveable is policies.checkpoint_dots is policies.save_matmuls
+    assert policies.dots_with_no_batch_dims_saveable is policies.save_matmuls_without_batch_dims
+    assert policies.checkpoint_dots_with_no_batch_dims is policies.save_matmuls_without_batch_dims
+    assert pickle.loads(pickle.dumps(policies.save_matmuls)) is policies.save_matmuls
+    assert copy.deepcopy(policies.save_matmuls) is policies.save_matmuls
+
+
+def test_everything_public_is_listed() -> None:
+    own = {
+        n
+        for n, v in vars(policies).items()
+        if isinstance(v, Policy) or getattr(v, "__module__", "") == policies.__name__
+    }
+    assert {name for name in own if not name.startswith("_")} == set(policies.__all__)
+
+
+# --- verdicts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy, kept",
+    [
+        (policies.nothing_saveable, ()),
+        (policies.everything_saveable, (MM, BMM, RELU, CONV, SDPA, FLEX)),
+        (policies.save_matmuls, (MM, BMM, CONV)),
+        (policies.save_matmuls_without_batch_dims, (MM,)),
+        (policies.save_convolutions, (CONV,)),
+        (policies.save_attention, (SDPA, FLEX)),
+        (policies.save_collectives, ()),
+        (policies.save_ops(RELU, aten.bmm), (BMM, RELU)),
+        (NAMED, ()),
+        (policies.save_anything_except_these_names("q"), (MM, BMM, RELU, CONV, SDPA, FLEX)),
+    ],
+    ids=repr,
+)
+def test_verdicts_on_operators(policy: Policy, kept: tuple) -> None:
+    for op in (MM, BMM, RELU, CONV, SDPA, FLEX):
+        assert judge(policy, op) is policy.verdict_for(op) is (SAVE if op in kept else RECOMPUTE)
+        assert judge(policies.offload(policy), op) is (OFFLOAD if op in kept else RECOMPUTE)
+        assert judge(~policy, op) is judge(~policies.offload(policy), op) is (RECOMPUTE if op in kept else SAVE)
+
+
+@pytest.mark.parametrize(
+    "policy, unnamed, q, k, both",
+    [
+        (policies.save_only_these_names("q"), RECOMPUTE, SAVE, RECOMPUTE, SAVE),
+        (policies.save_only_these_names(), RECOMPUTE, RECOMPUTE, RECOMPUTE, RECOMPUTE),
+        (policies.save_any_names_but_these("q"), RECOMPUTE, RECOMPUTE, SAVE, RECOMPUTE),
+        (policies.save_any_names_but_these(), RECOMPUTE, SAVE, SAVE, SAVE),
+        (policies.save_anything_except_these_names("q"), SAVE, RECOMPUTE, SAVE, RECOMPUTE),
+        (policies.everything_saveable, SAVE, SAVE, SAVE, SAVE),
+        (policies.save_matmuls & ~policies.save_only_these_names("q"), RECOMPUTE, RECOMPUTE, RECOMPUTE, RECOMPUTE),
+        (~policies.save_only_these_names("q"), SAVE, RECOMPUTE, SAVE, RECOMPUTE),
+        (PAIR, RECOMPUTE, SAVE, OFFLOAD, None),
+    ],
+    ids=repr,
+)
+def test_verdicts_on_names(policy: Policy, unnamed: Verdict, q: Verdict, k: Verdict, both: Verdict | None) -> None:
+    assert judge(policy) is unnamed
+    assert judge(policy, RELU, "q") is q
+    assert judge(policy, RELU, "k") is k
+    if both is not None:
+        assert judge(policy, RELU, "q", "k") is both
+
+
+@pytest.mark.parametrize(
+    "pattern, name, matches",
+    [
+        ("q", "q", True),
+        ("q", "Q", False),
+        ("q", "qk", False),
+        ("k*", "k", True),
+        ("k*", "k.1\n", True),
+        ("*.mlp", "3.mlp", True),
+        ("*.mlp", "3.mlp.up", False),
+        ("a*b*c", "a1b2c", True),
+        ("*", "anything", True),
+        ("q?", "qk", False),
+        ("[q]", "q", False),
+        ("[q]", "[q]", True),
+        ("a.c", "abc", False),
+    ],
+)
+def test_only_the_star_is_special(pattern: str, name: str, matches: bool) -> None:
+    assert judge(policies.save_only_these_names(pattern), RELU, name) is (SAVE if matches else RECOMPUTE)
+
+
+@pytest.mark.parametrize(
+    "answer, verdict",
+    [
+        (True, SAVE),
+        (False, RECOMPUTE),
+        *((p, SAVE) for p in CheckpointPolicy if p.name.endswith("_SAVE")),
+        *((p, RECOMPUTE) for p in CheckpointPolicy if p.name.endswith("_RECOMPUTE")),
+        *((p, OFFLOAD) for p in CheckpointPolicy if p.name.endswith("_OFFLOAD")),
+    ],
+)
+def test_answers_of_predicates(answer: Any, verdict: Verdict) -> None:
+    seen = []
+
+    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((ctx, op, args, kwargs))
+        return answer
+
+    policy = as_policy(predicate)
+    assert policy.judge("ctx", MM, (1, 2), {"a": 3}, frozenset()) is verdict
+    assert seen == [("ctx", MM, (1, 2), {"a": 3})]
+    assert policy.verdict_for(MM) is None
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("answer", [None, 1, "yes", SAVE, policies.save_matmuls])
+def test_other_answers_are_errors(answer: Any) -> None:
+    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return answer
+
+    with pytest.raises(PolicyError, match=r"predicate returned .* for aten\.mm\.default"):
+        judge(policies.save_if(predicate), MM)
+
+
+def test_predicates_need_no_hash() -> None:
+    class Larger:
+        def __init__(self, than: int) -> None:
+            self.than = than
+
+        def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            return args[0] > self.than
+
+        def __eq__(self, other: Any) -> bool:
+            return isinstance(other, Larger) and self.than == other.than
+
+    assert {policies.save_if(Larger(1)), policies.save_if(Larger(1))} == {policies.save_if(Larger(1))}
+    assert policies.save_if(Larger(1)) != policies.save_if(Larger(2))
+    assert judge(policies.save_if(Larger(1)), args=(2,)) is SAVE
+    assert policies.save_if(functools.partial(large)).verdict_for(MM) is None
+
+
+# --- combinations -------------------------------------------------------------------------------------------------
+
+BY_ANSWER = {
+    RECOMPUTE: policies.nothing_saveable,
+    SAVE: policies.save_ops(MM),
+    OFFLOAD: policies.offload(policies.save_ops(MM)),
+}
+
+
+@pytest.mark.parametrize("a, b", list(itertools.product(BY_ANSWER, BY_ANSWER)))
+def test_truth_tables(a: Verdict, b: Verdict) -> None:
+    p, q = BY_ANSWER[a], BY_ANSWER[b]
+    if {a, b} == {SAVE, OFFLOAD}:
+        for combine in (lambda: p | q, lambda: p & q):
+            with pytest.raises(PolicyError, match=r"made by aten\.mm\.default would be saved by .* and offloaded by"):
+                combine()
+        return
+    either = next((x for x in (a, b) if x is not RECOMPUTE), RECOMPUTE)
+    both = RECOMPUTE if RECOMPUTE in (a, b) else a
+    assert judge(p | q, MM) is (p | q).verdict_for(MM) is either
+    assert judge(p & q, MM) is (p & q).verdict_for(MM) is both
+    assert judge(~(p | q), MM) is judge(~p & ~q, MM)
+    assert judge(p | q) is judge(p & q) is RECOMPUTE
+
+
+def test_a_predicate_is_asked_only_about_what_the_first_keeps() -> None:
+    policy = policies.save_matmuls & large
+    assert policy.verdict_for(RELU) is RECOMPUTE
+    assert policy.verdict_for(MM) is None
+    assert judge(policy, RELU) is RECOMPUTE  # which would fail without an argument
+    assert [judge(policy, MM, args=(n,)) for n in (9, 11)] == [RECOMPUTE, SAVE]
+    assert (large & policies.save_matmuls).verdict_for(RELU) is None
+    assert (large | policies.save_matmuls).verdict_for(MM) is None  # it might say offload
+    assert (~as_policy(large)).verdict_for(MM) is policies.offload(large).verdict_for(MM) is None
+    assert judge(~as_policy(large), args=(9,)) is SAVE
+
+
+CERTAIN = {
+    "operator": lambda: policies.everything_saveable | policies.offload(policies.save_convolutions),
+    "group": lambda: policies.save_matmuls | policies.offload([MM]),
+    "name": lambda: policies.save_only_these_names("a*") | policies.offload(policies.save_only_these_names("ab")),
+    "both": lambda: policies.offload(NAMED) & policies.save_only_these_names("q"),
+    "other operator": lambda: ~policies.save_matmuls | policies.offload(policies.everything_saveable),
+    "other name": lambda: (
+        policies.save_any_names_but_these("a") | policies.offload(policies.save_any_names_but_these("b"))
+    ),
+}
+
+
+@pytest.mark.parametrize("make", CERTAIN.values(), ids=CERTAIN)
+def test_a_certain_conflict_is_an_error_when_it_is_made(make: Callable) -> None:
+    with pytest.raises(PolicyError, match=r"would be saved by p = .* and offloaded by q = .*\. To offload"):
+        make()
+
+
+def test_another_conflict_is_an_error_when_it_comes_up() -> None:
+    by_name = policies.offload(policies.save_only_these_names("q"))
+    policy = policies.save_matmuls | by_name
+    assert judge(policy, MM) is judge(policy, MM, "k") is SAVE
+    assert judge(policy, RELU, "q") is OFFLOAD
+    with pytest.raises(PolicyError) as error:
+        judge(policy, MM, "q", "k")
+    assert str(error.value) == (
+        "A value named 'k', 'q' made by aten.mm.default would be saved by p = policies.save_matmuls and offloaded by "
+        "q = policies.offload(policies.save_only_these_names('q')). To offload it, exclude it from the first: "
+        "`(p & ~q) | q`."
+    )
+    remedied = (policies.save_matmuls & ~by_name) | by_name
+    assert judge(remedied, MM, "q") is OFFLOAD and judge(remedied, MM) is SAVE
+    offloads = policies.save_if(lambda ctx, op, *args, **kwargs: True) | policies.offload(large)
+    assert judge(offloads, MM, args=(1,)) is SAVE
+    with pytest.raises(PolicyError, match=r"offloaded by q = policies\.offload\(policies\.save_if\(large\)\)"):
+        judge(offloads, MM, args=(11,))
+
+
+# --- what the engine asks -----------------------------------------------------------------------------------------
+
+NOTHING, EVERYTHING = policies.nothing_saveable, policies.everything_saveable
+
+
+@pytest.mark.parametrize(
+    "policy, judges_ops, everything, nothing",
+    [
+        (NOTHING, False, False, True),
+        (EVERYTHING, True, True, False),
+        (policies.offload(EVERYTHING), True, False, False),
+        (policies.save_matmuls, True, False, False),
+        (as_policy([]), False, False, True),
+        (as_policy(large), True, False, False),
+        (NAMED, False, False, False),
+        (policies.save_only_these_names(), False, False, True),
+        (policies.save_any_names_but_these("*"), False, False, True),
+        (policies.save_any_names_but_these("q"), False, False, False),
+        (policies.save_anything_except_these_names("q"), True, False, False),
+        (policies.save_anything_except_these_names(), True, True, False),
+        (PAIR, False, False, False),
+        (NAMED | policies.save_matmuls, True, False, False),
+        (NAMED & policies.save_matmuls, False, False, False),
+        (policies.save_attention & policies.save_matmuls, True, False, False),
+        (~NAMED, True, False, False),
+        (~NOTHING, True, True, False),
+        (~EVERYTHING, False, False, True),
+        (~policies.offload(EVERYTHING), False, False, True),
+        (~policies.save_anything_except_these_names("q"), False, False, False),
+        (EVERYTHING | policies.save_matmuls, True, True, False),
+        (NOTHING & policies.save_matmuls, False, False, True),
+        (policies.offload(NOTHING), False, False, True),
+    ],
+    ids=repr,
+)
+def test_what_is_certain(policy: Policy, judges_ops: bool, everything: bool, nothing: bool) -> None:
+    assert (policy.judges_ops, policy.saves_everything, policy.saves_nothing) == (judges_ops, everything, nothing)
+
+
+def test_mentioned_names() -> None:
+    assert (NAMED | ~policies.save_any_names_but_these("a", "q") & large).mentioned_names == ("q", "k*", "a")
+    assert policies.save_matmuls.mentioned_names == ()
+
+
+# --- what users give ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, policy",
+    [
+        (None, NOTHING),
+        (policies.save_matmuls, policies.save_matmuls),
+        ([aten.mm], policies.save_ops("aten.mm")),
+        (("aten::mm.default", "torch.ops.aten.bmm.default"), policies.save_ops(MM, BMM)),
+        ({"aten.mm.default"}, policies.save_ops(MM)),
+        ([twice], policies.save_ops(torch.ops.remat_tests.twice.default)),
+        (["higher_order.flex_attention"], policies.save_ops(FLEX)),
+        (large, policies.save_if(large)),
+    ],
+    ids=repr,
+)
+def test_what_is_taken_for_a_policy(given: Any, policy: Policy) -> None:
+    assert as_policy(given) == policy
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ("dots", r"got 'dots'\. Did you mean policies\.dots_saveable "),
+        ("save_matmul", r"Did you mean policies\.save_matmuls or "),
+        ("dots_saveable", r"Did you mean policies\.dots_saveable\?"),
+        ("checkpoint_policies.dots_saveable", r"Did you mean policies\.dots_saveable\?"),
+        ("save_only_these_names", r"Did you mean policies\.save_only_these_names\(\.\.\.\)\?"),
+        ("zzz", r"A policy is one of remat\.policies .* got 'zzz'\.$"),
+        (3, "got 3"),
+        (True, "got True"),
+        (CheckpointPolicy.MUST_SAVE, "CheckpointPolicy.MUST_SAVE"),
+        ({}, "got {}"),
+        (Policy, "got <class"),
+        (torch.nn.Linear(1, 1), "got Linear"),
+        (policies, "got <module"),
+        (policies.save_ops, r"call it, as in `policies\.save_ops\(\.\.\.\)`"),
+        (policies.save_only_these_names, r"call it, as in `policies\.save_only_these_names\(\.\.\.\)`"),
+        (functools.partial(policies.save_only_these_names, "q"), r"call it, as in `policies\.save_only"),
+        (create_selective_checkpoint_contexts, "without create_selective_checkpoint_contexts"),
+        (functools.partial(create_selective_checkpoint_contexts, large), "without create_selective"),
+        (MM, r"write `policies\.save_ops\("),
+        (aten.mm, r"write `policies\.save_ops\("),
+        (twice, r"write `policies\.save_ops\("),
+        (torch.mm, "can't be called with these arguments"),
+        (F.relu, "can't be called with these arguments"),
+        (lambda: True, "can't be called with these arguments"),
+        (lambda ctx, op: True, "can't be called with these arguments"),
+        (lambda op, **kwargs: True, "can't be called with these arguments"),
+        ([policies.save_matmuls], r"put together by `p \| q`"),
+        (["q"], r"no operator 'q'.*save_only_these_names"),
+        ([3], r"save_ops takes operators such as torch\.ops\.aten\.mm, got 3"),
+    ],
+    ids=repr,
+)
+def test_what_is_refused(given: Any, says: str) -> None:
+    for take in (as_policy, policies.offload, lambda value: policies.save_matmuls | value):
+        with pytest.raises(PolicyError, match=says):
+            take(given)
+
+
+def test_policies_of_jax_are_refused() -> None:
+    def dots_saveable(prim: Any, *args: Any, **params: Any) -> bool:
+        return True
+
+    dots_saveable.__module__ = "jax._src.ad_checkpoint"
+    with pytest.raises(PolicyError, match=r"JAX's .* Did you mean policies\.dots_saveable\?"):
+        as_policy(dots_saveable)
+
+
+@pytest.mark.parametrize(
+    "op, says",
+    [
+        ("aten.mmm", r"no operator 'aten\.mmm'\. Did you mean 'aten\.\w*mm'"),
+        ("mm", "Did you mean 'aten.mm'"),
+        ("aten.mm.nope", r"overloads of aten\.mm are default, out"),
+        ("nowhere::nothing", "no operator 'nowhere::nothing'"),
+        ("", "no operator ''"),
+        ("aten.linear", r"aten\.linear is a composite.*policies\.save_matmuls"),
+        (aten.linear.default, r"aten\.linear\.default is a composite.*policies\.save_matmuls"),
+        (aten.matmul, r"policies\.save_matmuls"),
+        (aten.einsum, r"policies\.save_matmuls"),
+        (aten.scaled_dot_product_attention, r"policies\.save_attention"),
+        (aten.conv2d, r"policies\.save_convolutions"),
+        (aten.softmax, r"Use 'aten\._softmax'"),
+        (aten.cdist, r"composite.*checkpoint_name"),
+        (torch.mm, r"Did you mean torch\.ops\.aten\.mm\?"),
+        (F.linear, r"aten\.linear is a composite.*policies\.save_matmuls"),
+        (torch.Tensor.matmul, r"policies\.save_matmuls"),
+        (torch.nn.Linear, r"takes operators such as .*, got <class"),
+        (None, "got None"),
+    ],
+    ids=repr,
+)
+def test_operators_that_no_policy_sees(op: Any, says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        policies.save_ops(op)
+
+
+def test_a_packet_stands_for_its_overloads() -> None:
+    assert _ops.resolve(aten.mm) == {getattr(aten.mm, name) for name in aten.mm.overloads()}
+    assert aten.sum.dim_IntList in _ops.resolve("aten.sum") and aten.sum.int not in _ops.resolve("aten.sum")
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda: policies.save_only_these_names(["q"]), r"takes names, which are strings.*got \['q'\]"),
+        (lambda: policies.save_any_names_but_these(""), "got ''"),
+        (lambda: policies.save_anything_except_these_names(3), "got 3"),
+        (lambda: policies.save_if(3), "got 3"),
+        (lambda: policies.save_if(None), "got None"),
+        (lambda: policies.offload(policies.save_matmuls, to="cuda"), "not to 'cuda'"),
+        (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), "not to 'disk'"),
+        (lambda: policies.offload_dot_with_no_batch_dims("cpu", "device"), "not from 'cpu'"),
+        (lambda: policies.save_and_offload_only_these_names(names_which_can_be_saved="q"), r"in a list: \['q'\]"),
+        (
+            lambda: policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=["a", "q"], names_which_can_be_offloaded=["q"]
+            ),
+            "both saved and offloaded: 'q'",
+        ),
+    ],
+)
+def test_arguments_are_checked(make: Callable, says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        make()
+
+
+# --- what reaches a policy ----------------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that reach a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.ops.append(op)
+        return op(*args, **(kwargs or {}))
+
+
+def kept(policy: Policy, fn: Callable, *args: Any) -> list[str]:
+    """The names of the operators in a call that a policy keeps."""
+    with Seen() as seen:
+        fn(*args)
+    return [_ops.packet_name(op).partition("::")[2] for op in seen.ops if policy.verdict_for(op) is SAVE]
+
+
+def rand(*sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes).requires_grad_()
+
+
+def attend(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.MultiheadAttention(4, 2, batch_first=True)(x, x, x, need_weights=False)[0]
+
+
+PRODUCTS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
+    "matrix @ matrix": (torch.matmul, (rand(4, 4), rand(4, 4))),
+    "batch @ matrix": (torch.matmul, (rand(2, 4, 4), rand(4, 4))),
+    "matrix @ vector": (torch.matmul, (rand(4, 4), rand(4))),
+    "vector @ matrix": (torch.matmul, (rand(4), rand(4, 4))),
+    "vector @ vector": (torch.matmul, (rand(4), rand(4))),
+    "linear": (F.linear, (rand(3, 4), rand(5, 4))),
+    "linear with bias": (F.linear, (rand(3, 4), rand(5, 4), rand(5))),
+    "linear of 3-D": (F.linear, (rand(2, 3, 4), rand(5, 4))),
+    "linear of 3-D with bias": (F.linear, (rand(2, 3, 4), rand(5, 4), rand(5))),
+    "addmm": (torch.addmm, (rand(4, 4), rand(4, 4), rand(4, 4))),
+    "mv": (torch.mv, (rand(4, 4), rand(4))),
+    "addmv": (torch.addmv, (rand(4), rand(4, 4), rand(4))),
+    "dot": (torch.dot, (rand(4), rand(4))),
+    "vdot": (torch.vdot, (rand(4), rand(4))),
+    "inner": (torch.inner, (rand(4, 4), rand(4, 4))),
+    "tensordot": (functools.partial(torch.tensordot, dims=1), (rand(4, 4), rand(4, 4))),
+    "multi_dot": (lambda *xs: torch.linalg.multi_dot(xs), (rand(4, 4), rand(4, 4), rand(4, 4))),
+    "LSTM cell": (torch.nn.LSTMCell(4, 4), (rand(2, 4),)),
+}
+BATCHED: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
+    "batch @ batch": (torch.matmul, (rand(2, 4, 4), rand(2, 4, 4))),
+    "baddbmm": (torch.baddbmm, (rand(2, 4, 4), rand(2, 4, 4), rand(2, 4, 4))),
+    "addbmm": (torch.addbmm, (rand(4, 4), rand(2, 4, 4), rand(2, 4, 4))),
+    "einsum": (functools.partial(torch.einsum, "bij,bjk->bik"), (rand(2, 4, 4), rand(2, 4, 4))),
+    "bilinear": (F.bilinear, (rand(2, 3), rand(2, 4), rand(5, 3, 4))),
+}
+CONVOLUTIONS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
+    "conv1d": (F.conv1d, (rand(1, 2, 5), rand(3, 2, 2))),
+    "conv1d, same": (functools.partial(F.conv1d, padding="same"), (rand(1, 2, 5), rand(3, 2, 3))),
+    "conv2d": (F.conv2d, (rand(1, 2, 5, 5), rand(3, 2, 2, 2), rand(3))),
+    "conv2d by groups": (functools.partial(F.conv2d, groups=2), (rand(1, 2, 5, 5), rand(2, 1, 2, 2))),
+    "conv3d": (F.conv3d, (rand(1, 2, 5, 5, 5), rand(3, 2, 2, 2, 2))),
+    "conv_transpose1d": (F.conv_transpose1d, (rand(1, 2, 5), rand(2, 3, 2))),
+    "conv_transpose2d": (F.conv_transpose2d, (rand(1, 2, 5, 5), rand(2, 3, 2, 2))),
+    "conv_transpose3d": (F.conv_transpose3d, (rand(1, 2, 5, 5, 5), rand(2, 3, 2, 2, 2))),
+    "conv_tbc": (F.conv_tbc, (rand(5, 1, 2), rand(2, 2, 3), rand(3))),
+}
+
+
+AMBIENT = pytest.mark.parametrize(
+    "ambient",
+    [torch.enable_grad, torch.no_grad, functools.partial(torch.autocast, "cpu", torch.bfloat16)],
+    ids=["grad", "no grad", "autocast"],
+)
+NO_BATCHING_RULE = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@AMBIENT
+@pytest.mark.parametrize("fn, args", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_are_seen(fn: Callable, args: tuple, ambient: Callable) -> None:
+    with ambient():
+        seen = kept(policies.save_matmuls, fn, *args)
+        assert seen == kept(policies.save_matmuls_without_batch_dims, fn, *args) != []
+        assert not kept(policies.save_convolutions, fn, *args)
+
+
+@AMBIENT
+@pytest.mark.parametrize("fn, args", BATCHED.values(), ids=BATCHED)
+def test_batched_products_are_seen(fn: Callable, args: tuple, ambient: Callable) -> None:
+    with ambient():
+        assert kept(policies.save_matmuls, fn, *args)
+        assert not kept(policies.save_matmuls_without_batch_dims, fn, *args)
+
+
+@AMBIENT
+@pytest.mark.parametrize("fn, args", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolutions_are_seen(fn: Callable, args: tuple, ambient: Callable) -> None:
+    with ambient():
+        assert kept(policies.save_convolutions, fn, *args) == kept(policies.save_matmuls, fn, *args) != []
+        assert not kept(policies.save_matmuls_without_batch_dims, fn, *args)
+
+
+VMAPPED = {name: case for name, case in (PRODUCTS | BATCHED | CONVOLUTIONS).items() if name != "LSTM cell"}
+
+
+@NO_BATCHING_RULE
+@pytest.mark.parametrize("fn, args", VMAPPED.values(), ids=VMAPPED)
+def test_vmapped_products_are_seen(fn: Callable, args: tuple) -> None:
+    stacked = tuple(torch.stack([x.detach(), x.detach()]).requires_grad_() for x in args)
+    assert kept(policies.save_matmuls, vmap(fn), *stacked)
+
+
+MASK = torch.zeros(3, 3)
+FUSED = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": MASK},
+    "bool mask": {"attn_mask": MASK == 0},
+    "scale": {"scale": 0.5},
+}
+
+
+@NO_BATCHING_RULE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", FUSED.values(), ids=FUSED)
+def test_fused_attention_is_seen(options: dict, dtype: torch.dtype) -> None:
+    options = {k: v.to(dtype) if v is MASK else v for k, v in options.items()}
+    x = torch.randn(2, 2, 3, 4, dtype=dtype, requires_grad=True)
+    kernel = "_scaled_dot_product_flash_attention_for_cpu"
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, **options)
+
+    assert kept(policies.save_attention, f, x) == [kernel]
+    assert kept(policies.save_attention, grad(lambda x: f(x).sum()), x.detach()) == [kernel]
+    assert kept(policies.save_attention, vmap(f), torch.stack([x, x])) == [kernel] * 2
+    with torch.no_grad():
+        assert kept(policies.save_attention, f, x) == [kernel]
+
+
+def test_attention_in_modules_is_seen() -> None:
+    x = rand(2, 3, 4)
+    assert len(kept(policies.save_attention, attend, x)) == 1
+    assert len(kept(policies.save_matmuls, attend, x)) == 2
+    layer = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+    assert len(kept(policies.save_attention, layer, x)) == 1
+    with torch.no_grad():  # one kernel does all of it
+        assert len(kept(policies.save_attention, layer.eval(), x)) == 1
+
+
+@pytest.mark.parametrize("how", ["backend", "dropout", "3-D", "mask with gradient"])
+def test_attention_without_a_kernel_is_matrix_products(how: str) -> None:
+    x = rand(2, 2, 3, 4)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if how == "backend":
+            with sdpa_kernel(SDPBackend.MATH):
+                return F.scaled_dot_product_attention(x, x, x)
+        if how == "dropout":
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        if how == "3-D":
+            return F.scaled_dot_product_attention(x[0], x[0], x[0])
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=rand(3, 3))
+
+    assert kept(policies.save_attention, f, x) == []
+    assert kept(policies.save_matmuls, f, x) == ["bmm", "bmm"]
+    assert kept(policies.save_matmuls_without_batch_dims, f, x) == []
+
+
+def test_composites_of_inference_mode_are_seen() -> None:
+    """There operators are not taken apart."""
+    with torch.inference_mode():
+        assert kept(policies.save_matmuls, F.linear, *PRODUCTS["linear"][1]) == ["linear"]
+        assert kept(policies.save_matmuls, F.conv2d, *CONVOLUTIONS["conv2d"][1]) == ["conv2d"]
+        attention = kept(policies.save_attention, F.scaled_dot_product_attention, *[rand(1, 2, 3, 4)] * 3)
+        assert attention == ["scaled_dot_product_attention"]
+
+
+def test_nested_tensors_keep_linear_whole() -> None:
+    nested = torch.nested.nested_tensor([rand(2, 4), rand(3, 4)], layout=torch.jagged, requires_grad=True)
+    assert kept(policies.save_matmuls, F.linear, nested, rand(5, 4)) == ["linear"]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
+def test_collectives_are_seen() -> None:
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world, x = dist.group.WORLD, rand(4)
+        for name, call in {
+            "all_reduce": lambda: functional.all_reduce(x, "sum", world),
+            "broadcast": lambda: functional.broadcast(x, 0, world),
+            "all_reduce_coalesced": lambda: functional.all_reduce_coalesced([x], "sum", world)[0],
+            "all_to_all_single": lambda: functional.all_to_all_single_autograd(x, None, None, world),
+        }.items():
+            seen = kept(policies.save_collectives, lambda call=call: functional.wait_tensor(call()))
+            assert seen[0] == name and seen[-1] == "wait_tensor"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", _ops.GROUPS)
+def test_names_in_groups_exist(group: str) -> None:
+    """A name with a typo would keep nothing, silently; those of other packages and of newer torch are few."""
+    here = {_ops.packet_name(op) for op in _ops.members(_ops.GROUPS[group])}
+    missing = {name for name in _ops.GROUPS[group] - here if name.startswith(("aten::", "quantized::", "mkl"))}
+    newer = {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2", "aten::_foreach_mm"}
+    newer |= {"aten::_flash_attention_forward_no_dropout_inplace"}
+    assert missing <= newer
