@@ -1,19 +1,27 @@
 """Rematerialization for PyTorch: the same values and derivatives from less memory."""
 
+from . import policies
 from ._errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
+from ._listing import SavedResidual, print_saved_residuals, saved_residuals
 from ._names import checkpoint_name
+from ._policy import Policy
 from ._remat import remat
 from ._state import disable_remat, is_recomputing
 
 __all__ = [
     "CaptureError",
     "MutationError",
+    "Policy",
     "PolicyError",
     "RecomputeMismatchError",
     "RematError",
+    "SavedResidual",
     "checkpoint_name",
     "disable_remat",
     "is_recomputing",
+    "policies",
+    "print_saved_residuals",
     "remat",
+    "saved_residuals",
 ]
 __version__ = "0.1.0"

@@ -61,9 +61,10 @@ class Frame:
         """Run the region for the first time; what it saves becomes slots of this frame."""
         self.outer = _torch.top_hooks(True)
         if self.outer is not None:
-            ours = isinstance(getattr(self.outer[0], "__self__", None), (Frame, Filler))
+            owner = getattr(self.outer[0], "__self__", None)
+            which = _made_by_an_outer_region if isinstance(owner, (Frame, Filler)) else _has_history
             self.operands.hand_over(*self.outer)
-            self.consts.hand_over(*self.outer, _made_by_an_outer_region if ours else _has_history)
+            self.consts.hand_over(*self.outer, None if getattr(owner, "takes_all", False) else which)
         self.region.root.log = self.log
         with _torch.hooks_allowed():
             _torch.push_hooks(self.pack, self.unpack)

@@ -16,6 +16,7 @@ import torch
 from ._determinism import user_line
 from ._memory import Memory
 from ._names import warn_of_unseen
+from ._offload import Group
 from ._plan import Plan, plan
 from ._policy import Policy, Verdict
 from ._residual import Residual
@@ -35,7 +36,7 @@ class Source(NamedTuple):
 class Record:
     """What is known of a region's first run."""
 
-    def __init__(self, policy: Policy, memory: Memory) -> None:
+    def __init__(self, policy: Policy, memory: Memory, lines: bool = False) -> None:
         self.policy = policy
         self.memory = memory
         self.steps: list[Step] = []
@@ -43,6 +44,7 @@ class Record:
         self.storages = Storages()
         self.views: set[Any] = set()  # operations that made views alone, which aren't steps
         self.named: dict[str, str] = {}  # all names that were given in the region, each with the line
+        self.lines = lines  # note where each operation is called, not only where it may matter
         self.open = True  # the first run has not ended
         self.lazy = True  # what nothing needs may be left out of a run again
         self.wanted: list[Value] = []  # what autograd saved
@@ -126,8 +128,9 @@ class Record:
             step.outs.append(value)
             self.storages.bind(tensor, value)
         self.steps.append(step)
-        if verdict is not Verdict.RECOMPUTE:
+        if self.lines or verdict is not Verdict.RECOMPUTE:
             step.line = user_line()
+        if verdict is not Verdict.RECOMPUTE:
             return
         for value, tensor in reads:
             self._hold(value, tensor)
@@ -151,23 +154,21 @@ class Record:
     # --- the end of the first run -------------------------------------------------------------------------------------
 
     def close(self, outer: tuple | None = None) -> None:
-        """Decide what is kept, and let go of the rest. If there are hooks around the region, ``outer``, they keep it."""
+        """Decide what is kept, and let go of the rest. The hooks around the region, if any, keep it."""
         self.open = False
         warn_of_unseen(self._mentioned, self.named, self.memory)
         slots = [slot for ref in self._slots if (slot := ref()) is not None]
-        direct = {
-            id(slot) for slot in slots if slot.source.layout is not None and slot.source.values[0].held is not None
-        }
+        direct = {id(slot) for slot in slots if slot.source.layout and slot.source.values[0].held is not None}
         shown = {slot.source.values[0] for slot in slots if id(slot) in direct}
         hidden = [value for slot in slots if id(slot) not in direct for value in slot.source.values]
         used = self._plan([*self.wanted, *hidden], len(self.steps), _is_held).used
-        residuals = {}
+        residuals, group = {}, Group()
         for step in self.steps:
             step.question = None
             for value in step.outs:
                 if value in used or value in shown:
                     assert value.held is not None
-                    residual = Residual(value, step, outer)
+                    residual = Residual(value, step, outer, group)
                     value.loan = weakref.ref(residual)
                     value.residual = residual if value in used else None
                     residuals[value] = residual  # slots own the others

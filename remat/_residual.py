@@ -9,7 +9,7 @@ import torch
 
 from . import _torch
 from ._errors import MutationError
-from ._offload import Offloaded
+from ._offload import Group, Offloaded, in_host_memory
 from ._policy import Verdict
 
 if TYPE_CHECKING:
@@ -25,40 +25,20 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 class Residual:
     """A tensor that is kept from a region's forward for its backward: a value that a step made."""
 
-    __slots__ = (
-        "__weakref__",
-        "_change",
-        "_offloaded",
-        "_packed",
-        "_tensor",
-        "_unpack",
-        "device",
-        "dtype",
-        "line",
-        "names",
-        "nbytes",
-        "op",
-        "shape",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_kept", "_unpack", "_written", "line", "op")
 
-    def __init__(self, value: Value, step: Step, outer: tuple | None) -> None:
+    def __init__(self, value: Value, step: Step, outer: tuple | None, group: Group) -> None:
         assert value.held is not None
         tensor = _whole(value.held.detach())
-        self.op, self.line, self.names = str(step.func), step.line, value.names
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.nbytes = tensor.untyped_storage().nbytes()
-        self._tensor: torch.Tensor | None = None
-        self._change = 0
-        self._packed: Any = None
+        self.op, self.line = str(step.func), step.line
+        self._kept: Any = tensor
+        self._written = _torch.version(tensor)
         self._unpack: Callable[[Any], torch.Tensor] | None = None
-        self._offloaded: Offloaded | None = None
         if outer is not None:
             pack, self._unpack = outer
-            self._packed = pack(tensor)
-        elif value.verdict is Verdict.OFFLOAD:
-            self._offloaded = Offloaded(tensor)
-        else:
-            self._tensor, self._change = tensor, _torch.version(tensor)
+            self._kept = pack(tensor)
+        elif value.verdict is Verdict.OFFLOAD and not in_host_memory(tensor):
+            self._kept, self._unpack = Offloaded(tensor, group), Offloaded.get
 
     def get(self) -> torch.Tensor:
         """The tensor.
@@ -67,17 +47,14 @@ class Residual:
             MutationError: it was changed in place.
         """
         if self._unpack is not None:
-            return self._unpack(self._packed)
-        if self._offloaded is not None:
-            return self._offloaded.get()
-        assert self._tensor is not None
-        if _torch.version(self._tensor) != self._change:
+            return self._unpack(self._kept)
+        if _torch.version(self._kept) != self._written:
             raise MutationError(
                 f"The output of {self.op} at {self.line}, which the region's policy keeps for the backward, was "
                 f"changed in place after the region's forward. Use the out-of-place operation, or change a copy: "
                 f"`.clone()`."
             )
-        return self._tensor
+        return self._kept
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -169,6 +169,10 @@ class Storages:
         """What all storages hold that are still there."""
         return [value for ref, value in self._entries.values() if ref() is not None]
 
+    def where(self, value: Value) -> Any:
+        """The storage that holds a value, None if none does any more."""
+        return next((ref() for ref, held in self._entries.values() if held is value), None)
+
     def copy(self) -> Storages:
         """The same, to go on with."""
         found = Storages()

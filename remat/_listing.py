@@ -1,0 +1,270 @@
+"""The list of what a function keeps between its forward and its backward, each tensor with where it is from."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+
+from . import _torch, _tree
+from ._derived import differentiable
+from ._kept import Kept
+from ._memory import memory_of
+from ._record import Record, Recorder
+from ._region import Options, Region
+from ._values import Layout, holder
+from .policies import nothing_saveable
+
+__all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]
+
+
+@dataclass(frozen=True)
+class SavedResidual:
+    """One tensor that is kept: ``nbytes`` is what its storage takes, ``source`` says where it is from."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{_dtype(self)}{list(self.shape)} on {self.device}, {self.nbytes} bytes: {self.source}"
+
+
+def saved_residuals(fn: Callable, /, *args: Any, **kwargs: Any) -> list[SavedResidual]:
+    """The tensors that ``fn(*args, **kwargs)`` keeps from its forward for its backward.
+
+    It runs ``fn`` once, and no backward; buffers, generators and the state of modules are put back. ``fn`` may be any
+    function or module, with rematerialized functions and ``torch.func`` transforms in it, or rematerialized itself. It
+    is differentiated by what requires grad; if nothing does, by all floating-point arguments.
+
+    Args:
+        fn: the function.
+        *args: its arguments, any pytrees.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        One entry for each storage that is kept, the largest first. ``source`` is one of ``argument params['w1']``,
+        ``captured self.weight``, ``named 'q' at file:line (function)``, ``output of aten.mm at file:line (function)``.
+        Arguments and captured tensors are listed if they are kept too, although they take no memory of their own. Of a
+        function that calls ``torch.func.grad`` or ``vjp`` itself, all those that are differentiated are listed.
+
+    Raises:
+        RuntimeError: it is called under a ``torch.func`` transform. Give it the transformed function instead.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat, saved_residuals
+        >>> def f(x, w):
+        ...     return torch.tanh(x @ w).sin()
+        >>> x, w = torch.ones(4, 2), torch.ones(2, 3)
+        >>> [residual.source.partition(" at ")[0] for residual in saved_residuals(f, x, w)]
+        ['output of aten.tanh', 'argument x', 'argument w']
+        >>> [residual.source for residual in saved_residuals(remat(f), x, w)]
+        ['argument x', 'argument w']
+
+    After ``jax.ad_checkpoint.saved_residuals``.
+    """
+    if _torch.transforms_active():
+        raise RuntimeError(
+            "saved_residuals can't be called under a torch.func transform. Give it the transformed function: "
+            "`saved_residuals(torch.func.vmap(fn), x)`."
+        )
+    try:
+        rows = _Listing(fn, args, kwargs).run(under_hooks=True)
+    except RuntimeError as error:
+        if not _torch.is_hooks_refusal(error):
+            raise
+        rows = _Listing(fn, args, kwargs).run(under_hooks=False)
+    return sorted(rows, key=lambda row: (-row.nbytes, row.source))
+
+
+def print_saved_residuals(fn: Callable, /, *args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
+    """Print what :func:`saved_residuals` returns, and the total.
+
+    Args:
+        fn: the function.
+        *args: its arguments.
+        file: where to print, standard output if it is None.
+        **kwargs: its keyword arguments.
+
+    Example:
+        >>> import torch
+        >>> from remat import print_saved_residuals
+        >>> print_saved_residuals(torch.mul, torch.ones(4, 2), torch.ones(2))
+        float32[4, 2]  cpu  32 bytes  argument args[0]
+        float32[2]     cpu   8 bytes  argument args[1]
+        total: 40 bytes in 2 tensors, 0 bytes beyond arguments and captured tensors
+    """
+    rows = saved_residuals(fn, *args, **kwargs)
+    columns = [(f"{_dtype(r)}{list(r.shape)}", str(r.device), f"{r.nbytes:,} bytes", r.source) for r in rows]
+    first, second, third = (max((len(column[i]) for column in columns), default=0) for i in range(3))
+    for kind, device, size, source in columns:
+        print(f"{kind:<{first}}  {device:<{second}}  {size:>{third}}  {source}", file=file or sys.stdout)
+    own = sum(row.nbytes for row in rows if not row.source.startswith(("argument ", "captured ")))
+    tensors = f"{len(rows)} tensor{'s' * (len(rows) != 1)}"
+    print(
+        f"total: {sum(row.nbytes for row in rows):,} bytes in {tensors}, {own:,} bytes beyond arguments and captured "
+        f"tensors",
+        file=file or sys.stdout,
+    )
+
+
+class _Saved:
+    """What stands in the graph for a tensor that was saved: as long as it lives, the tensor is kept."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The plain tensors that hold its memory."""
+        return _torch.parts(_torch.bottom(self.tensor))
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    return saved.tensor
+
+
+class _Listing:
+    """One run of the function, watched."""
+
+    takes_all = True  # regions hand over all that they keep to these hooks
+
+    def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
+        self.region = region = Region(fn, args, kwargs, Options(), memory_of(fn))
+        self.record = Record(nothing_saveable, region.memory, lines=True)
+        self.names = _argument_names(fn, _tree.paths(region.spec, ""))
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.known: dict[int, str] = {}  # storages of arguments and captured tensors
+        # All buffers are copied first, and are put back.
+        assert region.found is not None
+        captured = [(f"captured {place.path}", value) for place, value in region.found.places]
+        arguments = [(region.name(i), tensor) for i, tensor in enumerate(region.arguments)]
+        region.memory.changing.update(name for name, tensor in captured + arguments if not _requires_grad(tensor))
+
+    def run(self, under_hooks: bool) -> list[SavedResidual]:
+        """Run the function, and look what is there after it as long as its graph is."""
+        region = self.region
+        region.open()
+        assert region.consts is not None
+        captured = [tensor for tensor in region.consts.tensors if tensor is not None]
+        guard = Kept(region.arguments, region.name, region.memory.changing)
+        operands = _differentiable(region.arguments, captured)
+        self._know(operands, captured)
+        if under_hooks:
+            _torch.push_hooks(self.pack, _unpack)
+        try:
+            with torch.enable_grad():
+                graph = _edges(region.call(operands, Recorder(self.record)))
+        finally:
+            if under_hooks:
+                _torch.pop_hooks()
+            guard.roll_back()
+            region.restart()
+        if under_hooks:
+            kept = [part for ref in self.saved if (saved := ref()) is not None for part in saved.parts]
+        else:
+            kept = [t for t in (*operands, *captured) if t.requires_grad] + self._alive()
+        del graph
+        rows: dict[int, SavedResidual] = {}
+        for tensor in kept:
+            if id(holder(tensor)) not in rows:
+                rows[id(holder(tensor))] = self._row(tensor)
+        return list(rows.values())
+
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        """The hook."""
+        saved = _Saved(tensor)
+        self.saved.append(weakref.ref(saved))
+        return saved
+
+    def _know(self, operands: list[torch.Tensor], captured: list[torch.Tensor]) -> None:
+        named = [(tensor, f"captured {place.path}") for tensor, place in zip(captured, self.region.places)]
+        named += [(tensor, f"captured {place.path}") for place, tensor, _ in self.region.fixed]
+        named += [(t, f"argument {self.names[i]}") for t, i in zip(operands, self.region.positions)]
+        self.known = {id(holder(part)): name for tensor, name in named for part in _torch.parts(tensor)}
+
+    def _alive(self) -> list[torch.Tensor]:
+        """What operations made and something holds."""
+        found = []
+        for step in self.record.steps:
+            for layout in _layouts(step.result):
+                storage = self.record.storages.where(step.outs[layout.i])
+                if storage is not None:
+                    empty = torch.empty(0, dtype=layout.dtype, device=layout.device)
+                    found.append(empty.set_(storage, layout.offset, layout.size, layout.stride))
+        return found
+
+    def _row(self, tensor: torch.Tensor) -> SavedResidual:
+        value = self.record.storages.find(tensor)
+        step = None if value is None or value.step is None else self.record.steps[value.step]
+        nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
+        shape = tensor.shape
+        source = "made out of sight, such as a constant"
+        if step is not None and value is not None:
+            source = f"output of {getattr(step.func, 'overloadpacket', step.func)} at {step.line}"
+            if value.names:
+                source = " and ".join(f"named {name!r} at {line}" for name, line in value.names.items())
+            # Of a view, the shape of what is kept.
+            shape = next((x.size for x in _layouts(step.result) if step.outs[x.i] is value), shape)
+        source = self.known.get(id(holder(tensor)), source)
+        return SavedResidual(tuple(shape), tensor.dtype, tensor.device, nbytes, source)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _differentiable(arguments: list[torch.Tensor], captured: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The arguments, cut from their history: what requires grad does, or if nothing does whatever can."""
+    all_of_them = not any(tensor.requires_grad for tensor in (*arguments, *captured))
+    return [t.detach().requires_grad_(differentiable(t) if all_of_them else t.requires_grad) for t in arguments]
+
+
+def _edges(result: Any) -> list[Any]:
+    """What holds the graph of a result, but not the result."""
+    leaves = _tree.flatten(result)[0]
+    return [torch.autograd.graph.get_gradient_edge(leaf) for leaf in leaves if _requires_grad(leaf)]
+
+
+def _layouts(result: Any) -> Iterator[Layout]:
+    """Of the tensors in the description of a result."""
+    if isinstance(result, Layout):
+        yield result
+    elif type(result) in (tuple, list):
+        for item in result:
+            yield from _layouts(item)
+
+
+def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
+    """For each leaf of ``(args, kwargs)`` what the function calls it, as ``params['w1']``."""
+    positional: list[str] = []
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                break
+            positional.append(parameter.name)
+    except (TypeError, ValueError):  # a built-in function
+        pass
+    names = []
+    for path in paths:
+        first, _, rest = path[len("[0][") :].partition("]")
+        if path.startswith("[1]"):
+            names.append(first.strip("'") + rest)
+        else:
+            names.append((positional[int(first)] if int(first) < len(positional) else f"args[{first}]") + rest)
+    return names
+
+
+def _dtype(row: SavedResidual) -> str:
+    return str(row.dtype).removeprefix("torch.")
