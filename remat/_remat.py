@@ -144,11 +144,12 @@ class Remat:
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._options = options
+        self._judge = _compile.judge_of(options.policy)
         self._memory = memory
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _compile.call(self._fn, self._options, args, kwargs)
+            return _compile.call(self._fn, self._options, self._judge, args, kwargs)
         if state.disabled or _torch.tracing():
             return self._fn(*args, **kwargs)
         if _torch.transforms_active():
