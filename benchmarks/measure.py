@@ -17,12 +17,14 @@ from typing import Any
 import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 __all__ = [
     "OpCounter",
     "PeakMemory",
     "Watch",
     "assert_freed_without_gc",
+    "count_flops",
     "count_ops",
     "gc_disabled",
     "held_bytes",
@@ -181,6 +183,30 @@ def count_ops(fn: Callable[..., Any], /, *args: Any) -> Counter[str]:
     with OpCounter() as counter:
         fn(*args)
     return counter.counts
+
+
+# torch's counter has the formulas for the attention kernels of every device but this one.
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, query, key, value, *args, **kwargs: sdpa_backward_flop_count(grad, query, key, value)
+    ),
+}
+
+
+def count_flops(fn: Callable[..., Any], /, *args: Any) -> int:
+    """The floating-point operations of `fn(*args)` in matrix products, convolutions and attention kernels.
+
+    What an op between them costs is not counted, and an op that is given its result counts nothing.
+
+    >>> count_flops(lambda x: (x @ x).tanh(), torch.ones(2, 2))
+    16
+    """
+    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+        fn(*args)
+    return counter.get_total_flops()
 
 
 class Watch:

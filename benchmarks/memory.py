@@ -11,8 +11,6 @@ is 1 if a row misses its limit.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +24,12 @@ from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import peak_bytes
+from benchmarks.report import MIB, report, verdict
 from remat import remat
 
 __all__ = ["CASES", "Case", "Measurement", "main"]
 
 REGIONS, DEPTH, WIDTH = 16, 4, 64
-MIB = 2**20
 
 Weights: TypeAlias = list[list[Tensor]]
 Region: TypeAlias = Callable[[Tensor, list[Tensor]], Tensor]
@@ -200,22 +198,13 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def environment() -> dict[str, str]:
-    """What the numbers may depend on."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
-
-
 def table(measurements: Sequence[Measurement]) -> str:
     """The measurements as aligned text."""
     width = max(len(m.name) for m in measurements)
     head = f"{'peak live bytes':<{width}}  {'MiB':>8} / {'MiB':<8}  {'ratio':>6}  {'limit':>6}"
     rows = [
         f"{m.name:<{width}}  {m.numerator / MIB:>8.2f} / {m.denominator / MIB:<8.2f}"
-        f"  {m.ratio:>6.3f}  {m.limit:>6.2f}  {'pass' if m.passed else 'FAIL'}"
+        f"  {m.ratio:>6.3f}  {m.limit:>6.2f}  {verdict(m)}"
         for m in measurements
     ]
     return "\n".join([head, *rows])
@@ -224,16 +213,7 @@ def table(measurements: Sequence[Measurement]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case and prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.memory", description="Peak memory of rematerialized programs.")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_args(argv)
-
-    measurements = [case.measure() for case in CASES]
-    if options.json:
-        print(json.dumps({**environment(), "rows": [m.as_json() for m in measurements]}, indent=2))
-    else:
-        print(", ".join(f"{key} {value}" for key, value in environment().items()))
-        print(table(measurements))
-    return 0 if all(m.passed for m in measurements) else 1
+    return report(parser, lambda options: [case.measure() for case in CASES], table, argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The lowering under ``torch.compile``: a region is torch's own checkpoint, which Dynamo knows, with the policy's words."""
+"""The lowering under ``torch.compile``: torch's checkpoint, with the policy in the words of its selective one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def call(fn: Callable, options: Options, judge: Callable | None, args: tuple, kw
     if _torch.transforms_active() or _torch.exporting() or options.policy.saves_everything:
         return fn(*args, **kwargs)
     # Dynamo takes a partial of functions as a context, and only one that it sees being made.
-    contexts = {} if judge is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, judge)}
+    contexts: Any = (
+        {} if judge is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, judge)}
+    )
     return torch.utils.checkpoint.checkpoint(
         lambda *inputs: fn(*inputs, **kwargs),
         *args,

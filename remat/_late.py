@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ._errors import RecomputeMismatchError
 from ._torch import as_subclass, without_overrides
 from ._values import Layout, Step, holder, tensors
 
@@ -69,6 +70,11 @@ class Late:
 
     def _run(self, call: LateCall) -> None:
         """Run a call for all of its tensors that are still there."""
+        if call.step.draws:
+            raise RecomputeMismatchError(
+                f"The region reads random numbers of {call.step.func} when it is run again that it did not read in its "
+                f"forward. A region must do the same each time: look for Python state that changed between the runs."
+            )
         mine = [(ref, layout) for ref, layout, other in self._entries.values() if other is call]
         self.fill(tensors((call.args, call.kwargs)))
         outs = dict(_contents(call.step.result, call.step.func(*call.args, **call.kwargs)))

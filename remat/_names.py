@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from . import _tree
+from . import _torch, _tree
 from ._determinism import user_line
 from ._memory import Memory
 from ._state import state
@@ -58,10 +58,11 @@ def checkpoint_name(x: T, name: str) -> T:
         raise TypeError(f"checkpoint_name takes a value and its name, a string; got the name {name!r}.")
     if state.records and not torch.compiler.is_compiling():
         line = user_line()
-        for leaf in _tree.flatten(x)[0]:
-            if isinstance(leaf, torch.Tensor):
-                for record in state.records:
-                    record.name(leaf, name, line)
+        with _torch.without_torch_function():
+            for leaf in _tree.flatten(x)[0]:
+                if isinstance(leaf, torch.Tensor):
+                    for record in state.records:
+                        record.name(leaf, name, line)
     return x
 
 

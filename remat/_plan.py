@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from ._values import Step, Value
+from ._values import UNTOLD, Step, Value
 
 
 class Plan(NamedTuple):
@@ -26,27 +26,28 @@ def plan(steps: Sequence[Step], roots: Iterable[Value], available: Callable[[Val
     draws_later = False
     for step in reversed(steps):
         wanted = [value for value in step.outs if value in needed]
-        given = step.result is not None and bool(wanted) and all(map(available, wanted))
+        # What changes its arguments must do so as a whole.
+        whole = step.outs if step.facts.writes else wanted
+        given = step.result is not UNTOLD and bool(whole) and all(map(available, whole))
         if given:
             result.used.update(dict.fromkeys(wanted))
         # Generators must move as in the first run, as long as something still draws from them.
-        draws = step.facts.draws and draws_later
-        if given and not draws:
+        must_draw = step.draws and draws_later
+        if given and not must_draw:
             result.given.add(step.number)
-        elif wanted or draws or not lazy or not can_wait(step):
+        elif wanted or must_draw or not lazy or not can_wait(step):
             result.run.add(step.number)
             needed.update(step.reads)
-            draws_later |= step.facts.draws
+            draws_later |= step.draws
     return result
 
 
 def can_wait(step: Step) -> bool:
     """Whether an operation that nothing seems to need can be put off, and be made up for if that was wrong."""
     return (
-        step.result is not None
+        step.result is not UNTOLD
         and not step.facts.writes
         and not step.facts.observes
-        and not step.facts.draws
         and bool(step.reads)
         and all(value.overwritten is None for value in step.reads)
     )

@@ -42,16 +42,18 @@ class Record:
         self.steps: list[Step] = []
         self.inputs: list[Value] = []  # of the operands and the captured tensors
         self.storages = Storages()
-        self.views: set[Any] = set()  # operations that made views alone, which aren't steps
+        self.makers: set[Any] = set()  # operations that are steps
+        self.views: set[Any] = set()  # those that made views alone at times, which are none
         self.named: dict[str, str] = {}  # all names that were given in the region, each with the line
         self.lines = lines  # note where each operation is called, not only where it may matter
         self.open = True  # the first run has not ended
+        self.slots_tell = True  # what autograd saved is known
         self.lazy = True  # what nothing needs may be left out of a run again
         self.wanted: list[Value] = []  # what autograd saved
         self._slots: list[weakref.ref] = []
         self._held: dict[Value, None] = {}
         self._verdicts = _table(policy)
-        self._mentioned = policy.mentioned_names
+        self._by_name = bool(policy.mentioned_names)
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
         """Note which values come in."""
@@ -105,16 +107,16 @@ class Record:
                 value.held = flat(tensor).clone()
                 self._held[value] = None
 
-    def ran(self, func: Any, args: tuple, kwargs: dict, result: Any, draw: int) -> None:
-        """An operation has run."""
+    def ran(self, func: Any, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
+        """An operation has run, the ``draw``-th of those that draw random numbers."""
         facts = facts_of(func)
         new = new_tensors(result, self.storages)
         if not new and not facts.writes and not facts.observes:
             self.views.add(func)
             return
-        self.views.discard(func)
+        self.makers.add(func)
         reads: list[tuple[Value, torch.Tensor]] = []
-        key = self.storages.key(func, args, kwargs, draw if facts.draws else None, reads)
+        key = self.storages.key(func, args, kwargs, draw, reads)
         step = Step(func, facts, len(self.steps), key, [value for value, _ in reads])
         step.result = template(result, new, [tensor for _, tensor in reads])
         if not torch.is_grad_enabled():
@@ -147,7 +149,7 @@ class Record:
             step.question = None, func, (), {}
             return verdict
         question = selective_context(result), func, args, kwargs
-        if self._mentioned:
+        if self._by_name:
             step.question = question
         return self.policy.judge(*question, frozenset())
 
@@ -156,12 +158,14 @@ class Record:
     def close(self, outer: tuple | None = None) -> None:
         """Decide what is kept, and let go of the rest. The hooks around the region, if any, keep it."""
         self.open = False
-        warn_of_unseen(self._mentioned, self.named, self.memory)
+        warn_of_unseen(self.policy.mentioned_names, self.named, self.memory)
         slots = [slot for ref in self._slots if (slot := ref()) is not None]
         direct = {id(slot) for slot in slots if slot.source.layout and slot.source.values[0].held is not None}
         shown = {slot.source.values[0] for slot in slots if id(slot) in direct}
         hidden = [value for slot in slots if id(slot) not in direct for value in slot.source.values]
-        used = self._plan([*self.wanted, *hidden], len(self.steps), _is_held).used
+        ends = [slot.source.after for slot in slots if id(slot) not in direct]
+        end = max(ends, default=0) if self.slots_tell and not self.wanted else len(self.steps)
+        used = self._plan([*self.wanted, *hidden], end, _is_held).used
         residuals, group = {}, Group()
         for step in self.steps:
             step.question = None
@@ -184,7 +188,7 @@ class Record:
 
     def close_without_slots(self) -> None:
         """The same where it isn't known what autograd saved: whatever has to run again may be needed."""
-        self.lazy = False
+        self.lazy = self.slots_tell = False
         self.close()
 
     def keep_all(self) -> None:
@@ -238,13 +242,15 @@ class Recorder(TorchDispatchMode):
         record = self.record
         if state.filling:
             return func(*args, **kwargs)
-        if facts_of(func).writes:
+        facts = facts_of(func)
+        if facts.writes:
             with without_torch_function():
                 record.before_writing(func, args, kwargs)
         result = func(*args, **kwargs)
+        draw = self.draws if facts.draws(args, kwargs) else None
+        self.draws += draw is not None
         with without_torch_function():
-            record.ran(func, args, kwargs, result, self.draws)
-        self.draws += facts_of(func).draws
+            record.ran(func, args, kwargs, result, draw)
         return result
 
     def __enter__(self) -> Recorder:

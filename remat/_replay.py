@@ -39,12 +39,12 @@ class Replay(TorchDispatchMode):
         if is_wrapper_call(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func in self.record.views:
+        facts = facts_of(func)
+        if (facts.views or func in self.record.views) and func not in self.record.makers:
             return self._view(func, args, kwargs)
         with without_torch_function():
-            facts = facts_of(func)
-            draw = self.draws if facts.draws else None
-            self.draws += facts.draws
+            draw = self.draws if facts.draws(args, kwargs) else None
+            self.draws += draw is not None
             reads: list[tuple[Value, torch.Tensor]] = []
             step = self._same(func, args, kwargs, draw, reads)
             read = [tensor for _, tensor in reads]

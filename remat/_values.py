@@ -48,13 +48,14 @@ class Value:
 class Step:
     """An operation of a first run that made or changed a value; views are not noted, they share what they view."""
 
-    __slots__ = ("facts", "func", "key", "line", "number", "outs", "question", "reads", "result")
+    __slots__ = ("draws", "facts", "func", "key", "line", "number", "outs", "question", "reads", "result")
 
     def __init__(self, func: Any, facts: Facts, number: int, key: tuple, reads: list[Value]) -> None:
         self.func = func
         self.facts = facts
         self.number = number
         self.key = key
+        self.draws = key[-1] is not None
         self.reads = reads
         self.outs: list[Value] = []  # the values of new storages, then of those that it wrote to
         self.result: Any = UNTOLD
@@ -95,7 +96,7 @@ class Argument:
 class Facts:
     """What is known of an operation from its schema."""
 
-    __slots__ = ("draws", "observes", "writes")
+    __slots__ = ("_draws", "_probability", "observes", "views", "writes")
 
     def __init__(self, func: Any) -> None:
         schema = getattr(func, "_schema", None)  # higher-order operators have none
@@ -106,10 +107,21 @@ class Facts:
         ]
         if schema is not None and schema.name in _BATCH_NORMS:
             self.writes = [(3, "running_mean"), (4, "running_var")]
-        self.draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if torch.Tag.inplace_view in getattr(func, "tags", ()):
+            self.writes = []  # of shape and strides alone
+        self._draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self._probability = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
         # Python may branch on what it returns, or it acts on the world.
         returns = () if schema is None else schema.returns
         self.observes = schema is not None and not any("Tensor" in str(r.type) for r in returns)
+        self.views = not self.writes and any(r.alias_info is not None for r in returns)
+
+    def draws(self, args: tuple, kwargs: dict) -> bool:
+        """Whether a call draws random numbers: attention does only with dropout."""
+        if not self._draws or self._probability is None:
+            return self._draws
+        i = self._probability
+        return (args[i] if i < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0
 
     def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         """The tensors that a call writes to."""

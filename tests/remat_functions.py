@@ -31,11 +31,13 @@ class Program:
         build: makes the function from the wrappers.
         args: makes the same new arguments at each call; all of them require grad.
         in_dims: if given, the derivative is taken inside of `torch.func.vmap` with these dimensions.
+        data: which of the arguments is the input; the others are weights.
     """
 
     build: Callable[..., Fn]
     args: Callable[[], tuple[Tensor, ...]]
     in_dims: tuple[int | None, ...] | None = None
+    data: int = 0
 
 
 def scalars(count: int) -> Callable[[], tuple[Tensor, ...]]:
@@ -163,9 +165,9 @@ BATCH_X, BATCH_ALL = [*WEIGHTS, (3, 5, 4)], [(3, 5, 5)] * 3 + [(3, 5, 4)]
 
 PROGRAMS = {
     "sin_sin": Program(lambda wrap: wrap(lambda x: sin(sin(x))), scalars(1)),
-    "three": Program(three, matrices(*WEIGHTS, (5, 4))),
-    "three_pre": Program(lambda wrap: three(wrap, layer_pre), matrices(*WEIGHTS, (5, 4))),
-    "three_each": Program(three_each, matrices(*WEIGHTS, (5, 4))),
+    "three": Program(three, matrices(*WEIGHTS, (5, 4)), data=3),
+    "three_pre": Program(lambda wrap: three(wrap, layer_pre), matrices(*WEIGHTS, (5, 4)), data=3),
+    "three_each": Program(three_each, matrices(*WEIGHTS, (5, 4)), data=3),
     "block": Program(block, matrices((6, 4), *[(4, 4)] * 4, (4, 8), (8, 4))),
     "exp_named": Program(lambda wrap: wrap(lambda a: sin(name(exp(sin(sin(a))), "n"))), scalars(1)),
     **{f"nested_{before}_{3 - before}": Program(nested(before, 3 - before), scalars(1)) for before in range(4)},
@@ -177,10 +179,10 @@ PROGRAMS = {
     "mlp_relu": Program(mlp(relu), matrices((5, 6), SQUARE, SQUARE, SQUARE)),
     "square_sin": Program(lambda wrap: wrap(lambda x: sin(x * x)), scalars(1)),
     "exp_exp": Program(lambda wrap: wrap(lambda x: exp(exp(x))), scalars(1)),
-    "vmap_x": Program(mapped(None, None, None, 0), matrices(*BATCH_X)),
-    "vmap_all": Program(mapped(0, 0, 0, 0), matrices(*BATCH_ALL)),
-    "in_vmap_x": Program(three, matrices(*BATCH_X), in_dims=(None, None, None, 0)),
-    "in_vmap_all": Program(three, matrices(*BATCH_ALL), in_dims=(0, 0, 0, 0)),
-    "loop_each": Program(loop(each=True), matrices((5, 5), (3, 5))),
-    "loop": Program(loop(each=False), matrices((5, 5), (3, 5))),
+    "vmap_x": Program(mapped(None, None, None, 0), matrices(*BATCH_X), data=3),
+    "vmap_all": Program(mapped(0, 0, 0, 0), matrices(*BATCH_ALL), data=3),
+    "in_vmap_x": Program(three, matrices(*BATCH_X), in_dims=(None, None, None, 0), data=3),
+    "in_vmap_all": Program(three, matrices(*BATCH_ALL), in_dims=(0, 0, 0, 0), data=3),
+    "loop_each": Program(loop(each=True), matrices((5, 5), (3, 5)), data=1),
+    "loop": Program(loop(each=False), matrices((5, 5), (3, 5)), data=1),
 }

@@ -1,0 +1,319 @@
+"""What a transformer block keeps and runs again under each policy, against torch's selective checkpoint.
+
+    python -m benchmarks.policies [--json] [--device DEVICE]
+
+A row shows the bytes that are alive when the forward has ended, inputs and weights not counted, and the floating-point
+operations that the program runs beyond those of the block without rematerialization. The 256 KiB of the block's output
+are among the bytes: the loss on top is a mean of squares, which keeps it. Gradients are by the weights and the input.
+
+torch's selective checkpoint saves the same operations: a list of them for a group, and for names the ones that made the
+named values. Its figures are those of plain autograd, the only place where it works, also in the rows of
+`torch.func.grad`; there is none to compare with per-sample gradients by `vmap(grad)`. The last column of each figure is
+what the block keeps without rematerialization, and one run of it, or nothing where everything is kept. The exit status
+is 1 if a figure is more than one of those beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from benchmarks.measure import PeakMemory, count_flops, gc_disabled
+from benchmarks.report import KIB, report, verdict
+from remat import checkpoint_name, policies, remat
+
+__all__ = ["CASES", "TRANSFORMS", "Case", "Figures", "Row", "Sizes", "block", "main", "table"]
+
+aten = torch.ops.aten
+MM, ADDMM, GELU, NORM = aten.mm.default, aten.addmm.default, aten.gelu.default, aten.native_layer_norm.default
+LINEAR = [MM, ADDMM]
+MATMULS = [*LINEAR, aten.bmm.default, aten.baddbmm.default]
+ATTENTION = [  # one of them on each device
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+]
+HEADS = 4
+MFLOP = 10**6
+
+Op: TypeAlias = torch._ops.OpOverload
+Weights: TypeAlias = dict[str, Tensor]
+Block: TypeAlias = Callable[[Weights, Tensor], Tensor]
+Wrapper: TypeAlias = Callable[[Block], Block]
+Loss: TypeAlias = Callable[[Weights, Tensor], Tensor]
+Program: TypeAlias = Callable[[Weights, Tensor], Any]
+
+
+def block(weights: Weights, x: Tensor) -> Tensor:
+    """A transformer block, `(batch, time, width)` to the same: attention, then an MLP, each after a norm."""
+    normal = F.layer_norm(x, x.shape[-1:], weights["norm1"])
+    q, k, v = (checkpoint_name(F.linear(normal, weights[name]), name) for name in "qkv")
+    heads = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (q, k, v))
+    mixed = checkpoint_name(F.scaled_dot_product_attention(*heads, is_causal=True), "attention")
+    x = x + F.linear(mixed.transpose(1, 2).flatten(2), weights["project"])
+    normal = F.layer_norm(x, x.shape[-1:], weights["norm2"])
+    hidden = checkpoint_name(F.linear(normal, weights["up"], weights["up_bias"]), "hidden")
+    return x + F.linear(F.gelu(hidden), weights["down"], weights["down_bias"])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the block's input."""
+
+    batch: int = 2
+    time: int = 128
+    width: int = 256
+
+    def arguments(self, device: torch.device) -> tuple[Weights, Tensor]:
+        """Weights and an input of these sizes."""
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return (torch.randn(shape, generator=generator) / self.width**0.5).to(device)
+
+        width = self.width
+        weights = {name: normal(width, width) for name in ("q", "k", "v", "project")}
+        weights |= {"up": normal(4 * width, width), "up_bias": normal(4 * width)}
+        weights |= {"down": normal(width, 4 * width), "down_bias": normal(width)}
+        weights |= {"norm1": 1 + normal(width), "norm2": 1 + normal(width)}
+        return weights, normal(self.batch, self.time, width)
+
+
+# --- the programs -------------------------------------------------------------------------------------------------
+
+
+def plain(fn: Block) -> Block:
+    """The block as it is."""
+    return fn
+
+
+def torch_checkpoint(fn: Block) -> Block:
+    """The block under torch's own non-reentrant checkpoint."""
+    return partial(checkpoint, fn, use_reentrant=False)
+
+
+def torch_selective(saved: Any) -> Wrapper:
+    """The same with a selection: a list of operators, or a function as `create_selective_checkpoint_contexts` takes."""
+    contexts = partial(create_selective_checkpoint_contexts, saved)
+    return lambda fn: partial(checkpoint, fn, use_reentrant=False, context_fn=contexts)
+
+
+def torch_selective_by_count(*saved: tuple[Op, int]) -> Wrapper:
+    """The same for what some calls of operators make: `(op, i)` is the `i`-th call of `op`."""
+
+    def contexts() -> Any:
+        calls: Counter[Op] = Counter()
+
+        def verdict_on(ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            call = (op, calls[op])
+            calls[op] += 1
+            return CheckpointPolicy.MUST_SAVE if call in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(verdict_on)
+
+    return lambda fn: partial(checkpoint, fn, use_reentrant=False, context_fn=contexts)
+
+
+def save_everything(ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """For torch's selective checkpoint."""
+    return CheckpointPolicy.MUST_SAVE
+
+
+def autograd_grad(loss: Loss) -> Program:
+    """The gradient by plain autograd."""
+
+    def program(weights: Weights, x: Tensor) -> Any:
+        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(loss(leaves, x), [*leaves.values(), x])
+
+    return program
+
+
+def func_grad(loss: Loss) -> Program:
+    """The gradient by `torch.func.grad`."""
+    return grad(loss, argnums=(0, 1))
+
+
+def per_sample_grad(loss: Loss) -> Program:
+    """The gradient of each sample."""
+    return vmap(grad(lambda weights, sample: loss(weights, sample[None]), argnums=(0, 1)), in_dims=(None, 0))
+
+
+TRANSFORMS: dict[str, Callable[[Loss], Program]] = {
+    "autograd.grad": autograd_grad,
+    "func.grad": func_grad,
+    "vmap(func.grad)": per_sample_grad,
+}
+
+
+# --- the rows -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a program keeps between its forward and its backward, and what it runs again."""
+
+    kept_bytes: int
+    recomputed_flops: int
+
+    def within(self, other: Figures) -> bool:
+        """Whether neither figure is more than the other one's."""
+        return self.kept_bytes <= other.kept_bytes and self.recomputed_flops <= other.recomputed_flops
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy under a transform: the figures of remat, those of torch if it can, and what they are in any case within.
+
+    The last are what the plain block keeps, and one run of the block.
+    """
+
+    transform: str
+    policy: str
+    remat: Figures
+    torch: Figures | None
+    bound: Figures
+
+    @property
+    def passed(self) -> bool:
+        """Whether remat keeps and runs again no more than all the others."""
+        return self.remat.within(self.bound) and (self.torch is None or self.remat.within(self.torch))
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def measure(transform: str, wrap: Wrapper, weights: Weights, x: Tensor) -> Figures:
+    """Runs the block, wrapped, in the program."""
+    build = TRANSFORMS[transform]
+    live: list[int] = []
+
+    def loss(wrap: Wrapper, at_end: Callable[[], Any]) -> Loss:
+        wrapped = wrap(block)
+
+        def fn(weights: Weights, x: Tensor) -> Tensor:
+            value = wrapped(weights, x).square().mean()
+            at_end()
+            return value
+
+        return fn
+
+    def flops(wrap: Wrapper) -> int:
+        return count_flops(build(loss(wrap, lambda: None)), weights, x)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
+        with gc_disabled(), PeakMemory() as memory:
+            build(loss(wrap, lambda: live.append(memory.live)))(weights, x)
+        return Figures(live[0], flops(wrap) - flops(plain))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy and its counterpart in torch; `again` tells whether anything has to run again."""
+
+    name: str
+    policy: Any
+    torch: Wrapper
+    again: bool = True
+
+    def measure(self, transform: str, sizes: Sizes, device: torch.device | None = None) -> Row:
+        """Runs the block under the policy, and what it is compared with."""
+        weights, x = sizes.arguments(device or torch.device("cpu"))
+        return Row(
+            transform=transform,
+            policy=self.name,
+            remat=measure(transform, partial(remat, policy=self.policy), weights, x),
+            torch=None if transform == "vmap(func.grad)" else measure("autograd.grad", self.torch, weights, x),
+            bound=Figures(
+                kept_bytes=measure(transform, plain, weights, x).kept_bytes,
+                recomputed_flops=count_flops(block, weights, x) if self.again else 0,
+            ),
+        )
+
+
+QKV = [(MM, i) for i in range(3)]
+MIXED = [(op, 0) for op in ATTENTION]
+HIDDEN = [(ADDMM, 0)]
+
+CASES: tuple[Case, ...] = (
+    Case("none", None, torch_checkpoint),
+    Case("save_matmuls", policies.save_matmuls, torch_selective(MATMULS)),
+    Case("save_matmuls_without_batch_dims", policies.save_matmuls_without_batch_dims, torch_selective(LINEAR)),
+    Case("save_attention", policies.save_attention, torch_selective(ATTENTION)),
+    Case(
+        "save_matmuls | save_attention",
+        policies.save_matmuls | policies.save_attention,
+        torch_selective(MATMULS + ATTENTION),
+    ),
+    Case("mm, gelu, native_layer_norm", policies.save_ops(MM, GELU, NORM), torch_selective([MM, GELU, NORM])),
+    Case("names q, k, v", policies.save_only_these_names("q", "k", "v"), torch_selective_by_count(*QKV)),
+    Case("name attention", policies.save_only_these_names("attention"), torch_selective_by_count(*MIXED)),
+    Case("name hidden", policies.save_only_these_names("hidden"), torch_selective_by_count(*HIDDEN)),
+    Case(
+        "names but hidden",
+        policies.save_any_names_but_these("hidden"),
+        torch_selective_by_count(*QKV, *MIXED),
+    ),
+    # On the CPU the host's memory is the device's. torch's selective checkpoint offloads in compiled code only.
+    Case(
+        "name hidden, offload q, k, v",
+        policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["hidden"], names_which_can_be_offloaded=["q", "k", "v"]
+        ),
+        torch_selective_by_count(*HIDDEN, *QKV),
+    ),
+    Case("everything_saveable", policies.everything_saveable, torch_selective(save_everything), again=False),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text, a part for each transform."""
+    width = max(len(row.policy) for row in rows)
+    columns = "".join(f"{name:>10}" for name in ("remat", "torch", "plain", "remat", "torch", "block"))
+    lines: list[str] = []
+    for transform in dict.fromkeys(row.transform for row in rows):
+        lines += ["", f"{transform:<{width}}{'kept, KiB':>30}{'recomputed, MFLOP':>30}", f"{'':<{width}}{columns}"]
+        lines += [
+            f"{row.policy:<{width}}"
+            f"{_cells(row, 'kept_bytes', KIB)}{_cells(row, 'recomputed_flops', MFLOP)}  {verdict(row)}"
+            for row in rows
+            if row.transform == transform
+        ]
+    return "\n".join(lines[1:])
+
+
+def _cells(row: Row, figure: str, unit: int) -> str:
+    """One figure of all that are compared."""
+    numbers = ("-" if f is None else f"{getattr(f, figure) / unit:.2f}" for f in (row.remat, row.torch, row.bound))
+    return "".join(f"{number:>10}" for number in numbers)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures every case under every transform and prints the tables; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.policies", description="What policies keep and run again.")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="where the block runs")
+
+    def rows(options: argparse.Namespace) -> list[Row]:
+        return [case.measure(transform, Sizes(), options.device) for transform in TRANSFORMS for case in CASES]
+
+    return report(parser, rows, table, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

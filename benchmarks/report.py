@@ -1,0 +1,61 @@
+"""What the benchmarks have in common: the command line, where the numbers come from, the table, the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+__all__ = ["KIB", "MIB", "Row", "environment", "report", "verdict"]
+
+KIB, MIB = 2**10, 2**20
+
+
+class Row(Protocol):
+    """One measured row of a table."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it keeps to its limit."""
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+
+
+R = TypeVar("R", bound=Row)
+
+
+def environment() -> dict[str, str]:
+    """What the numbers may depend on."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def verdict(row: Row) -> str:
+    """The last word of a row."""
+    return "pass" if row.passed else "FAIL"
+
+
+def report(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], Sequence[R]],
+    table: Callable[[Sequence[R]], str],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Measures the rows that the command line asks for and prints them; returns the exit status."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(argv)
+    rows = measure(options)
+    if options.json:
+        print(json.dumps({**environment(), "rows": [row.as_json() for row in rows]}, indent=2))
+    else:
+        print(", ".join(f"{key} {value}" for key, value in environment().items()))
+        print(table(rows))
+    return 0 if all(row.passed for row in rows) else 1

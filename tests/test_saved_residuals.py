@@ -1,0 +1,212 @@
+"""`saved_residuals`: exactly what is kept, where it is from, and nothing else is changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, Case, cases, rand
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+
+from benchmarks.measure import gc_disabled, held_bytes
+from remat import checkpoint_name, policies, print_saved_residuals, remat, saved_residuals
+
+POLICIES = {
+    "none": None,
+    "matmuls": policies.save_matmuls,
+    "names": policies.save_only_these_names("q"),
+    "everything": policies.everything_saveable,
+}
+
+
+def block(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    q = checkpoint_name(x @ params["wq"], "q")
+    return torch.tanh(torch.sin(q) @ params["up"]) @ params["down"]
+
+
+def block_args(grad: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+    params = {"wq": rand(3, 5, grad=grad), "up": rand(5, 7, grad=grad), "down": rand(7, 3, grad=grad)}
+    return params, rand(2, 3, seed=1, grad=grad)
+
+
+def sources(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
+    """Where the tensors are from, without files and lines."""
+    return sorted(row.source.partition(" at ")[0] for row in saved_residuals(fn, *args, **kwargs))
+
+
+ARGUMENTS = ["argument params['down']", "argument params['up']", "argument params['wq']", "argument x"]
+OWN = {
+    "none": [],
+    "matmuls": ["named 'q'", "output of aten.mm"],
+    "names": ["named 'q'"],
+    "everything": ["named 'q'", "output of aten.sin", "output of aten.tanh"],
+}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rematerialized(policy: str, requires_grad: bool) -> None:
+    assert sources(remat(block, policy=POLICIES[policy]), *block_args(requires_grad)) == ARGUMENTS + OWN[policy]
+
+
+def test_plain_is_as_with_everything_saveable() -> None:
+    args = block_args()
+    assert saved_residuals(block, *args) == saved_residuals(remat(block, policy=policies.everything_saveable), *args)
+
+
+def test_rows() -> None:
+    row = next(r for r in saved_residuals(block, *block_args()) if "aten.tanh" in r.source)
+    assert (row.shape, row.dtype, row.device, row.nbytes) == ((2, 7), torch.float64, torch.device("cpu"), 2 * 7 * 8)
+    line = block.__code__.co_firstlineno + 2
+    assert row.source == f"output of aten.tanh at {__file__}:{line} (block)"
+    named = next(r for r in saved_residuals(block, *block_args()) if "named" in r.source)
+    assert named.source == f"named 'q' at {__file__}:{line - 1} (block)"
+    sizes = [r.nbytes for r in saved_residuals(block, *block_args())]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES.values() if policy])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in {"mlp", "attention", "convolution", "layer_norm"}])
+def test_the_bytes_are_those_that_are_held(case: Case, policy: Any) -> None:
+    args = case.make_args()
+    rows = saved_residuals(remat(case.fn, policy=policy), *args)
+    own = sum(row.nbytes for row in rows if not row.source.startswith(("argument", "captured")))
+
+    def forward() -> Any:
+        return torch.autograd.graph.get_gradient_edge(remat(case.fn, policy=policy)(*args).sum())
+
+    held = held_bytes(forward)
+    assert own <= held <= own + 64  # the sum may keep what it expands
+
+
+@cases(stateful=False, random=False)
+def test_every_case(case: Case) -> None:
+    """It runs what the tests run, and with everything saveable it finds what is saved without remat."""
+    plain = saved_residuals(case.fn, *case.make_args())
+    everything = saved_residuals(remat(case.fn, policy=policies.everything_saveable), *case.make_args())
+    given = ("argument", "captured")
+    own = [[r for r in rows if not r.source.startswith(given)] for rows in (plain, everything)]
+    assert sum(r.nbytes for r in own[1]) <= sum(r.nbytes for r in own[0])
+
+
+# --- transforms -------------------------------------------------------------------------------------------------------
+
+
+def test_vmap_shows_batches() -> None:
+    params, _ = block_args()
+    fn = vmap(remat(block, policy=policies.save_matmuls), in_dims=(None, 0))
+    rows = saved_residuals(fn, params, rand(6, 3, seed=2))
+    assert {row.shape for row in rows if "named" in row.source} == {(6, 5)}
+
+
+def test_grad_inside() -> None:
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return remat(block)(p, x).square().sum()
+
+    kept, plain = (
+        saved_residuals(grad(loss), *block_args()),
+        saved_residuals(grad(lambda p, x: block(p, x).square().sum()), *block_args()),
+    )
+    assert {"argument p['wq']", "argument x"} <= {row.source for row in kept}
+    assert sum(row.nbytes for row in kept) < sum(row.nbytes for row in plain)
+
+
+def test_jvp_inside() -> None:
+    assert "argument x" in sources(lambda x: jvp(remat(torch.sin), (x,), (x,))[1], rand(3))
+
+
+def test_functional_call() -> None:
+    net = nn.Linear(3, 3).double()
+    params = {"weight": rand(3, 3), "bias": rand(3)}
+    assert "argument p['weight']" in sources(lambda p, x: functional_call(net, p, (x,)), params, rand(2, 3))
+
+
+def test_under_a_transform_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="Give it the transformed function"):
+        vmap(lambda x: saved_residuals(torch.sin, x) and x)(torch.ones(3))
+
+
+# --- modules and captured tensors -------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("big", torch.zeros(300, 100))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.big.add_(1)
+        return self.layers(x) * self.scale + random.random()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(f, policy=policies.save_matmuls)])
+@pytest.mark.parametrize("bound", [False, True])
+def test_nothing_is_changed(wrap: Callable, bound: bool) -> None:
+    net = Net()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    generators = torch.get_rng_state(), random.getstate()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    rows = saved_residuals(wrap(net.forward if bound else net), x)
+    assert any(row.source == "captured self.scale" for row in rows)
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+    assert net.calls == 0
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_captured_of_a_plain_function() -> None:
+    w = rand(3, 3)
+    assert sources(lambda x: torch.sin(x @ w), rand(2, 3)) == ["argument x", "captured closure variable 'w'", "output of aten.mm"]
+
+
+def test_arguments_are_left_as_they_are() -> None:
+    x, y = rand(3), rand(3, seed=1, grad=False)
+
+    def fn(x: Tensor, y: Tensor, *rest: Tensor, scale: Tensor) -> Tensor:
+        y.add_(1)
+        return x * y * scale * rest[1]
+
+    before = y.clone()
+    found = sources(fn, x, y, x, rand(3, seed=2), scale=rand(3, seed=3))
+    assert {"argument x", "argument y", "argument scale", "argument args[3]"} <= set(found)
+    assert torch.equal(y, before) and x.grad is None and x.requires_grad
+
+
+def test_an_error_in_the_function_leaves_nothing_behind() -> None:
+    counter = torch.zeros(3)
+
+    def fails(x: Tensor) -> Tensor:
+        counter.add_(1)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        saved_residuals(fails, rand(3))
+    assert counter.sum() == 0
+    y = rand(3).sin()  # no hook is left
+    assert y.grad_fn._saved_self is not None
+
+
+def test_nothing_stays_alive() -> None:
+    fn = remat(block, policy=policies.save_matmuls)
+    args = block_args()
+    with gc_disabled():
+        assert held_bytes(lambda: saved_residuals(fn, *args)) == 0
+        assert held_bytes(lambda: saved_residuals(block, *args)) == 0
+
+
+def test_print(capsys: pytest.CaptureFixture) -> None:
+    print_saved_residuals(remat(block, policy=policies.save_only_these_names("q")), *block_args())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert lines[0].split() == ["float64[5,", "7]", "cpu", "280", "bytes", "argument", "params['up']"]
+    own = 2 * 5 * 8
+    assert lines[-1].endswith(f"in 5 tensors, {own} bytes beyond arguments and captured tensors")
