@@ -131,10 +131,14 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Collects garbage, then keeps the collector off: in the block only refcounts free memory."""
+    """Collects garbage, then keeps the collector off: in the block only refcounts free memory.
+
+    Where it is off already, the block is entered as it is.
+    """
     was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
+    if was_enabled:
+        gc.collect()
+        gc.disable()
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """What a transformer block keeps and runs again under each policy, against torch's selective checkpoint.
 
-    python -m benchmarks.policies [--json] [--device DEVICE]
+    python -m benchmarks.policies [--json]
 
 A row shows the bytes that are alive when the forward has ended, inputs and weights not counted, and the floating-point
 operations that the program runs beyond those of the block without rematerialization. The 256 KiB of the block's output
@@ -34,7 +34,7 @@ from benchmarks.measure import PeakMemory, count_flops, gc_disabled
 from benchmarks.report import KIB, report, verdict
 from remat import checkpoint_name, policies, remat
 
-__all__ = ["CASES", "TRANSFORMS", "Case", "Figures", "Row", "Sizes", "block", "main", "table"]
+__all__ = ["CASES", "TRANSFORMS", "Case", "Figures", "Row", "Sizes", "main", "plain", "program", "table"]
 
 aten = torch.ops.aten
 MM, ADDMM, GELU, NORM = aten.mm.default, aten.addmm.default, aten.gelu.default, aten.native_layer_norm.default
@@ -77,14 +77,13 @@ class Sizes:
     time: int = 128
     width: int = 256
 
-    def arguments(self, device: torch.device) -> tuple[Weights, Tensor]:
+    def arguments(self) -> tuple[Weights, Tensor]:
         """Weights and an input of these sizes."""
-        generator = torch.Generator().manual_seed(0)
+        width, generator = self.width, torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
-            return (torch.randn(shape, generator=generator) / self.width**0.5).to(device)
+            return torch.randn(shape, generator=generator) / width**0.5
 
-        width = self.width
         weights = {name: normal(width, width) for name in ("q", "k", "v", "project")}
         weights |= {"up": normal(4 * width, width), "up_bias": normal(4 * width)}
         weights |= {"down": normal(width, 4 * width), "down_bias": normal(width)}
@@ -160,6 +159,18 @@ TRANSFORMS: dict[str, Callable[[Loss], Program]] = {
 }
 
 
+def program(transform: str, wrap: Wrapper, at_end_of_forward: Callable[[], Any] = lambda: None) -> Program:
+    """The gradient of the block, wrapped, with a loss on top that isn't linear."""
+    wrapped = wrap(block)
+
+    def loss(weights: Weights, x: Tensor) -> Tensor:
+        value = wrapped(weights, x).square().mean()
+        at_end_of_forward()
+        return value
+
+    return TRANSFORMS[transform](loss)
+
+
 # --- the rows -----------------------------------------------------------------------------------------------------
 
 
@@ -199,28 +210,17 @@ class Row:
 
 
 def measure(transform: str, wrap: Wrapper, weights: Weights, x: Tensor) -> Figures:
-    """Runs the block, wrapped, in the program."""
-    build = TRANSFORMS[transform]
-    live: list[int] = []
+    """Runs the block, wrapped, in the program for its bytes, and once more, beside the plain block, for its operations.
 
-    def loss(wrap: Wrapper, at_end: Callable[[], Any]) -> Loss:
-        wrapped = wrap(block)
-
-        def fn(weights: Weights, x: Tensor) -> Tensor:
-            value = wrapped(weights, x).square().mean()
-            at_end()
-            return value
-
-        return fn
-
-    def flops(wrap: Wrapper) -> int:
-        return count_flops(build(loss(wrap, lambda: None)), weights, x)
-
-    with warnings.catch_warnings():
+    The garbage collector is off, so that what only a reference cycle keeps alive counts.
+    """
+    kept: list[int] = []
+    with gc_disabled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
-        with gc_disabled(), PeakMemory() as memory:
-            build(loss(wrap, lambda: live.append(memory.live)))(weights, x)
-        return Figures(live[0], flops(wrap) - flops(plain))
+        with PeakMemory() as memory:
+            program(transform, wrap, lambda: kept.append(memory.live))(weights, x)
+        flops = [count_flops(program(transform, each), weights, x) for each in (wrap, plain)]
+    return Figures(kept_bytes=kept[0], recomputed_flops=flops[0] - flops[1])
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,9 @@ class Case:
     torch: Wrapper
     again: bool = True
 
-    def measure(self, transform: str, sizes: Sizes, device: torch.device | None = None) -> Row:
+    def measure(self, transform: str, sizes: Sizes) -> Row:
         """Runs the block under the policy, and what it is compared with."""
-        weights, x = sizes.arguments(device or torch.device("cpu"))
+        weights, x = sizes.arguments()
         return Row(
             transform=transform,
             policy=self.name,
@@ -307,10 +307,10 @@ def _cells(row: Row, figure: str, unit: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case under every transform and prints the tables; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.policies", description="What policies keep and run again.")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="where the block runs")
 
     def rows(options: argparse.Namespace) -> list[Row]:
-        return [case.measure(transform, Sizes(), options.device) for transform in TRANSFORMS for case in CASES]
+        with gc_disabled():
+            return [case.measure(transform, Sizes()) for transform in TRANSFORMS for case in CASES]
 
     return report(parser, rows, table, argv)
 

@@ -7,8 +7,10 @@ is a function of a pytree of parameters, and all its derivatives are `torch.func
 * the gradient norm of every sample of a batch with `vmap(grad(...))`,
 * a Hessian-vector product with `jvp(grad(...))`.
 
-All three then run with and without `remat`: a table shows memory, time and how far the results
-differ. The exit status is 1 if the loss did not fall or the results differ.
+All three then run without `remat` and with it under three policies: nothing kept but the blocks'
+inputs, the results of matrix products kept, or the two values of a block that have names. Tables
+show memory, time and how far the results differ. The exit status is 1 if the loss did not fall or
+the results differ.
 
     python examples/char_lm.py            # about a minute on two cores
     python examples/char_lm.py --quick    # a few seconds
@@ -35,7 +37,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import peak_bytes
-from remat import remat
+from remat import checkpoint_name, policies, remat
 
 VOCABULARY = 128  # ASCII
 FALL = 0.7  # the final loss must be below this share of the first one
@@ -44,6 +46,15 @@ TOLERANCE = 1e-5  # of the largest gradient entry
 Tree = Any  # a pytree of tensors
 Loss = Callable[[Tree, Tensor], Tensor]
 Wrap = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+
+# What may be done with a block. The attention scores, which are among the results of matrix products,
+# have no name, and grow with the square of the context.
+WAYS: dict[str, Wrap] = {
+    "plain": lambda fn: fn,
+    "remat": remat,
+    "remat, save_matmuls": remat(policy=policies.save_matmuls),
+    "remat, names": remat(policy=policies.save_only_these_names("query_key_value", "hidden")),
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,8 @@ def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
 def attention(params: Tree, x: Tensor, heads: int) -> Tensor:
     """Causal self-attention, written out: `(..., time, width)` to the same shape."""
     length, width = x.shape[-2:]
-    split = (x @ params["query_key_value"]).unflatten(-1, (3, heads, width // heads))
+    split = checkpoint_name(x @ params["query_key_value"], "query_key_value")
+    split = split.unflatten(-1, (3, heads, width // heads))
     query, key, value = split.movedim(-3, 0).transpose(-2, -3).unbind(0)
     scores = query @ key.transpose(-1, -2) / (width // heads) ** 0.5
     future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
@@ -122,8 +134,8 @@ def attention(params: Tree, x: Tensor, heads: int) -> Tensor:
 def block(params: Tree, x: Tensor, heads: int) -> Tensor:
     """One transformer block: attention, then a two-layer perceptron, each added to its input."""
     x = x + attention(params, rms_norm(x, params["norm1"]), heads)
-    hidden = F.gelu(rms_norm(x, params["norm2"]) @ params["up"])
-    return x + hidden @ params["down"]
+    hidden = checkpoint_name(rms_norm(x, params["norm2"]) @ params["up"], "hidden")
+    return x + F.gelu(hidden) @ params["down"]
 
 
 def model(params: Tree, tokens: Tensor, heads: int, wrap: Wrap) -> Tensor:
@@ -200,19 +212,29 @@ def derivatives(params: Tree, tokens: Tensor, vector: Tree) -> dict[str, Callabl
     }
 
 
-def compare(name: str, derivative: Callable[[Loss], Tree], heads: int) -> bool:
-    """Print one line of the table; return whether the results with and without `remat` agree."""
-    runs = [partial(derivative, make_loss(heads, wrap)) for wrap in (lambda fn: fn, remat)]
-    expected, got = (optree.tree_leaves(run()) for run in runs)
+def distance(expected: list[Tensor], got: list[Tensor]) -> tuple[float, float]:
+    """Return the largest difference of two lists of tensors, and the largest entry of the first."""
     pairs = zip(expected, got, strict=True)
-    difference = torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()
-    largest = torch.stack([a.abs().max() for a in expected]).max().item()
-    del expected, got
-    memory = " ".join(f"{peak_bytes(run) / 2**20:>9.1f}" for run in runs)
-    times = [statistics.median(timeit.repeat(run, number=1, repeat=3)) for run in runs]
-    duration = " ".join(f"{seconds:>9.3f}" for seconds in times)
-    print(f"{name:<22} {memory} {duration} {difference:>14.1e}", flush=True)
-    return difference <= TOLERANCE * largest
+    difference = torch.stack([(a - b).abs().max() for a, b in pairs]).max()
+    return difference.item(), torch.stack([a.abs().max() for a in expected]).max().item()
+
+
+def compare(name: str, derivative: Callable[[Loss], Tree], heads: int) -> bool:
+    """Print a table with one line for each of the `WAYS`; return whether their results agree."""
+    print(f"\n{name:<24} {'memory, MiB':>12} {'time, s':>9} {'difference':>12}")
+    expected: list[Tensor] = []
+    agree = True
+    for way, wrap in WAYS.items():
+        run = partial(derivative, make_loss(heads, wrap))
+        got = optree.tree_leaves(run())
+        expected = expected or got
+        difference, largest = distance(expected, got)
+        agree &= difference <= TOLERANCE * largest
+        del got
+        memory = peak_bytes(run) / 2**20
+        seconds = statistics.median(timeit.repeat(run, number=1, repeat=3))
+        print(f"  {way:<22} {memory:>12.1f} {seconds:>9.3f} {difference:>12.1e}", flush=True)
+    return agree
 
 
 def sample_norms(per_sample: Tree) -> Tensor:
@@ -252,9 +274,7 @@ def main() -> int:
     vector = optree.tree_map(lambda p: torch.randn(p.shape, generator=generator), params)
     tasks = derivatives(params, tokens, vector)
     norms = sample_norms(tasks["per-sample gradients"](make_loss(config.heads, remat)))
-    print(f"gradient norms of {config.batch} samples: {norms.min():.3f} to {norms.max():.3f}\n")
-    print(f"{'':<22} {'memory, MiB':^19} {'time, s':^19} {'difference of':>14}")
-    print(f"{'':<22}{' plain     remat'.rjust(20) * 2} {'gradients':>14}")
+    print(f"gradient norms of {config.batch} samples: {norms.min():.3f} to {norms.max():.3f}")
     agree = [compare(name, derivative, config.heads) for name, derivative in tasks.items()]
     if not fell:
         print("The loss did not fall.", file=sys.stderr)

@@ -25,6 +25,7 @@ from ._kept import Kept
 from ._passes import current_pass
 from ._recompute import Filler
 from ._slots import Above, Found, HandedOver, Input, Slot, View
+from ._state import alias, state, unseen
 from ._streams import current_streams
 
 
@@ -32,8 +33,8 @@ class Frame:
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
-        "__weakref__", "consts", "inside", "known", "lock", "log", "open", "operands", "options", "outer", "prints",
-        "read_inside", "record", "region", "slots", "start", "streams",
+        "__weakref__", "consts", "inside", "known", "lock", "log", "open", "operands", "options", "outer", "policies",
+        "prints", "read_inside", "record", "region", "slots", "start", "streams",
     )  # fmt: skip
 
     def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any, read_inside: bool = False) -> None:
@@ -51,6 +52,7 @@ class Frame:
         self.start = _torch.next_sequence_number()
         self.streams = current_streams(region.root.devices)
         self.log = OpLog() if options.debug else None
+        self.policies = list(state.policies)
         self.record = None if region.root.ran else region.root.record
         self.known = {id(t): (consts, i) for i, t in enumerate(consts.tensors)}
         self.known.update({id(t): (operands, i) for i, t in enumerate(operands.tensors)})
@@ -65,6 +67,8 @@ class Frame:
             which = _made_by_an_outer_region if isinstance(owner, (Frame, Filler)) else _has_history
             self.operands.hand_over(*self.outer)
             self.consts.hand_over(*self.outer, None if getattr(owner, "takes_all", False) else which)
+        if self.record is not None:
+            self.record.outer = self.outer
         self.region.root.log = self.log
         with _torch.hooks_allowed():
             _torch.push_hooks(self.pack, self.unpack)
@@ -80,7 +84,7 @@ class Frame:
         self.operands.close()
         self.consts.close()
         if self.record is not None:
-            self.record.close(self.outer)
+            self.record.close()
         return result
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -95,7 +99,7 @@ class Frame:
             return served
         slot = Slot(tensor)
         if self.read_inside:
-            slot.value = tensor.detach()
+            slot.value = alias(tensor)
             slot.version = _torch.version(slot.value)
         if self.record is not None:
             self.record.saved(tensor, slot)
@@ -113,7 +117,7 @@ class Frame:
         if base is not None and (found := self.known.get(id(base))) is not None:
             kept, i = found
             shares = kept.is_as_before(i, base) and i not in kept.packed and not kept.duals
-            return View(kept, i, tensor.detach()) if shares else None
+            return View(kept, i, alias(tensor)) if shares else None
         if tensor.is_leaf:
             return Found(tensor) if tensor.requires_grad else None
         assert tensor.grad_fn is not None
@@ -128,7 +132,7 @@ class Frame:
         if type(packed) is not Slot:
             return packed()
         if packed.residual is not None:
-            with _torch.without_levels():
+            with _torch.without_levels(), unseen():
                 return packed.source.layout.of(packed.residual.get())
         with self.lock:
             value = packed.value

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ._errors import RecomputeMismatchError
-from ._torch import as_subclass, without_overrides
+from ._state import unseen
+from ._torch import as_subclass, without_levels, without_overrides
 from ._values import Layout, Step, holder, tensors
 
 
@@ -27,20 +28,18 @@ class Late:
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref, Layout, LateCall]] = {}
+        self.running = False  # operations that were put off run now
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
     def add(self, tensor: torch.Tensor, layout: Layout, call: LateCall) -> None:
         """A tensor that is the ``layout.i``-th new one of a call that was put off."""
+        tensor.fill_(torch.nan)  # if it is read in a way that can't be seen, that shows
+        for key in [key for key, (ref, _, _) in self._entries.items() if ref() is None]:
+            del self._entries[key]  # and with it the arguments of its call
         storage = holder(tensor)
-        key, entries = id(storage), self._entries
-
-        def gone(ref: weakref.ref) -> None:
-            if key in entries and entries[key][0] is ref:
-                del entries[key]
-
-        self._entries[key] = weakref.ref(storage, gone), layout, call
+        self._entries[id(storage)] = weakref.ref(storage), layout, call
 
     def _find(self, tensor: torch.Tensor) -> tuple | None:
         storage = holder(tensor)
@@ -75,15 +74,20 @@ class Late:
                 f"The region reads random numbers of {call.step.func} when it is run again that it did not read in its "
                 f"forward. A region must do the same each time: look for Python state that changed between the runs."
             )
-        mine = [(ref, layout) for ref, layout, other in self._entries.values() if other is call]
+        mine = {key: entry for key, entry in self._entries.items() if entry[2] is call}
         self.fill(tensors((call.args, call.kwargs)))
-        outs = dict(_contents(call.step.result, call.step.func(*call.args, **call.kwargs)))
-        for ref, layout in mine:
+        before, self.running = self.running, True
+        try:
+            with torch.no_grad(), without_levels(), unseen(False):
+                outs = dict(_contents(call.step.result, call.step.func(*call.args, **call.kwargs)))
+        finally:
+            self.running = before
+        for key, (ref, layout, _) in mine.items():
             storage = ref()
             if storage is not None:
-                empty = torch.empty(0, dtype=layout.dtype, device=layout.device)
-                empty.set_(storage, layout.offset, layout.size, layout.stride).copy_(outs[layout.i])
-                self._entries.pop(id(storage), None)
+                with unseen():
+                    layout.on(storage).copy_(outs[layout.i])
+            self._entries.pop(key, None)
 
     def mark(self, result: Any) -> Any:
         """Make those tensors of a result that have no content fill themselves where torch hands out their memory."""
@@ -112,7 +116,9 @@ class LateTensor(torch.Tensor):
     """A tensor without content. Operations on it are seen by the dispatcher, these are not."""
 
     late: weakref.ref[Late]
-    _READERS = frozenset({"numpy", "tolist", "data_ptr", "__array__", "__dlpack__"})
+    _READERS = frozenset(
+        {"numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__", "storage"}
+    )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:

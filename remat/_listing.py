@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -17,7 +17,8 @@ from ._kept import Kept
 from ._memory import memory_of
 from ._record import Record, Recorder
 from ._region import Options, Region
-from ._values import Layout, holder
+from ._state import alias
+from ._values import holder, layouts
 from .policies import nothing_saveable
 
 __all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]
@@ -122,7 +123,7 @@ class _Saved:
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
+        self.tensor = alias(tensor)
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -197,11 +198,10 @@ class _Listing:
         """What operations made and something holds."""
         found = []
         for step in self.record.steps:
-            for layout in _layouts(step.result):
+            for layout in layouts(step.result):
                 storage = self.record.storages.where(step.outs[layout.i])
                 if storage is not None:
-                    empty = torch.empty(0, dtype=layout.dtype, device=layout.device)
-                    found.append(empty.set_(storage, layout.offset, layout.size, layout.stride))
+                    found.append(layout.on(storage))
         return found
 
     def _row(self, tensor: torch.Tensor) -> SavedResidual:
@@ -215,7 +215,7 @@ class _Listing:
             if value.names:
                 source = " and ".join(f"named {name!r} at {line}" for name, line in value.names.items())
             # Of a view, the shape of what is kept.
-            shape = next((x.size for x in _layouts(step.result) if step.outs[x.i] is value), shape)
+            shape = next((x.size for x in layouts(step.result) if step.outs[x.i] is value), shape)
         source = self.known.get(id(holder(tensor)), source)
         return SavedResidual(tuple(shape), tensor.dtype, tensor.device, nbytes, source)
 
@@ -234,15 +234,6 @@ def _edges(result: Any) -> list[Any]:
     """What holds the graph of a result, but not the result."""
     leaves = _tree.flatten(result)[0]
     return [torch.autograd.graph.get_gradient_edge(leaf) for leaf in leaves if _requires_grad(leaf)]
-
-
-def _layouts(result: Any) -> Iterator[Layout]:
-    """Of the tensors in the description of a result."""
-    if isinstance(result, Layout):
-        yield result
-    elif type(result) in (tuple, list):
-        for item in result:
-            yield from _layouts(item)
 
 
 def _argument_names(fn: Callable, paths: list[str]) -> list[str]:

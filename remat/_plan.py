@@ -48,6 +48,7 @@ def can_wait(step: Step) -> bool:
         step.result is not UNTOLD
         and not step.facts.writes
         and not step.facts.observes
-        and bool(step.reads)
         and all(value.overwritten is None for value in step.reads)
+        # What isn't differentiated, the user's code may read in ways that can't be seen.
+        and all(value.tracked and not value.seen for value in step.outs)
     )

@@ -12,7 +12,7 @@ from . import _torch
 from ._determinism import saved_fingerprint, user_line
 from ._errors import RecomputeMismatchError
 from ._slots import Slot, Stop
-from ._state import state
+from ._state import alias, as_in_forward
 from ._streams import resumed
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class Filler:
             replay = root.log = None if frame.log is None else frame.log.replay()
             if frame.record is not None and not frame.open:
                 root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
-            filling, state.filling = state.filling, frame.open
             _torch.push_hooks(self.pack, _same)
             try:
-                result = frame.region.call_again(operands)
+                with as_in_forward(frame.policies, filling=frame.open):
+                    result = frame.region.call_again(operands)
             except (Stop, Exception):
                 # TorchScript makes another exception of a stop; and it may be another region's.
                 if not self.stopped:
@@ -63,7 +63,6 @@ class Filler:
             finally:
                 _torch.pop_hooks()
                 root.log, root.trace, root.plan = None, trace, None
-                state.filling = filling
         if self.stopped:
             return  # user code swallowed the stop
         if replay is not None:
@@ -78,7 +77,7 @@ class Filler:
         if self.stopped:
             raise Stop
         self.count += 1
-        value = tensor.detach()
+        value = alias(tensor)
         if index >= len(self.slots):
             if options.determinism_check != "none" and not self.frame.open:
                 raise RecomputeMismatchError(self._too_many())

@@ -14,15 +14,26 @@ from typing import Any, NamedTuple
 import torch
 
 from ._determinism import user_line
+from ._leaves import If
 from ._memory import Memory
 from ._names import warn_of_unseen
 from ._offload import Group
 from ._plan import Plan, plan
 from ._policy import Policy, Verdict
-from ._residual import Residual
-from ._state import state
-from ._torch import TorchDispatchMode, bottom, is_wrapper_call, parts, selective_context, without_torch_function
-from ._values import UNTOLD, Layout, Step, Storages, Value, facts_of, flat, new_tensors, template
+from ._residual import Residual, memory
+from ._state import state, unseen
+from ._torch import (
+    TorchDispatchMode,
+    bottom,
+    is_wrapped,
+    is_wrapper_call,
+    parts,
+    selective_context,
+    without_torch_function,
+)
+from ._values import UNTOLD, Layout, Step, Storages, Value, facts_of, layouts, new_tensors, template
+
+DETACH = torch.ops.aten.detach.default
 
 
 class Source(NamedTuple):
@@ -36,37 +47,51 @@ class Source(NamedTuple):
 class Record:
     """What is known of a region's first run."""
 
-    def __init__(self, policy: Policy, memory: Memory, lines: bool = False) -> None:
+    def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str] = (), lines: bool = False) -> None:
         self.policy = policy
         self.memory = memory
-        self.steps: list[Step] = []
-        self.inputs: list[Value] = []  # of the operands and the captured tensors
-        self.storages = Storages()
-        self.makers: set[Any] = set()  # operations that are steps
-        self.views: set[Any] = set()  # those that made views alone at times, which are none
-        self.named: dict[str, str] = {}  # all names that were given in the region, each with the line
+        self.own_names = own_names  # that the region's own policy mentions, not that of a region around
         self.lines = lines  # note where each operation is called, not only where it may matter
+        self.outer: tuple | None = None  # the hooks around the region, which keep what it keeps
         self.open = True  # the first run has not ended
         self.slots_tell = True  # what autograd saved is known
         self.lazy = True  # what nothing needs may be left out of a run again
+        self.steps: list[Step] = []
+        self.inputs: list[Value] = []  # of the operands and the captured tensors
         self.wanted: list[Value] = []  # what autograd saved
+        self.makers: set[Any] = set()  # operations that are steps
+        self.views: set[Any] = set()  # those that made views alone at times, which are none
+        self.named: dict[str, str] = {}  # all names that were given in the region, each with the line
+        self.storages = Storages()
         self._slots: list[weakref.ref] = []
         self._held: dict[Value, None] = {}
+        self._siblings: dict[Value, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
+        self._group: Group | None = None
         self._verdicts = _table(policy)
         self._by_name = bool(policy.mentioned_names)
+        self._asks = _asks(policy)
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
         """Note which values come in."""
-        self.inputs = [self.storages.get(part) for tensor in inputs for part in parts(bottom(tensor))]
+        for tensor in inputs:
+            for part in parts(bottom(tensor)):
+                value = self.storages.find(part)
+                if value is None:
+                    value = Value()
+                    self.storages.bind(part, value)
+                value.tracked |= is_wrapped(tensor) or tensor.requires_grad
+                self.inputs.append(value)
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
-        """Autograd saved a tensor, and a slot stands for it."""
+        """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
         values = [value for value in map(self.storages.find, parts(tensor)) if value is not None]
         plain = len(values) == 1 and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
         slot.source = Source(values, Layout(tensor, 0) if plain else None, len(self.steps))
         self._slots.append(weakref.ref(slot))
-        if plain:
-            self._hold(values[0], tensor)
+        if plain and values[0].saveable:
+            slot.residual = self._lend(values[0], tensor)
+        elif plain and self._by_name and values[0].step is not None and len(self.steps[values[0].step].outs) > 1:
+            self._siblings[values[0]] = tensor
 
     def needs(self, tensor: torch.Tensor) -> None:
         """Autograd at a level of torch.func saved a tensor, and will in a run again."""
@@ -81,21 +106,41 @@ class Record:
         self.named.setdefault(name, line)
         for part in parts(bottom(tensor)):
             value = self.storages.find(part)
-            if value is not None and value.step is not None:  # else it was there before
-                value.names.setdefault(name, line)
-                step = self.steps[value.step]
-                step.line = step.line or line
-                if step.question is not None:
-                    value.verdict = self.policy.judge(*step.question, frozenset(value.names))
-                self._hold(value, part)
+            if value is None or value.step is None:
+                continue  # it was there before
+            value.names.setdefault(name, line)
+            step = self.steps[value.step]
+            step.line = step.line or line
+            if step.question is not None:
+                value.verdict = self.policy.judge(*step.question, frozenset(value.names))
+            self._hold(value, part)
+            for sibling in step.outs if value.saveable else ():  # else the operation would have to run for them
+                if not sibling.saveable and not sibling.names and sibling in self._siblings:
+                    sibling.verdict = value.verdict
+                    self._hold(sibling, self._siblings[sibling])
 
     def _hold(self, value: Value, tensor: torch.Tensor) -> None:
-        """It may have to be kept, if the policy says so."""
+        """More than slots may need it: it may have to be kept, if the policy says so."""
         if not value.saveable:
             value.held = None
         elif value.held is None and value.overwritten is None:
             value.held = tensor
             self._held[value] = None
+
+    def _lend(self, value: Value, tensor: torch.Tensor) -> Residual:
+        """Keep a value, for whoever owns what this returns."""
+        residual = value.kept()
+        if residual is None:
+            assert value.step is not None
+            if self._group is None:
+                self._group = Group()
+            offload = value.verdict is Verdict.OFFLOAD
+            step = self.steps[value.step]
+            layout = next((layout for layout in layouts(step.result) if step.outs[layout.i] is value), None)
+            with unseen():
+                residual = Residual(tensor, step, layout, offload, self.outer, self._group)
+            value.loan = weakref.ref(residual)
+        return residual
 
     # --- the operations -----------------------------------------------------------------------------------------------
 
@@ -104,7 +149,8 @@ class Record:
         for tensor in facts_of(func).written(args, kwargs):
             value = self.storages.get(tensor)
             if value.saveable and (value.held is not None or self._verdicts.get(func) in (None, Verdict.RECOMPUTE)):
-                value.held = flat(tensor).clone()
+                with unseen():
+                    value.held = memory(tensor).clone()
                 self._held[value] = None
 
     def ran(self, func: Any, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
@@ -113,6 +159,8 @@ class Record:
         new = new_tensors(result, self.storages)
         if not new and not facts.writes and not facts.observes:
             self.views.add(func)
+            if func is DETACH:
+                self.storages.get(args[0]).seen = True
             return
         self.makers.add(func)
         reads: list[tuple[Value, torch.Tensor]] = []
@@ -124,9 +172,12 @@ class Record:
         verdict = self._judge(step, args, kwargs, result)
         written = facts.written(args, kwargs)
         for tensor in written:
-            self.storages.get(tensor).overwritten = step.number
+            before = self.storages.get(tensor)
+            before.overwritten, before.loan = step.number, None
+        tracked = any(value.tracked for value in step.reads)
         for tensor in (*new, *written):
             value = Value(step.number, verdict)
+            value.tracked = tracked
             step.outs.append(value)
             self.storages.bind(tensor, value)
         self.steps.append(step)
@@ -139,50 +190,42 @@ class Record:
 
     def _judge(self, step: Step, args: tuple, kwargs: dict, result: Any) -> Verdict:
         """What the policy says of an operation's values as long as they have no names."""
+        func = step.func
         if step.result is UNTOLD:
             return Verdict.RECOMPUTE
-        func = step.func
+        question = (selective_context(result), func, args, kwargs) if self._asks else (None, func, (), {})
+        if self._by_name:
+            step.question = question
         if func not in self._verdicts:
             self._verdicts[func] = self.policy.verdict_for(func)
         verdict = self._verdicts[func]
-        if verdict is not None:
-            step.question = None, func, (), {}
-            return verdict
-        question = selective_context(result), func, args, kwargs
-        if self._by_name:
-            step.question = question
-        return self.policy.judge(*question, frozenset())
+        return self.policy.judge(*question, frozenset()) if verdict is None else verdict
 
     # --- the end of the first run -------------------------------------------------------------------------------------
 
-    def close(self, outer: tuple | None = None) -> None:
-        """Decide what is kept, and let go of the rest. The hooks around the region, if any, keep it."""
+    def close(self) -> None:
+        """Decide what else is kept, and let go of the rest."""
         self.open = False
-        warn_of_unseen(self.policy.mentioned_names, self.named, self.memory)
+        warn_of_unseen(self.own_names, self.named, self.memory)
+        above = bool(self.wanted)
         slots = [slot for ref in self._slots if (slot := ref()) is not None]
-        direct = {id(slot) for slot in slots if slot.source.layout and slot.source.values[0].held is not None}
-        shown = {slot.source.values[0] for slot in slots if id(slot) in direct}
-        hidden = [value for slot in slots if id(slot) not in direct for value in slot.source.values]
-        ends = [slot.source.after for slot in slots if id(slot) not in direct]
-        end = max(ends, default=0) if self.slots_tell and not self.wanted else len(self.steps)
-        used = self._plan([*self.wanted, *hidden], end, _is_held).used
-        residuals, group = {}, Group()
+        for slot in slots:  # saved before it got its name
+            if slot.residual is None and slot.source.layout is not None and slot.source.values[0].held is not None:
+                slot.residual = self._lend(slot.source.values[0], slot.source.values[0].held)
+        missing = [slot.source for slot in slots if slot.residual is None]
+        self.wanted += [value for source in missing for value in source.values]
+        end = max((source.after for source in missing), default=0) if self.slots_tell and not above else len(self.steps)
+        used = self._plan(self.wanted, end, _is_there).used
         for step in self.steps:
             step.question = None
             for value in step.outs:
-                if value in used or value in shown:
-                    assert value.held is not None
-                    residual = Residual(value, step, outer, group)
-                    value.loan = weakref.ref(residual)
-                    value.residual = residual if value in used else None
-                    residuals[value] = residual  # slots own the others
-        for slot in slots:
-            self.wanted += slot.source.values
-            if id(slot) in direct:
-                slot.residual = residuals[slot.source.values[0]]
+                if value in used:
+                    value.residual = self._lend(value, value.held)
+        self.wanted += [value for slot in slots if slot.residual is not None for value in slot.source.values]
         for value in self._held:
             value.held = None
         self._held.clear()
+        self._siblings.clear()
         self._slots.clear()
         self.storages = self.storages.outside()
 
@@ -209,14 +252,14 @@ class Record:
     def _plan(self, wanted: Iterable[Value], end: int, available: Callable[[Value], Any]) -> Plan:
         return plan(self.steps[:end], wanted, available, self.lazy)
 
-    def residuals(self) -> list[Residual]:
-        """All that is kept now."""
-        kept = (value.kept() for step in self.steps for value in step.outs)
-        return [residual for residual in kept if residual is not None]
+
+def _asks(policy: Policy) -> bool:
+    """Whether it has predicates, which want the arguments of operations."""
+    return isinstance(policy, If) or any(map(_asks, policy._parts()))
 
 
-def _is_held(value: Value) -> bool:
-    return value.held is not None
+def _is_there(value: Value) -> bool:
+    return value.held is not None or value.kept() is not None
 
 
 @functools.lru_cache(maxsize=256)
@@ -240,7 +283,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # what it runs on the tensors inside comes by
         kwargs = kwargs or {}
         record = self.record
-        if state.filling:
+        if state.filling or state.unseen:
             return func(*args, **kwargs)
         facts = facts_of(func)
         if facts.writes:
@@ -255,8 +298,10 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         state.records.append(self.record)
+        state.policies.append(self.record.policy)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         state.records.pop()
+        state.policies.pop()

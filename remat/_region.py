@@ -22,6 +22,7 @@ from ._errors import CaptureError
 from ._intercept import Interceptor, made_inside
 from ._kept import Kept
 from ._memory import Memory
+from ._nested import within
 from ._outputs import Outputs
 from ._places import Place
 from ._plan import Plan
@@ -135,7 +136,8 @@ class Region:
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.changing)
         self.devices = {t.device for t in (*self.arguments, *tensors, *captured)}
         self.undo_record = mark()
-        self.record = None if self.options.policy.saves_nothing else Record(self.options.policy, self.memory)
+        policy = within(state.policies[-1] if state.policies else None, self.options.policy)
+        self.record = None if policy.saves_nothing else Record(policy, self.memory, self.options.policy.mentioned_names)
         self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -14,8 +14,10 @@ import torch
 from ._late import Late, LateCall
 from ._plan import Plan, can_wait
 from ._record import Record
+from ._residual import memory
+from ._state import state, unseen
 from ._torch import TorchDispatchMode, bottom, is_wrapper_call, parts, without_torch_function
-from ._values import Argument, Layout, Step, Value, facts_of, flat, new_tensors, tensors
+from ._values import Argument, Layout, Step, Value, facts_of, new_tensors, tensors
 
 
 class Replay(TorchDispatchMode):
@@ -35,10 +37,20 @@ class Replay(TorchDispatchMode):
         for value, part in zip(record.inputs, [part for tensor in inputs for part in parts(bottom(tensor))]):
             self.storages.bind(part, value)
 
+    def __enter__(self) -> Replay:
+        state.policies.append(self.record.policy)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        state.policies.pop()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if is_wrapper_call(types):
             return NotImplemented
         kwargs = kwargs or {}
+        if self.late.running or state.unseen:
+            return self.late.mark(func(*args, **kwargs))
         facts = facts_of(func)
         if (facts.views or func in self.record.views) and func not in self.record.makers:
             return self._view(func, args, kwargs)
@@ -49,10 +61,11 @@ class Replay(TorchDispatchMode):
             step = self._same(func, args, kwargs, draw, reads)
             read = [tensor for _, tensor in reads]
             if step is not None:
-                if step.number in self.plan.given:
-                    return self._give(step, args, kwargs, read)
-                if step.number not in self.plan.run and can_wait(step):
-                    return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
+                with unseen():
+                    if step.number in self.plan.given:
+                        return self._give(step, args, kwargs, read)
+                    if step.number not in self.plan.run and can_wait(step):
+                        return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
             self.late.fill(read)
         result = func(*args, **kwargs)
         with without_torch_function():
@@ -104,6 +117,14 @@ class Replay(TorchDispatchMode):
             for (value, _), before in differ
         ):
             return False
+        for (value, _), before in differ:
+            with unseen():
+                if (
+                    value.constant is None
+                    or before.constant is None
+                    or not torch.equal(value.constant, before.constant)
+                ):
+                    return False
         for (_, tensor), before in differ:
             self.storages.bind(tensor, before)
         return bool(differ)
@@ -117,7 +138,7 @@ class Replay(TorchDispatchMode):
             residual = value.kept()
             tensor = None if residual is None else residual.get()
             # What the region changes in place later must not be the kept one.
-            kept.append(flat(tensor).clone() if tensor is not None and value.overwritten is not None else tensor)
+            kept.append(memory(tensor).clone() if tensor is not None and value.overwritten is not None else tensor)
         return self._make_up(step, args, kwargs, read, kept)
 
     def _make_up(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list[torch.Tensor | None]) -> Any:
@@ -126,7 +147,7 @@ class Replay(TorchDispatchMode):
         count = len(step.outs) - len(written)
         for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
             assert content is not None
-            flat(tensor).copy_(flat(content))
+            memory(tensor).copy_(memory(content))
             self.late.is_full(tensor)
             self.storages.bind(tensor, value)
         return self.late.mark(self._build(step.result, LateCall(step, args, kwargs), contents[:count], read))

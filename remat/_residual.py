@@ -10,54 +10,54 @@ import torch
 from . import _torch
 from ._errors import MutationError
 from ._offload import Group, Offloaded, in_host_memory
-from ._policy import Verdict
+from ._state import alias
 
 if TYPE_CHECKING:
-    from ._values import Step, Value
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All that the storage of a tensor holds."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return torch.as_strided(tensor, (count,), (1,), 0)
+    from ._values import Layout, Step
 
 
 class Residual:
-    """A tensor that is kept from a region's forward for its backward: a value that a step made."""
+    """What a storage held when it was kept: the value that a step made, of which ``tensor`` is any alias."""
 
-    __slots__ = ("__weakref__", "_kept", "_unpack", "_written", "line", "op")
+    __slots__ = ("__weakref__", "_guard", "_kept", "_unpack", "_version", "line", "op")
 
-    def __init__(self, value: Value, step: Step, outer: tuple | None, group: Group) -> None:
-        assert value.held is not None
-        tensor = _whole(value.held.detach())
+    def __init__(
+        self, tensor: torch.Tensor, step: Step, layout: Layout | None, offload: bool, outer: tuple | None, group: Group
+    ) -> None:
         self.op, self.line = str(step.func), step.line
-        self._kept: Any = tensor
-        self._written = _torch.version(tensor)
+        content = memory(tensor) if layout is None or not layout.fills(tensor) else layout.of(tensor)
+        self._guard: torch.Tensor | None = None
+        self._version = 0
         self._unpack: Callable[[Any], torch.Tensor] | None = None
+        self._kept: Any = content
         if outer is not None:
             pack, self._unpack = outer
-            self._kept = pack(tensor)
-        elif value.verdict is Verdict.OFFLOAD and not in_host_memory(tensor):
-            self._kept, self._unpack = Offloaded(tensor, group), Offloaded.get
+            self._kept = pack(content)
+        elif offload and not in_host_memory(tensor):
+            self._kept, self._unpack = Offloaded(content, group), Offloaded.get
+        else:
+            self._guard, self._version = alias(tensor), _torch.version(tensor)
 
     def get(self) -> torch.Tensor:
-        """The tensor.
+        """A tensor whose storage holds the value.
 
         Raises:
             MutationError: it was changed in place.
         """
         if self._unpack is not None:
-            return self._unpack(self._kept)
-        if _torch.version(self._kept) != self._written:
+            content = self._unpack(self._kept)
+            whole = content.storage_offset() == 0 and content.is_contiguous()
+            return content if whole else content.clone(memory_format=torch.contiguous_format)
+        assert self._guard is not None
+        if _torch.version(self._guard) != self._version:
             raise MutationError(
                 f"The output of {self.op} at {self.line}, which the region's policy keeps for the backward, was "
-                f"changed in place after the region's forward. Use the out-of-place operation, or change a copy: "
-                f"`.clone()`."
+                f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."
             )
-        return self._kept
+        return self._guard
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with all that the storage holds, in an order that copies keep."""
-    whole = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole and tensor.is_contiguous() else flat(tensor)
+def memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All that the storage of a tensor holds, in bytes: without its dtype, and without conjugation that is put off."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 __all__ = ["disable_remat", "is_recomputing"]
 
 
@@ -14,10 +16,12 @@ class _State(threading.local):
     recomputing: bool = False
     disabled: bool = False
     own_work: bool = False  # the package itself calls torch now, not the user's function
+    unseen: bool = False  # operations are the package's own
     filling: bool = False  # a region runs again inside of its first run: that isn't recorded
 
     def __init__(self) -> None:
         self.interceptors: list[Any] = []  # of the regions that run now, the innermost last
+        self.policies: list[Any] = []  # of those with a policy, the innermost last
         self.records: list[Any] = []  # of those that run for the first time, under a policy
 
 
@@ -78,6 +82,17 @@ def recomputing() -> Iterator[None]:
 
 
 @contextmanager
+def as_in_forward(policies: list[Any], filling: bool) -> Iterator[None]:
+    """For a run again, which may start within the bookkeeping of any other run: the ``policies`` around are these."""
+    before = state.unseen, state.filling, state.policies
+    state.unseen, state.filling, state.policies = False, filling, list(policies)
+    try:
+        yield
+    finally:
+        state.unseen, state.filling, state.policies = before
+
+
+@contextmanager
 def own_work(value: bool = True) -> Iterator[None]:
     """Tells interceptors of regions around that what is called now is the package's own doing, or the user's again."""
     before = state.own_work
@@ -86,3 +101,24 @@ def own_work(value: bool = True) -> Iterator[None]:
         yield
     finally:
         state.own_work = before
+
+
+class unseen:
+    """The package's own operations, which no record of a region's operations is to have; or the user's again."""
+
+    __slots__ = ("before", "value")
+
+    def __init__(self, value: bool = True) -> None:
+        self.value = value
+
+    def __enter__(self) -> None:
+        self.before, state.unseen = state.unseen, self.value
+
+    def __exit__(self, *exception: Any) -> None:
+        state.unseen = self.before
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()``, told apart from that of the user, who may read the result in ways that can't be seen."""
+    with unseen():
+        return tensor.detach()

@@ -8,12 +8,17 @@ made. It can't be given what another one made, in whatever order it comes.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ._policy import Verdict
-from ._residual import Residual, flat
+from ._residual import Residual, memory
+from ._state import unseen
+
+# Constants up to this size are compared, so that one can stand for another in a run again.
+CONSTANT_BYTES = 4096
 
 
 class Value:
@@ -22,7 +27,9 @@ class Value:
     ``step`` is the number of the step that made it, None if none of the region did. (A number: steps own values.)
     """
 
-    __slots__ = ("held", "loan", "names", "overwritten", "residual", "step", "verdict")
+    __slots__ = (
+        "constant", "held", "loan", "names", "overwritten", "residual", "seen", "step", "tracked", "verdict",
+    )  # fmt: skip
 
     held: torch.Tensor | None  # in the first run: it may have to be kept
     loan: weakref.ref[Residual] | None  # what is kept of it,
@@ -33,6 +40,9 @@ class Value:
         self.verdict = verdict
         self.names: dict[str, str] = {}  # given to it, each with the line
         self.overwritten: int | None = None  # the step that wrote to the storage next
+        self.tracked = False  # it is differentiated
+        self.seen = False  # Python code may have read it in ways that can't be seen
+        self.constant: torch.Tensor | None = None  # a copy, of a small one that the function makes out of sight
         self.held = self.loan = self.residual = None
 
     @property
@@ -75,9 +85,21 @@ class Layout:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout on the storage of another one."""
-        if tensor.dtype != self.dtype:
-            tensor = flat(tensor).view(self.dtype)
-        return torch.as_strided(tensor, self.size, self.stride, self.offset)
+        return self.on(tensor.untyped_storage())
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same on a storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+    def fills(self, tensor: torch.Tensor) -> bool:
+        """Whether such a tensor is all that the storage of another one holds, in order."""
+        expected, count = 1, self.dtype.itemsize
+        for size, stride in zip(reversed(self.size), reversed(self.stride)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.offset == 0 and expected * count == tensor.untyped_storage().nbytes()
 
     def empty(self) -> torch.Tensor:
         """A tensor of this layout that holds nothing yet."""
@@ -165,9 +187,20 @@ class Storages:
         """The value of a tensor's storage; one that is not known comes from outside."""
         value = self.find(tensor)
         if value is None:
-            value = Value(None)
+            value = Value()
+            value.tracked = tensor.requires_grad
+            value.constant = self._constant(tensor)
             self.bind(tensor, value)
         return value
+
+    @staticmethod
+    def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
+        if tensor.requires_grad or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return None
+        if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:
+            return None
+        with unseen():
+            return memory(tensor).clone()
 
     def outside(self) -> Storages:
         """Those alone that are still there and hold what no step made."""
@@ -230,6 +263,15 @@ def new_tensors(result: Any, storages: Storages) -> list[torch.Tensor]:
     return found
 
 
+def layouts(template: Any) -> Iterator[Layout]:
+    """Of all tensors in the description of a result."""
+    if isinstance(template, Layout):
+        yield template
+    elif type(template) in (tuple, list):
+        for item in template:
+            yield from layouts(item)
+
+
 UNTOLD: Any = object()  # a result that can't be described
 
 
@@ -237,7 +279,7 @@ def template(result: Any, new: list[torch.Tensor], arguments: list[torch.Tensor]
     """A result with descriptions for tensors, from which it can be made up again."""
     if isinstance(result, torch.Tensor):
         for i, tensor in enumerate(new):
-            if result.layout is torch.strided and holder(tensor) is holder(result):
+            if result.layout is torch.strided and not result.is_quantized and holder(tensor) is holder(result):
                 return Layout(result, i)
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNTOLD)
     if isinstance(result, (tuple, list)):

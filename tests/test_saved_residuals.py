@@ -165,7 +165,11 @@ def test_nothing_is_changed(wrap: Callable, bound: bool) -> None:
 
 def test_captured_of_a_plain_function() -> None:
     w = rand(3, 3)
-    assert sources(lambda x: torch.sin(x @ w), rand(2, 3)) == ["argument x", "captured closure variable 'w'", "output of aten.mm"]
+    assert sources(lambda x: torch.sin(x @ w), rand(2, 3)) == [
+        "argument x",
+        "captured closure variable 'w'",
+        "output of aten.mm",
+    ]
 
 
 def test_arguments_are_left_as_they_are() -> None:

@@ -1,0 +1,76 @@
+"""Under every policy a block keeps no more than torch's selective checkpoint does, and runs no more again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.measure import gc_disabled
+from benchmarks.policies import CASES, TRANSFORMS, Case, Figures, Row, Sizes, plain, program, table
+from remat import remat
+
+SIZES = Sizes(batch=2, time=16, width=32)
+BATCH, TIME, WIDTH = SIZES.batch, SIZES.time, SIZES.width
+POSITIONS = BATCH * TIME
+OUTPUT = POSITIONS * WIDTH * 4  # bytes of the block's output, which its head keeps
+SCALAR = 4
+LINEAR = 2 * POSITIONS * WIDTH * WIDTH  # floating-point operations of one linear layer that keeps the width
+SCORES = 2 * BATCH * TIME * TIME * WIDTH  # and of one of the two products of attention
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collector_off() -> Iterator[None]:
+    """One collection for all, not one for each measurement."""
+    with gc_disabled():
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_neither_figure_is_more(transform: str, case: Case) -> None:
+    row = case.measure(transform, SIZES)
+    assert row.passed, table([row])
+
+
+def case_named(name: str) -> Case:
+    (case,) = (case for case in CASES if case.name == name)
+    return case
+
+
+def test_figures_of_no_policy_are_those_counted_by_hand() -> None:
+    """Only the inputs are kept, and all runs again but the last layer, whose output the backward doesn't need."""
+    row = case_named("none").measure("autograd.grad", SIZES)
+    again = (4 + 4) * LINEAR + 2 * SCORES  # q, k, v, the projection, and up, which is four times as wide
+    assert row.remat == Figures(kept_bytes=OUTPUT + SCALAR, recomputed_flops=again)
+    assert row.bound.recomputed_flops == again + 4 * LINEAR
+    assert row.torch == row.remat
+
+
+def test_figures_of_a_policy_are_those_counted_by_hand() -> None:
+    row = case_named("names q, k, v").measure("autograd.grad", SIZES)
+    assert row.remat == Figures(4 * OUTPUT + SCALAR, (1 + 4) * LINEAR + 2 * SCORES)
+
+
+def test_more_in_either_figure_is_a_failure() -> None:
+    few, many = Figures(1, 1), Figures(2, 2)
+    assert Row("", "", few, few, few).passed
+    assert Row("", "", few, None, many).passed
+    for more in (Figures(2, 1), Figures(1, 2)):
+        assert not Row("", "", more, few, many).passed
+        assert not Row("", "", more, many, few).passed
+        assert not Row("", "", more, None, few).passed
+        assert table([Row("", "", more, None, few)]).endswith("FAIL")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_what_is_compared_has_the_same_gradients(transform: str, case: Case) -> None:
+    arguments = SIZES.arguments()
+    expected = program(transform, plain)(*arguments)
+    torch.testing.assert_close(program(transform, partial(remat, policy=case.policy))(*arguments), expected)
+    if transform == "autograd.grad":
+        torch.testing.assert_close(program(transform, case.torch)(*arguments), expected)
