@@ -8,6 +8,7 @@ import torch
 
 from ._determinism import fingerprint, user_line
 from ._errors import RecomputeMismatchError
+from ._state import state
 from ._torch import TorchDispatchMode
 
 # The engine itself detaches what it takes, so these come and go.
@@ -23,7 +24,7 @@ class OpLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in _IGNORED:
+        if func not in _IGNORED and not state.unseen:
             self.note(str(func), _describe(result), user_line())
         return result
 

@@ -128,6 +128,13 @@ class Frame:
     # --- the backward -----------------------------------------------------------------------------------------------
 
     def unpack(self, packed: Any) -> torch.Tensor:
+        reader, state.reader = state.reader, self
+        try:
+            return self._unpack(packed, reader)
+        finally:
+            state.reader = reader
+
+    def _unpack(self, packed: Any, reader: Any) -> torch.Tensor:
         self.inside |= self.open
         if type(packed) is not Slot:
             return packed()
@@ -146,7 +153,7 @@ class Frame:
                 f"operation, or give the region a copy: `.clone()`."
             )
         if _torch.graph_task_keeps_graph() and (running := current_pass()) is not None:
-            running.read(packed)
+            running.read(packed, self, reader)
         return value
 
     def _fill(self, wanted: Slot) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import _torch
 from ._errors import CaptureError, MutationError
+from ._facts import tensors
 from ._state import state
 from ._trace import Trace
 
@@ -48,7 +49,7 @@ class Watch:
         self.wrappers = {id(w) for t in operands for w in _chain(t) if _torch.is_wrapped(w)}
 
     def made(self, result: Any) -> None:
-        for tensor in _tensors(result):
+        for tensor in tensors(result):
             self.seen[id(tensor)] = weakref.ref(tensor)
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
@@ -140,12 +141,12 @@ class Interceptor(TorchFunctionMode):
             args, kwargs = self._swap(args), self._swap(kwargs)
         watch = self.watch
         if watch is not None:
-            for tensor in (*_tensors(args), *_tensors(kwargs)):
+            for tensor in (*tensors(args), *tensors(kwargs)):
                 if watch.is_captured(tensor):
                     self._give_up(watch, tensor)
         result = func(*args, **kwargs)
-        if self.stale and _tensors(result):
-            for tensor in (*_tensors(args), *_tensors(kwargs)):
+        if self.stale and tensors(result):
+            for tensor in (*tensors(args), *tensors(kwargs)):
                 if id(tensor) in self.stale:
                     raise MutationError(self.stale[id(tensor)])
         if watch is not None:
@@ -198,16 +199,6 @@ def made_inside(tensors: Any) -> None:
     for interceptor in state.interceptors:
         if interceptor.watch is not None:
             interceptor.watch.made(tensors)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [t for item in value for t in _tensors(item)]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in _tensors(item)]
-    return []
 
 
 def _chain(tensor: torch.Tensor) -> list[torch.Tensor]:

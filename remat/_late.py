@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ._errors import RecomputeMismatchError
-from ._state import unseen
+from ._facts import tensors
+from ._state import alias, unseen
 from ._torch import as_subclass, without_levels, without_overrides
-from ._values import Layout, Step, holder, tensors
+from ._values import Layout, Step, holder
 
 
 class LateCall:
@@ -20,7 +21,7 @@ class LateCall:
     __slots__ = ("args", "kwargs", "step")
 
     def __init__(self, step: Step, args: tuple, kwargs: dict) -> None:
-        self.step, self.args, self.kwargs = step, args, kwargs
+        self.step, self.args, self.kwargs = step, _cut(args), _cut(kwargs)
 
 
 class Late:
@@ -60,12 +61,15 @@ class Late:
             if entry is not None:
                 self._run(entry[2])
 
-    def fill_all(self, but: Iterable[torch.Tensor]) -> None:
-        """Fill all that are still there."""
-        for tensor in but:
-            self.is_full(tensor)
-        while self._entries:
-            self._run(next(iter(self._entries.values()))[2])
+    def settle(self, but: Iterable[torch.Tensor] = ()) -> None:
+        """The run has ended: fill what somebody else holds. ``but`` are those that nobody reads."""
+        unread = {id(holder(tensor)) for tensor in but}
+        # From the last one, as calls hold their arguments.
+        for key in reversed(list(self._entries)):
+            entry = self._entries.get(key)
+            if entry is not None and key not in unread and entry[0]() is not None:
+                self._run(entry[2])
+            self._entries.pop(key, None)
 
     def _run(self, call: LateCall) -> None:
         """Run a call for all of its tensors that are still there."""
@@ -101,6 +105,17 @@ class Late:
         marked = as_subclass(LateTensor, tensor)
         marked.late = weakref.ref(self)
         return marked
+
+
+def _cut(value: Any) -> Any:
+    """Arguments without their history, which would hold the graph of the run."""
+    if isinstance(value, torch.Tensor):
+        return alias(value)
+    if type(value) in (tuple, list):
+        return type(value)(map(_cut, value))
+    if type(value) is dict:
+        return {key: _cut(item) for key, item in value.items()}
+    return value
 
 
 def _contents(template: Any, result: Any) -> Iterator[tuple[int, torch.Tensor]]:

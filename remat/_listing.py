@@ -15,7 +15,8 @@ from . import _torch, _tree
 from ._derived import differentiable
 from ._kept import Kept
 from ._memory import memory_of
-from ._record import Record, Recorder
+from ._record import Record
+from ._recorder import Recorder
 from ._region import Options, Region
 from ._state import alias
 from ._values import holder, layouts
@@ -192,7 +193,7 @@ class _Listing:
         named = [(tensor, f"captured {place.path}") for tensor, place in zip(captured, self.region.places)]
         named += [(tensor, f"captured {place.path}") for place, tensor, _ in self.region.fixed]
         named += [(t, f"argument {self.names[i]}") for t, i in zip(operands, self.region.positions)]
-        self.known = {id(holder(part)): name for tensor, name in named for part in _torch.parts(tensor)}
+        self.known = {id(holder(part)): name for tensor, name in reversed(named) for part in _torch.parts(tensor)}
 
     def _alive(self) -> list[torch.Tensor]:
         """What operations made and something holds."""

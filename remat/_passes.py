@@ -16,29 +16,40 @@ class Pass:
     """One backward pass: which frames it filled and, in a graph that is kept, what its nodes have read.
 
     Nodes of a kept graph don't let go of their slots. A node may read twice what it saved, so a value stays until
-    another node of the thread reads, and everything is let go when the pass ends. The engine owns this object, as a
+    another node of the thread reads; what a region inside reads of the one around stays until another region inside
+    reads; and everything is let go when the pass ends. The engine owns this object, as a
     callback, and drops it also when the pass fails.
     """
 
-    __slots__ = ("__weakref__", "frames", "reading", "unpacked")
+    __slots__ = ("__weakref__", "frames", "reading", "shared", "unpacked")
 
     def __init__(self) -> None:
         self.frames: list[Callable[[], Any]] = []
         self.reading: dict[int, tuple[int | None, list[Any]]] = {}
+        self.shared: dict[int, tuple[Any, list[Any]]] = {}
         self.unpacked: dict[Any, torch.Tensor] = {}
 
     def __call__(self) -> None:
         """The pass has ended; what there is to do, ``__del__`` does."""
 
     def __del__(self) -> None:
-        for _, slots in self.reading.values():
+        for _, slots in (*self.reading.values(), *self.shared.values()):
             _drop(slots)
         for ref in self.frames:
             frame = ref()
             if frame is not None:
                 frame.clear()
 
-    def read(self, slot: Any) -> None:
+    def read(self, slot: Any, frame: Any, reader: Any) -> None:
+        """A slot of ``frame`` was read, by a node or by the frame of a region inside, ``reader``."""
+        if reader is not None:
+            before, slots = self.shared.get(id(frame), (None, []))
+            if before is not reader:
+                _drop(slots)
+                slots = []
+            slots.append(slot)
+            self.shared[id(frame)] = reader, slots
+            return
         current = _torch.current_node()
         node = None if current is None else _torch.sequence_number(current)
         thread = threading.get_ident()

@@ -33,6 +33,7 @@ def plan(steps: Sequence[Step], roots: Iterable[Value], available: Callable[[Val
             result.used.update(dict.fromkeys(wanted))
         # Generators must move as in the first run, as long as something still draws from them.
         must_draw = step.draws and draws_later
+        given = given or (step.draws and not wanted and any(map(available, step.outs)))
         if given and not must_draw:
             result.given.add(step.number)
         elif wanted or must_draw or not lazy or not can_wait(step):
@@ -48,6 +49,7 @@ def can_wait(step: Step) -> bool:
         step.result is not UNTOLD
         and not step.facts.writes
         and not step.facts.observes
+        and not step.draws
         and all(value.overwritten is None for value in step.reads)
         # What isn't differentiated, the user's code may read in ways that can't be seen.
         and all(value.tracked and not value.seen for value in step.outs)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
-    __slots__ = ("count", "difference", "frame", "last", "slots", "stopped", "value", "wanted")
+    __slots__ = ("count", "difference", "ending", "frame", "last", "slots", "stopped", "value", "wanted")
 
     def __init__(self, frame: Frame, slots: list[Slot | None], wanted: Slot) -> None:
         self.frame = frame
@@ -31,6 +31,7 @@ class Filler:
         self.value: torch.Tensor | None = None  # of the wanted slot
         self.count = 0
         self.stopped = False
+        self.ending = False  # at the next tensor it stops
         self.difference: str | None = None
         self.last = max(i for i, slot in enumerate(slots) if slot is not None)
 
@@ -48,6 +49,7 @@ class Filler:
         ):
             operands = [frame.operands.again(i) for i in range(len(frame.operands))]
             trace, root.trace = root.trace, None  # saved tensors are counted here
+            result = None
             replay = root.log = None if frame.log is None else frame.log.replay()
             if frame.record is not None and not frame.open:
                 root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
@@ -59,22 +61,23 @@ class Filler:
                 # TorchScript makes another exception of a stop; and it may be another region's.
                 if not self.stopped:
                     raise
-                return
             finally:
                 _torch.pop_hooks()
+                again, root.replay = root.replay, None
                 root.log, root.trace, root.plan = None, trace, None
-        if self.stopped:
-            return  # user code swallowed the stop
-        if replay is not None:
-            replay.check_end()
-        self._check_end(result)
+            if not self.stopped:
+                self._check_end(result, replay)
+            del operands, result
+            if again is not None:
+                again.finish()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.is_wrapped(tensor):
             return _torch.bare(tensor)
         index = self.count
         options = self.frame.options
-        if self.stopped:
+        if self.stopped or self.ending:
+            self.stopped = True
             raise Stop
         self.count += 1
         value = alias(tensor)
@@ -99,11 +102,15 @@ class Filler:
         if self.difference is not None and (self.frame.log is None or index >= self.last):
             raise RecomputeMismatchError(self.difference)
         if options.early_stop and index == self.last:
-            self.stopped = True
+            self.ending = any(map(_may_be_filled_yet, self.slots[max(0, index - 2) : index + 1]))
+            self.stopped = not self.ending
+        if self.stopped:
             raise Stop
         return value
 
-    def _check_end(self, result: Any) -> None:
+    def _check_end(self, result: Any, replay: Any) -> None:
+        if replay is not None:
+            replay.check_end()
         if self.frame.options.determinism_check == "none" or self.frame.open:
             return
         if self.difference is not None:
@@ -135,6 +142,11 @@ _ADVICE = (
     "A region must do the same each time. Look for Python state that changed between the runs, a branch on values that "
     "are random or not reproducible, or a cache; `remat(..., debug=True)` shows the first operation that differs."
 )
+
+
+def _may_be_filled_yet(slot: Slot | None) -> bool:
+    """Whether the operation that has just saved it may be the one that makes it, as ``rrelu`` does its noise."""
+    return slot is not None and slot.first is not None and slot.value is not None and slot.value.is_floating_point()
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._determinism import user_line
+from ._facts import facts_of
 from ._leaves import If
 from ._memory import Memory
 from ._names import warn_of_unseen
@@ -21,17 +22,14 @@ from ._offload import Group
 from ._plan import Plan, plan
 from ._policy import Policy, Verdict
 from ._residual import Residual, memory
-from ._state import state, unseen
+from ._state import unseen
 from ._torch import (
-    TorchDispatchMode,
     bottom,
     is_wrapped,
-    is_wrapper_call,
     parts,
     selective_context,
-    without_torch_function,
 )
-from ._values import UNTOLD, Layout, Step, Storages, Value, facts_of, layouts, new_tensors, template
+from ._values import UNTOLD, Layout, Step, Storages, Value, layouts, new_tensors, template
 
 DETACH = torch.ops.aten.detach.default
 
@@ -60,6 +58,7 @@ class Record:
         self.inputs: list[Value] = []  # of the operands and the captured tensors
         self.wanted: list[Value] = []  # what autograd saved
         self.makers: set[Any] = set()  # operations that are steps
+        self.drawing: set[Any] = set()  # those of other libraries that were seen to draw random numbers
         self.views: set[Any] = set()  # those that made views alone at times, which are none
         self.named: dict[str, str] = {}  # all names that were given in the region, each with the line
         self.storages = Storages()
@@ -127,11 +126,11 @@ class Record:
             value.held = tensor
             self._held[value] = None
 
-    def _lend(self, value: Value, tensor: torch.Tensor) -> Residual:
+    def _lend(self, value: Value, tensor: torch.Tensor | None) -> Residual:
         """Keep a value, for whoever owns what this returns."""
         residual = value.kept()
         if residual is None:
-            assert value.step is not None
+            assert value.step is not None and tensor is not None
             if self._group is None:
                 self._group = Group()
             offload = value.verdict is Verdict.OFFLOAD
@@ -148,7 +147,7 @@ class Record:
         """An operation is about to write: copy what must not be lost."""
         for tensor in facts_of(func).written(args, kwargs):
             value = self.storages.get(tensor)
-            if value.saveable and (value.held is not None or self._verdicts.get(func) in (None, Verdict.RECOMPUTE)):
+            if value.saveable and (value.held is not None or self._verdict(func) in (None, Verdict.RECOMPUTE)):
                 with unseen():
                     value.held = memory(tensor).clone()
                 self._held[value] = None
@@ -170,10 +169,11 @@ class Record:
         if not torch.is_grad_enabled():
             self.lazy = False  # there, user code reads tensors in ways that can't be seen
         verdict = self._judge(step, args, kwargs, result)
-        written = facts.written(args, kwargs)
+        written, overwritten = facts.written(args, kwargs), []
         for tensor in written:
             before = self.storages.get(tensor)
             before.overwritten, before.loan = step.number, None
+            overwritten.append(before)
         tracked = any(value.tracked for value in step.reads)
         for tensor in (*new, *written):
             value = Value(step.number, verdict)
@@ -181,6 +181,7 @@ class Record:
             step.outs.append(value)
             self.storages.bind(tensor, value)
         self.steps.append(step)
+        self._saved_early(step, overwritten)
         if self.lines or verdict is not Verdict.RECOMPUTE:
             step.line = user_line()
         if verdict is not Verdict.RECOMPUTE:
@@ -188,18 +189,32 @@ class Record:
         for value, tensor in reads:
             self._hold(value, tensor)
 
+    def _saved_early(self, step: Step, overwritten: list[Value]) -> None:
+        """Autograd may save an argument before the operation fills it (``rrelu``): then it is what was written."""
+        for ref in reversed(self._slots if overwritten else ()):
+            slot = ref()
+            if slot is not None and slot.source.after < step.number:
+                break
+            for before, value in zip(overwritten, step.outs[len(step.outs) - len(overwritten) :]):
+                if slot is not None and slot.source.values == [before]:
+                    slot.source = Source([value], slot.source.layout, step.number + 1)
+
     def _judge(self, step: Step, args: tuple, kwargs: dict, result: Any) -> Verdict:
         """What the policy says of an operation's values as long as they have no names."""
         func = step.func
         if step.result is UNTOLD:
             return Verdict.RECOMPUTE
-        question = (selective_context(result), func, args, kwargs) if self._asks else (None, func, (), {})
+        ctx, args, kwargs = (selective_context(result), args, kwargs) if self._asks else (None, (), {})
         if self._by_name:
-            step.question = question
+            step.question = ctx, func, args, kwargs
+        verdict = self._verdict(func)
+        return self.policy.judge(ctx, func, args, kwargs, frozenset()) if verdict is None else verdict
+
+    def _verdict(self, func: Any) -> Verdict | None:
+        """What it says of all unnamed values that an operation makes, if that can be said."""
         if func not in self._verdicts:
             self._verdicts[func] = self.policy.verdict_for(func)
-        verdict = self._verdicts[func]
-        return self.policy.judge(*question, frozenset()) if verdict is None else verdict
+        return self._verdicts[func]
 
     # --- the end of the first run -------------------------------------------------------------------------------------
 
@@ -210,24 +225,32 @@ class Record:
         above = bool(self.wanted)
         slots = [slot for ref in self._slots if (slot := ref()) is not None]
         for slot in slots:  # saved before it got its name
-            if slot.residual is None and slot.source.layout is not None and slot.source.values[0].held is not None:
-                slot.residual = self._lend(slot.source.values[0], slot.source.values[0].held)
+            content = slot.source.values[0].held if slot.source.layout is not None else None
+            if slot.residual is None and content is not None:
+                slot.residual = self._lend(slot.source.values[0], content)
         missing = [slot.source for slot in slots if slot.residual is None]
         self.wanted += [value for source in missing for value in source.values]
         end = max((source.after for source in missing), default=0) if self.slots_tell and not above else len(self.steps)
-        used = self._plan(self.wanted, end, _is_there).used
+        used = plan(self.steps[:end], self.wanted, _is_there, self.slots_tell).used
         for step in self.steps:
             step.question = None
             for value in step.outs:
                 if value in used:
-                    value.residual = self._lend(value, value.held)
+                    value.residual = value.kept() or self._lend(value, value.held)
         self.wanted += [value for slot in slots if slot.residual is not None for value in slot.source.values]
+        if not missing and not above:  # then nothing will run again at first order
+            for value in self.storages.values():
+                value.constant = None
+        self.let_go()
+        self.storages = self.storages.outside()
+
+    def let_go(self) -> None:
+        """Drop what is only held: it has a history, which may lead to here."""
         for value in self._held:
             value.held = None
         self._held.clear()
         self._siblings.clear()
         self._slots.clear()
-        self.storages = self.storages.outside()
 
     def close_without_slots(self) -> None:
         """The same where it isn't known what autograd saved: whatever has to run again may be needed."""
@@ -266,42 +289,3 @@ def _is_there(value: Value) -> bool:
 def _table(policy: Policy) -> dict[Any, Verdict | None]:
     """The policy's verdicts on operations, filled as they are met."""
     return {}
-
-
-class Recorder(TorchDispatchMode):
-    """Notes the operations of a first run in a record."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, record: Record) -> None:
-        super().__init__()
-        self.record = record
-        self.draws = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if is_wrapper_call(types):
-            return NotImplemented  # what it runs on the tensors inside comes by
-        kwargs = kwargs or {}
-        record = self.record
-        if state.filling or state.unseen:
-            return func(*args, **kwargs)
-        facts = facts_of(func)
-        if facts.writes:
-            with without_torch_function():
-                record.before_writing(func, args, kwargs)
-        result = func(*args, **kwargs)
-        draw = self.draws if facts.draws(args, kwargs) else None
-        self.draws += draw is not None
-        with without_torch_function():
-            record.ran(func, args, kwargs, result, draw)
-        return result
-
-    def __enter__(self) -> Recorder:
-        state.records.append(self.record)
-        state.policies.append(self.record.policy)
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        state.records.pop()
-        state.policies.pop()

@@ -28,7 +28,8 @@ from ._places import Place
 from ._plan import Plan
 from ._policy import Policy
 from ._rebound import rebound
-from ._record import Record, Recorder
+from ._record import Record
+from ._recorder import Recorder
 from ._replay import Replay
 from ._state import own_work, recomputing, state
 from ._trace import Retrace, Trace
@@ -241,14 +242,12 @@ class Region:
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if self.record is None or self.record.open:
             return self.call(operands, nullcontext())
-        self.replay = replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
-        try:
-            result = self.call(operands, replay)
-            if self.plan is None:
-                replay.finish(result)
-            return result
-        finally:
+        self.replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
+        result = self.call(operands, self.replay)
+        if self.plan is None:  # else whoever made the plan does it, when all that the run has made is gone
+            self.replay.finish(None if self.options.determinism_check == "values" else result)
             self.replay = None
+        return result
 
     def _captured_again(self) -> list[torch.Tensor]:
         assert self.consts is not None

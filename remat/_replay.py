@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from ._facts import facts_of, tensors
 from ._late import Late, LateCall
 from ._plan import Plan, can_wait
 from ._record import Record
 from ._residual import memory
 from ._state import state, unseen
 from ._torch import TorchDispatchMode, bottom, is_wrapper_call, parts, without_torch_function
-from ._values import Argument, Layout, Step, Value, facts_of, new_tensors, tensors
+from ._values import Argument, Layout, Step, Value, new_tensors
 
 
 class Replay(TorchDispatchMode):
@@ -55,7 +56,7 @@ class Replay(TorchDispatchMode):
         if (facts.views or func in self.record.views) and func not in self.record.makers:
             return self._view(func, args, kwargs)
         with without_torch_function():
-            draw = self.draws if facts.draws(args, kwargs) else None
+            draw = self.draws if func in self.record.drawing or facts.draws(args, kwargs) else None
             self.draws += draw is not None
             reads: list[tuple[Value, torch.Tensor]] = []
             step = self._same(func, args, kwargs, draw, reads)
@@ -168,7 +169,8 @@ class Replay(TorchDispatchMode):
             return type(item)([self._build(part, call, bases, read) for part in item])
         return item
 
-    def finish(self, result: Any) -> None:
-        """The function has returned: what others may have of its tensors gets its content, but for the ``result``."""
-        with without_torch_function():
-            self.late.fill_all(but=[part for tensor in tensors(result) for part in parts(bottom(tensor))])
+    def finish(self, result: Any = None) -> None:
+        """The run has ended: what others may have of its tensors gets its content, but for the ``result``."""
+        if self.late:
+            with without_torch_function():
+                self.late.settle(but=[part for tensor in tensors(result) for part in parts(bottom(tensor))])

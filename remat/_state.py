@@ -20,6 +20,7 @@ class _State(threading.local):
     filling: bool = False  # a region runs again inside of its first run: that isn't recorded
 
     def __init__(self) -> None:
+        self.reader: Any = None  # the frame that gets a value for a backward now
         self.interceptors: list[Any] = []  # of the regions that run now, the innermost last
         self.policies: list[Any] = []  # of those with a policy, the innermost last
         self.records: list[Any] = []  # of those that run for the first time, under a policy

