@@ -102,6 +102,8 @@ class Late:
         return result
 
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor:
+            return tensor  # a FakeTensor has no content anyway
         marked = as_subclass(LateTensor, tensor)
         marked.late = weakref.ref(self)
         return marked

@@ -190,8 +190,8 @@ class _Listing:
         return saved
 
     def _know(self, operands: list[torch.Tensor], captured: list[torch.Tensor]) -> None:
-        named = [(tensor, f"captured {place.path}") for tensor, place in zip(captured, self.region.places)]
-        named += [(tensor, f"captured {place.path}") for place, tensor, _ in self.region.fixed]
+        named = [(tensor, f"captured {_readable(place)}") for tensor, place in zip(captured, self.region.places)]
+        named += [(tensor, f"captured {_readable(place)}") for place, tensor, _ in self.region.fixed]
         named += [(t, f"argument {self.names[i]}") for t, i in zip(operands, self.region.positions)]
         self.known = {id(holder(part)): name for tensor, name in reversed(named) for part in _torch.parts(tensor)}
 
@@ -219,6 +219,11 @@ class _Listing:
             shape = next((x.size for x in layouts(step.result) if step.outs[x.i] is value), shape)
         source = self.known.get(id(holder(tensor)), source)
         return SavedResidual(tuple(shape), tensor.dtype, tensor.device, nbytes, source)
+
+
+def _readable(place: Any) -> str:
+    """Its path, without what the wrapper of a rematerialized function adds."""
+    return place.path.replace("self.__wrapped__.__self__", "self").replace("self.__wrapped__", "self")
 
 
 def _requires_grad(value: Any) -> bool:

@@ -26,14 +26,15 @@ def plan(steps: Sequence[Step], roots: Iterable[Value], available: Callable[[Val
     draws_later = False
     for step in reversed(steps):
         wanted = [value for value in step.outs if value in needed]
-        # What changes its arguments must do so as a whole.
-        whole = step.outs if step.facts.writes else wanted
-        given = step.result is not UNTOLD and bool(whole) and all(map(available, whole))
-        if given:
-            result.used.update(dict.fromkeys(wanted))
+        # What changes its arguments must do so as a whole; else what can wait need not be there.
+        whole = [value for value in step.outs if step.facts.writes or value in needed or not value.can_wait]
+        given = step.result is not UNTOLD and bool(wanted or step.facts.writes) and all(map(available, whole))
+        if given and wanted:
+            result.used.update(dict.fromkeys(whole))
         # Generators must move as in the first run, as long as something still draws from them.
         must_draw = step.draws and draws_later
-        given = given or (step.draws and not wanted and any(map(available, step.outs)))
+        if step.draws and not wanted:  # it can't wait, but it may be given what there is
+            given = any(map(available, step.outs)) and all(map(available, whole))
         if given and not must_draw:
             result.given.add(step.number)
         elif wanted or must_draw or not lazy or not can_wait(step):
@@ -51,6 +52,5 @@ def can_wait(step: Step) -> bool:
         and not step.facts.observes
         and not step.draws
         and all(value.overwritten is None for value in step.reads)
-        # What isn't differentiated, the user's code may read in ways that can't be seen.
-        and all(value.tracked and not value.seen for value in step.outs)
+        and all(value.can_wait for value in step.outs)
     )

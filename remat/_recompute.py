@@ -102,7 +102,8 @@ class Filler:
         if self.difference is not None and (self.frame.log is None or index >= self.last):
             raise RecomputeMismatchError(self.difference)
         if options.early_stop and index == self.last:
-            self.ending = any(map(_may_be_filled_yet, self.slots[max(0, index - 2) : index + 1]))
+            # The operation that runs now fills what it has saved: it must run to its end.
+            self.ending = any(slot is not None and slot.early for slot in self.slots[max(0, index - 2) : index + 1])
             self.stopped = not self.ending
         if self.stopped:
             raise Stop
@@ -142,11 +143,6 @@ _ADVICE = (
     "A region must do the same each time. Look for Python state that changed between the runs, a branch on values that "
     "are random or not reproducible, or a cache; `remat(..., debug=True)` shows the first operation that differs."
 )
-
-
-def _may_be_filled_yet(slot: Slot | None) -> bool:
-    """Whether the operation that has just saved it may be the one that makes it, as ``rrelu`` does its noise."""
-    return slot is not None and slot.first is not None and slot.value is not None and slot.value.is_floating_point()
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

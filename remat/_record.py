@@ -7,6 +7,7 @@ that has to run again reads it. Until the region ends that isn't known, so what 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from ._residual import Residual, memory
 from ._state import unseen
 from ._torch import (
     bottom,
+    is_shared,
     is_wrapped,
     parts,
     selective_context,
@@ -64,6 +66,7 @@ class Record:
         self.storages = Storages()
         self._slots: list[weakref.ref] = []
         self._held: dict[Value, None] = {}
+        self._enough = 16  # held values, before the next look which of them are needed
         self._siblings: dict[Value, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
         self._group: Group | None = None
         self._verdicts = _table(policy)
@@ -177,7 +180,7 @@ class Record:
         tracked = any(value.tracked for value in step.reads)
         for tensor in (*new, *written):
             value = Value(step.number, verdict)
-            value.tracked = tracked
+            value.tracked = tracked and (tensor.is_floating_point() or tensor.is_complex())
             step.outs.append(value)
             self.storages.bind(tensor, value)
         self.steps.append(step)
@@ -188,6 +191,23 @@ class Record:
             return
         for value, tensor in reads:
             self._hold(value, tensor)
+        del reads, tensor
+        if len(self._held) >= self._enough:
+            self._let_go_of_unneeded()
+
+    def _let_go_of_unneeded(self) -> None:
+        """In the middle of a run: of what has been read, and whose readers have made nothing that is still there."""
+        there = {value for value in self.storages.values() if value.held is None or _is_used(value)}
+        saved = [value for ref in self._slots if (slot := ref()) is not None for value in slot.source.values]
+
+        def may_be_kept(value: Value) -> bool:
+            return _is_there(value) or (value in there and value.saveable)
+
+        used = plan(self.steps, [*there, *saved, *self.wanted], may_be_kept, True).used
+        for value in [value for value in self._held if value not in used and not _is_used(value)]:
+            value.held = None
+            del self._held[value]
+        self._enough = len(self._held) + max(16, len(self.steps) // 8)
 
     def _saved_early(self, step: Step, overwritten: list[Value]) -> None:
         """Autograd may save an argument before the operation fills it (``rrelu``): then it is what was written."""
@@ -198,6 +218,7 @@ class Record:
             for before, value in zip(overwritten, step.outs[len(step.outs) - len(overwritten) :]):
                 if slot is not None and slot.source.values == [before]:
                     slot.source = Source([value], slot.source.layout, step.number + 1)
+                    slot.early = True
 
     def _judge(self, step: Step, args: tuple, kwargs: dict, result: Any) -> Verdict:
         """What the policy says of an operation's values as long as they have no names."""
@@ -279,6 +300,11 @@ class Record:
 def _asks(policy: Policy) -> bool:
     """Whether it has predicates, which want the arguments of operations."""
     return isinstance(policy, If) or any(map(_asks, policy._parts()))
+
+
+def _is_used(value: Value) -> bool:
+    """Whether a held tensor is there for others too."""
+    return value.held is not None and (sys.getrefcount(value.held) > 2 or is_shared(value.held))
 
 
 def _is_there(value: Value) -> bool:

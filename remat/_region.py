@@ -176,7 +176,7 @@ class Region:
     def forget(self) -> None:
         """Let go of the operands: whoever runs the region again brings them."""
         self.arguments, self.captured = [], []
-        self.found = None
+        self.found = self.watch = None  # a watch knows its region
 
     def name(self, i: int) -> str:
         """What the i-th operand is called in an error."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Residual:
     """What a storage held when it was kept: the value that a step made, of which ``tensor`` is any alias."""
 
-    __slots__ = ("__weakref__", "_guard", "_kept", "_unpack", "_version", "line", "op")
+    __slots__ = ("__weakref__", "_guard", "_kept", "_unpack", "_written", "line", "op")
 
     def __init__(
         self, tensor: torch.Tensor, step: Step, layout: Layout | None, offload: bool, outer: tuple | None, group: Group
@@ -27,7 +27,7 @@ class Residual:
         self.op, self.line = str(step.func), step.line
         content = memory(tensor) if layout is None or not layout.fills(tensor) else layout.of(tensor)
         self._guard: torch.Tensor | None = None
-        self._version = 0
+        self._written = 0
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._kept: Any = content
         if outer is not None:
@@ -36,7 +36,7 @@ class Residual:
         elif offload and not in_host_memory(tensor):
             self._kept, self._unpack = Offloaded(content, group), Offloaded.get
         else:
-            self._guard, self._version = alias(tensor), _torch.version(tensor)
+            self._guard, self._written = alias(tensor), _torch.version(tensor)
 
     def get(self) -> torch.Tensor:
         """A tensor whose storage holds the value.
@@ -49,7 +49,7 @@ class Residual:
             whole = content.storage_offset() == 0 and content.is_contiguous()
             return content if whole else content.clone(memory_format=torch.contiguous_format)
         assert self._guard is not None
-        if _torch.version(self._guard) != self._version:
+        if _torch.version(self._guard) != self._written:
             raise MutationError(
                 f"The output of {self.op} at {self.line}, which the region's policy keeps for the backward, was "
                 f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."

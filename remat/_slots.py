@@ -17,7 +17,7 @@ from ._kept import Kept
 class Slot:
     """Stands for one saved tensor; the value is there only while a backward pass needs it."""
 
-    __slots__ = ("__weakref__", "first", "residual", "source", "value", "version")
+    __slots__ = ("__weakref__", "early", "first", "residual", "source", "value", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # What requires no grad may be captured, from where it was not found: then a change of it must be seen.
@@ -26,6 +26,7 @@ class Slot:
         self.version = 0
         self.source: Any = None  # which value it is, in the record of the first run
         self.residual: Any = None  # that value is kept
+        self.early = False  # it was saved before the operation filled it
 
     def has_changed(self) -> bool:
         """Whether the saved tensor itself is still there and was changed in place, an error without remat too."""

@@ -175,6 +175,11 @@ def parts(tensor: Any) -> list[torch.Tensor]:
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
 
 
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has the memory of this one (nothing public counts that)."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # the tensor and its storage in Python
+
+
 def selective_context(result: Any) -> SelectiveCheckpointContext:
     """What torch's selective checkpoint gives a policy function; torch 2.11 knows no ``op_output``."""
     try:

@@ -47,6 +47,11 @@ class Value:
         self.held = self.loan = self.residual = None
 
     @property
+    def can_wait(self) -> bool:
+        """Whether it may be made later: if not differentiated, user code may read it in ways that can't be seen."""
+        return self.tracked and not self.seen
+
+    @property
     def saveable(self) -> bool:
         """Whether the policy lets it be kept."""
         return self.verdict is not Verdict.RECOMPUTE

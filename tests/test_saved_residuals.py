@@ -181,7 +181,7 @@ def test_arguments_are_left_as_they_are() -> None:
 
     before = y.clone()
     found = sources(fn, x, y, x, rand(3, seed=2), scale=rand(3, seed=3))
-    assert {"argument x", "argument y", "argument scale", "argument args[3]"} <= set(found)
+    assert {"argument y", "argument scale", "argument args[3]"} == {name for name in found if "argument" in name}
     assert torch.equal(y, before) and x.grad is None and x.requires_grad
 
 
