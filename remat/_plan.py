@@ -16,10 +16,15 @@ class Plan(NamedTuple):
     used: dict[Value, None]
 
 
-def plan(steps: Sequence[Step], roots: Iterable[Value], available: Callable[[Value], object], lazy: bool) -> Plan:
+def plan(
+    steps: Sequence[Step],
+    roots: Iterable[Value],
+    available: Callable[[Value], object],
+    may_be_left: Callable[[Step], bool],
+) -> Plan:
     """What it takes to have the ``roots`` again, if the ``available`` values need not be made.
 
-    If not ``lazy``, what nothing needs is run nevertheless.
+    What nothing needs runs nevertheless if ``may_be_left`` says no of it.
     """
     needed = set(roots)
     result = Plan(set(), set(), {})
@@ -37,7 +42,7 @@ def plan(steps: Sequence[Step], roots: Iterable[Value], available: Callable[[Val
             given = any(map(available, step.outs)) and all(map(available, whole))
         if given and not must_draw:
             result.given.add(step.number)
-        elif wanted or must_draw or not lazy or not can_wait(step):
+        elif wanted or must_draw or not may_be_left(step):
             result.run.add(step.number)
             needed.update(step.reads)
             draws_later |= step.draws

@@ -20,7 +20,7 @@ from ._leaves import If
 from ._memory import Memory
 from ._names import warn_of_unseen
 from ._offload import Group
-from ._plan import Plan, plan
+from ._plan import Plan, can_wait, plan
 from ._policy import Policy, Verdict
 from ._residual import Residual, memory
 from ._state import unseen
@@ -66,6 +66,7 @@ class Record:
         self.storages = Storages()
         self._slots: list[weakref.ref] = []
         self._held: dict[Value, None] = {}
+        self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
         self._enough = 16  # held values, before the next look which of them are needed
         self._siblings: dict[Value, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
         self._group: Group | None = None
@@ -82,6 +83,7 @@ class Record:
                     value = Value()
                     self.storages.bind(part, value)
                 value.tracked |= is_wrapped(tensor) or tensor.requires_grad
+                self._flags |= part.requires_grad
                 self.inputs.append(value)
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
@@ -177,7 +179,7 @@ class Record:
             before = self.storages.get(tensor)
             before.overwritten, before.loan = step.number, None
             overwritten.append(before)
-        tracked = any(value.tracked for value in step.reads)
+        tracked = any(tensor.requires_grad if self._flags else value.tracked for value, tensor in reads)
         for tensor in (*new, *written):
             value = Value(step.number, verdict)
             value.tracked = tracked and (tensor.is_floating_point() or tensor.is_complex())
@@ -203,7 +205,7 @@ class Record:
         def may_be_kept(value: Value) -> bool:
             return _is_there(value) or (value in there and value.saveable)
 
-        used = plan(self.steps, [*there, *saved, *self.wanted], may_be_kept, True).used
+        used = plan(self.steps, [*there, *saved, *self.wanted], may_be_kept, _always).used
         for value in [value for value in self._held if value not in used and not _is_used(value)]:
             value.held = None
             del self._held[value]
@@ -252,7 +254,7 @@ class Record:
         missing = [slot.source for slot in slots if slot.residual is None]
         self.wanted += [value for source in missing for value in source.values]
         end = max((source.after for source in missing), default=0) if self.slots_tell and not above else len(self.steps)
-        used = plan(self.steps[:end], self.wanted, _is_there, self.slots_tell).used
+        used = plan(self.steps[:end], self.wanted, _is_there, _always if self.slots_tell else _never).used
         for step in self.steps:
             step.question = None
             for value in step.outs:
@@ -294,7 +296,15 @@ class Record:
         return self._plan(wanted, max(source.after for source in sources), Value.kept)
 
     def _plan(self, wanted: Iterable[Value], end: int, available: Callable[[Value], Any]) -> Plan:
-        return plan(self.steps[:end], wanted, available, self.lazy)
+        return plan(self.steps[:end], wanted, available, can_wait if self.lazy else _never)
+
+
+def _always(step: Step) -> bool:
+    return True
+
+
+def _never(step: Step) -> bool:
+    return False
 
 
 def _asks(policy: Policy) -> bool:

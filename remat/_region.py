@@ -138,7 +138,10 @@ class Region:
         self.devices = {t.device for t in (*self.arguments, *tensors, *captured)}
         self.undo_record = mark()
         policy = within(state.policies[-1] if state.policies else None, self.options.policy)
-        self.record = None if policy.saves_nothing else Record(policy, self.memory, self.options.policy.mentioned_names)
+        fake = any(isinstance(t, _torch.FakeTensor) for t in (*self.arguments, *tensors, *captured))
+        self.record = None
+        if not policy.saves_nothing and not fake:
+            self.record = Record(policy, self.memory, self.options.policy.mentioned_names)
         self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:

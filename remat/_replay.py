@@ -35,6 +35,13 @@ class Replay(TorchDispatchMode):
         self.by_key: dict[tuple, list[Step]] = {}  # filled when a step comes out of order
         self.late = Late()
         self.storages = record.storages.copy()
+        # What is kept, for the given steps, as far as it must be brought here first.
+        self.brought: dict[Value, torch.Tensor] = {}
+        for number in sorted(plan.given):
+            for value in record.steps[number].outs:
+                residual = value.kept()
+                if residual is not None and residual.is_elsewhere:
+                    self.brought[value] = residual.get()
         for value, part in zip(record.inputs, [part for tensor in inputs for part in parts(bottom(tensor))]):
             self.storages.bind(part, value)
 
@@ -137,7 +144,9 @@ class Replay(TorchDispatchMode):
         kept: list[torch.Tensor | None] = []
         for value in step.outs:
             residual = value.kept()
-            tensor = None if residual is None else residual.get()
+            tensor = self.brought.get(value)
+            if tensor is None and residual is not None:
+                tensor = residual.get()
             # What the region changes in place later must not be the kept one.
             kept.append(memory(tensor).clone() if tensor is not None and value.overwritten is not None else tensor)
         return self._make_up(step, args, kwargs, read, kept)

@@ -38,6 +38,11 @@ class Residual:
         else:
             self._guard, self._written = alias(tensor), _torch.version(tensor)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether to get it may run the region around again, which can't be done within an operation."""
+        return self._unpack is not None
+
     def get(self) -> torch.Tensor:
         """A tensor whose storage holds the value.
 

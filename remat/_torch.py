@@ -15,6 +15,7 @@ import torch._functorch.eager_transforms as _eager_transforms
 import torch._functorch.pyfunctorch as _pyfunctorch
 import torch._functorch.utils as _functorch_utils
 import torch._functorch.vmap as _vmap
+import torch._subclasses.fake_tensor
 import torch.autograd.forward_ad as fwAD
 import torch.overrides as _overrides
 import torch.utils._device as _device
@@ -173,6 +174,10 @@ def parts(tensor: Any) -> list[torch.Tensor]:
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
+
+
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # has shapes alone, so there is nothing to keep
+has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can't read them as plain memory
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from ._facts import Facts, tensors
 from ._policy import Verdict
 from ._residual import Residual, memory
 from ._state import unseen
+from ._torch import has_no_memory
 
 # Constants up to this size are compared, so that one can stand for another in a run again.
 CONSTANT_BYTES = 4096
@@ -234,8 +235,9 @@ def template(result: Any, new: list[torch.Tensor], arguments: list[torch.Tensor]
     """A result with descriptions for tensors, from which it can be made up again."""
     if isinstance(result, torch.Tensor):
         for i, tensor in enumerate(new):
-            if result.layout is torch.strided and not result.is_quantized and holder(tensor) is holder(result):
-                return Layout(result, i)
+            if holder(tensor) is holder(result):
+                plain = result.layout is torch.strided and not result.is_quantized and not has_no_memory(result)
+                return Layout(result, i) if plain else UNTOLD
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNTOLD)
     if isinstance(result, (tuple, list)):
         items = [template(item, new, arguments) for item in result]
