@@ -64,7 +64,9 @@ def remat(
         fn: a function, method, partial, callable object or ``torch.nn.Module``. Arguments and results are any pytrees;
             leaves that aren't tensors just pass. Of a module it makes a module of a subclass that shares all
             state with it: parameters, hooks and attributes, so that ``state_dict`` keys stay the same.
-        policy: what may be kept beyond the inputs. ``None`` keeps nothing.
+        policy: what may be kept beyond the inputs: one of :mod:`remat.policies`, a list of operators, or a function
+            with the signature of torch's selective checkpoint. What the backward doesn't need is not kept. ``None``
+            keeps nothing.
         preserve_rng_state: give the second run the random numbers of the first. Without it, generators are not
             touched, which is right only if the region draws no random numbers.
         determinism_check: what is compared between the runs: ``"metadata"`` (shape, dtype and device of what is saved,

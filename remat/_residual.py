@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _torch
+from . import _offload, _torch
 from ._errors import MutationError
-from ._offload import Group, Offloaded, in_host_memory
+from ._offload import Group, Offloaded
 from ._state import alias
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Residual:
         if outer is not None:
             pack, self._unpack = outer
             self._kept = pack(content)
-        elif offload and not in_host_memory(tensor):
+        elif offload and not _offload.in_host_memory(tensor):
             self._kept, self._unpack = Offloaded(content, group), Offloaded.get
         else:
             self._guard, self._written = alias(tensor), _torch.version(tensor)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import _offload
+from remat import _offload, checkpoint_name, policies, remat
 from remat._offload import Group, Offloaded
 
 MIB = 2**20
@@ -803,3 +803,59 @@ def test_cuda_other_streams() -> None:
         del kept
     side.synchronize()
     same(found, x.detach())
+
+
+# --- with a policy ----------------------------------------------------------------------------------------------------
+
+
+def chain(x: Tensor, w: Tensor) -> Tensor:
+    for i in range(3):
+        x = checkpoint_name(torch.sin(x @ w), f"h{i}")
+    return x.sin()
+
+
+OFFLOADING = {
+    policies.offload(policies.save_matmuls): 3,
+    policies.offload(policies.save_only_these_names("h*")): 3,
+    policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["h0"], names_which_can_be_offloaded=["h1", "h2"]
+    ): 2,
+    policies.save_matmuls | policies.offload(policies.save_only_these_names("h1")): 1,
+}
+
+
+@pytest.mark.parametrize("policy", OFFLOADING, ids=repr)
+def test_each_value_is_copied_out_once_and_back_once_in_each_pass(policy: Any, far: Copies) -> None:
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    expected = torch.autograd.grad(chain(x, w).sum(), (x, w))
+    out = remat(chain, policy=policy)(x, w).sum()
+    count = OFFLOADING[policy]
+    assert (len(far.out), far.on_host(), far.taken()) == (count, count, [])
+    for _ in range(2):
+        same(torch.autograd.grad(out, (x, w), retain_graph=True), expected)
+        assert sorted(far.taken()) == list(range(count))
+    same(torch.autograd.grad(out, (x, w)), expected)
+    del out
+    assert far.on_host() == 0 and far.on_device() == 0
+
+
+def test_with_a_policy_on_host_memory_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Copies(monkeypatch)
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    remat(chain, policy=policies.offload(policies.save_matmuls))(x, w).sum().backward()
+    assert copies.out == [] and copies.back == []
+
+
+def test_what_is_offloaded_may_be_changed_in_place(far: Copies) -> None:
+    """It is a copy; on the device itself it would be an error."""
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = x @ w
+        return h, (h * 1).sin()
+
+    expected = torch.autograd.grad(fn(x, w)[1].sum(), (x, w))
+    h, out = remat(fn, policy=policies.offload(policies.save_matmuls))(x, w)
+    with torch.no_grad():
+        h.zero_()
+    same(torch.autograd.grad(out.sum(), (x, w)), expected)

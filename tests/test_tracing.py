@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat import disable_remat, remat
+from remat import checkpoint_name, disable_remat, policies, remat
 
 
 @pytest.fixture(autouse=True)
@@ -368,3 +368,29 @@ def test_the_compiled_backward_runs_the_region_again(args: tuple) -> None:
         return x
 
     assert recomputed(remat(deep), args) == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "sines"),
+    [
+        (None, 3),
+        (policies.save_ops("aten.sin"), 0),
+        (policies.save_matmuls, 3),
+        (~policies.save_matmuls, 0),
+        (lambda ctx, op, *args, **kwargs: op is torch.ops.aten.sin.default, 0),
+        (policies.everything_saveable, 0),
+        (policies.offload(policies.save_ops("aten.sin")), 0),
+        (policies.save_only_these_names("h"), 3),  # names aren't seen there
+        (policies.save_ops("aten.sin") | policies.save_only_these_names("h"), 0),
+    ],
+)
+def test_compiled_policies(policy: Any, sines: int, args: tuple) -> None:
+    def deep(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            x = checkpoint_name((x @ w).sin(), "h").exp()
+        return x
+
+    fn = remat(deep, policy=policy)
+    assert recomputed(fn, args) == sines
+    torch._dynamo.reset()
+    close(grads(torch.compile(fn, backend="aot_eager", fullgraph=True), *args), grads(deep, *args))
