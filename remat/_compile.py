@@ -16,7 +16,11 @@ from ._region import Options
 
 def call(fn: Callable, options: Options, judge: Callable | None, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a checkpointed part of the graph that is being traced; inlined under torch.func and export."""
-    if _torch.transforms_active() or _torch.exporting() or options.policy.saves_everything:
+    if (
+        _torch.transforms_active()
+        or _torch.exporting()
+        or (options.policy is not None and options.policy.saves_everything)
+    ):
         return fn(*args, **kwargs)
     # Dynamo takes a partial of functions as a context, and only one that it sees being made.
     contexts: Any = (
@@ -31,9 +35,9 @@ def call(fn: Callable, options: Options, judge: Callable | None, args: tuple, kw
     )
 
 
-def judge_of(policy: Policy) -> Callable | None:
+def judge_of(policy: Policy | None) -> Callable | None:
     """A policy as torch's selective checkpoint takes it. Names aren't seen there, and what is offloaded is saved."""
-    if not policy.judges_ops:
+    if policy is None or not policy.judges_ops:
         return None
 
     def judge(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -47,7 +47,7 @@ class Options:
     determinism_check: str = "metadata"
     early_stop: bool = True
     debug: bool = False
-    policy: Policy = nothing_saveable
+    policy: Policy | None = None
 
 
 class Region:
@@ -137,11 +137,12 @@ class Region:
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.changing)
         self.devices = {t.device for t in (*self.arguments, *tensors, *captured)}
         self.undo_record = mark()
-        policy = within(state.policies[-1] if state.policies else None, self.options.policy)
+        own = self.options.policy or nothing_saveable
+        policy = within(state.policies[-1] if state.policies else None, own)
         fake = any(isinstance(t, _torch.FakeTensor) for t in (*self.arguments, *tensors, *captured))
         self.record = None
         if not policy.saves_nothing and not fake:
-            self.record = Record(policy, self.memory, self.options.policy.mentioned_names)
+            self.record = Record(policy, self.memory, own.mentioned_names)
         self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
