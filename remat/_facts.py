@@ -10,7 +10,7 @@ import torch
 class Facts:
     """What is known of an operation from its schema."""
 
-    __slots__ = ("_draws", "_probability", "foreign", "observes", "views", "writes")
+    __slots__ = ("_draws", "_probability", "foreign", "makes_nothing", "observes", "views", "writes")
 
     def __init__(self, func: Any) -> None:
         schema = getattr(func, "_schema", None)  # higher-order operators have none
@@ -23,6 +23,7 @@ class Facts:
             self.writes = [(3, "running_mean"), (4, "running_var")]
         if torch.Tag.inplace_view in getattr(func, "tags", ()):
             self.writes = []  # of shape and strides alone
+        self.makes_nothing = getattr(schema, "name", "").startswith(("aten::empty", "aten::new_empty"))
         self.foreign = getattr(func, "namespace", "aten") not in _NAMESPACES  # its tags may be missing
         self._draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         self._probability = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)

@@ -29,7 +29,7 @@ class Judge:
     def of(self, step: Step, args: tuple, kwargs: dict, result: Any) -> Verdict:
         """The verdict on what a step has made, as long as it has no names."""
         func = step.func
-        if step.result is UNTOLD:
+        if step.result is UNTOLD or step.facts.makes_nothing:
             return Verdict.RECOMPUTE
         ctx, args, kwargs = (selective_context(result), args, kwargs) if self._asks else (None, (), {})
         if self.by_name:

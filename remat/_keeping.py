@@ -39,7 +39,8 @@ class Keeping:
         self.wanted: list[Value] = []  # what autograd saved
         self.storages = Storages()
         self.named: dict[str, str] = {}  # all names that were given in the region, each with the line
-        self._slots: list[weakref.ref] = []
+        self._slots: list[tuple[weakref.ref, Any]] = []  # with what they are of
+        self._lent: dict[Value, Residual] = {}  # each is kept once, whether or not what owns it lives
         self._held: dict[Value, None] = {}
         self._enough = 16  # held values, before the next look which of them are needed
         self._siblings: dict[Value, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
@@ -66,12 +67,13 @@ class Keeping:
             with unseen():
                 residual = Residual(tensor, step, layout, offload, self.outer, self._group)
             value.loan = weakref.ref(residual)
+            self._lent[value] = residual
         return residual
 
     def _let_go_of_unneeded(self) -> None:
         """In the middle of a run: of what has been read, and whose readers have made nothing that is still there."""
         there = {value for value in self.storages.values() if value.held is None or _is_used(value)}
-        saved = [value for ref in self._slots if (slot := ref()) is not None for value in slot.source.values]
+        saved = [value for ref, source in self._slots if ref() is not None for value in source.values]
 
         def may_be_kept(value: Value) -> bool:
             return _is_there(value) or (value in there and value.saveable)
@@ -88,22 +90,30 @@ class Keeping:
         """Decide what else is kept, and let go of the rest."""
         self.open = False
         warn_of_unseen(self.own_names, self.named, self.memory)
-        above = bool(self.wanted)
-        slots = [slot for ref in self._slots if (slot := ref()) is not None]
-        for slot in slots:  # saved before it got its name
-            content = slot.source.values[0].held if slot.source.layout is not None else None
-            if slot.residual is None and content is not None:
-                slot.residual = self._lend(slot.source.values[0], content)
-        missing = [slot.source for slot in slots if slot.residual is None]
+        above = len(self.wanted)  # levels of torch.func that are above want these
+        missing = []
+        for ref, source in self._slots:
+            slot = ref()
+            if slot is None and self.outer is None:
+                continue  # else what is handed over must not depend on it
+            value = source.values[0] if source.layout is not None else None
+            if value is not None and value not in self._lent and value.held is not None:
+                self._lend(value, value.held)  # it was saved before it got its name
+            if value is None or value not in self._lent:
+                missing.append(source)
+                continue
+            self.wanted.append(value)
+            if slot is not None and slot.residual is None:
+                slot.residual = self._lent[value]
         self.wanted += [value for source in missing for value in source.values]
         end = max((source.after for source in missing), default=0) if self.slots_tell and not above else len(self.steps)
-        used = plan(self.steps[:end], self.wanted, _is_there, _always if self.slots_tell else _never).used
+        needed = [value for source in missing for value in source.values] + self.wanted[:above]
+        used = plan(self.steps[:end], needed, _is_there, _always if self.slots_tell else _never).used
         for step in self.steps:
             step.question = None
             for value in step.outs:
                 if value in used:
                     value.residual = value.kept() or self._lend(value, value.held)
-        self.wanted += [value for slot in slots if slot.residual is not None for value in slot.source.values]
         if not missing and not above:  # then nothing will run again at first order
             for value in self.storages.values():
                 value.constant = None
@@ -114,7 +124,10 @@ class Keeping:
         """Drop what is only held: it has a history, which may lead to here."""
         for value in self._held:
             value.held = None
+        for residual in self._lent.values():
+            residual.settle()
         self._held.clear()
+        self._lent.clear()
         self._siblings.clear()
         self._slots.clear()
 

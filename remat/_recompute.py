@@ -31,7 +31,7 @@ class Filler:
         self.value: torch.Tensor | None = None  # of the wanted slot
         self.count = 0
         self.stopped = False
-        self.ending = False  # at the next tensor it stops
+        self.ending: int | None = None  # after so many steps it stops
         self.difference: str | None = None
         self.last = max(i for i, slot in enumerate(slots) if slot is not None)
 
@@ -76,7 +76,7 @@ class Filler:
             return _torch.bare(tensor)
         index = self.count
         options = self.frame.options
-        if self.stopped or self.ending:
+        if self.stopped or (self.ending is not None and self._position() >= self.ending):
             self.stopped = True
             raise Stop
         self.count += 1
@@ -102,12 +102,17 @@ class Filler:
         if self.difference is not None and (self.frame.log is None or index >= self.last):
             raise RecomputeMismatchError(self.difference)
         if options.early_stop and index == self.last:
-            # The operation that runs now fills what it has saved: it must run to its end.
-            self.ending = any(slot is not None and slot.early for slot in self.slots[max(0, index - 2) : index + 1])
-            self.stopped = not self.ending
+            # The operation that runs now may fill what it has saved: then it must run to its end.
+            early = [slot.source.after for slot in self.slots[max(0, index - 2) : index + 1] if slot and slot.early]
+            self.ending = max(early, default=None)
+            self.stopped = self.ending is None
         if self.stopped:
             raise Stop
         return value
+
+    def _position(self) -> int:
+        replay = self.frame.region.root.replay
+        return 0 if replay is None else replay.position
 
     def _check_end(self, result: Any, replay: Any) -> None:
         if replay is not None:

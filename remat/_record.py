@@ -64,7 +64,7 @@ class Record(Keeping):
         values = [value for value in map(self.storages.find, parts(tensor)) if value is not None]
         plain = len(values) == 1 and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
         slot.source = Source(values, Layout(tensor, 0) if plain else None, len(self.steps))
-        self._slots.append(weakref.ref(slot))
+        self._slots.append((weakref.ref(slot), slot.source))
         if plain and values[0].saveable:
             slot.residual = self._lend(values[0], tensor)
         elif plain and self._judge.by_name and values[0].step is not None and len(self.steps[values[0].step].outs) > 1:
@@ -147,11 +147,12 @@ class Record(Keeping):
 
     def _saved_early(self, step: Step, overwritten: list[Value]) -> None:
         """Autograd may save an argument before the operation fills it (``rrelu``): then it is what was written."""
-        for ref in reversed(self._slots if overwritten else ()):
+        for i in range(len(self._slots) - 1, -1, -1) if overwritten else ():
+            ref, source = self._slots[i]
             slot = ref()
-            if slot is not None and slot.source.after < step.number:
+            if source.after < step.number:
                 break
             for before, value in zip(overwritten, step.outs[len(step.outs) - len(overwritten) :]):
-                if slot is not None and slot.source.values == [before]:
-                    slot.source = Source([value], slot.source.layout, step.number + 1)
-                    slot.early = True
+                if slot is not None and source.values == [before]:
+                    slot.source, slot.early = Source([value], source.layout, step.number + 1), True
+                    self._slots[i] = ref, slot.source

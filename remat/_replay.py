@@ -160,22 +160,26 @@ class Replay(TorchDispatchMode):
             memory(tensor).copy_(memory(content))
             self.late.is_full(tensor)
             self.storages.bind(tensor, value)
-        return self.late.mark(self._build(step.result, LateCall(step, args, kwargs), contents[:count], read))
+        if all(content is not None for content in contents[:count]):
+            return self._build(step.result, step, contents, read, None)
+        call = LateCall(step, args, kwargs)
+        return self.late.mark(self._build(step.result, step, contents, read, call))
 
-    def _build(self, item: Any, call: LateCall, bases: list[torch.Tensor | None], read: list[torch.Tensor]) -> Any:
+    def _build(self, item: Any, step: Step, bases: list[torch.Tensor | None], read: list, call: LateCall | None) -> Any:
         if isinstance(item, Layout):
             base = bases[item.i]
             if base is None:
+                assert call is not None
                 bases[item.i] = tensor = item.empty()
                 self.late.add(tensor, item, call)
             else:
                 tensor = item.of(base)
-            self.storages.bind(tensor, call.step.outs[item.i])
+            self.storages.bind(tensor, step.outs[item.i])
             return tensor
         if isinstance(item, Argument):
             return read[item.i]
         if type(item) in (tuple, list):
-            return type(item)([self._build(part, call, bases, read) for part in item])
+            return type(item)([self._build(part, step, bases, read, call) for part in item])
         return item
 
     def finish(self, result: Any = None) -> None:

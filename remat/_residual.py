@@ -10,6 +10,7 @@ import torch
 from . import _offload, _torch
 from ._errors import MutationError
 from ._offload import Group, Offloaded
+from ._passes import current_pass
 from ._state import alias
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class Residual:
     """What a storage held when it was kept: the value that a step made, of which ``tensor`` is any alias."""
 
-    __slots__ = ("__weakref__", "_guard", "_kept", "_unpack", "_written", "line", "op")
+    __slots__ = ("__weakref__", "_guard", "_kept", "_near", "_unpack", "_written", "line", "op")
 
     def __init__(
         self, tensor: torch.Tensor, step: Step, layout: Layout | None, offload: bool, outer: tuple | None, group: Group
@@ -30,6 +31,7 @@ class Residual:
         self._written = 0
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._kept: Any = content
+        self._near: torch.Tensor | None = content  # as long as the region runs for the first time
         if outer is not None:
             pack, self._unpack = outer
             self._kept = pack(content)
@@ -50,7 +52,9 @@ class Residual:
             MutationError: it was changed in place.
         """
         if self._unpack is not None:
-            content = self._unpack(self._kept)
+            if self._near is not None:
+                return self._near
+            content = self._unpacked(self._unpack)
             whole = content.storage_offset() == 0 and content.is_contiguous()
             return content if whole else content.clone(memory_format=torch.contiguous_format)
         assert self._guard is not None
@@ -61,8 +65,21 @@ class Residual:
             )
         return self._guard
 
+    def _unpacked(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        running = current_pass() if _torch.unpacks_once(unpack) else None
+        if running is None:
+            return unpack(self._kept)
+        if self not in running.unpacked:
+            running.unpacked[self] = unpack(self._kept)
+        return running.unpacked[self]
+
+    def settle(self) -> None:
+        """The first run has ended."""
+        self._near = None
+
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:
     """All that the storage of a tensor holds, in bytes: without its dtype, and without conjugation that is put off."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    with _torch.without_dispatch():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

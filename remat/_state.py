@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ._torch import without_dispatch
+
 __all__ = ["disable_remat", "is_recomputing"]
 
 
@@ -104,6 +106,9 @@ def own_work(value: bool = True) -> Iterator[None]:
         state.own_work = before
 
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 class unseen:
     """The package's own operations, which no record of a region's operations is to have; or the user's again."""
 
@@ -121,5 +126,8 @@ class unseen:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, told apart from that of the user, who may read the result in ways that can't be seen."""
+    if type(tensor) in _PLAIN:
+        with without_dispatch():
+            return tensor.detach()
     with unseen():
         return tensor.detach()

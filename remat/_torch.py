@@ -159,6 +159,7 @@ def is_dual(tensor: torch.Tensor) -> bool:
 
 # --- operations ---------------------------------------------------------------------------------------------------
 
+without_dispatch = torch._C._DisableTorchDispatch  # aliases of plain tensors are no business of any mode
 as_subclass = torch.Tensor._make_subclass  # an alias of a plain tensor; ``as_subclass`` would record it
 without_overrides = torch._C.DisableTorchFunctionSubclass  # for tensors that watch what is done with them
 without_torch_function = torch._C.DisableTorchFunction  # the bookkeeping of operations is not the user's doing

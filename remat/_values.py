@@ -17,7 +17,7 @@ from ._facts import Facts, tensors
 from ._policy import Verdict
 from ._residual import Residual, memory
 from ._state import unseen
-from ._torch import has_no_memory
+from ._torch import has_no_memory, without_dispatch
 
 # Constants up to this size are compared, so that one can stand for another in a run again.
 CONSTANT_BYTES = 4096
@@ -96,8 +96,9 @@ class Layout:
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same on a storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        with without_dispatch():
+            empty = torch.empty(0, dtype=self.dtype, device=self.device)
+            return empty.set_(storage, self.offset, self.size, self.stride)
 
     def fills(self, tensor: torch.Tensor) -> bool:
         """Whether such a tensor is all that the storage of another one holds, in order."""
