@@ -21,7 +21,7 @@ from ._torch import (
     is_wrapped,
     parts,
 )
-from ._values import Layout, Step, Value, new_tensors, template
+from ._values import Layout, Step, Value, is_dense, new_tensors, template
 
 DETACH = torch.ops.aten.detach.default
 
@@ -62,7 +62,7 @@ class Record(Keeping):
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
         values = [value for value in map(self.storages.find, parts(tensor)) if value is not None]
-        plain = len(values) == 1 and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        plain = len(values) == 1 and is_dense(tensor) and not (tensor.is_conj() or tensor.is_neg())
         slot.source = Source(values, Layout(tensor, 0) if plain else None, len(self.steps))
         self._slots.append((weakref.ref(slot), slot.source))
         if plain and values[0].saveable:
@@ -147,12 +147,14 @@ class Record(Keeping):
 
     def _saved_early(self, step: Step, overwritten: list[Value]) -> None:
         """Autograd may save an argument before the operation fills it (``rrelu``): then it is what was written."""
+        written = dict(zip(overwritten, step.outs[len(step.outs) - len(overwritten) :]))
+        if written:
+            self.wanted = [written.get(value, value) for value in self.wanted]
         for i in range(len(self._slots) - 1, -1, -1) if overwritten else ():
             ref, source = self._slots[i]
             slot = ref()
             if source.after < step.number:
                 break
-            for before, value in zip(overwritten, step.outs[len(step.outs) - len(overwritten) :]):
-                if slot is not None and source.values == [before]:
-                    slot.source, slot.early = Source([value], source.layout, step.number + 1), True
-                    self._slots[i] = ref, slot.source
+            if slot is not None and len(source.values) == 1 and source.values[0] in written:
+                slot.source, slot.early = Source([written[source.values[0]]], source.layout, step.number + 1), True
+                self._slots[i] = ref, slot.source

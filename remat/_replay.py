@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ._errors import RecomputeMismatchError
 from ._facts import facts_of, tensors
 from ._late import Late, LateCall
 from ._plan import Plan, can_wait
@@ -75,12 +76,23 @@ class Replay(TorchDispatchMode):
                     if step.number not in self.plan.run and can_wait(step):
                         return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
             self.late.fill(read)
+            self._check_writes(step, facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
             outs = [*new_tensors(result, self.storages), *facts.written(args, kwargs)]
             for i, tensor in enumerate(outs):
                 self.storages.bind(tensor, Value() if step is None else step.outs[i])
         return result
+
+    def _check_writes(self, step: Step | None, written: list[torch.Tensor]) -> None:
+        """What was given and is not overwritten in the first run, is the kept tensor itself."""
+        for tensor in written:
+            value = self.storages.find(tensor)
+            if value is not None and value.overwritten is None and value.kept() is not None:
+                raise RecomputeMismatchError(
+                    "The region changes a tensor in place when it is run again, which it did not change in its "
+                    "forward. A region must do the same each time: look for Python state that changed between the runs."
+                )
 
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """In the first run this operation made views alone, which tensors without content have too."""

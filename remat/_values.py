@@ -152,7 +152,7 @@ class Storages:
 
     @staticmethod
     def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
-        if tensor.requires_grad or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        if tensor.requires_grad or not is_dense(tensor) or tensor.device.type != "cpu":
             return None
         if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:
             return None
@@ -190,7 +190,7 @@ class Storages:
         if isinstance(argument, torch.Tensor):
             value = self.get(argument)
             reads.append((value, argument))
-            if argument.layout is not torch.strided:
+            if not is_dense(argument):
                 return value
             flags = argument.is_conj(), argument.is_neg()
             return value, argument.storage_offset(), argument.size(), argument.stride(), argument.dtype, flags
@@ -206,9 +206,14 @@ class Storages:
         return argument
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain one: sizes and strides on a storage."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def holder(tensor: torch.Tensor) -> Any:
     """What stands for a tensor's memory: its storage, or a sparse tensor itself, which has none."""
-    return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
+    return tensor.untyped_storage() if is_dense(tensor) else tensor
 
 
 def new_tensors(result: Any, storages: Storages) -> list[torch.Tensor]:
@@ -237,7 +242,7 @@ def template(result: Any, new: list[torch.Tensor], arguments: list[torch.Tensor]
     if isinstance(result, torch.Tensor):
         for i, tensor in enumerate(new):
             if holder(tensor) is holder(result):
-                plain = result.layout is torch.strided and not result.is_quantized and not has_no_memory(result)
+                plain = is_dense(result) and not result.is_quantized and not has_no_memory(result)
                 return Layout(result, i) if plain else UNTOLD
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNTOLD)
     if isinstance(result, (tuple, list)):
