@@ -8,9 +8,9 @@ is a function of a pytree of parameters, and all its derivatives are `torch.func
 * a Hessian-vector product with `jvp(grad(...))`.
 
 All three then run without `remat` and with it under three policies: nothing kept but the blocks'
-inputs, the results of matrix products kept, or the two values of a block that have names. Tables
-show memory, time and how far the results differ. The exit status is 1 if the loss did not fall or
-the results differ.
+inputs, the results of matrix products kept, or the two values of a block that have names. A list
+shows what a block keeps under the last of them, and tables show memory, time and how far the
+results differ. The exit status is 1 if the loss did not fall or the results differ.
 
     python examples/char_lm.py            # about a minute on two cores
     python examples/char_lm.py --quick    # a few seconds
@@ -37,7 +37,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import peak_bytes
-from remat import checkpoint_name, policies, remat
+from remat import checkpoint_name, policies, print_saved_residuals, remat
 
 VOCABULARY = 128  # ASCII
 FALL = 0.7  # the final loss must be below this share of the first one
@@ -275,6 +275,9 @@ def main() -> int:
     tasks = derivatives(params, tokens, vector)
     norms = sample_norms(tasks["per-sample gradients"](make_loss(config.heads, remat)))
     print(f"gradient norms of {config.batch} samples: {norms.min():.3f} to {norms.max():.3f}")
+    print("\nwhat a block keeps with 'remat, names':")
+    x = torch.zeros(config.batch, config.context, config.width)
+    print_saved_residuals(WAYS["remat, names"](block), params["blocks"][0], x, config.heads)
     agree = [compare(name, derivative, config.heads) for name, derivative in tasks.items()]
     if not fell:
         print("The loss did not fall.", file=sys.stderr)

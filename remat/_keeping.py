@@ -42,7 +42,7 @@ class Keeping:
         self._slots: list[tuple[weakref.ref, Any]] = []  # with what they are of
         self._lent: dict[Value, Residual] = {}  # each is kept once, whether or not what owns it lives
         self._held: dict[Value, None] = {}
-        self._enough = 16  # held values, before the next look which of them are needed
+        self._enough = 8  # held values, before the next look which of them are needed
         self._siblings: dict[Value, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
         self._group: Group | None = None
 
@@ -82,7 +82,7 @@ class Keeping:
         for value in [value for value in self._held if value not in used and not _is_used(value)]:
             value.held = None
             del self._held[value]
-        self._enough = len(self._held) + max(16, len(self.steps) // 8)
+        self._enough = len(self._held) + max(4, len(self._held), len(self.steps) // 16)
 
     # --- the end of the first run -------------------------------------------------------------------------------------
 

@@ -1,0 +1,391 @@
+"""Programs that are easy to get wrong with a policy: each compared with the function without remat."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import rand, total
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, jvp
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.measure import gc_disabled, held_bytes, leaked_bytes, peak_bytes
+from remat import MutationError, RecomputeMismatchError, checkpoint_name, is_recomputing, policies, remat
+
+aten = torch.ops.aten
+COMPLEX, MATRIX = rand(4, 4, dtype=torch.complex128, grad=False), rand(4, 4, seed=5, grad=False)
+
+
+def some(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """About half of the operations, the same ones each time."""
+    shapes = [tuple(t.shape) for t in args if isinstance(t, Tensor) and not t.is_nested]
+    return zlib.crc32(f"{op}{shapes}3".encode()) % 2 == 0
+
+
+POLICIES = {
+    "everything": policies.everything_saveable,
+    "matmuls": policies.save_matmuls,
+    "names": policies.save_only_these_names("h"),
+    "all but sines": ~policies.save_ops("aten.sin"),
+    "in place": policies.save_ops("aten.mul_", "aten.bitwise_and_", "aten.relu_", "aten.rrelu_with_noise"),
+    "products": policies.save_ops("aten.mul", "aten.mm"),
+    "odd": policies.save_ops("aten.empty_like", "aten.lift_fresh", "aten.bernoulli_", "aten.native_dropout"),
+    "some": some,
+    "offloaded": policies.offload(policies.save_matmuls),
+}
+
+
+@torch.library.custom_op("remat_tests::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    """Draws random numbers, and no tag says so."""
+    return x + torch.randn_like(x)
+
+
+noise.register_autograd(lambda ctx, g: g)
+
+
+def conjugate_named(z: Tensor) -> Tensor:
+    h = z.exp()
+    checkpoint_name(h.conj(), "h")
+    return (h * 2).sin().abs()
+
+
+def imaginary_part_named(z: Tensor) -> Tensor:
+    h = z.exp()
+    checkpoint_name(h.conj().imag, "h")
+    return (h * 2).sin().abs()
+
+
+def in_place_through_a_conjugate(z: Tensor) -> Tensor:
+    h = z @ COMPLEX
+    g = h * 1
+    h.conj().mul_(2 + 1j)
+    return (g.sin() * h.sin()).abs()
+
+
+def in_place_through_the_real_part(z: Tensor) -> Tensor:
+    h = z @ COMPLEX
+    g = h * 1
+    h.real.mul_(2.5)
+    return (g.sin() * h.sin()).abs()
+
+
+def in_place_through_another_dtype(x: Tensor) -> Tensor:
+    h = x @ MATRIX
+    h.detach().view(torch.int64).bitwise_and_(-2)
+    return (checkpoint_name(h, "h") * 1).sin()
+
+
+def in_place_chain(x: Tensor) -> Tensor:
+    h = x @ MATRIX
+    h += x
+    h = checkpoint_name(F.relu_(h), "h").clone()
+    h[0] = h[1] * 2
+    return h.sin() @ MATRIX
+
+
+def residual_stream_in_place(x: Tensor) -> Tensor:
+    h = x * 1
+    for _ in range(3):
+        h += checkpoint_name((h * 2) @ MATRIX, "h")
+    return h.sin()
+
+
+def through_numpy(read: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    h = checkpoint_name(x.sin(), "h")
+    return ((h * 2).exp() * read((x * 3).abs())).sin()
+
+
+def constants(x: Tensor) -> Tensor:
+    a, b = torch.tensor([2.0, 3, 4, 5]).double(), torch.tensor([5.0, 7, 1, 1]).double()
+    return ((x * a).sin() * checkpoint_name(b * 1, "h")).exp() * torch.arange(4.0).double()
+
+
+def random_numbers(x: Tensor) -> Tensor:
+    h = checkpoint_name(noise(x * 2).exp(), "h")
+    mask = torch.bernoulli(torch.full((4, 4), 0.5, dtype=x.dtype))
+    return (F.dropout(x * 3, 0.5) * h * mask + torch.rand(4, 4, dtype=x.dtype)).sin()
+
+
+def noise_that_is_saved_early(x: Tensor) -> Tensor:
+    return F.rrelu(x * 2, 0.1, 0.3, training=True).sin()
+
+
+def several_results(x: Tensor) -> Tensor:
+    values, places = checkpoint_name(x.sin().max(0), "h")
+    ordered, index = (x * 2).sort(1)
+    first, *_ = torch.split(ordered.exp(), 2)
+    return (values.sin() * first).sum() + (x[:, places] * index).cos().sum()
+
+
+def partly_without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = (x @ MATRIX).abs().amax()
+        rows = [int(i) for i in (x @ MATRIX).argmax(1)]
+    return (checkpoint_name(x @ MATRIX, "h") / scale)[rows].tanh().exp()
+
+
+def differentiated_inside(x: Tensor) -> Tensor:
+    h = checkpoint_name(x * 1, "h")
+    (g,) = torch.autograd.grad((h.sin() * h).sum(), h, create_graph=True)
+    return (g * 0.5).sin() @ MATRIX
+
+
+def checkpointed_inside(x: Tensor) -> Tensor:
+    return checkpoint(lambda t: (t.sin() @ MATRIX).exp(), x.cos(), use_reentrant=False).sin()
+
+
+def sparse(x: Tensor) -> Tensor:
+    return (x * 1).to_sparse().to_dense().mul(2).sin() @ MATRIX
+
+
+def nested_tensor(x: Tensor) -> Tensor:
+    s = torch.nested.nested_tensor([x[0].detach(), x[1, :2].detach()]).to_padded_tensor(0.0).sum()
+    return (checkpoint_name(x.sin(), "h") * s).exp()
+
+
+def left_behind(log: list[Tensor], x: Tensor) -> Tensor:
+    a = (x.sin() * 3).exp()
+    log.append(a.detach())
+    return (checkpoint_name(x.exp(), "h") * 2).sin()
+
+
+READERS: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda s: torch.from_numpy(s.detach().numpy().copy()),
+    "tolist": lambda s: torch.tensor(s.tolist(), dtype=s.dtype),
+    "list of items": lambda s: torch.tensor([v.item() for v in s[0]], dtype=s.dtype),
+    "dlpack": lambda s: torch.from_dlpack(s.detach()).clone(),
+    "text": lambda s: len(repr(s.detach())),
+    "detached first": lambda s: torch.from_numpy((s.detach() * 2).numpy().copy()),
+}
+OF_COMPLEX = (
+    conjugate_named,
+    imaginary_part_named,
+    in_place_through_a_conjugate,
+    in_place_through_the_real_part,
+)
+OF_REAL = (
+    in_place_through_another_dtype,
+    in_place_chain,
+    residual_stream_in_place,
+    constants,
+    random_numbers,
+    noise_that_is_saved_early,
+    several_results,
+    partly_without_grad,
+    differentiated_inside,
+    checkpointed_inside,
+    sparse,
+    nested_tensor,
+)
+PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{fn.__name__: fn for fn in (*OF_COMPLEX, *OF_REAL)},
+    **{name: functools.partial(through_numpy, read) for name, read in READERS.items()},
+}
+every_program = pytest.mark.parametrize("program", PROGRAMS)
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+quiet = pytest.mark.filterwarnings("ignore:The policy of a rematerialized function mentions", "ignore:.*nested tensors")
+
+
+def argument(program: str) -> Tensor:
+    return rand(4, 4, dtype=torch.complex128 if PROGRAMS[program] in OF_COMPLEX else torch.float64)
+
+
+def gradient(fn: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    out = total(fn(x))
+    return out.detach(), torch.autograd.grad(out, x)[0]
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@quiet
+@every_program
+@every_policy
+def test_gradients(policy: str, program: str) -> None:
+    fn, x = PROGRAMS[program], argument(program)
+    assert_equal(gradient(remat(fn, policy=POLICIES[policy]), x), gradient(fn, x))
+
+
+@quiet
+@every_program
+@pytest.mark.parametrize("outer", [None, policies.save_ops("aten.sin"), policies.everything_saveable], ids=repr)
+@every_policy
+def test_gradients_in_a_region(policy: str, outer: Any, program: str) -> None:
+    fn, x = PROGRAMS[program], argument(program)
+    inner = remat(fn, policy=POLICIES[policy])
+    assert_equal(gradient(remat(lambda x: inner(x).sin(), policy=outer), x), gradient(lambda x: fn(x).sin(), x))
+    assert_equal(gradient(remat(lambda x: inner(x), policy=outer), x), gradient(fn, x))
+
+
+@quiet
+@every_policy
+@pytest.mark.parametrize("program", ["in_place_chain", "constants", "several_results", "residual_stream_in_place"])
+def test_gradients_under_func(program: str, policy: str) -> None:
+    fn, x = PROGRAMS[program], argument(program).detach()
+
+    def run(fn: Callable[[Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        return grad(lambda x: total(fn(x)))(x)
+
+    assert_equal(run(remat(fn, policy=POLICIES[policy])), run(fn))
+
+
+@quiet
+@pytest.mark.parametrize("policy", [*POLICIES, "zeros"])
+def test_forward_over_reverse_with_zero_tangents(policy: str) -> None:
+    chosen = policies.save_ops("aten._efficientzerotensor") if policy == "zeros" else POLICIES[policy]
+
+    def fn(x: Tensor) -> Tensor:
+        values, index = x.sort(1)
+        return values + index * 0.1
+
+    def run(fn: Callable[[Tensor], Tensor]) -> Any:
+        return jvp(grad(lambda x: total(fn(x))), (rand(4, 4, grad=False),), (MATRIX,))
+
+    inner = remat(fn, policy=chosen)
+    assert_equal(run(remat(lambda x: inner(x), policy=chosen)), run(fn))
+
+
+def test_what_is_put_off_is_there_for_who_keeps_it() -> None:
+    log: list[Tensor] = []
+    fn = remat(functools.partial(left_behind, log), policy=POLICIES["names"])
+    for _ in range(2):
+        fn(rand(4, 4)).sum().backward()
+    assert len(log) == 4
+    assert all(torch.equal(log[0], tensor) for tensor in log)
+
+
+# --- what differs between the runs ------------------------------------------------------------------------------------
+
+
+def another_order(x: Tensor) -> Tensor:
+    steps = [lambda x: x @ MATRIX, lambda x: x @ MATRIX.T]
+    a, b = (step(x) for step in (reversed(steps) if is_recomputing() else steps))
+    a, b = (b, a) if is_recomputing() else (a, b)
+    return a.sin() * b.cos()
+
+
+def test_a_value_never_gets_to_another_operation() -> None:
+    x = rand(4, 4)
+    assert_equal(gradient(remat(another_order, policy=policies.save_matmuls), x), gradient(another_order, x))
+
+
+def test_a_write_that_the_first_run_did_not_make() -> None:
+    def fn(x: Tensor) -> Tensor:
+        a, b = x.detach() * 2, x.detach() * 2
+        a, b = (b, a) if is_recomputing() else (a, b)
+        a.add_(1)
+        return (x * a).sin() * (x * b).exp().clamp(max=9)
+
+    out = remat(fn, policy=lambda ctx, op, *args, **kwargs: op is aten.mul.Tensor)(rand(4, 4)).sum()
+    with pytest.raises(RecomputeMismatchError, match="changes a tensor in place"):
+        out.backward()
+
+
+def test_a_kept_value_that_is_changed_later_names_the_operation() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x @ MATRIX
+        return h, (h * 1).sin()
+
+    h, out = remat(fn, policy=policies.save_matmuls)(rand(4, 4))
+    with torch.no_grad():
+        h.zero_()
+    line = fn.__code__.co_firstlineno + 1
+    with pytest.raises(MutationError, match=rf"output of aten\.mm\.default at .*:{line} \(fn\)"):
+        out.sum().backward()
+
+
+def test_a_predicate_sees_the_arguments_again_for_a_name() -> None:
+    seen = policies.save_only_these_names("h") & policies.save_if(lambda ctx, op, *args, **kw: args[0].shape[0] > 1)
+    x = rand(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return (checkpoint_name(x.sin() * 2, "h") + 1).sin()
+
+    assert_equal(gradient(remat(fn, policy=seen), x), gradient(fn, x))
+
+
+def test_predicates_that_answer_nonsense() -> None:
+    with pytest.raises(ValueError, match="yes"):
+        remat(torch.sin, policy=lambda ctx, op, *args, **kwargs: "yes")(rand(3))
+
+
+# --- with others ------------------------------------------------------------------------------------------------------
+
+
+def test_inside_of_torch_checkpoint() -> None:
+    x = rand(4, 4)
+    fn = remat(lambda x: (x @ MATRIX).sin().exp() * x, policy=policies.save_matmuls)
+    run = functools.partial(checkpoint, fn, use_reentrant=False)
+    assert_equal(gradient(run, x), gradient(lambda x: (x @ MATRIX).sin().exp() * x, x))
+
+
+def test_debug_and_values() -> None:
+    x = rand(1, 2, 4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x.sin(), x, x).tanh()
+
+    for options in ({"debug": True}, {"determinism_check": "values"}, {"determinism_check": "none"}):
+        for policy in (policies.save_attention, policies.everything_saveable):
+            assert_equal(gradient(remat(fn, policy=policy, **options), x), gradient(fn, x))
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        x = torch.ones(3, 3, requires_grad=True)
+        remat(lambda x: F.dropout((x @ x).exp() * x, 0.5).sin(), policy=[aten.exp])(x).sum().backward()
+        assert x.grad is not None and x.grad.shape == (3, 3)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@every_policy
+def test_an_error_in_the_forward_leaves_nothing_behind(policy: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        checkpoint_name((x @ MATRIX).exp() * 2, "h").sin()
+        raise ValueError
+
+    def swallow() -> None:
+        with pytest.raises(ValueError):
+            remat(fn, policy=POLICIES[policy])(x)
+
+    x = rand(4, 4)
+    swallow()
+    with gc_disabled():
+        assert leaked_bytes(swallow) == 0
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_what_autograd_does_not_see_is_not_kept() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = x
+            for _ in range(20):
+                h = (h @ MATRIX).relu()
+        return x * h
+
+    x = rand(4, 4)
+    assert held_bytes(remat(fn, policy=policies.save_matmuls), x) <= held_bytes(fn, x)
+
+
+@pytest.mark.parametrize("policy", [policies.save_ops("aten.add"), ~policies.save_ops("aten.mul")], ids=repr)
+def test_the_forward_lets_go_of_what_will_not_be_needed(policy: Any) -> None:
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(100):
+            x = (x + 1) * 2
+        return x
+
+    x = rand(16, 16)
+    assert peak_bytes(remat(fn, policy=policy), x) < 20 * x.nbytes
