@@ -146,7 +146,7 @@ class _Listing:
         self.record = Record(nothing_saveable, region.memory, lines=True)
         self.names = _argument_names(fn, _tree.paths(region.spec, ""))
         self.saved: list[weakref.ref[_Saved]] = []
-        self.known: dict[int, str] = {}  # storages of arguments and captured tensors
+        self.known: dict[int, tuple] = {}  # storages of arguments and captured tensors
         # All buffers are copied first, and are put back.
         assert region.found is not None
         captured = [(f"captured {place.path}", value) for place, value in region.found.places]
@@ -193,7 +193,11 @@ class _Listing:
         named = [(tensor, f"captured {_readable(place)}") for tensor, place in zip(captured, self.region.places)]
         named += [(tensor, f"captured {_readable(place)}") for place, tensor, _ in self.region.fixed]
         named += [(t, f"argument {self.names[i]}") for t, i in zip(operands, self.region.positions)]
-        self.known = {id(holder(part)): name for tensor, name in reversed(named) for part in _torch.parts(tensor)}
+        self.known = {
+            id(holder(part)): (name, part.shape, part.dtype)
+            for tensor, name in reversed(named)
+            for part in _torch.parts(tensor)
+        }
 
     def _alive(self) -> list[torch.Tensor]:
         """What operations made and something holds."""
@@ -209,16 +213,17 @@ class _Listing:
         value = self.record.storages.find(tensor)
         step = None if value is None or value.step is None else self.record.steps[value.step]
         nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
-        shape = tensor.shape
+        shape, dtype = tensor.shape, tensor.dtype
         source = "made out of sight, such as a constant"
         if step is not None and value is not None:
             source = f"output of {getattr(step.func, 'overloadpacket', step.func)} at {step.line}"
             if value.names:
                 source = " and ".join(f"named {name!r} at {line}" for name, line in value.names.items())
-            # Of a view, the shape of what is kept.
-            shape = next((x.size for x in layouts(step.result) if step.outs[x.i] is value), shape)
-        source = self.known.get(id(holder(tensor)), source)
-        return SavedResidual(tuple(shape), tensor.dtype, tensor.device, nbytes, source)
+            # Of a view, that of which it is one.
+            whole = ((x.size, x.dtype) for x in layouts(step.result) if step.outs[x.i] is value)
+            shape, dtype = next(whole, (shape, dtype))
+        source, shape, dtype = self.known.get(id(holder(tensor)), (source, shape, dtype))
+        return SavedResidual(tuple(shape), dtype, tensor.device, nbytes, source)
 
 
 def _readable(place: Any) -> str:

@@ -16,11 +16,7 @@ from ._memory import Memory
 from ._policy import Policy, Verdict
 from ._residual import memory
 from ._state import unseen
-from ._torch import (
-    bottom,
-    is_wrapped,
-    parts,
-)
+from ._torch import bottom, is_plain, is_wrapped, parts
 from ._values import Layout, Step, Value, is_dense, new_tensors, template
 
 DETACH = torch.ops.aten.detach.default
@@ -61,13 +57,19 @@ class Record(Keeping):
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
-        values = [value for value in map(self.storages.find, parts(tensor)) if value is not None]
-        plain = len(values) == 1 and is_dense(tensor) and not (tensor.is_conj() or tensor.is_neg())
+        found = [(self.storages.find(part), part) for part in parts(tensor)]
+        values = [value for value, _ in found if value is not None]
+        plain = len(values) == 1 and is_plain(tensor) and is_dense(tensor)
+        plain = plain and not (tensor.is_conj() or tensor.is_neg())
         slot.source = Source(values, Layout(tensor, 0) if plain else None, len(self.steps))
         self._slots.append((weakref.ref(slot), slot.source))
-        if plain and values[0].saveable:
+        if not plain:
+            for value, part in found:
+                if value is not None:
+                    self._hold(value, part)  # the function itself makes of it what was saved
+        elif values[0].saveable:
             slot.residual = self._lend(values[0], tensor)
-        elif plain and self._judge.by_name and values[0].step is not None and len(self.steps[values[0].step].outs) > 1:
+        elif self._judge.by_name and values[0].step is not None and len(self.steps[values[0].step].outs) > 1:
             self._siblings[values[0]] = tensor
 
     def needs(self, tensor: torch.Tensor) -> None:

@@ -45,7 +45,8 @@ everything_saveable: Policy = preset("everything_saveable")
 save_matmuls: Policy = preset("save_matmuls")
 dots_saveable = checkpoint_dots = save_matmuls
 #: The results of products with weights, as in linear layers: not of batched products such as attention scores, and not
-#: of convolutions. Under ``vmap`` a product of two batched operands is a batched one.
+#: of convolutions. Under ``vmap`` it is judged what the product has become: with a batched weight, or in a derivative
+#: that is mapped itself, mostly a batched one.
 save_matmuls_without_batch_dims: Policy = preset("save_matmuls_without_batch_dims")
 dots_with_no_batch_dims_saveable = checkpoint_dots_with_no_batch_dims = save_matmuls_without_batch_dims
 #: What fused attention kernels return: the output, the logsumexp and the state of the dropout. Where torch computes

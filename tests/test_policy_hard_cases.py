@@ -14,9 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.measure import gc_disabled, held_bytes, leaked_bytes, peak_bytes
+from benchmarks.measure import OpCounter, gc_disabled, held_bytes, leaked_bytes, peak_bytes
 from remat import MutationError, RecomputeMismatchError, checkpoint_name, is_recomputing, policies, remat
 
 aten = torch.ops.aten
@@ -346,6 +347,50 @@ def test_fake_tensors() -> None:
         x = torch.ones(3, 3, requires_grad=True)
         remat(lambda x: F.dropout((x @ x).exp() * x, 0.5).sin(), policy=[aten.exp])(x).sum().backward()
         assert x.grad is not None and x.grad.shape == (3, 3)
+
+
+class Wrapped(Tensor):
+    """A tensor made of one other."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        kind = {"dtype": inner.dtype, "device": inner.device, "requires_grad": inner.requires_grad}
+        return Tensor._make_wrapper_subclass(cls, inner.shape, **kind)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner", "nothing"], None
+
+    nothing = None  # as DTensor has its mesh
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrapped(t: Any) -> Any:
+            return t.inner if isinstance(t, Wrapped) else t
+
+        out = func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs or {}))
+        return tree_map(lambda t: Wrapped(t) if isinstance(t, Tensor) else t, out)
+
+
+@every_policy
+def test_tensors_made_of_others(policy: str) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(checkpoint_name(torch.tanh(x @ w), "h") @ w).sin()
+
+    def run(fn: Callable) -> tuple[list[Tensor], int]:
+        args = [Wrapped(rand(4, 4, seed=seed).detach()).requires_grad_() for seed in (0, 1)]
+        out = fn(*args).sum()
+        with OpCounter() as counter:
+            grads = torch.autograd.grad(out, args)
+        return [g.inner for g in grads], counter["aten.mm"]
+
+    expected, products = run(fn)
+    grads, again = run(remat(fn, policy=POLICIES[policy]))
+    assert_equal(grads, expected)
+    if policy in ("matmuls", "everything", "offloaded"):
+        assert again == products
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
