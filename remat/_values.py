@@ -242,8 +242,8 @@ def template(result: Any, new: list[torch.Tensor], arguments: list[torch.Tensor]
     if isinstance(result, torch.Tensor):
         for i, tensor in enumerate(new):
             if holder(tensor) is holder(result):
-                plain = is_dense(result) and not result.is_quantized and not has_no_memory(result)
-                return Layout(result, i) if plain else UNTOLD
+                odd = result.is_quantized or result.is_conj() or result.is_neg() or has_no_memory(result)
+                return UNTOLD if odd or not is_dense(result) else Layout(result, i)
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNTOLD)
     if isinstance(result, (tuple, list)):
         items = [template(item, new, arguments) for item in result]
