@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,3 +71,14 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict):
         return [t for item in value.values() for t in tensors(item)]
     return []
+
+
+def mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A call's argument with other tensors."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if type(value) in (tuple, list):
+        return type(value)([mapped(fn, item) for item in value])
+    if type(value) is dict:
+        return {key: mapped(fn, item) for key, item in value.items()}
+    return value

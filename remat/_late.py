@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._errors import RecomputeMismatchError
-from ._facts import tensors
+from ._facts import mapped, tensors
 from ._state import alias, unseen
 from ._torch import as_subclass, without_levels, without_overrides
 from ._values import Layout, Step, holder
@@ -21,7 +21,13 @@ class LateCall:
     __slots__ = ("args", "kwargs", "step")
 
     def __init__(self, step: Step, args: tuple, kwargs: dict) -> None:
-        self.step, self.args, self.kwargs = step, _cut(args), _cut(kwargs)
+        # Without their history, which would hold the graph of the run.
+        self.step, self.args, self.kwargs = step, mapped(alias, args), mapped(alias, kwargs)
+
+    def draw(self) -> None:
+        """Run it for the generator's sake alone."""
+        own = torch.clone if self.step.facts.writes else alias
+        self.step.func(*mapped(own, self.args), **mapped(own, self.kwargs))
 
 
 class Late:
@@ -107,17 +113,6 @@ class Late:
         marked = as_subclass(LateTensor, tensor)
         marked.late = weakref.ref(self)
         return marked
-
-
-def _cut(value: Any) -> Any:
-    """Arguments without their history, which would hold the graph of the run."""
-    if isinstance(value, torch.Tensor):
-        return alias(value)
-    if type(value) in (tuple, list):
-        return type(value)(map(_cut, value))
-    if type(value) is dict:
-        return {key: _cut(item) for key, item in value.items()}
-    return value
 
 
 def _contents(template: Any, result: Any) -> Iterator[tuple[int, torch.Tensor]]:

@@ -112,7 +112,7 @@ class Record(Keeping):
     def ran(self, func: Any, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""
         facts = facts_of(func)
-        new = new_tensors(result, self.storages)
+        new = new_tensors(result, self.storages, (args, kwargs))
         if not new and not facts.writes and not facts.observes:
             self.views.add(func)
             if func is DETACH:

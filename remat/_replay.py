@@ -35,6 +35,7 @@ class Replay(TorchDispatchMode):
         self.draws = 0
         self.by_key: dict[tuple, list[Step]] = {}  # filled when a step comes out of order
         self.late = Late()
+        self.undrawn: list[LateCall] = []  # what would have drawn random numbers
         self.storages = record.storages.copy()
         # What is kept, for the given steps, as far as it must be brought here first.
         self.brought: dict[Value, torch.Tensor] = {}
@@ -75,14 +76,23 @@ class Replay(TorchDispatchMode):
                         return self._give(step, args, kwargs, read)
                     if step.number not in self.plan.run and can_wait(step):
                         return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
+            if draw is not None:
+                self._catch_up()
             self.late.fill(read)
             self._check_writes(step, facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
-            outs = [*new_tensors(result, self.storages), *facts.written(args, kwargs)]
+            outs = [*new_tensors(result, self.storages, (args, kwargs)), *facts.written(args, kwargs)]
             for i, tensor in enumerate(outs):
                 self.storages.bind(tensor, Value() if step is None else step.outs[i])
         return result
+
+    def _catch_up(self) -> None:
+        """What drew random numbers and was given its result, must draw after all: something else draws after it."""
+        for call in self.undrawn:
+            self.late.fill(tensors((call.args, call.kwargs)))
+            call.draw()
+        self.undrawn.clear()
 
     def _check_writes(self, step: Step | None, written: list[torch.Tensor]) -> None:
         """What was given and is not overwritten in the first run, is the kept tensor itself."""
@@ -153,6 +163,8 @@ class Replay(TorchDispatchMode):
 
     def _give(self, step: Step, args: tuple, kwargs: dict, read: list[torch.Tensor]) -> Any:
         """The result of an operation, from what was kept of it."""
+        if step.draws:
+            self.undrawn.append(LateCall(step, args, kwargs))
         kept: list[torch.Tensor | None] = []
         for value in step.outs:
             residual = value.kept()

@@ -216,12 +216,14 @@ def holder(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage() if is_dense(tensor) else tensor
 
 
-def new_tensors(result: Any, storages: Storages) -> list[torch.Tensor]:
-    """The tensors of a result that have storages of their own."""
+def new_tensors(result: Any, storages: Storages, arguments: Any = ()) -> list[torch.Tensor]:
+    """The tensors of a result that have storages of their own, which neither are known nor those of ``arguments``."""
     found: list[torch.Tensor] = []
     for tensor in tensors(result):
         if storages.find(tensor) is None and not any(holder(t) is holder(tensor) for t in found):
             found.append(tensor)
+    if found and (given := {id(holder(t)) for t in tensors(arguments)}):
+        found = [tensor for tensor in found if id(holder(tensor)) not in given]
     return found
 
 
