@@ -58,7 +58,8 @@ class Region:
     __slots__ = (
         "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "contents", "devices", "fixed",
         "fn", "found", "holders", "inherited", "kinds", "leaves", "log", "mapped", "memory", "options", "outputs",
-        "places", "plan", "positions", "ran", "record", "replay", "spec", "swapped", "trace", "undo_record", "watch",
+        "places", "plan", "positions", "ran", "record", "replay", "spec", "swapped", "trace", "undo_record", "uses",
+        "watch",
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
@@ -66,10 +67,18 @@ class Region:
         self.fn = fn
         self.options = options
         self.memory = memory
-        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        # One operand for each tensor: a function may ask whether two arguments are the same one.
+        first: dict[int, int] = {}
+        self.positions: list[int] = []  # of the leaves, each tensor once
+        self.uses: list[tuple[int, int]] = []  # position of a leaf, index of its operand
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                self.uses.append((position, first.setdefault(id(leaf), len(first))))
+                if len(first) > len(self.positions):
+                    self.positions.append(position)
         self.arguments: list[torch.Tensor] = [leaves[i] for i in self.positions]
-        for i in self.positions:
-            leaves[i] = None
+        for position, _ in self.uses:
+            leaves[position] = None
         self.leaves = leaves
         found = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
         self.found: Found | None = found
@@ -140,9 +149,8 @@ class Region:
         own = self.options.policy or nothing_saveable
         policy = within(state.policies[-1] if state.policies else None, own)
         fake = any(isinstance(t, _torch.FakeTensor) for t in (*self.arguments, *tensors, *captured))
-        self.record = None
-        if not policy.saves_nothing and not fake:
-            self.record = Record(policy, self.memory, own.mentioned_names)
+        plain = policy.saves_nothing or fake
+        self.record = None if plain else Record(policy, self.memory, own.mentioned_names)
         self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -197,8 +205,8 @@ class Region:
     def call(self, operands: Sequence[torch.Tensor], mode: Any) -> Any:
         """The function's own result, from these operands in the places of the arguments."""
         leaves = list(self.leaves)
-        for position, operand in zip(self.positions, operands):
-            leaves[position] = operand
+        for position, index in self.uses:
+            leaves[position] = operands[index]
         args, kwargs = _tree.unflatten(self.spec, leaves)
         made_inside(operands)
         with own_work(False), mode, self.log or nullcontext():
