@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any
 
+import torch
+
 from ._places import CellPlace, GlobalPlace, Place
 
 Snapshot = tuple[Any, Any, Place]  # a container, a copy of it, and where it is
@@ -59,9 +61,14 @@ def _fill(held: dict[Any, Any], items: dict[Any, Any]) -> None:
             kind.__setitem__(held, key, item)
 
 
-def is_module_state(snapshot: Snapshot) -> bool:
-    """Whether a module holds it: its state changes once. A list that a closure holds may well be there to log runs."""
-    held, _, place = snapshot
+def is_put_back(snapshot: Snapshot) -> bool:
+    """Whether a run again sees what it held: the state of a module, and a dict with tensors, such as a cache.
+
+    Its tensors are put back, so its keys must be. Another list or dict that a closure holds may be there to log runs.
+    """
+    held, copy, place = snapshot
+    if isinstance(held, dict) and any(isinstance(value, torch.Tensor) for value in copy.values()):
+        return True
     up: Place | None = place
     while up is not None:
         if isinstance(held, dict) and "_modules" in held and "_parameters" in held:

@@ -16,7 +16,7 @@ import torch
 from . import _torch, _tree
 from ._ambient import Ambient
 from ._captured import Found, find
-from ._contents import is_module_state, snapshots
+from ._contents import is_put_back, snapshots
 from ._engine import mark
 from ._errors import CaptureError
 from ._intercept import Interceptor, made_inside
@@ -83,7 +83,7 @@ class Region:
         found = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
         self.found: Found | None = found
         self.cells = found.cells
-        self.contents = [snapshot for snapshot in found.contents if is_module_state(snapshot)]
+        self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)]
         self.holders: list[tuple[Place, Any]] = []  # the places on the way to captured tensors
         self.fixed: list[tuple[Place, torch.Tensor, int]] = []  # captured where they can't be exchanged; versions
         self.captured: list[torch.Tensor] = []  # the operands beyond the arguments
@@ -99,20 +99,15 @@ class Region:
         self.trace: Trace | None = None  # of the first run, where runs again may need it
         self.record: Record | None = None  # of the first run, under a policy
         self.plan: Plan | None = None  # of a run again, if not all is wanted
-        self.replay: Replay | None = None  # while it runs again
+        self.replay: Replay | None = None
         self.log: Any = None  # notes or compares the operations of a run
         self.devices: set[torch.device] = set()
         self.arity = len(self.positions)
         self.watch: Any = None  # set where captured tensors without a place must be found
         self.ambient: Ambient | None = None
 
-    @property
-    def root(self) -> Region:
-        return self
-
-    @property
-    def uses_func(self) -> bool:
-        return self.memory.uses_func
+    root = property(lambda self: self)
+    uses_func = property(lambda self: self.memory.uses_func)
 
     # --- before the first run -------------------------------------------------------------------------------------
 
@@ -245,19 +240,18 @@ class Region:
         return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
 
     def _recorder(self, operands: Sequence[torch.Tensor]) -> Any:
-        if self.record is None:
+        if self.record is None or self.consts is None:
             return nullcontext()
-        assert self.consts is not None
         self.record.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
         return Recorder(self.record)
 
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if self.record is None or self.record.open:
             return self.call(operands, nullcontext())
-        self.replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
-        result = self.call(operands, self.replay)
+        self.replay = replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
+        result = self.call(operands, replay)
         if self.plan is None:  # else whoever made the plan does it, when all that the run has made is gone
-            self.replay.finish(None if self.options.determinism_check == "values" else result)
+            replay.finish(None if self.options.determinism_check == "values" else result)
             self.replay = None
         return result
 

@@ -318,3 +318,20 @@ class TestOps:
             return count_ops(lambda: torch.autograd.grad(fn(x, w).sum(), x))["aten.mm"]
 
         assert mms(remat(block)) == mms(block) + 2
+
+
+def test_an_argument_that_is_given_twice_is_one_object_in_all_runs() -> None:
+    """As `nn.MultiheadAttention` asks: `query is key`."""
+
+    def fn(a: Tensor, b: Tensor) -> Tensor:
+        return (a.sin() if a is b else a.cos()) * b.exp()
+
+    x = rand(3)
+    (expected,) = torch.autograd.grad(fn(x, x).sum(), x)
+    (found,) = torch.autograd.grad(remat(fn)(x, x).sum(), x)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.func.grad(lambda q: remat(fn)(q, q).sum())(x.detach()), expected)
+    attention, t = nn.MultiheadAttention(4, 2, batch_first=True).double(), rand(2, 3, 4)
+    inputs = [t, *attention.parameters()]
+    expected = torch.autograd.grad(attention(t, t, t)[0].sum(), inputs)
+    assert all(map(torch.equal, torch.autograd.grad(remat(attention)(t, t, t)[0].sum(), inputs), expected))
