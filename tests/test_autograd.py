@@ -18,7 +18,7 @@ from cases import (
     tensor_leaves,
     total,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.measure import PeakMemory, count_ops, gc_disabled, held_bytes, peak_bytes
 from remat import remat
