@@ -1,11 +1,12 @@
 """Rematerialization for PyTorch: the same values and derivatives from less memory."""
 
-from . import policies
+from . import compat, nn, policies
 from ._errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
 from ._listing import SavedResidual, print_saved_residuals, saved_residuals
 from ._names import checkpoint_name
 from ._policy import Policy
 from ._remat import remat
+from ._sequential import sequential
 from ._state import disable_remat, is_recomputing
 
 __all__ = [
@@ -17,11 +18,14 @@ __all__ = [
     "RematError",
     "SavedResidual",
     "checkpoint_name",
+    "compat",
     "disable_remat",
     "is_recomputing",
+    "nn",
     "policies",
     "print_saved_residuals",
     "remat",
     "saved_residuals",
+    "sequential",
 ]
 __version__ = "0.1.0"

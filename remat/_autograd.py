@@ -9,19 +9,20 @@ from . import _func, _torch
 from ._engine import Frame
 from ._kept import Kept
 from ._memory import Memory
-from ._region import Options, Region
+from ._options import Options
+from ._region import Region
 from ._state import own_work
 
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region."""
-    if memory.uses_func:
+    if memory.known.uses_func:
         return _func.call(fn, options, memory, args, kwargs)
     with own_work():
         region = Region(fn, args, kwargs, options, memory)
         region.open()
         assert region.consts is not None
-        operands = Kept(region.arguments, region.name, memory.changing)
+        operands = Kept(region.arguments, region.name, memory.known.changing)
         frame = Frame(region, operands, region.consts, options)
         try:
             return frame.run(lambda: region.first(args, kwargs))
@@ -31,7 +32,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
             operands.roll_back()
             region.restart()
-            memory.uses_func = True
+            memory.known.uses_func = True
         finally:
             region.forget()
     return _func.call(fn, options, memory, args, kwargs)

@@ -101,7 +101,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     inputs = operands
     if follows and call.tape_fits:  # what is followed below, by autograd itself, stays as it is
         inputs = [_cut(t, w and not (recorded and t.requires_grad)) for t, w in zip(operands, wanted)]
-    call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.changing)
+    call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.known.changing)
     if region.uses_func and recorded and not dual:
         return list(PlainNode.apply(region, call, *operands))
     _observe(root, inputs, follows)

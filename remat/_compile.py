@@ -10,38 +10,34 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from . import _torch
-from ._policy import Policy, Verdict
-from ._region import Options
+from ._options import Options
+from ._policy import Verdict, as_policy
 
 
-def call(fn: Callable, options: Options, judge: Callable | None, args: tuple, kwargs: dict) -> Any:
+def call(fn: Callable, options: Options, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a checkpointed part of the graph that is being traced; inlined under torch.func and export."""
-    if (
-        _torch.transforms_active()
-        or _torch.exporting()
-        or (options.policy is not None and options.policy.saves_everything)
-    ):
+    if options.policy is not None and options.policy.saves_everything:
         return fn(*args, **kwargs)
-    # Dynamo takes a partial of functions as a context, and only one that it sees being made.
-    contexts: Any = (
-        {} if judge is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, judge)}
-    )
+    return checkpoint(fn, args, kwargs, options.policy, preserve_rng_state=options.preserve_rng_state)
+
+
+def checkpoint(fn: Callable, args: tuple, kwargs: dict, policy: Any, **settings: Any) -> Any:
+    """The same with settings of torch's function."""
+    if _torch.transforms_active() or _torch.exporting():
+        return fn(*args, **kwargs)
+    if policy is not None:  # Dynamo takes a partial of a function as a context, and only one that it sees being made
+        settings["context_fn"] = functools.partial(_contexts_of, policy)
     return torch.utils.checkpoint.checkpoint(
-        lambda *inputs: fn(*inputs, **kwargs),
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=options.preserve_rng_state,
-        **contexts,
+        lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, **settings
     )
 
 
-def judge_of(policy: Policy | None) -> Callable | None:
+def _contexts_of(policy: Any) -> tuple:
     """A policy as torch's selective checkpoint takes it. Names aren't seen there, and what is offloaded is saved."""
-    if policy is None or not policy.judges_ops:
-        return None
+    policy = as_policy(policy)
 
     def judge(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keeps = policy.judge(ctx, op, args, kwargs, frozenset()) is not Verdict.RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return judge
+    return create_selective_checkpoint_contexts(judge)

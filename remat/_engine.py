@@ -22,7 +22,7 @@ from ._debug import OpLog
 from ._determinism import fingerprint, saved_fingerprint
 from ._errors import MutationError, RecomputeMismatchError
 from ._kept import Kept
-from ._passes import current_pass
+from ._passes import current_group, current_pass
 from ._recompute import Filler
 from ._slots import Above, Found, HandedOver, Input, Slot, View
 from ._state import alias, state, unseen
@@ -67,6 +67,8 @@ class Frame:
             which = _made_by_an_outer_region if isinstance(owner, (Frame, Filler)) else _has_history
             self.operands.hand_over(*self.outer)
             self.consts.hand_over(*self.outer, None if getattr(owner, "takes_all", False) else which)
+        elif self.options.offload_inputs:
+            self.operands.offload()
         if self.record is not None:
             self.record.outer = self.outer
         self.region.root.log = self.log
@@ -141,6 +143,8 @@ class Frame:
         if packed.residual is not None:
             with _torch.without_levels(), unseen():
                 return packed.source.layout.of(packed.residual.get())
+        if (group := current_group()) is not None:
+            group.take(packed)
         with self.lock:
             value = packed.value
             if value is None:

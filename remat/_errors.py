@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from torch.utils.checkpoint import CheckpointError
+
 __all__ = ["CaptureError", "MutationError", "PolicyError", "RecomputeMismatchError", "RematError"]
 
 
-class RematError(RuntimeError):
+class RematError(CheckpointError):
     """Base of every error that the package raises.
+
+    It is a ``torch.utils.checkpoint.CheckpointError``, so what handles the errors of torch's function handles these.
 
     Example:
         >>> from remat import MutationError, RematError

@@ -15,7 +15,8 @@ from ._bottom import Call
 from ._intercept import FoundCaptured, Search, made_inside
 from ._levels import NeedsLevel, apply
 from ._memory import Memory
-from ._region import Options, Region
+from ._options import Options
+from ._region import Region
 from ._state import own_work, state
 
 
@@ -40,7 +41,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                     draws = _draws(region)
                     region.check_left_behind(outs)
                 if draws:
-                    memory.found_to_draw()
+                    memory.known.draws = True
                 elif search.ends():
                     made_inside(outs)
                     return region.outputs.build(outs, operands)
@@ -53,8 +54,8 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                     raise
                 region.mapped = True
             except Exception as error:
-                if _torch.is_hooks_refusal(error) and not memory.uses_func:
-                    memory.uses_func = True
+                if _torch.is_hooks_refusal(error) and not memory.known.uses_func:
+                    memory.known.uses_func = True
                 elif search.ends():
                     raise
             record.roll_back()
@@ -65,7 +66,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
 
 def _draws(region: Region) -> bool:
     """Whether the region, as is found out now, draws random numbers under a ``grad`` level, see ``_graded``."""
-    if region.memory.draws or _torch.TransformType.Grad not in region.kinds:
+    if region.memory.known.draws or _torch.TransformType.Grad not in region.kinds:
         return False
     assert region.ambient is not None
     return region.ambient.moved()

@@ -6,14 +6,16 @@ region itself changed them (batch-norm statistics).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
 
-from . import _torch
+from . import _offload, _torch
 from ._errors import MutationError
+from ._offload import Group, Offloaded
 from ._passes import current_pass
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
@@ -74,6 +76,10 @@ class Kept:
             if tensor is not None and (which is None or which(tensor)):
                 self.packed[i] = unpack, pack(tensor)
 
+    def offload(self) -> None:
+        """Let what was computed wait in host memory, as long as nobody else keeps it on its device."""
+        self.hand_over(functools.partial(Offloaded, group=Group()), Offloaded.get, _is_activation)
+
     def is_as_before(self, i: int, tensor: torch.Tensor) -> bool:
         return _torch.version(tensor) == self.versions[i]
 
@@ -101,6 +107,8 @@ class Kept:
                 self.versions[i] = version
             if i in self.packed:
                 self.tensors[i] = None
+                if isinstance(offloaded := self.packed[i][1], Offloaded):
+                    offloaded.settle()
 
     def _settle(self, i: int, tensor: torch.Tensor) -> None:
         """Drop the copy of a tensor that did not change, or keep it where finding out would wait for the device."""
@@ -194,6 +202,10 @@ def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
     if leaf:
         return cut
     return cut.view_as(cut) if cut.layout is torch.strided else cut.clone()
+
+
+def _is_activation(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_leaf and tensor.requires_grad) and not _offload.in_host_memory(tensor)
 
 
 def _tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:

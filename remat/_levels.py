@@ -172,7 +172,7 @@ def _graded(region: Any, level: int, followed: tuple[bool, ...]) -> Any:
     if root.ran or isinstance(region, Pullback):
         return region
     below = root.kinds[: level - 1]
-    if _torch.TransformType.Vmap in below or _torch.TransformType.Jvp in below or root.memory.draws:
+    if _torch.TransformType.Vmap in below or _torch.TransformType.Jvp in below or root.memory.known.draws:
         return Graded(region, followed)
     if _torch.TransformType.Vmap in root.kinds and root.ambient.casts:
         return Graded(region, (False,) * len(followed))

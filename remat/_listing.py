@@ -15,9 +15,10 @@ from . import _torch, _tree
 from ._derived import differentiable
 from ._kept import Kept
 from ._memory import memory_of
+from ._options import Options
 from ._record import Record
 from ._recorder import Recorder
-from ._region import Options, Region
+from ._region import Region
 from ._state import alias
 from ._values import holder, layouts
 from .policies import nothing_saveable
@@ -151,7 +152,7 @@ class _Listing:
         assert region.found is not None
         captured = [(f"captured {place.path}", value) for place, value in region.found.places]
         arguments = [(region.name(i), tensor) for i, tensor in enumerate(region.arguments)]
-        region.memory.changing.update(name for name, tensor in captured + arguments if not _requires_grad(tensor))
+        region.memory.known.changing.update(name for name, tensor in captured + arguments if not _requires_grad(tensor))
 
     def run(self, under_hooks: bool) -> list[SavedResidual]:
         """Run the function, and look what is there after it as long as its graph is."""
@@ -159,7 +160,7 @@ class _Listing:
         region.open()
         assert region.consts is not None
         captured = [tensor for tensor in region.consts.tensors if tensor is not None]
-        guard = Kept(region.arguments, region.name, region.memory.changing)
+        guard = Kept(region.arguments, region.name, region.memory.known.changing)
         operands = _differentiable(region.arguments, captured)
         self._know(operands, captured)
         if under_hooks:

@@ -2,58 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-# Modules and code that drew random numbers: known of a function that is made anew for each call, too.
-_drawing: weakref.WeakSet[Any] = weakref.WeakSet()
-# Of what users were warned: once is enough.
-_warnings: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+class Known:
+    """What is known of a module or of code, also where a function is made of it anew for each call."""
+
+    __slots__ = ("changing", "draws", "uses_func", "warnings")
+
+    def __init__(self) -> None:
+        self.changing: set[str] = set()  # names of tensors that it was seen to change in place
+        self.draws = False  # it draws random numbers
+        self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
+        self.warnings: set[str] = set()  # of what users were warned: once is enough
 
 
-@dataclass(slots=True)
 class Memory:
     """What a rematerialized function has learnt from its calls."""
 
-    source: Any = None  # the module or the code that it runs
-    changing: set[str] = field(default_factory=set)  # names of tensors that it was seen to change in place
-    searched: set[tuple] = field(default_factory=set)  # kinds of transforms under which suspects were looked into
-    uses_func: bool = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
+    __slots__ = ("__weakref__", "known", "searched")
 
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers, as far as is known."""
-        return self.source in _drawing
-
-    def found_to_draw(self) -> None:
-        """Remember that it draws random numbers."""
-        _drawing.add(self._known_source())
+    def __init__(self, known: Known) -> None:
+        self.known = known
+        self.searched: set[tuple] = set()  # kinds of transforms under which suspects were looked into
 
     def is_news(self, warning: str) -> bool:
         """Whether the user was not warned of it yet."""
-        told = _warnings.setdefault(self._known_source(), set())
-        news = warning not in told
-        told.add(warning)
+        news = warning not in self.known.warnings
+        self.known.warnings.add(warning)
         return news
 
-    def _known_source(self) -> Any:
-        if self.source is None:
-            self.source = _Source()
-        return self.source
 
-
-class _Source:
-    """Stands for a function whose code can't be told."""
+_known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
+_of_modules: weakref.WeakKeyDictionary[torch.nn.Module, Memory] = weakref.WeakKeyDictionary()
 
 
 def memory_of(fn: Any) -> Memory:
-    """A new memory for a function, method, callable object or module."""
-    owner = getattr(fn, "__self__", None)
-    if isinstance(fn, torch.nn.Module):
-        return Memory(fn)
-    if isinstance(owner, torch.nn.Module):
-        return Memory(owner)
-    return Memory(getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None))
+    """The memory of a module, and of its methods; a new one for any other function."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    if not isinstance(owner, torch.nn.Module):
+        code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
+        return Memory(Known() if code is None else _known.setdefault(code, Known()))
+    memory = _of_modules.get(owner)
+    if memory is None:
+        memory = _of_modules[owner] = Memory(_known.setdefault(owner, Known()))
+    return memory

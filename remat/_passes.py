@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import _torch
+from ._errors import RematError
 
 
 class Pass:
@@ -61,14 +62,50 @@ class Pass:
             slots.append(slot)
 
 
+class PassGroup(Pass):
+    """The backward passes in the scope of a ``GraphExecGroup``: what one of them gets is there for the next.
+
+    Each value is for one of them alone, so it can go when that one has read it.
+    """
+
+    __slots__ = ("taken",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def take(self, slot: Any) -> None:
+        """A pass asks for what ``slot`` stands for.
+
+        Raises:
+            RematError: another pass did, so it may be gone.
+        """
+        if self.taken.setdefault(slot, _torch.graph_task_id()) != _torch.graph_task_id():
+            raise RematError(
+                "Two backward passes in one GraphExecGroup need the same value of a region, which is run again once "
+                "for all of them. Run passes that overlap outside of the group, or each in a group of its own."
+            )
+
+
 _passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+_groups: weakref.WeakKeyDictionary[Any, PassGroup] = weakref.WeakKeyDictionary()
+
+
+def current_group() -> PassGroup | None:
+    """What the passes in the scope of the current ``GraphExecGroup`` share; None outside of any."""
+    scope = _torch.graph_exec_group()
+    if scope is None:
+        return None
+    return _groups.get(scope) or _groups.setdefault(scope, PassGroup())
 
 
 def current_pass() -> Pass | None:
-    """The backward pass that runs in this thread, if any."""
+    """The backward pass that runs in this thread, if any, or the group that it belongs to."""
     task = _torch.graph_task_id()
     if task == -1:
         return None
+    if (group := current_group()) is not None:
+        return group
     found = _passes.get(task)
     if found is None:
         found = _passes[task] = Pass()

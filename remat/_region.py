@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,31 +22,20 @@ from ._intercept import Interceptor, made_inside
 from ._kept import Kept
 from ._memory import Memory
 from ._nested import within
+from ._options import Options
 from ._outputs import Outputs
 from ._places import Place
 from ._plan import Plan
-from ._policy import Policy
 from ._rebound import rebound
 from ._record import Record
 from ._recorder import Recorder
 from ._replay import Replay
-from ._state import own_work, recomputing, state
+from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
 from .policies import nothing_saveable
 
 # Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator])
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a region is run; see :func:`remat.remat`."""
-
-    preserve_rng_state: bool = True
-    determinism_check: str = "metadata"
-    early_stop: bool = True
-    debug: bool = False
-    policy: Policy | None = None
 
 
 class Region:
@@ -107,7 +95,7 @@ class Region:
         self.ambient: Ambient | None = None
 
     root = property(lambda self: self)
-    uses_func = property(lambda self: self.memory.uses_func)
+    uses_func = property(lambda self: self.memory.known.uses_func)
 
     # --- before the first run -------------------------------------------------------------------------------------
 
@@ -138,7 +126,7 @@ class Region:
                 places.append(place)
         self.places, self.bindings, self.captured = places, bindings, captured
         self.arity = len(self.positions) + len(captured)
-        self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.changing)
+        self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.known.changing)
         self.devices = {t.device for t in (*self.arguments, *tensors, *captured)}
         self.undo_record = mark()
         own = self.options.policy or nothing_saveable
@@ -197,21 +185,25 @@ class Region:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def call(self, operands: Sequence[torch.Tensor], mode: Any) -> Any:
+    def call(self, operands: Sequence[torch.Tensor], mode: Any, again: bool = False) -> Any:
         """The function's own result, from these operands in the places of the arguments."""
         leaves = list(self.leaves)
         for position, index in self.uses:
             leaves[position] = operands[index]
         args, kwargs = _tree.unflatten(self.spec, leaves)
         made_inside(operands)
-        with own_work(False), mode, self.log or nullcontext():
-            return self.fn(*args, **kwargs)
+        with own_work(False) if again else first_run(), mode, self.log or nullcontext():
+            return self._call(args, kwargs, again)
+
+    def _call(self, args: tuple, kwargs: dict, again: bool) -> Any:
+        contexts = self.options.contexts
+        return self.fn(*args, **kwargs) if contexts is None else contexts.run(self.fn, args, kwargs, again)
 
     def first(self, args: tuple, kwargs: dict) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        with own_work(False), self._recorder(self.arguments), self.log or nullcontext():
-            result = self.fn(*args, **kwargs)
+        with first_run(), self._recorder(self.arguments), self.log or nullcontext():
+            result = self._call(args, kwargs, again=False)
         self.outputs.spec = _tree.flatten(result)[1]
         return result
 
@@ -247,9 +239,9 @@ class Region:
 
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if self.record is None or self.record.open:
-            return self.call(operands, nullcontext())
+            return self.call(operands, nullcontext(), again=True)
         self.replay = replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
-        result = self.call(operands, replay)
+        result = self.call(operands, replay, again=True)
         if self.plan is None:  # else whoever made the plan does it, when all that the run has made is gone
             replay.finish(None if self.options.determinism_check == "values" else result)
             self.replay = None

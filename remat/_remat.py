@@ -1,22 +1,17 @@
-"""The public transform, and the choice of the lowering at each call."""
+"""The public transform."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
 
-from . import _autograd, _compile, _func, _torch
-from ._determinism import CHECKS
-from ._memory import Memory, memory_of
-from ._module import wrap_module
-from ._policy import as_policy
-from ._region import Options
-from ._state import state
+from ._function import Remat
+from ._memory import memory_of
+from ._module import second_module
+from ._options import Options, checked_options
 
 F = TypeVar("F", bound=Callable)
 
@@ -97,27 +92,10 @@ def remat(
 
     After ``jax.checkpoint``; the recompute follows Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
-    options = _checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
+    options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if fn is None:
         return functools.partial(_wrap, options=options)
     return _wrap(fn, options)
-
-
-def _checked_options(
-    policy: Any, preserve_rng_state: Any, determinism_check: Any, early_stop: Any, debug: Any
-) -> Options:
-    for name, value in (
-        ("preserve_rng_state", preserve_rng_state),
-        ("early_stop", early_stop),
-        ("debug", debug),
-    ):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
-    if determinism_check not in CHECKS:
-        raise ValueError(f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.")
-    return Options(
-        preserve_rng_state, determinism_check, early_stop, debug, None if policy is None else as_policy(policy)
-    )
 
 
 def _wrap(fn: Any, options: Options) -> Any:
@@ -131,69 +109,5 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, (classmethod, staticmethod)):
         return type(fn)(_wrap(fn.__func__, options))
     if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch.jit.ScriptModule):
-        if any(map(torch.nn.parameter.is_lazy, fn.parameters())):
-            raise TypeError(
-                f"remat takes modules that know their shapes: call the lazy {type(fn).__name__} once first."
-            )
-        return wrap_module(fn, Remat, options)
-    return Remat(fn, options, memory_of(fn))
-
-
-class Remat:
-    """A rematerialized function: calls of it are regions."""
-
-    def __init__(self, fn: Callable, options: Options, memory: Memory) -> None:
-        for name, value in getattr(fn, "__dict__", {}).items():  # torch 2.11's Dynamo can't trace `__dict__.update`
-            setattr(self, name, value)
-        functools.update_wrapper(self, fn, updated=())
-        self._fn = fn
-        self._options = options
-        self._judge = _compile.judge_of(options.policy)
-        self._memory = memory
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return _compile.call(self._fn, self._options, self._judge, args, kwargs)
-        if state.disabled or _torch.tracing():
-            return self._fn(*args, **kwargs)
-        if _torch.transforms_active():
-            return _func.call(self._fn, self._options, self._memory, args, kwargs)
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            return _autograd.call(self._fn, self._options, self._memory, args, kwargs)
-        return self._fn(*args, **kwargs)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        bind = getattr(type(self._fn), "__get__", None)
-        if instance is None or bind is None:
-            return self
-        if torch.compiler.is_compiling():  # Dynamo can't make bound methods
-            return functools.partial(self, instance)
-        return Remat(bind(self._fn, instance, owner), self._options, self._memory)
-
-    def __repr__(self) -> str:
-        return f"remat({self._fn!r})"
-
-    def __reduce__(self) -> Any:
-        # A decorated function replaces the one of its name, so it is found by that name, as functions are.
-        module, name = (
-            getattr(self._fn, "__module__", None),
-            getattr(self._fn, "__qualname__", None),
-        )
-        if module and name and "<" not in name and _lookup(module, name) is self:
-            return name
-        return _rebuild, (self._fn, self._options)
-
-    def __deepcopy__(self, memo: dict) -> Remat:
-        fn = copy.deepcopy(self._fn, memo)
-        return Remat(fn, self._options, memory_of(fn))
-
-
-def _lookup(module: str, qualname: str) -> Any:
-    try:
-        return functools.reduce(getattr, qualname.split("."), sys.modules[module])
-    except (KeyError, AttributeError):
-        return None
-
-
-def _rebuild(fn: Callable, options: Options) -> Remat:
+        return second_module(fn, options)
     return Remat(fn, options, memory_of(fn))

@@ -16,6 +16,7 @@ __all__ = ["disable_remat", "is_recomputing"]
 
 class _State(threading.local):
     recomputing: bool = False
+    checkpointing: bool = False  # a region runs for the first time
     disabled: bool = False
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
@@ -76,12 +77,12 @@ def disable_remat() -> Iterator[None]:
 @contextmanager
 def recomputing() -> Iterator[None]:
     """The flags of a second run: regions inside of it act as they did in the first."""
-    before = state.recomputing, state.disabled
-    state.recomputing, state.disabled = True, False
+    before = state.recomputing, state.checkpointing, state.disabled
+    state.recomputing, state.checkpointing, state.disabled = True, False, False
     try:
         yield
     finally:
-        state.recomputing, state.disabled = before
+        state.recomputing, state.checkpointing, state.disabled = before
 
 
 @contextmanager
@@ -104,6 +105,17 @@ def own_work(value: bool = True) -> Iterator[None]:
         yield
     finally:
         state.own_work = before
+
+
+@contextmanager
+def first_run() -> Iterator[None]:
+    """The user's function is called for the first time in a region."""
+    before = state.own_work, state.checkpointing
+    state.own_work, state.checkpointing = False, True
+    try:
+        yield
+    finally:
+        state.own_work, state.checkpointing = before
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

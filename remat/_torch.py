@@ -21,6 +21,7 @@ import torch.overrides as _overrides
 import torch.utils._device as _device
 import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
+import torch.utils.checkpoint
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 # torch's own documentation has users import it from there.
@@ -45,6 +46,8 @@ graph_task_id = torch._C._current_graph_task_id
 # With a graph that is kept, nodes don't release what they saved, so slots must let go by themselves.
 graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 current_node = torch._C._current_autograd_node
+# The ``GraphExecGroup`` in whose scope a backward runs; torch has the getter for those who build checkpoints.
+graph_exec_group = torch._C._get_graph_exec_group
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -197,6 +200,19 @@ def selective_context(result: Any) -> SelectiveCheckpointContext:
         return SelectiveCheckpointContext(is_recompute=False, op_output=result)
     except TypeError:
         return SelectiveCheckpointContext(is_recompute=False)
+
+
+# --- torch's checkpoint -------------------------------------------------------------------------------------------
+
+# The two modes of its selective form, which have the user's policy in them.
+SelectiveModes = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
+
+
+def checkpoint_settings(debug: bool, early_stop: bool) -> tuple[bool, bool]:
+    """The two settings, or what ``set_checkpoint_debug_enabled`` and ``set_checkpoint_early_stop`` say instead."""
+    debug_now = torch.utils.checkpoint._checkpoint_debug_enabled
+    early_stop_now = torch.utils.checkpoint._enable_checkpoint_early_stop
+    return debug if debug_now is None else debug_now, early_stop if early_stop_now is None else early_stop_now
 
 
 # --- pytrees ------------------------------------------------------------------------------------------------------

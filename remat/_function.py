@@ -1,0 +1,80 @@
+"""A rematerialized function, and the choice of the lowering at each call of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _autograd, _compile, _func, _torch
+from ._memory import Memory, memory_of
+from ._options import Options
+from ._state import state
+
+
+def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
+    """Call ``fn`` as a region, or as it is where there is nothing to keep. Not for Dynamo, see ``_compile.py``."""
+    if state.disabled or _torch.tracing():
+        return fn(*args, **kwargs)
+    if _torch.transforms_active():
+        return _func.call(fn, options, memory, args, kwargs)
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return _autograd.call(fn, options, memory, args, kwargs)
+    return fn(*args, **kwargs)
+
+
+class Remat:
+    """A rematerialized function: calls of it are regions."""
+
+    def __init__(self, fn: Callable, options: Options, memory: Memory) -> None:
+        for name, value in getattr(fn, "__dict__", {}).items():  # torch 2.11's Dynamo can't trace `__dict__.update`
+            setattr(self, name, value)
+        functools.update_wrapper(self, fn, updated=())
+        self._fn = fn
+        self._options = options
+        self._memory = memory
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _compile.call(self._fn, self._options, args, kwargs)
+        return call(self._fn, self._options, self._memory, args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        bind = getattr(type(self._fn), "__get__", None)
+        if instance is None or bind is None:
+            return self
+        if torch.compiler.is_compiling():  # Dynamo can't make bound methods
+            return functools.partial(self, instance)
+        return Remat(bind(self._fn, instance, owner), self._options, self._memory)
+
+    def __repr__(self) -> str:
+        return f"remat({self._fn!r})"
+
+    def __reduce__(self) -> Any:
+        # A decorated function replaces the one of its name, so it is found by that name, as functions are.
+        module, name = (
+            getattr(self._fn, "__module__", None),
+            getattr(self._fn, "__qualname__", None),
+        )
+        if module and name and "<" not in name and _lookup(module, name) is self:
+            return name
+        return _rebuild, (self._fn, self._options)
+
+    def __deepcopy__(self, memo: dict) -> Remat:
+        fn = copy.deepcopy(self._fn, memo)
+        return Remat(fn, self._options, memory_of(fn))
+
+
+def _lookup(module: str, qualname: str) -> Any:
+    try:
+        return functools.reduce(getattr, qualname.split("."), sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
+
+
+def _rebuild(fn: Callable, options: Options) -> Remat:
+    return Remat(fn, options, memory_of(fn))

@@ -1,0 +1,89 @@
+"""Functions in a row, a few of them in each region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ._function import Remat
+from ._memory import Known, Memory
+from ._options import checked_options
+
+
+def sequential(
+    functions: Iterable[Callable],
+    segments: int | None = None,
+    *,
+    policy: Any = None,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "metadata",
+    early_stop: bool = True,
+    debug: bool = False,
+) -> Callable:
+    """Make one function of several that are called one after another, with a region for each segment of them.
+
+    Args:
+        functions: functions or modules; a ``torch.nn.Sequential`` stands for its modules. The first gets the
+            arguments, each other one the result of the one before it.
+        segments: how many regions, of nearly equal length, from 1 to the number of functions. By default the square
+            root of that number, rounded, which needs the least memory if all functions need the same.
+        policy: what the regions may keep beyond their inputs, as in :func:`remat.remat`; so are the other options.
+
+    Returns:
+        A function. It reads the modules that it was made from, whose parameters get their gradients.
+
+    Raises:
+        TypeError: ``functions`` holds something that can't be called, or an option has the wrong type.
+        ValueError: there are no functions, or ``segments`` is out of its range.
+        PolicyError: ``policy`` is not a policy.
+
+    Example:
+        >>> import torch
+        >>> import remat
+        >>> layers = [torch.nn.Linear(8, 8) for _ in range(9)]
+        >>> f = remat.sequential(layers, segments=3)
+        >>> f(torch.ones(2, 8)).sum().backward()
+
+    The square root is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    """
+    options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
+    row = row_of(functions)
+    count = max(1, round(len(row) ** 0.5)) if segments is None else segments
+    check_segments(count, len(row))
+    ends = [len(row) * i // count for i in range(count + 1)]
+    return chain([Remat(chain(row[start:end]), options, Memory(Known())) for start, end in pairwise(ends)])
+
+
+def row_of(functions: Any) -> list[Callable]:
+    """The functions as a list."""
+    row = list(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+    for i, fn in enumerate(row):
+        if not callable(fn):
+            raise TypeError(f"functions[{i}] must be a function or a module, got {fn!r}.")
+    if not row:
+        raise ValueError("There are no functions to call.")
+    return row
+
+
+def check_segments(segments: Any, count: int) -> None:
+    """Whether ``count`` functions can be divided into so many segments."""
+    if not isinstance(segments, int) or isinstance(segments, bool):
+        raise TypeError(f"segments must be an integer, got {segments!r}.")
+    if not 1 <= segments <= count:
+        raise ValueError(f"segments must be from 1 to {count}, the number of functions; got {segments}.")
+
+
+def chain(functions: Sequence[Callable]) -> Callable:
+    """One function that calls these one after another."""
+    return partial(_call_in_turn, tuple(functions))  # in the arguments of a partial, captured tensors are found
+
+
+def _call_in_turn(functions: tuple[Callable, ...], *args: Any, **kwargs: Any) -> Any:
+    result = functions[0](*args, **kwargs)
+    for fn in functions[1:]:
+        result = fn(result)
+    return result

@@ -1,0 +1,48 @@
+"""Drop-ins for ``torch.utils.checkpoint`` and fairscale's ``checkpoint_wrapper``: change the import, keep the rest.
+
+Everything public in ``torch.utils.checkpoint`` but its reentrant ``CheckpointFunction`` has its name here. What doesn't
+run regions (contexts, policies, errors) is torch's own, so code that imports it from there works with these regions.
+"""
+
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointError,
+    CheckpointPolicy,
+    DefaultDeviceType,
+    GraphExecGroup,
+    SelectiveCheckpointContext,
+    check_backward_validity,
+    create_selective_checkpoint_contexts,
+    detach_variable,
+    get_device_states,
+    noop_context_fn,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+    set_device_states,
+)
+
+from ._checkpoint import checkpoint, checkpoint_sequential
+from ._wrapper import checkpoint_wrapper, disable_checkpointing, is_checkpointing, is_recomputing
+
+__all__ = [
+    "SAC_IGNORED_OPS",
+    "CheckpointError",
+    "CheckpointPolicy",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "SelectiveCheckpointContext",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "checkpoint_wrapper",
+    "create_selective_checkpoint_contexts",
+    "detach_variable",
+    "disable_checkpointing",
+    "get_device_states",
+    "is_checkpointing",
+    "is_recomputing",
+    "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+]

@@ -1,0 +1,186 @@
+"""``torch.utils.checkpoint.checkpoint`` and ``checkpoint_sequential``, by regions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import noop_context_fn
+
+from .. import _compile, _function, _torch
+from .._contexts import Contexts
+from .._memory import memory_of
+from .._options import Options, checked_options
+from .._sequential import chain, check_segments, row_of
+
+# By torch's words, and ours.
+_CHECKS = {"default": "metadata", "none": "none", "metadata": "metadata", "values": "values"}
+
+
+def checkpoint(
+    function: Callable | None = None,
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: Callable[[], Any] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    policy: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Call ``function(*args, **kwargs)`` as a region. A drop-in for ``torch.utils.checkpoint.checkpoint``.
+
+    Without ``function`` it is a decorator, and all keyword arguments of what that makes go to the function.
+
+    Args:
+        function: what is called, now and again in the backward.
+        args: its positional arguments.
+        use_reentrant: there is no reentrant variant, so this must not be true.
+        context_fn: returns two context managers, for the first run and for the runs again. The pair that torch's
+            ``create_selective_checkpoint_contexts`` makes is taken as the policy that is in it.
+        determinism_check: ``"default"`` (the same as ``"metadata"``), ``"none"``, or ``"values"``; see
+            :func:`remat.remat`.
+        debug: compare the runs operation by operation; ``set_checkpoint_debug_enabled`` overrides it.
+        early_stop: end the second run as soon as it has what the backward needs; ``set_checkpoint_early_stop``
+            overrides it.
+        policy: what may be kept beyond the inputs; see :func:`remat.remat`.
+        kwargs: ``preserve_rng_state``, by default true, and the keyword arguments of ``function``.
+
+    Returns:
+        What ``function`` returns; a decorator if it is not given.
+
+    Raises:
+        ValueError: ``use_reentrant`` is true, ``determinism_check`` is none of these, or there are two policies.
+        TypeError: ``function`` can't be called, or ``context_fn`` doesn't return two context managers.
+        PolicyError: ``policy`` is not a policy.
+        CheckpointError: in the backward; the errors of :func:`remat.remat` are ``CheckpointError``.
+
+    Example:
+        >>> import torch
+        >>> from remat.compat import checkpoint
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> checkpoint(lambda x, scale: (x * scale).sin().cos(), x, scale=2.0, use_reentrant=False).sum().backward()
+        >>> @checkpoint(use_reentrant=False)
+        ... def f(x):
+        ...     return x.sin().cos()
+        >>> f(x).sum().backward()
+
+    After torch's documentation of ``torch.utils.checkpoint``. :doc:`/migrating` lists the differences.
+    """
+    settings = _Settings(
+        use_reentrant, context_fn, determinism_check, debug, early_stop, policy, kwargs.pop("preserve_rng_state", True)
+    )
+    if function is not None:
+        return _call(function, settings, args, kwargs)
+    if kwargs:
+        raise TypeError(f"checkpoint has no option {', '.join(kwargs)}. Without a function it takes options alone.")
+    return functools.partial(_decorated, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The options of torch's function."""
+
+    use_reentrant: Any
+    context_fn: Any
+    determinism_check: Any
+    debug: Any
+    early_stop: Any
+    policy: Any
+    preserve_rng_state: Any
+
+
+def _decorated(settings: _Settings, function: Callable) -> Callable:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return _call(function, settings, args, kwargs)
+
+    return functools.update_wrapper(checkpointed, function, updated=())
+
+
+def _call(function: Callable, settings: _Settings, args: tuple, kwargs: dict) -> Any:
+    if torch.compiler.is_compiling():
+        return _compiled(function, settings, args, kwargs)
+    return _function.call(function, _options(function, settings), memory_of(function), args, kwargs)
+
+
+def _options(function: Callable, settings: _Settings) -> Options:
+    if not callable(function):
+        raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
+    _check_reentrant(settings.use_reentrant)
+    if settings.determinism_check not in _CHECKS:
+        raise ValueError(
+            f"determinism_check must be one of {', '.join(map(repr, _CHECKS))}; got {settings.determinism_check!r}."
+        )
+    debug, early_stop = _torch.checkpoint_settings(settings.debug, settings.early_stop)
+    policy, contexts = settings.policy, None
+    if settings.context_fn is not noop_context_fn:
+        contexts = Contexts(settings.context_fn())
+        if (type(contexts.first), type(contexts.again)) == _torch.SelectiveModes:
+            if policy is not None:
+                raise ValueError("There are two policies: the one in context_fn, and policy. Join them: `p | [*ops]`.")
+            policy, contexts = contexts.first.policy_fn, None
+    check = _CHECKS[settings.determinism_check]
+    options = checked_options(policy, bool(settings.preserve_rng_state), check, bool(early_stop), bool(debug))
+    return options if contexts is None else replace(options, contexts=contexts)
+
+
+def _check_reentrant(use_reentrant: Any) -> None:
+    if use_reentrant:
+        raise ValueError(
+            "use_reentrant=True isn't there: that variant runs the forward without a graph and a backward of its own, "
+            "so that torch.autograd.grad, torch.func, and tensors in keyword arguments or containers fail with it. "
+            "Pass use_reentrant=False, which takes all that it takes."
+        )
+
+
+def _compiled(function: Callable, settings: _Settings, args: tuple, kwargs: dict) -> Any:
+    _check_reentrant(settings.use_reentrant)
+    contexts: Any = {} if settings.context_fn is noop_context_fn else {"context_fn": settings.context_fn}
+    return _compile.checkpoint(
+        function, args, kwargs, settings.policy, preserve_rng_state=settings.preserve_rng_state, **contexts
+    )
+
+
+def checkpoint_sequential(
+    functions: Any, segments: int, input: Any, use_reentrant: bool | None = False, policy: Any = None, **kwargs: Any
+) -> Any:
+    """Call functions one after another, in regions. A drop-in for ``torch.utils.checkpoint.checkpoint_sequential``.
+
+    As in torch, the last segment is no region, and has the functions that are left over by the division.
+    :func:`remat.sequential` makes a function of them.
+
+    Args:
+        functions: a ``torch.nn.Sequential``, or a list of modules or functions, each with one argument and one result.
+        segments: how many, from 1 to the number of functions.
+        input: what the first function gets.
+        use_reentrant: there is no reentrant variant, so this must not be true.
+        policy: what may be kept beyond the inputs of a segment; see :func:`remat.remat`.
+        kwargs: ``preserve_rng_state``, by default true.
+
+    Returns:
+        The result of the last function.
+
+    Raises:
+        ValueError: ``segments`` is out of its range, ``use_reentrant`` is true, or there are other keyword arguments.
+        TypeError: ``functions`` holds something that can't be called.
+        PolicyError: ``policy`` is not a policy.
+
+    Example:
+        >>> import torch
+        >>> from remat.compat import checkpoint_sequential
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+        >>> checkpoint_sequential(model, 3, torch.ones(2, 4), use_reentrant=False).sum().backward()
+    """
+    preserve = kwargs.pop("preserve_rng_state", True)
+    if kwargs:
+        raise ValueError(f"checkpoint_sequential has no option {', '.join(kwargs)}.")
+    _check_reentrant(use_reentrant)
+    row = row_of(functions)
+    check_segments(segments, len(row))
+    size = len(row) // segments
+    for i in range(segments - 1):
+        input = checkpoint(chain(row[i * size : (i + 1) * size]), input, policy=policy, preserve_rng_state=preserve)
+    return chain(row[(segments - 1) * size :])(input)

@@ -1,0 +1,74 @@
+"""fairscale's ``checkpoint_wrapper``, by regions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from .._module import change_in_place, check_module
+from .._options import checked_options
+from .._state import disable_remat, is_recomputing, state
+
+__all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: Any = None) -> M:
+    """Make every later call of ``module`` a region, in place. A drop-in for fairscale's ``checkpoint_wrapper``.
+
+    Keyword arguments, containers and results that aren't tensors just pass. ``state_dict`` keys, names, hooks, copies
+    and pickles of the module stay what they are. :func:`remat.nn.undo` makes calls plain again.
+
+    Args:
+        module: the module.
+        offload_to_cpu: keep the tensors that the module is called with in (pinned) host memory until the backward.
+            Parameters, and what is in host memory anyway, are not copied. Under ``torch.func``, and where an outer
+            region or saved-tensor hooks keep the inputs, those do it in their own way.
+        policy: what may be kept beyond the inputs; see :func:`remat.remat`.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        TypeError: ``module`` is no module, or one without a forward that could be run again.
+        PolicyError: ``policy`` is not a policy.
+
+    Example:
+        >>> import torch
+        >>> from remat.compat import checkpoint_wrapper
+        >>> layer = checkpoint_wrapper(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
+        >>> layer(torch.randn(3, 5, 16), is_causal=False).sum().backward()
+
+    After fairscale's documentation. :doc:`/migrating` lists the differences.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"checkpoint_wrapper takes a torch.nn.Module, got {type(module).__name__}. See `remat.remat`.")
+    options = checked_options(policy, True, "metadata", True, False)
+    check_module(module)
+    change_in_place(module, replace(options, offload_inputs=bool(offload_to_cpu)))
+    return module
+
+
+def is_checkpointing() -> bool:
+    """Whether the calling code is in the first run of a region.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> from remat.compat import is_checkpointing, is_recomputing
+        >>> runs = []
+        >>> @remat
+        ... def f(x):
+        ...     runs.append((is_checkpointing(), is_recomputing()))
+        ...     return x.sin().cos()
+        >>> f(torch.ones(3, requires_grad=True)).sum().backward()
+        >>> runs
+        [(True, False), (False, True)]
+    """
+    return state.checkpointing
+
+
+disable_checkpointing = disable_remat
