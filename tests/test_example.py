@@ -14,8 +14,8 @@ WAYS = ("plain", "remat", "remat, save_matmuls", "remat, names")
 NUMBER = r"(\d+\.\d+(?:e[+-]\d+)?)"
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "examples/char_lm.py", "--quick", *options]
+def run(*options: str, script: str = "char_lm.py") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"examples/{script}", "--quick", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other are slow on a busy machine
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
 
@@ -65,3 +65,13 @@ def test_exit_status_tells_that_the_loss_did_not_fall() -> None:
     result = run("--steps", "1")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "The loss did not fall." in result.stderr
+
+
+def test_a_loop_for_torch_trains_the_same_with_another_import() -> None:
+    result = run(script="migrate_from_torch.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    changes = re.findall(r"^[-+](?![-+]).*$", result.stdout, re.MULTILINE)
+    assert changes == ["-from torch.utils.checkpoint import (", "+from remat.compat import ("]
+    assert "losses and parameters are the same" in result.stdout
+    before, after = (float(peak) for peak, _ in re.findall(rf"^\S+ +{NUMBER} +{NUMBER}$", result.stdout, re.MULTILINE))
+    assert 0 < after <= before
