@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import _func, _torch
+from . import _func
 from ._engine import Frame
+from ._hooks import is_hooks_refusal
 from ._kept import Kept
 from ._memory import Memory
 from ._options import Options
@@ -27,7 +28,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
         try:
             return frame.run(lambda: region.first(args, kwargs))
         except RuntimeError as error:
-            if not _torch.is_hooks_refusal(error):
+            if not is_hooks_refusal(error):
                 raise
             # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
             operands.roll_back()

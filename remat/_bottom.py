@@ -7,6 +7,7 @@ leaves, a *tape* whose saved tensors are slots, is what the first backward runs:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from . import _torch
 from ._derived import Batched, Pullback, gradients
 from ._engine import Frame
 from ._errors import MutationError
+from ._hooks import hooks_allowed, hooks_hidden
 from ._intercept import Watch
 from ._kept import Kept
 from ._trace import Trace
@@ -90,7 +92,8 @@ def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted:
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
     dual = _torch.dual_level_active() and any(map(_torch.is_dual, operands))
     if root.ran:
-        return _again(region, call.guarded(operands), call, recorded or dual)
+        with hooks_allowed(whoever_forbids=True):
+            return _again(region, call.guarded(operands), call, recorded or dual)
     return _first(region, operands, call, wanted, recorded or dual, dual)
 
 
@@ -153,7 +156,8 @@ def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
         pullback = pullback.inner
     if call.tape is not None and primals and call.tape.serves(pullback):
         return region.linearize(operands[:primals], call.tape)(operands[primals:])
-    return region.run(operands)
+    with hooks_hidden():
+        return region.run(operands)
 
 
 _CHANGES = (
@@ -180,7 +184,7 @@ class PlainNode(torch.autograd.Function):
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         if first:
             _observe(root, inputs, True)
-        with torch.enable_grad():
+        with torch.enable_grad(), nullcontext() if first else hooks_hidden():
             outs = region.run(inputs)
         if first:
             call.close(root)

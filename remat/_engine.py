@@ -21,10 +21,12 @@ from . import _torch
 from ._debug import OpLog
 from ._determinism import fingerprint, saved_fingerprint
 from ._errors import MutationError, RecomputeMismatchError
+from ._handed import Handed
+from ._hooks import check_hooks_are_allowed, hooks_allowed
 from ._kept import Kept
 from ._passes import current_group, current_pass
 from ._recompute import Filler
-from ._slots import Above, Found, HandedOver, Input, Slot, View
+from ._slots import Above, Found, Input, Slot, View
 from ._state import alias, state, unseen
 from ._streams import current_streams
 
@@ -38,6 +40,8 @@ class Frame:
     )  # fmt: skip
 
     def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any, read_inside: bool = False) -> None:
+        if not region.root.ran:
+            check_hooks_are_allowed()
         self.region = region
         self.operands = operands
         self.consts = consts
@@ -65,14 +69,14 @@ class Frame:
         if self.outer is not None:
             owner = getattr(self.outer[0], "__self__", None)
             which = _made_by_an_outer_region if isinstance(owner, (Frame, Filler)) else _has_history
-            self.operands.hand_over(*self.outer)
-            self.consts.hand_over(*self.outer, None if getattr(owner, "takes_all", False) else which)
+            self.operands.hand_over(self.outer)
+            self.consts.hand_over(self.outer, None if getattr(owner, "takes_all", False) else which)
         elif self.options.offload_inputs:
             self.operands.offload()
         if self.record is not None:
             self.record.outer = self.outer
         self.region.root.log = self.log
-        with _torch.hooks_allowed():
+        with hooks_allowed(whoever_forbids=self.region.root.ran):
             _torch.push_hooks(self.pack, self.unpack)
             try:
                 result = call()
@@ -125,7 +129,7 @@ class Frame:
         assert tensor.grad_fn is not None
         if _torch.sequence_number(tensor.grad_fn) >= self.start:
             return None
-        return Found(tensor) if self.outer is None else HandedOver(self.outer[1], self.outer[0](tensor))
+        return Found(tensor) if self.outer is None else Handed(tensor, self.outer).get
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
@@ -153,8 +157,8 @@ class Frame:
         if changed or packed.has_changed():
             raise MutationError(
                 f"A captured tensor, or one that the region made, {fingerprint(value, 'metadata')}, was saved for the "
-                f"backward and then changed in place. This is an error without remat too: use the out-of-place "
-                f"operation, or give the region a copy: `.clone()`."
+                f"backward and then changed in place. This is an error without remat too, unless saved-tensor hooks "
+                f"keep a copy: use the out-of-place operation, or give the region a copy: `.clone()`."
             )
         if _torch.graph_task_keeps_graph() and (running := current_pass()) is not None:
             running.read(packed, self, reader)

@@ -12,6 +12,7 @@ import torch
 
 from . import _torch
 from ._bottom import Call
+from ._hooks import is_hooks_refusal
 from ._intercept import FoundCaptured, Search, made_inside
 from ._levels import NeedsLevel, apply
 from ._memory import Memory
@@ -54,7 +55,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                     raise
                 region.mapped = True
             except Exception as error:
-                if _torch.is_hooks_refusal(error) and not memory.known.uses_func:
+                if is_hooks_refusal(error) and not memory.known.uses_func:
                     memory.known.uses_func = True
                 elif search.ends():
                     raise

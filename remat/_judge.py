@@ -18,7 +18,8 @@ class Judge:
         self.policy = policy
         self.by_name = bool(policy.mentioned_names)
         self._asks = _asks(policy)
-        self._verdicts = _table(policy)
+        # A predicate is asked each time anyway, may be made for one region alone, and may hold tensors.
+        self._verdicts: dict[Any, Verdict | None] = {} if self._asks else _table(policy)
 
     def verdict_for(self, func: Any) -> Verdict | None:
         """The verdict on all unnamed values that an operation makes, if there is one."""

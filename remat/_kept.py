@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
+from torch.utils.hooks import RemovableHandle
 
 from . import _offload, _torch
 from ._errors import MutationError
+from ._handed import Handed, Hooks
+from ._hooks import drop_gradient_hooks
 from ._offload import Group, Offloaded
-from ._passes import current_pass
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
@@ -24,8 +26,6 @@ COPY_BYTES = 16 * 1024
 COPY_VECTOR_BYTES = 1024 * 1024
 
 Name = Callable[[int], str]
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
 
 
 class Kept:
@@ -36,8 +36,8 @@ class Kept:
     """
 
     __slots__ = (
-        "accumulated", "changed", "changing", "copies", "duals", "grads", "leaf", "name", "packed", "requires_grad",
-        "tensors", "versions",
+        "accumulated", "changed", "changing", "copies", "duals", "grads", "hooks", "leaf", "name", "packed",
+        "requires_grad", "tensors", "versions",
     )  # fmt: skip
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:
@@ -47,11 +47,12 @@ class Kept:
         self.versions = [_torch.version(t) for t in tensors]
         self.requires_grad = [t.requires_grad for t in tensors]
         self.leaf = [t.is_leaf for t in tensors]
-        self.packed: dict[int, tuple[Unpack, Any]] = {}  # what hooks around the region took over
+        self.packed: dict[int, Handed] = {}  # what hooks around the region took over
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: set[int] = set()
         self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
         self.grads = _gradients(tensors)
+        self.hooks = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
         for i, tensor in enumerate(tensors):
             if self._may_change(i, tensor):
@@ -70,15 +71,15 @@ class Kept:
 
     # --- during the first run ---------------------------------------------------------------------------------------
 
-    def hand_over(self, pack: Pack, unpack: Unpack, which: Callable[[torch.Tensor], bool] | None = None) -> None:
+    def hand_over(self, hooks: Hooks, which: Callable[[torch.Tensor], bool] | None = None) -> None:
         """Let the saved-tensor hooks around the region keep these tensors, as they keep what autograd saves."""
         for i, tensor in enumerate(self.tensors):
             if tensor is not None and (which is None or which(tensor)):
-                self.packed[i] = unpack, pack(tensor)
+                self.packed[i] = Handed(tensor, hooks)
 
     def offload(self) -> None:
         """Let what was computed wait in host memory, as long as nobody else keeps it on its device."""
-        self.hand_over(functools.partial(Offloaded, group=Group()), Offloaded.get, _is_activation)
+        self.hand_over((functools.partial(Offloaded, group=Group()), Offloaded.get), _is_activation)
 
     def is_as_before(self, i: int, tensor: torch.Tensor) -> bool:
         return _torch.version(tensor) == self.versions[i]
@@ -107,7 +108,7 @@ class Kept:
                 self.versions[i] = version
             if i in self.packed:
                 self.tensors[i] = None
-                if isinstance(offloaded := self.packed[i][1], Offloaded):
+                if isinstance(offloaded := self.packed[i].packed, Offloaded):
                     offloaded.settle()
 
     def _settle(self, i: int, tensor: torch.Tensor) -> None:
@@ -119,7 +120,8 @@ class Kept:
             self.copies.pop(i, None)
 
     def roll_back(self) -> None:
-        """Give tensors that a first run has changed their old values, as that run is given up."""
+        """Give tensors that a first run has changed their old values and hooks, as that run is given up."""
+        drop_gradient_hooks(self.tensors, self.hooks)
         with torch.no_grad(), _torch.without_levels():
             for i, copy in self.copies.items():
                 tensor = self.tensors[i]
@@ -135,8 +137,7 @@ class Kept:
             MutationError: it has been changed since.
         """
         if i in self.packed and i not in self.changed:
-            unpack, packed = self.packed[i]
-            return unpack(packed) if not _torch.unpacks_once(unpack) else self._unpacked_once(i, unpack, packed)
+            return self.packed[i].get()
         return self.checked(i, self.tensors[i])
 
     def checked(self, i: int, tensor: Any) -> torch.Tensor:
@@ -153,15 +154,6 @@ class Kept:
         if _torch.version(tensor) != self.versions[i]:
             raise MutationError(self.message(i))
         return tensor
-
-    def _unpacked_once(self, i: int, unpack: Unpack, packed: Any) -> torch.Tensor:
-        """For hooks that give a tensor once in a backward pass: it is kept until the pass ends."""
-        running = current_pass()
-        if running is None:
-            return unpack(packed)
-        if (self, i) not in running.unpacked:
-            running.unpacked[self, i] = unpack(packed)
-        return running.unpacked[self, i]
 
     def message(self, i: int) -> str:
         return (

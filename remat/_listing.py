@@ -13,6 +13,7 @@ import torch
 
 from . import _torch, _tree
 from ._derived import differentiable
+from ._hooks import check_hooks_are_allowed, is_hooks_refusal
 from ._kept import Kept
 from ._memory import memory_of
 from ._options import Options
@@ -60,6 +61,7 @@ def saved_residuals(fn: Callable, /, *args: Any, **kwargs: Any) -> list[SavedRes
 
     Raises:
         RuntimeError: it is called under a ``torch.func`` transform. Give it the transformed function instead.
+        RematError: it is called where saved-tensor hooks are disabled.
 
     Example:
         >>> import torch
@@ -79,10 +81,11 @@ def saved_residuals(fn: Callable, /, *args: Any, **kwargs: Any) -> list[SavedRes
             "saved_residuals can't be called under a torch.func transform. Give it the transformed function: "
             "`saved_residuals(torch.func.vmap(fn), x)`."
         )
+    check_hooks_are_allowed()
     try:
         rows = _Listing(fn, args, kwargs).run(under_hooks=True)
     except RuntimeError as error:
-        if not _torch.is_hooks_refusal(error):
+        if not is_hooks_refusal(error):
             raise
         rows = _Listing(fn, args, kwargs).run(under_hooks=False)
     return sorted(rows, key=lambda row: (-row.nbytes, row.source))

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ._code import CACHE
+
 
 class Known:
     """What is known of a module or of code, also where a function is made of it anew for each call."""
@@ -37,7 +39,8 @@ class Memory:
         return news
 
 
-_known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
+# Keyed by id, for code is hashed by its contents, which is slow; the entry keeps the id valid.
+_of_codes: dict[int, tuple[Any, Known]] = {}
 _of_modules: weakref.WeakKeyDictionary[torch.nn.Module, Memory] = weakref.WeakKeyDictionary()
 
 
@@ -48,8 +51,17 @@ def memory_of(fn: Any) -> Memory:
     owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     if not isinstance(owner, torch.nn.Module):
         code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
-        return Memory(Known() if code is None else _known.setdefault(code, Known()))
+        return Memory(Known() if code is None else _known_of(code))
     memory = _of_modules.get(owner)
     if memory is None:
-        memory = _of_modules[owner] = Memory(_known.setdefault(owner, Known()))
+        memory = _of_modules[owner] = Memory(Known())
     return memory
+
+
+def _known_of(code: Any) -> Known:
+    entry = _of_codes.get(id(code))
+    if entry is None:
+        if len(_of_codes) >= CACHE:
+            _of_codes.clear()
+        entry = _of_codes[id(code)] = code, Known()
+    return entry[1]

@@ -75,11 +75,13 @@ class PassGroup(Pass):
         self.taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def take(self, slot: Any) -> None:
-        """A pass asks for what ``slot`` stands for.
+        """A pass asks for what ``slot`` stands for. Who looks at it outside of any pass gets it for the moment alone.
 
         Raises:
             RematError: another pass did, so it may be gone.
         """
+        if _torch.graph_task_id() == -1:
+            return
         if self.taken.setdefault(slot, _torch.graph_task_id()) != _torch.graph_task_id():
             raise RematError(
                 "Two backward passes in one GraphExecGroup need the same value of a region, which is run again once "

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
+from torch.utils.hooks import RemovableHandle
 
 from . import _torch
 from ._determinism import saved_fingerprint, user_line
 from ._errors import RecomputeMismatchError
+from ._hooks import drop_gradient_hooks, hooks_allowed
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward
 from ._streams import resumed
@@ -42,7 +44,7 @@ class Filler:
         with (
             _torch.without_levels(),
             _torch.torch_function_enabled(),
-            _torch.hooks_allowed(whoever_forbids=True),
+            hooks_allowed(whoever_forbids=True),
             torch.enable_grad(),
             fwAD.dual_level() if needs_level else nullcontext(),
             resumed(frame.streams) if frame.streams else nullcontext(),
@@ -53,6 +55,7 @@ class Filler:
             replay = root.log = None if frame.log is None else frame.log.replay()
             if frame.record is not None and not frame.open:
                 root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
+            hooks = RemovableHandle.next_id
             _torch.push_hooks(self.pack, _same)
             try:
                 with as_in_forward(frame.policies, filling=frame.open):
@@ -63,6 +66,7 @@ class Filler:
                     raise
             finally:
                 _torch.pop_hooks()
+                drop_gradient_hooks((*frame.consts.tensors, *(t for _, t, _ in root.fixed)), hooks)
                 again, root.replay = root.replay, None
                 root.log, root.trace, root.plan = None, trace, None
             if not self.stopped:
@@ -146,7 +150,8 @@ class Filler:
 
 _ADVICE = (
     "A region must do the same each time. Look for Python state that changed between the runs, a branch on values that "
-    "are random or not reproducible, or a cache; `remat(..., debug=True)` shows the first operation that differs."
+    "are random or not reproducible, a cache, or saved-tensor hooks around that change values; "
+    "`remat(..., debug=True)` shows the first operation that differs."
 )
 
 

@@ -130,6 +130,8 @@ class Record(Keeping):
         for tensor in written:
             before = self.storages.get(tensor)
             before.overwritten, before.loan = step.number, None
+            if before in self._lent:
+                self._lent[before].settle()  # its storage no longer holds it
             overwritten.append(before)
         tracked = any(tensor.requires_grad if self._flags else value.tracked for value, tensor in reads)
         for tensor in (*new, *written):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import _offload, _torch
 from ._errors import MutationError
+from ._handed import Handed, Hooks
 from ._offload import Group, Offloaded
-from ._passes import current_pass
 from ._state import alias
 
 if TYPE_CHECKING:
@@ -20,30 +20,27 @@ if TYPE_CHECKING:
 class Residual:
     """What a storage held when it was kept: the value that a step made, of which ``tensor`` is any alias."""
 
-    __slots__ = ("__weakref__", "_guard", "_kept", "_near", "_unpack", "_written", "line", "op")
+    __slots__ = ("__weakref__", "_bring", "_guard", "_near", "_written", "line", "op")
 
     def __init__(
-        self, tensor: torch.Tensor, step: Step, layout: Layout | None, offload: bool, outer: tuple | None, group: Group
+        self, tensor: torch.Tensor, step: Step, layout: Layout | None, offload: bool, outer: Hooks | None, group: Group
     ) -> None:
         self.op, self.line = str(step.func), step.line
-        content = memory(tensor) if layout is None or not layout.fills(tensor) else layout.of(tensor)
         self._guard: torch.Tensor | None = None
         self._written = 0
-        self._unpack: Callable[[Any], torch.Tensor] | None = None
-        self._kept: Any = content
-        self._near: torch.Tensor | None = content  # as long as the region runs for the first time
+        self._bring: Callable[[], torch.Tensor] | None = None
+        self._near: torch.Tensor | None = alias(tensor)  # as long as the region runs for the first time
         if outer is not None:
-            pack, self._unpack = outer
-            self._kept = pack(content)
+            self._bring = Handed(_numbers(tensor, layout), outer).get
         elif offload and not _offload.in_host_memory(tensor):
-            self._kept, self._unpack = Offloaded(content, group), Offloaded.get
+            self._bring = Offloaded(_numbers(tensor, layout), group).get
         else:
             self._guard, self._written = alias(tensor), _torch.version(tensor)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether to get it may run the region around again, which can't be done within an operation."""
-        return self._unpack is not None
+        return self._bring is not None
 
     def get(self) -> torch.Tensor:
         """A tensor whose storage holds the value.
@@ -51,10 +48,10 @@ class Residual:
         Raises:
             MutationError: it was changed in place.
         """
-        if self._unpack is not None:
+        if self._bring is not None:
             if self._near is not None:
                 return self._near
-            content = self._unpacked(self._unpack)
+            content = self._bring()
             whole = content.storage_offset() == 0 and content.is_contiguous()
             return content if whole else content.clone(memory_format=torch.contiguous_format)
         assert self._guard is not None
@@ -64,14 +61,6 @@ class Residual:
                 f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."
             )
         return self._guard
-
-    def _unpacked(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        running = current_pass() if _torch.unpacks_once(unpack) else None
-        if running is None:
-            return unpack(self._kept)
-        if self not in running.unpacked:
-            running.unpacked[self] = unpack(self._kept)
-        return running.unpacked[self]
 
     def settle(self) -> None:
         """The first run has ended."""
@@ -83,3 +72,16 @@ def memory(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     with _torch.without_dispatch():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    """The same as numbers, for others to keep: in the value's own shape, or in a row where that leaves any out."""
+    storage, dtype = tensor.untyped_storage(), tensor.dtype if layout is None else layout.dtype
+    size: tuple[int, ...] = (storage.nbytes() // dtype.itemsize,)
+    stride: tuple[int, ...] = (1,)
+    if layout is not None and layout.fills(tensor):
+        size, stride = layout.size, layout.stride
+    with _torch.without_dispatch():
+        if dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
+            return alias(tensor).as_strided(size, stride, 0)  # shares the version counter, which hooks may look at
+        return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, size, stride)

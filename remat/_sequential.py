@@ -7,8 +7,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from ._function import Remat
 from ._memory import Known, Memory
 from ._options import checked_options
@@ -60,7 +58,7 @@ def sequential(
 
 def row_of(functions: Any) -> list[Callable]:
     """The functions as a list."""
-    row = list(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+    row = list(functions)  # not `children()`, which has a module that is there twice only once
     for i, fn in enumerate(row):
         if not callable(fn):
             raise TypeError(f"functions[{i}] must be a function or a module, got {fn!r}.")

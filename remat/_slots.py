@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,15 +94,3 @@ class Above:
 
     def __call__(self) -> torch.Tensor:
         return self.tensor
-
-
-class HandedOver:
-    """Such a tensor, kept by the hooks around the region."""
-
-    __slots__ = ("packed", "unpack")
-
-    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
-        self.unpack, self.packed = unpack, packed
-
-    def __call__(self) -> torch.Tensor:
-        return self.unpack(self.packed)

@@ -6,7 +6,7 @@ exist, so a new torch release that moves one fails in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,29 +115,9 @@ engine_call = torch.autograd.graph._engine_run_backward
 next_sequence_number = torch._C._autograd._get_sequence_nr
 
 
-_REFUSAL = "don't yet support saved tensor hooks"
-
-
-@contextmanager
-def hooks_allowed(whoever_forbids: bool = False) -> Iterator[None]:
-    """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back.
-
-    A user's own ``disable_saved_tensors_hooks`` is lifted only for a run again, which has been promised.
-    """
-    message = hooks_disabled_message()
-    if message is None or not (whoever_forbids or _REFUSAL in message):
-        yield
-        return
-    hooks_enable()
-    try:
-        yield
-    finally:
-        hooks_disable(message)
-
-
-def is_hooks_refusal(error: Exception) -> bool:
-    """Whether torch.func.grad or vjp refused to run under saved-tensor hooks (it says so in words only)."""
-    return _REFUSAL in str(error)
+def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
+    """The hooks registered on a tensor, by their numbers: those that a run again has added must not stay."""
+    return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
 
 
 def tracing() -> bool:

@@ -16,6 +16,8 @@ from .._memory import memory_of
 from .._options import Options, checked_options
 from .._sequential import chain, check_segments, row_of
 
+_TWO_POLICIES = "There are two policies: the one in context_fn, and policy. Join them, as in `policy=p | [*ops]`."
+
 # By torch's words, and ours.
 _CHECKS = {"default": "metadata", "none": "none", "metadata": "metadata", "values": "values"}
 
@@ -24,6 +26,7 @@ def checkpoint(
     function: Callable | None = None,
     *args: Any,
     use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
     context_fn: Callable[[], Any] = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
@@ -39,6 +42,7 @@ def checkpoint(
         function: what is called, now and again in the backward.
         args: its positional arguments.
         use_reentrant: there is no reentrant variant, so this must not be true.
+        preserve_rng_state: give the runs again the random numbers of the first run; see :func:`remat.remat`.
         context_fn: returns two context managers, for the first run and for the runs again. The pair that torch's
             ``create_selective_checkpoint_contexts`` makes is taken as the policy that is in it.
         determinism_check: ``"default"`` (the same as ``"metadata"``), ``"none"``, or ``"values"``; see
@@ -47,13 +51,14 @@ def checkpoint(
         early_stop: end the second run as soon as it has what the backward needs; ``set_checkpoint_early_stop``
             overrides it.
         policy: what may be kept beyond the inputs; see :func:`remat.remat`.
-        kwargs: ``preserve_rng_state``, by default true, and the keyword arguments of ``function``.
+        kwargs: the keyword arguments of ``function``.
 
     Returns:
         What ``function`` returns; a decorator if it is not given.
 
     Raises:
-        ValueError: ``use_reentrant`` is true, ``determinism_check`` is none of these, or there are two policies.
+        ValueError: ``use_reentrant`` is true, ``determinism_check`` is none of these, there are two policies, or, of
+            the decorator, there is no such option.
         TypeError: ``function`` can't be called, or ``context_fn`` doesn't return two context managers.
         PolicyError: ``policy`` is not a policy.
         CheckpointError: in the backward; the errors of :func:`remat.remat` are ``CheckpointError``.
@@ -70,13 +75,11 @@ def checkpoint(
 
     After torch's documentation of ``torch.utils.checkpoint``. :doc:`/migrating` lists the differences.
     """
-    settings = _Settings(
-        use_reentrant, context_fn, determinism_check, debug, early_stop, policy, kwargs.pop("preserve_rng_state", True)
-    )
-    if function is not None:
+    settings = _Settings(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, policy)
+    if function is not None or args:
         return _call(function, settings, args, kwargs)
     if kwargs:
-        raise TypeError(f"checkpoint has no option {', '.join(kwargs)}. Without a function it takes options alone.")
+        raise ValueError(f"checkpoint has no option {', '.join(kwargs)}. Without a function it takes options alone.")
     return functools.partial(_decorated, settings)
 
 
@@ -85,12 +88,12 @@ class _Settings:
     """The options of torch's function."""
 
     use_reentrant: Any
+    preserve_rng_state: Any
     context_fn: Any
     determinism_check: Any
     debug: Any
     early_stop: Any
     policy: Any
-    preserve_rng_state: Any
 
 
 def _decorated(settings: _Settings, function: Callable) -> Callable:
@@ -120,7 +123,7 @@ def _options(function: Callable, settings: _Settings) -> Options:
         contexts = Contexts(settings.context_fn())
         if (type(contexts.first), type(contexts.again)) == _torch.SelectiveModes:
             if policy is not None:
-                raise ValueError("There are two policies: the one in context_fn, and policy. Join them: `p | [*ops]`.")
+                raise ValueError(_TWO_POLICIES)
             policy, contexts = contexts.first.policy_fn, None
     check = _CHECKS[settings.determinism_check]
     options = checked_options(policy, bool(settings.preserve_rng_state), check, bool(early_stop), bool(debug))
@@ -138,6 +141,8 @@ def _check_reentrant(use_reentrant: Any) -> None:
 
 def _compiled(function: Callable, settings: _Settings, args: tuple, kwargs: dict) -> Any:
     _check_reentrant(settings.use_reentrant)
+    if settings.policy is not None and settings.context_fn is not noop_context_fn:  # which is selective, as in torch
+        raise ValueError(_TWO_POLICIES)
     contexts: Any = {} if settings.context_fn is noop_context_fn else {"context_fn": settings.context_fn}
     return _compile.checkpoint(
         function, args, kwargs, settings.policy, preserve_rng_state=settings.preserve_rng_state, **contexts
@@ -145,7 +150,7 @@ def _compiled(function: Callable, settings: _Settings, args: tuple, kwargs: dict
 
 
 def checkpoint_sequential(
-    functions: Any, segments: int, input: Any, use_reentrant: bool | None = False, policy: Any = None, **kwargs: Any
+    functions: Any, segments: int, input: Any, use_reentrant: bool | None = False, *, policy: Any = None, **kwargs: Any
 ) -> Any:
     """Call functions one after another, in regions. A drop-in for ``torch.utils.checkpoint.checkpoint_sequential``.
 

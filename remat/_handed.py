@@ -1,0 +1,75 @@
+"""Tensors that a region lets the saved-tensor hooks around it keep, as autograd does with what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _torch
+from ._determinism import fingerprint
+from ._errors import MutationError, RematError
+from ._passes import current_pass
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Handed:
+    """One such tensor. It may come back with other values, but it must be of the same kind."""
+
+    __slots__ = ("_kind", "_stride", "_unpack", "packed")
+
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks) -> None:
+        pack, self._unpack = hooks
+        self._kind = fingerprint(tensor, "metadata")
+        self._stride = _stride(tensor)
+        version = _torch.version(tensor)
+        with torch.no_grad():  # as autograd does: what a hook computes is not saved in turn
+            self.packed = pack(tensor)
+        if _torch.version(tensor) != version:
+            raise MutationError(
+                f"The pack hook of the saved-tensor hooks around a region changed a tensor, {self._kind}, in place. "
+                f"This is an error without remat too: let the hook change a copy, `.clone()`."
+            )
+
+    def get(self) -> torch.Tensor:
+        """The tensor, for one reader.
+
+        Raises:
+            RematError: what the hooks give back can't stand for it.
+        """
+        running = current_pass() if _torch.unpacks_once(self._unpack) else None
+        if running is None:
+            return self._unpacked()
+        if self not in running.unpacked:  # such hooks give it once in a backward pass
+            running.unpacked[self] = self._unpacked()
+        return running.unpacked[self]
+
+    def _unpacked(self) -> torch.Tensor:
+        with torch.no_grad():
+            tensor = self._unpack(self.packed)
+            found = fingerprint(tensor, "metadata") if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            if found != self._kind:
+                raise RematError(
+                    f"The saved-tensor hooks around a region were given a tensor {self._kind} and gave back {found}. "
+                    f"The region is run again from it, so it must have the shape, dtype and device that it had: let "
+                    f"the unpack hook convert it back, or the pack hook return it as it is."
+                )
+            return tensor if self._stride is None else _laid_out(tensor, self._stride)
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None for a tensor that has none."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and _torch.is_plain(tensor)
+    return tensor.stride() if plain else None
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Its dimensions in the order that they had in memory, on which it depends what can be viewed."""
+    if tensor.stride() == stride:
+        return tensor
+    like = torch.empty_like(torch.empty_strided(tensor.shape, stride, device="meta")).stride()
+    if tensor.stride() == like:
+        return tensor
+    return torch.empty_strided(tensor.shape, like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

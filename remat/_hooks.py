@@ -1,0 +1,83 @@
+"""The stack of saved-tensor hooks: who refuses to run under it, who forbids it; and hooks that runs again leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from . import _torch
+from ._errors import RematError
+
+_REFUSAL = "don't yet support saved tensor hooks"  # of torch.func
+_DISABLE = disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr-defined]
+
+
+@contextmanager
+def hooks_allowed(whoever_forbids: bool = False) -> Iterator[None]:
+    """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back.
+
+    A user's own ``disable_saved_tensors_hooks`` is lifted only for a run again, which has been promised.
+    """
+    message = _torch.hooks_disabled_message()
+    if message is None or not (whoever_forbids or _REFUSAL in message):
+        yield
+        return
+    _torch.hooks_enable()
+    try:
+        yield
+    finally:
+        _torch.hooks_disable(message)
+
+
+@contextmanager
+def hooks_hidden() -> Iterator[None]:
+    """Take all saved-tensor hooks off the stack, and put them back: for what refuses to run under hooks."""
+    hidden = []
+    while (hooks := _torch.top_hooks(True)) is not None:
+        hidden.append(hooks)
+        _torch.pop_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hidden):
+            _torch.push_hooks(pack, unpack)
+
+
+def check_hooks_are_allowed() -> None:
+    """Before anything has been changed.
+
+    Raises:
+        RematError: the user has disabled saved-tensor hooks.
+    """
+    message = _torch.hooks_disabled_message()
+    if message is not None and _REFUSAL not in message:
+        raise RematError(
+            f"Regions and `saved_residuals` work by saved-tensor hooks, which are disabled here with the message "
+            f"{message!r}. Call them outside of `disable_saved_tensors_hooks`, or the region as a plain function under "
+            f"`remat.disable_remat()`."
+        )
+
+
+def is_hooks_refusal(error: Exception) -> bool:
+    """Whether saved-tensor hooks can't be disabled as some are active: by torch.func.grad, by vjp, or by the user.
+
+    The words of torch.func are known, whoever raises them again. Of the user's own the place is known.
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return _REFUSAL in str(error) or (last is not None and last.tb_frame.f_code is _DISABLE)
+
+
+def drop_gradient_hooks(tensors: Iterable[torch.Tensor | None], since: int) -> None:
+    """Take off the hooks that were registered on tensors since ``RemovableHandle.next_id`` had this value."""
+    if RemovableHandle.next_id == since:
+        return
+    for tensor in tensors:
+        for hooks in () if tensor is None else _torch.gradient_hooks(tensor):
+            for key in [key for key in hooks if key >= since]:
+                del hooks[key]
