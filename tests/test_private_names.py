@@ -23,6 +23,8 @@ ON_OBJECTS = {
     "_version": lambda: torch.ones(1),
     "_base": lambda: torch.ones(1),
     "_cdata": lambda: torch.ones(1).untyped_storage(),
+    "_backward_hooks": lambda: torch.ones(1),
+    "_post_accumulate_grad_hooks": lambda: torch.ones(1),
 }
 
 

@@ -1,0 +1,791 @@
+"""Regions inside and around saved-tensor hooks, where hooks are forbidden, and with hooks on gradients.
+
+Each row of the table in ``docs/saved_tensor_hooks.md`` is a check here, which runs under every policy below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import grad
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    disable_saved_tensors_hooks,
+    get_gradient_edge,
+    increment_version,
+    register_multi_grad_hook,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
+
+from benchmarks.measure import PeakMemory, gc_disabled, held_bytes
+from remat import (
+    MutationError,
+    RecomputeMismatchError,
+    RematError,
+    _torch,
+    checkpoint_name,
+    disable_remat,
+    is_recomputing,
+    policies,
+    remat,
+    saved_residuals,
+)
+from tests.cases import assert_same, rand
+
+DOCS = Path(__file__).parents[1] / "docs" / "saved_tensor_hooks.md"
+POLICIES = {
+    "nothing": None,
+    "matmuls": policies.save_matmuls,
+    "name": policies.save_only_these_names("hidden"),
+    "everything": policies.everything_saveable,
+}
+Wrap = Callable[[Callable], Callable]
+Build = Callable[[Wrap], Callable]
+Check = Callable[[Wrap], None]
+ROWS: dict[str, Check] = {}
+
+
+def row(name: str) -> Callable[[Check], Check]:
+    """The check of one row; it gets what makes a region of a function."""
+
+    def add(check: Check) -> Check:
+        assert name not in ROWS
+        ROWS[name] = check
+        return check
+
+    return add
+
+
+# --- functions, hooks, derivatives ------------------------------------------------------------------------------------
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    return rand(4, 4), rand(4, 4, seed=1)
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    hidden = checkpoint_name(x @ w, "hidden").tanh()
+    return (hidden @ w).sin() @ w
+
+
+def block_with(context: Callable) -> Callable:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        hidden = checkpoint_name(x @ w, "hidden").tanh()
+        with context():
+            hidden = (hidden @ w).sin()
+        return hidden.exp() @ w
+
+    return fn
+
+
+def in_place(x: Tensor, w: Tensor) -> Tensor:
+    """Values that are not a tensor in its usual layout: written to, and transposed."""
+    hidden = checkpoint_name(x @ w, "hidden").tanh_()
+    return (hidden @ w).t().exp().sin() @ w
+
+
+class Hooks(saved_tensors_hooks):
+    """Copies what it gets; ``there`` and ``back`` may change it. It counts."""
+
+    def __init__(self, there: Callable = Tensor.clone, back: Callable = lambda packed: packed) -> None:
+        self.packs = self.unpacks = 0
+
+        def pack(tensor: Tensor) -> Any:
+            self.packs += 1
+            return there(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            self.unpacks += 1
+            return back(packed)
+
+        super().__init__(pack, unpack)
+
+    def __call__(self) -> Hooks:
+        return self
+
+
+def rounding() -> Hooks:
+    return Hooks(Tensor.float, Tensor.double)
+
+
+@contextmanager
+def hooks_in_hooks() -> Iterator[None]:
+    around = Hooks(there=pytest.fail)
+    with around, Hooks():
+        yield
+
+
+def disabled() -> Any:
+    return disable_saved_tensors_hooks("not in my house")
+
+
+def derivatives(fn: Callable, around: Callable = nullcontext, backward: Callable = nullcontext) -> tuple:
+    """Of first order, twice, and of second order."""
+    x, w = leaves()
+    with around():
+        out = fn(x.clone(), w).sum()
+    with backward():
+        first = grad(out, (x, w), retain_graph=True)
+        again = grad(out, (x, w), retain_graph=True)
+        (gx,) = grad(out, x, create_graph=True)
+        return first, again, grad(gx.sin().sum(), (x, w))
+
+
+def plain(fn: Callable) -> Callable:
+    return fn
+
+
+def region(fn: Callable) -> Build:
+    return lambda wrap: wrap(fn)
+
+
+def region_in_region(fn: Callable) -> Build:
+    def build(wrap: Wrap) -> Callable:
+        inner = wrap(fn)
+        return wrap(lambda x, w: inner(x.cos(), w).sin())
+
+    return build
+
+
+def agree(wrap: Wrap, build: Build, exact: bool = True, **contexts: Callable) -> None:
+    """The derivatives are those without regions, bit for bit if no sum of second order is in another order."""
+    assert_same(derivatives(build(wrap), **contexts), derivatives(build(plain), **contexts), exact)
+
+
+# --- hooks that keep --------------------------------------------------------------------------------------------------
+
+
+@row("`save_on_cpu` around")
+def _(wrap: Wrap) -> None:
+    agree(wrap, region(block), around=save_on_cpu)
+    agree(wrap, region_in_region(block), around=save_on_cpu)
+
+
+@row("`save_on_cpu(pin_memory=True)` around")
+def _(wrap: Wrap) -> None:
+    """It makes all tensors contiguous; the region must get its argument as it was laid out."""
+
+    def reads_the_layout(x: Tensor, w: Tensor) -> Tensor:
+        return x.t().view(-1).sin().exp().view(4, 4) @ w
+
+    def transposed(wrap: Wrap) -> Callable:
+        inner = wrap(reads_the_layout)
+        return lambda x, w: inner(x.t(), w)
+
+    def part(wrap: Wrap) -> Callable:
+        inner = wrap(reads_the_layout)
+        return lambda x, w: inner(torch.cat([x, x])[:4].t(), w)
+
+    for build in (region(block), region_in_region(block), transposed, part):
+        agree(wrap, build, around=partial(save_on_cpu, pin_memory=True))
+
+
+@row("`saved_tensors_hooks` around")
+def _(wrap: Wrap) -> None:
+    agree(wrap, region(block), around=Hooks)
+    hooks, (x, w) = Hooks(), leaves()
+    kept = len(saved_residuals(wrap(block), x, w))
+    with hooks:
+        out = wrap(block)(x, w)
+    assert (hooks.packs, hooks.unpacks) == (kept, 0)
+    grad(out.sum(), (x, w))
+    assert hooks.packs == kept <= hooks.unpacks
+
+
+@row("hooks in hooks around")
+def _(wrap: Wrap) -> None:
+    agree(wrap, region(block), around=hooks_in_hooks)
+
+
+@row("hooks around an outer region")
+def _(wrap: Wrap) -> None:
+    for around in (Hooks, hooks_in_hooks, partial(save_on_cpu, pin_memory=True)):
+        agree(wrap, region_in_region(block), around=around)
+    hooks, (x, w) = Hooks(), leaves()
+    outer = region_in_region(block)(wrap)
+    with hooks:
+        outer(x, w)
+    assert hooks.packs == len(saved_residuals(outer, x, w))
+
+
+@row("hooks inside an outer region, around an inner one")
+def _(wrap: Wrap) -> None:
+    hooks = Hooks()
+
+    def build(wrap: Wrap) -> Callable:
+        inner = wrap(block)
+
+        def outer(x: Tensor, w: Tensor) -> Tensor:
+            x = x.cos()
+            with hooks:
+                x = inner(x, w)
+            return x.exp()
+
+        return wrap(outer)
+
+    x, w = leaves()
+    build(wrap)(x, w)
+    assert hooks.packs == len(saved_residuals(wrap(block), x, w))
+    agree(wrap, build)
+
+
+@row("`save_on_cpu` inside")
+def _(wrap: Wrap) -> None:
+    for context in (save_on_cpu, partial(save_on_cpu, pin_memory=True)):
+        agree(wrap, region(block_with(context)))
+        agree(wrap, region_in_region(block_with(context)))
+
+
+@row("`saved_tensors_hooks` inside")
+def _(wrap: Wrap) -> None:
+    agree(wrap, region(block_with(Hooks)))
+    agree(wrap, region(block_with(hooks_in_hooks)))
+    counts = []
+    for each in (wrap, plain):
+        hooks, runs, (x, w) = Hooks(), [], leaves()
+        fn = block_with(hooks)
+        out = each(lambda x, w: runs.append(is_recomputing()) or fn(x, w))(x, w)
+        packs = hooks.packs
+        for _ in range(2):
+            grad(out.sum(), (x, w), retain_graph=True)
+        assert hooks.packs == packs * len(runs)
+        counts.append((packs, hooks.unpacks))
+    assert counts[0] == counts[1] == (3, 6)
+
+
+@row("hooks around and inside")
+def _(wrap: Wrap) -> None:
+    for context in (save_on_cpu, partial(save_on_cpu, pin_memory=True), Hooks, hooks_in_hooks):
+        agree(wrap, region(block_with(context)), around=context)
+
+
+@row("hooks on in the backward only")
+def _(wrap: Wrap) -> None:
+    def calls_func(x: Tensor, w: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (x @ w).sin().sum())(x.tanh()) @ w
+
+    for context in (save_on_cpu, Hooks, hooks_in_hooks):
+        for fn in (block, block_with(context), calls_func):
+            agree(wrap, region(fn), fn is not calls_func, backward=context)
+            agree(wrap, region_in_region(fn), fn is not calls_func, backward=context)
+    hooks, (x, w) = Hooks(), leaves()
+    out = wrap(block)(x, w)
+    with hooks:
+        grad(out.sum(), (x, w))
+    assert hooks.packs == 0
+
+
+# --- hooks that change what they keep ---------------------------------------------------------------------------------
+
+
+@row("hooks around that round")
+def _(wrap: Wrap) -> None:
+    for fn in (block, in_place):
+        x, w = leaves()
+        with rounding():
+            out = wrap(fn)(x.clone(), w)
+        actual, expected = grad(out.sum(), (x, w)), grad(fn(x, w).sum(), (x, w))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(actual[0], expected[0])
+
+
+@row("hooks inside that round")
+def _(wrap: Wrap) -> None:
+    agree(wrap, region(block_with(rounding)))
+
+
+@row("hooks around that give back another shape, dtype or device")
+def _(wrap: Wrap) -> None:
+    for there in (Tensor.float, Tensor.flatten, partial(Tensor.to, device="meta"), Tensor.tolist):
+        x, w = leaves()
+        with Hooks(there):
+            out = wrap(block)(x, w)
+        with pytest.raises(RematError, match=r"float64\[4, 4\] and gave back .* let the unpack hook convert it back"):
+            grad(out.sum(), (x, w))
+
+
+@row("a pack hook around that changes its input in place")
+def _(wrap: Wrap) -> None:
+    def zero(tensor: Tensor) -> Tensor:
+        return tensor.detach().zero_()
+
+    x, w = leaves()
+    with pytest.raises(MutationError, match=r"pack hook .* changed a tensor, float64\[4, 4\], in place"), Hooks(zero):
+        wrap(block)(x.clone(), w)
+    with pytest.raises(RuntimeError, match="in place"), Hooks(zero):  # torch says the same
+        block(x.clone(), w)
+
+
+class Boom(Exception):
+    pass
+
+
+@row("hooks that raise")
+def _(wrap: Wrap) -> None:
+    def state() -> tuple:
+        modes = torch.utils._python_dispatch._len_torch_dispatch_stack()
+        enabled = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        return _torch.top_hooks(True), torch.get_rng_state().tolist(), modes, enabled, is_recomputing()
+
+    def noisy(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return block(x, w) * torch.rand(4, dtype=x.dtype)
+
+    def raises_at(turn: int) -> Callable:
+        turns = iter(range(turn + 1))
+
+        def hook(tensor: Tensor) -> Tensor:
+            if next(turns, None) == turn:
+                raise Boom
+            return tensor.clone()
+
+        return hook
+
+    x, w = leaves()
+    before = state()
+    for turn in range(2):
+        with pytest.raises(Boom), Hooks(there=raises_at(turn)):
+            wrap(noisy)(x, w)
+        assert state() == before
+    for turn in range(5):
+        with Hooks(back=raises_at(turn)):
+            torch.manual_seed(0)
+            out = wrap(noisy)(x, w).sum()
+        before = state()
+        with pytest.raises(Boom):
+            grad(out, (x, w), retain_graph=True)
+        assert state() == before
+        torch.manual_seed(0)
+        assert_same(grad(out, (x, w)), grad(noisy(x, w).sum(), (x, w)))
+
+
+# --- where hooks are disabled -----------------------------------------------------------------------------------------
+
+
+@row("`disable_saved_tensors_hooks` around")
+def _(wrap: Wrap) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return block(x, w) * torch.rand(4)
+
+    x, w = leaves()
+    state = torch.get_rng_state()
+    with disabled():
+        for call in (wrap(fn), region_in_region(fn)(wrap), torch.vmap(wrap(fn), (0, None), randomness="same")):
+            with pytest.raises(RematError, match=r"'not in my house'\. Call them outside .* `remat.disable_remat\(\)`"):
+                call(x, w)
+        with pytest.raises(RematError, match="'not in my house'"):
+            saved_residuals(wrap(fn), x, w)
+        assert _torch.hooks_disabled_message() == "not in my house"
+        assert torch.equal(torch.get_rng_state(), state)
+        with disable_remat():
+            assert_same(derivatives(wrap(block)), derivatives(block))
+    agree(wrap, region(block))
+
+
+@row("`disable_saved_tensors_hooks` around `torch.func.grad`")
+def _(wrap: Wrap) -> None:
+    x, w = leaves()
+    with disabled():
+        actual, expected = (torch.func.grad(lambda x: fn(x, w).sum())(x.detach()) for fn in (wrap(block), block))
+    assert_same(actual, expected)
+
+
+@row("`disable_saved_tensors_hooks` inside")
+def _(wrap: Wrap) -> None:
+    def disables(x: Tensor, w: Tensor) -> Tensor:
+        hidden = checkpoint_name(x @ w, "hidden").tanh()
+        with disabled():
+            hidden = (hidden @ w).sin()
+        return (hidden.exp() @ w).tanh()
+
+    def func_grad(wrap: Wrap) -> Callable:
+        inner = wrap(disables)
+        return lambda x, w: torch.func.grad(lambda x: inner(x, w).sum())(x)
+
+    def mapped(wrap: Wrap) -> Callable:
+        inner = wrap(disables)
+        return torch.vmap(lambda x, w: inner(x[None], w), (0, None))
+
+    around_plain = region(region_in_region(disables)(plain))
+    for build in (region(disables), region_in_region(disables), around_plain, func_grad, mapped):
+        for _ in range(2):  # what was found out is known then
+            agree(wrap, build, exact=False)
+    x, w = leaves()
+    if wrap(disables)._options.policy is None:
+        assert held_bytes(wrap(disables), x, w) == x.nbytes < held_bytes(disables, x, w)
+    for fn in (wrap(disables), disables):
+        with save_on_cpu(), pytest.raises(RuntimeError, match=r"^not in my house"):
+            fn(x, w)
+
+
+@row("`disable_saved_tensors_hooks` on in the backward only")
+def _(wrap: Wrap) -> None:
+    def build(wrap: Wrap) -> Callable:
+        inner = wrap(block)
+        return wrap(lambda x, w: torch.func.grad(lambda x: (x @ w).sin().sum())(x.tanh()) @ inner(x, w))
+
+    def mapped(wrap: Wrap) -> Callable:
+        return torch.vmap(wrap(lambda x, w: block(x[None], w)), (0, None))
+
+    for each in (region(block), region_in_region(block), build, mapped):
+        agree(wrap, each, each is not build, backward=disabled)
+
+
+# --- allow_mutation_on_saved_tensors ----------------------------------------------------------------------------------
+
+
+def with_mutations(fn: Callable, after: Callable) -> tuple:
+    x, w = leaves()
+    with allow_mutation_on_saved_tensors():
+        argument = x.clone()
+        out = after(fn(argument, w), argument)
+        return grad(out.sum(), (x, w))
+
+
+@row("`allow_mutation_on_saved_tensors`: a change of an argument after the region")
+def _(wrap: Wrap) -> None:
+    def after(out: Tensor, argument: Tensor) -> Tensor:
+        argument.mul_(2)
+        return out * argument
+
+    for fn in (block, in_place):
+        assert_same(with_mutations(wrap(fn), after), with_mutations(fn, after))
+
+
+@row("`allow_mutation_on_saved_tensors`: a change of a result after the region")
+def _(wrap: Wrap) -> None:
+    def after(outs: tuple, argument: Tensor) -> Tensor:
+        return sum(out.mul_(2).add_(argument) for out in outs)
+
+    def fn(x: Tensor, w: Tensor) -> tuple:
+        hidden = checkpoint_name(x @ w, "hidden")
+        return hidden.sin(), hidden, hidden.exp(), (hidden @ w).tanh_()
+
+    assert_same(with_mutations(wrap(fn), after), with_mutations(fn, after))
+
+
+@row("`allow_mutation_on_saved_tensors`: a change inside the region of what it made")
+def _(wrap: Wrap) -> None:
+    """Or with any hooks that keep a copy."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        hidden = checkpoint_name(x @ w, "hidden")
+        sine = hidden.sin()
+        hidden.add_(1)
+        return sine * hidden
+
+    def with_copies(fn: Callable) -> tuple:
+        x, w = leaves()
+        with Hooks():
+            out = fn(x.clone(), w)
+        return grad(out.sum(), (x, w))
+
+    for derive in (with_copies, lambda fn: with_mutations(fn, lambda out, argument: out)):
+        try:
+            assert_same(derive(wrap(fn)), derive(fn))
+        except MutationError as error:
+            assert wrap(fn)._options.policy is None
+            assert "give the region a copy: `.clone()`" in str(error)
+
+
+@row("`allow_mutation_on_saved_tensors`: a change of a captured tensor after the region")
+def _(wrap: Wrap) -> None:
+    scale = rand(4, 4, seed=2, grad=False)
+    for change in (scale.zero_, partial(increment_version, scale)):
+        with pytest.raises(MutationError, match="captured closure variable 'scale' was changed in place between"):
+            with_mutations(wrap(lambda x, w: (x @ w * scale).sin()), lambda out, argument: (out, change())[0])
+
+
+# --- torch.func -------------------------------------------------------------------------------------------------------
+
+
+@row("hooks around `torch.func.grad`")
+def _(wrap: Wrap) -> None:
+    x, w = leaves()
+    for fn in (wrap(block), block):
+        with Hooks(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+            torch.func.grad(lambda x: fn(x, w).sum())(x.detach())
+    assert_same(*(torch.func.grad(lambda x: fn(x, w).sum())(x.detach()) for fn in (wrap(block), block)))
+
+
+@row("hooks around `torch.vmap`")
+def _(wrap: Wrap) -> None:
+    def build(wrap: Wrap) -> Callable:
+        return torch.vmap(wrap(lambda x, w: block(x[None], w)), (0, None))
+
+    for around in (save_on_cpu, Hooks, hooks_in_hooks):
+        agree(wrap, build, around=around)
+
+
+@row("hooks inside, under `torch.func.grad`")
+def _(wrap: Wrap) -> None:
+    x, w = leaves()
+    for context in (save_on_cpu, Hooks):
+        fn = block_with(context)
+        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+            torch.func.grad(lambda x: fn(x, w).sum())(x.detach())
+        actual = torch.func.grad(lambda x: wrap(fn)(x, w).sum())(x.detach())
+        assert_same(actual, grad(fn(x, w).sum(), x)[0])
+
+
+# --- hooks on gradients -----------------------------------------------------------------------------------------------
+
+
+def fired(wrap: Wrap, inside: Callable, outside: Callable = lambda *tensors: None) -> tuple:
+    """How often the hooks that ``inside`` and ``outside`` register run, and the gradients that they leave."""
+    x, w = leaves()
+    v = rand(4, 4, seed=2)
+    log: Counter = Counter()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        hidden = checkpoint_name(x @ w, "hidden").tanh()
+        inside(log, x, w, v, hidden)
+        return (hidden @ w).sin() @ v
+
+    argument = x.clone()
+    out = wrap(fn)(argument, w)
+    outside(log, argument, w, v, out)
+    for _ in range(2):
+        out.sum().backward(retain_graph=True)
+    return log, x.grad, w.grad, v.grad
+
+
+def fire_alike(wrap: Wrap, inside: Callable, outside: Callable = lambda *tensors: None) -> None:
+    actual, expected = fired(wrap, inside, outside), fired(plain, inside, outside)
+    assert_same(actual, expected)
+    assert expected[0]
+
+
+@row("`Tensor.register_hook`")
+def _(wrap: Wrap) -> None:
+    def register(log: Counter, *tensors: Tensor) -> None:
+        for i, tensor in enumerate(tensors):
+            tensor.register_hook(lambda grad, i=i: log.update([i]) or grad * (i + 2))
+
+    fire_alike(wrap, register)
+    fire_alike(wrap, register, register)
+
+
+@row("`register_post_accumulate_grad_hook`")
+def _(wrap: Wrap) -> None:
+    def register(log: Counter, x: Tensor, w: Tensor, v: Tensor, out: Tensor) -> None:
+        for name, tensor in (("w", w), ("v", v)):
+
+            def double(tensor: Tensor, name: str = name) -> None:
+                log.update([name])
+                tensor.grad.mul_(2)
+
+            tensor.register_post_accumulate_grad_hook(double)
+
+    fire_alike(wrap, register)
+    fire_alike(wrap, register, register)
+
+
+@row('`register_multi_grad_hook(mode="all")`')
+def _(wrap: Wrap) -> None:
+    def register(log: Counter, *tensors: Tensor) -> None:
+        register_multi_grad_hook(tensors, lambda grads: log.update([sum(g is not None for g in grads)]))
+        register_multi_grad_hook(tensors[2:], lambda grads: log.update(["v"]))
+
+    fire_alike(wrap, register)
+    fire_alike(wrap, register, register)
+
+
+@row('`register_multi_grad_hook(mode="any")`')
+def _(wrap: Wrap) -> None:
+    def register(log: Counter, *tensors: Tensor) -> None:
+        register_multi_grad_hook(tensors, lambda grad: log.update(["any"]), mode="any")
+        register_multi_grad_hook(tensors[2:3], lambda grad: log.update(["v"]), mode="any")
+
+    fire_alike(wrap, register)
+    fire_alike(wrap, register, register)
+
+
+@row("`Node.register_hook`, `Node.register_prehook`")
+def _(wrap: Wrap) -> None:
+    def register(log: Counter, x: Tensor, w: Tensor, v: Tensor, out: Tensor) -> None:
+        for tensor in (x, out):
+            tensor.grad_fn.register_hook(
+                lambda to, of: log.update(["after"]) or tuple(g if g is None else g * 2 for g in to)
+            )
+            tensor.grad_fn.register_prehook(lambda of: log.update(["before"]) or tuple(g * 3 for g in of))
+
+    def inside(log: Counter, x: Tensor, w: Tensor, v: Tensor, hidden: Tensor) -> None:
+        register(log, hidden, w, v, hidden)
+        if not is_recomputing():  # the node of a captured tensor is the same in all runs
+            node = get_gradient_edge(v).node
+            node.register_prehook(lambda of: log.update(["captured"]))
+            log["kept"] += node is not None
+
+    fire_alike(wrap, inside, register)
+
+
+@row("`get_gradient_edge`")
+def _(wrap: Wrap) -> None:
+    def through_edges(wrap: Wrap) -> tuple:
+        x, w = leaves()
+        inside = []
+
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            hidden = (x @ w).tanh()
+            if not is_recomputing():
+                inside.append(get_gradient_edge(hidden))
+            return (hidden @ w).sin()
+
+        out = get_gradient_edge(wrap(fn)(x.clone(), w).sum())
+        edges = (get_gradient_edge(x), get_gradient_edge(w), *inside)
+        return grad(out, edges, retain_graph=True), grad(out, edges[1:])
+
+    assert_same(through_edges(wrap), through_edges(plain))
+
+
+@row("`increment_version`")
+def _(wrap: Wrap) -> None:
+    x, w = leaves()
+    argument = x.clone()
+    out, expected = wrap(block)(argument, w), block(argument, w)
+    increment_version(argument)
+    with pytest.raises(MutationError, match=r"args\[0\] was changed in place between .* `\.clone\(\)`"):
+        grad(out.sum(), x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grad(expected.sum(), x)
+    agree(wrap, region(lambda x, w: (increment_version(x.detach().clone()), block(x, w))[1]))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The policy of a rematerialized function mentions")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("combination", ROWS)
+def test_row(combination: str, policy: str) -> None:
+    ROWS[combination](partial(remat, policy=POLICIES[policy]))
+
+
+def test_the_table_in_the_docs_has_these_rows() -> None:
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", DOCS.read_text(), re.MULTILINE)
+    assert rows == ["combination", *ROWS]
+
+
+# --- what is not about one combination --------------------------------------------------------------------------------
+
+
+def test_hooks_that_round_give_the_derivatives_at_the_rounded_inputs() -> None:
+    x, w = leaves()
+    with rounding():
+        out = remat(block)(x.clone(), w)
+    rounded = [tensor.float().double().detach().requires_grad_() for tensor in (x, w)]
+    assert_same(grad(out.sum(), (x, w)), grad(block(*rounded).sum(), rounded))
+    with rounding():
+        out = remat(block, determinism_check="values")(x.clone(), w)
+    with pytest.raises(RecomputeMismatchError, match="saved-tensor hooks around that change values"):
+        grad(out.sum(), (x, w))
+
+
+def test_what_hooks_inside_pack_is_kept() -> None:
+    fn, (x, w) = block_with(Hooks), leaves()
+    assert held_bytes(remat(block), x, w) == x.nbytes
+    assert held_bytes(remat(fn), x, w) == 4 * x.nbytes  # and the result
+
+
+def test_hooks_around_own_what_the_region_keeps() -> None:
+    x, w = leaves()
+    with gc_disabled(), PeakMemory() as memory:
+        argument = x.clone()
+        with Hooks(there=lambda tensor: tensor.bfloat16(), back=Tensor.double):
+            out = remat(block)(argument, w)
+        del argument
+        assert memory.live == x.nbytes + x.nbytes // 4 + w.nbytes // 4
+        grad(out.sum(), (x, w))
+
+
+def test_hooks_around_may_compute() -> None:
+    """What a pack hook computes is not saved in turn."""
+    hooks, (x, w) = Hooks(lambda tensor: tensor * tensor.abs().sign(), lambda packed: packed * 1), leaves()
+    with hooks:
+        out = remat(block)(x.clone(), w)
+    assert hooks.packs == 2
+    assert_same(grad(out.sum(), (x, w)), grad(block(x, w).sum(), (x, w)))
+
+
+def test_integers_pass_hooks_that_leave_them_alone() -> None:
+    x, w = leaves()
+    index = torch.tensor([70001, 3])
+
+    def fn(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
+        return block(x, w)[index % 4] * int(index[0])
+
+    rounds_floats = Hooks(
+        lambda t: t.half() if t.is_floating_point() else t, lambda t: t.double() if t.dim() > 1 else t
+    )
+    with rounds_floats:
+        out = remat(fn)(x, w, index)
+    torch.testing.assert_close(grad(out.sum(), x), grad(fn(x, w, index).sum(), x), rtol=0.1, atol=1e3)
+    with Hooks(Tensor.half, Tensor.double):
+        out = remat(fn)(x, w, index)
+    with pytest.raises(RematError, match=r"int64\[2\] and gave back float64\[2\]"):
+        grad(out.sum(), x)
+
+
+def test_a_run_that_is_given_up_leaves_no_gradient_hook() -> None:
+    """It is learnt only by running that the function calls `torch.func.grad`."""
+
+    def step(wrap: Wrap) -> tuple:
+        x, w = leaves()
+        v, log = rand(4, 4, seed=2), []
+
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            for tensor in (x, w, v):
+                tensor.register_hook(lambda grad: log.append(1) or grad * 2)
+            return torch.func.grad(lambda x: (x @ w.detach()).sin().sum())(x.detach()) * block(x, w) @ v
+
+        return grad(wrap(fn)(x.clone(), w).sum(), (x, w, v)), log
+
+    assert_same(step(remat), step(plain))
+
+
+# --- on a device ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("where", ["around", "inside", "both", "backward"])
+def test_save_on_cpu_of_a_device(where: str, pin_memory: bool, policy: str) -> None:
+    on_host = partial(save_on_cpu, pin_memory=pin_memory)
+    fn = block_with(on_host) if where in ("inside", "both") else block
+    results = []
+    for wrap in (partial(remat, policy=POLICIES[policy]), plain):
+        x, w = (rand(64, 64, seed=i).detach().cuda().requires_grad_() for i in range(2))
+        with on_host() if where in ("around", "both") else nullcontext():
+            out = wrap(fn)(x.t() * 1, w)
+        with on_host() if where == "backward" else nullcontext():
+            (gx,) = grad(out.sum(), x, create_graph=True)
+            results.append((*grad(out.sum(), (x, w), retain_graph=True), *grad(gx.sin().sum(), (x, w))))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_save_on_cpu_frees_the_device(pin_memory: bool) -> None:
+    """Of a region under it only the result stays on the device."""
+    x = torch.randn(256, 256, device="cuda", requires_grad=True)
+    w = torch.randn(256, 256, device="cuda")
+    remat(block)(x, w)  # what libraries allocate once
+    before = torch.cuda.memory_allocated()
+    argument = x.clone()
+    with save_on_cpu(pin_memory=pin_memory):
+        out = remat(block)(argument, w)
+    del argument
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before + out.nbytes
