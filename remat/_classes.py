@@ -85,11 +85,11 @@ def call_reads(cls: Any) -> ClassReads | None:
 
 @functools.lru_cache(CACHE)
 def slots(cls: Any) -> list[Any]:
-    """The slots of the instances of a class."""
+    """The slots of the instances of a class. What classes that are written in C have may be read-only."""
     return [
         slot
         for base in cls.__mro__
-        if not is_library(base.__module__)
+        if "__slots__" in vars(base) and not is_library(base.__module__)
         for slot in vars(base).values()
         if ismemberdescriptor(slot)
     ]

@@ -19,7 +19,8 @@ class Contexts:
     __slots__ = ("again", "first")
 
     def __init__(self, pair: Any) -> None:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(hasattr(type(c), "__enter__") for c in pair)):
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not (is_pair and all(hasattr(type(context), "__enter__") for context in pair)):
             raise TypeError(
                 f"context_fn must return two context managers, for the first run and for the runs again; got {pair!r}."
             )

@@ -24,7 +24,7 @@ from ._errors import MutationError, RecomputeMismatchError
 from ._handed import Handed
 from ._hooks import check_hooks_are_allowed, hooks_allowed
 from ._kept import Kept
-from ._passes import current_group, current_pass
+from ._passes import current_group, current_scope
 from ._recompute import Filler
 from ._slots import Above, Found, Input, Slot, View
 from ._state import alias, state, unseen
@@ -71,7 +71,7 @@ class Frame:
             which = _made_by_an_outer_region if isinstance(owner, (Frame, Filler)) else _has_history
             self.operands.hand_over(self.outer)
             self.consts.hand_over(self.outer, None if getattr(owner, "takes_all", False) else which)
-        elif self.options.offload_inputs:
+        elif self.options.offload_inputs and not self.region.root.kinds:  # torch.func's levels keep their inputs
             self.operands.offload()
         if self.record is not None:
             self.record.outer = self.outer
@@ -147,7 +147,7 @@ class Frame:
         if packed.residual is not None:
             with _torch.without_levels(), unseen():
                 return packed.source.layout.of(packed.residual.get())
-        if (group := current_group()) is not None:
+        if reader is None and (group := current_group()) is not None:
             group.take(packed)
         with self.lock:
             value = packed.value
@@ -160,13 +160,13 @@ class Frame:
                 f"backward and then changed in place. This is an error without remat too, unless saved-tensor hooks "
                 f"keep a copy: use the out-of-place operation, or give the region a copy: `.clone()`."
             )
-        if _torch.graph_task_keeps_graph() and (running := current_pass()) is not None:
+        if _torch.graph_task_keeps_graph() and (running := current_scope()) is not None:
             running.read(packed, self, reader)
         return value
 
     def _fill(self, wanted: Slot) -> torch.Tensor:
         """Run the region again. Outside of a backward pass only the wanted slot gets its value, for the moment."""
-        running = current_pass()
+        running = current_scope()
         alive = [None if ref is None or (slot := ref()) is None or slot.residual else slot for ref in self.slots]
         if running is None:
             alive = [slot if slot is wanted else None for slot in alive]

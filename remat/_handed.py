@@ -10,7 +10,7 @@ import torch
 from . import _torch
 from ._determinism import fingerprint
 from ._errors import MutationError, RematError
-from ._passes import current_pass
+from ._passes import current_scope
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -39,10 +39,10 @@ class Handed:
         Raises:
             RematError: what the hooks give back can't stand for it.
         """
-        running = current_pass() if _torch.unpacks_once(self._unpack) else None
+        running = current_scope() if _torch.unpacks_once(self._unpack) else None
         if running is None:
             return self._unpacked()
-        if self not in running.unpacked:  # such hooks give it once in a backward pass
+        if self not in running.unpacked:  # such hooks give it once in a pass, or in a group of them
             running.unpacked[self] = self._unpacked()
         return running.unpacked[self]
 

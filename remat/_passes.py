@@ -65,7 +65,8 @@ class Pass:
 class PassGroup(Pass):
     """The backward passes in the scope of a ``GraphExecGroup``: what one of them gets is there for the next.
 
-    Each value is for one of them alone, so it can go when that one has read it.
+    What a node reads is for one of them alone, so it goes when that one has read it. What regions inside read stays,
+    for a region that is run again in one pass may read more of it in the next.
     """
 
     __slots__ = ("taken",)
@@ -74,11 +75,15 @@ class PassGroup(Pass):
         super().__init__()
         self.taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
+    def read(self, slot: Any, frame: Any, reader: Any) -> None:
+        if reader is None and (running := current_pass()) is not None:
+            running.read(slot, frame, reader)
+
     def take(self, slot: Any) -> None:
-        """A pass asks for what ``slot`` stands for. Who looks at it outside of any pass gets it for the moment alone.
+        """A node asks for what ``slot`` stands for. Who looks at it outside of any pass gets it for the moment alone.
 
         Raises:
-            RematError: another pass did, so it may be gone.
+            RematError: a node did in another pass, so it may be gone.
         """
         if _torch.graph_task_id() == -1:
             return
@@ -101,13 +106,16 @@ def current_group() -> PassGroup | None:
     return _groups.get(scope) or _groups.setdefault(scope, PassGroup())
 
 
+def current_scope() -> Pass | None:
+    """Whatever runs of regions in the current pass are for: that pass, or the group that it belongs to."""
+    return None if _torch.graph_task_id() == -1 else current_group() or current_pass()
+
+
 def current_pass() -> Pass | None:
-    """The backward pass that runs in this thread, if any, or the group that it belongs to."""
+    """The backward pass that runs in this thread, if any."""
     task = _torch.graph_task_id()
     if task == -1:
         return None
-    if (group := current_group()) is not None:
-        return group
     found = _passes.get(task)
     if found is None:
         found = _passes[task] = Pass()

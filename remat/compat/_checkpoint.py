@@ -103,7 +103,7 @@ def _decorated(settings: _Settings, function: Callable) -> Callable:
     return functools.update_wrapper(checkpointed, function, updated=())
 
 
-def _call(function: Callable, settings: _Settings, args: tuple, kwargs: dict) -> Any:
+def _call(function: Any, settings: _Settings, args: tuple, kwargs: dict) -> Any:
     if torch.compiler.is_compiling():
         return _compiled(function, settings, args, kwargs)
     return _function.call(function, _options(function, settings), memory_of(function), args, kwargs)

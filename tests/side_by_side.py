@@ -1,0 +1,41 @@
+"""For tests that run a drop-in beside the original: both modules, and what is measured of a call of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from cases import total
+from torch import Tensor
+
+import remat.compat
+
+# `both` runs a test with torch's module and with the drop-in.
+both = pytest.mark.parametrize("module", [torch.utils.checkpoint, remat.compat], ids=["torch", "remat"])
+
+
+def is_torch(module: Any) -> bool:
+    """Whether it is the original."""
+    return module is torch.utils.checkpoint
+
+
+def values_and_grads(fn: Callable, *args: Any, inputs: Any = None) -> tuple:
+    """The result of `fn(*args)`, and the gradients of all its numbers; of the arguments, if no `inputs` are given."""
+    result = fn(*args)
+    inputs = [a for a in args if isinstance(a, Tensor) and a.requires_grad] if inputs is None else inputs
+    return result, torch.autograd.grad(total(result), inputs, allow_unused=True)
+
+
+class Runs:
+    """A function that counts its calls."""
+
+    def __init__(self, fn: Callable) -> None:
+        self.fn = fn
+        self.count = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.fn(*args, **kwargs)
