@@ -86,13 +86,17 @@ def test_a_list(module: Any) -> None:
             call([wrong])(*arguments())
 
 
-def test_other_answers_are_errors() -> None:
-    """torch takes them for "recompute", `1` too."""
+@both
+def test_other_answers_mean_recompute(module: Any) -> None:
+    for answer in (None, 1, "save"):
+        call = functools.partial(module.checkpoint, deep, use_reentrant=False)
+        assert kept_and_run_again(functools.partial(call, context_fn=selective(by(answer)))) == (1, 2)
+
+
+def test_other_answers_of_a_policy_are_errors() -> None:
     for answer in (None, 1, "save"):
         with pytest.raises(PolicyError, match="must return"):
-            checkpoint(deep, *arguments(), context_fn=selective(by(answer)))
-        call = functools.partial(torch.utils.checkpoint.checkpoint, deep, use_reentrant=False)
-        assert kept_and_run_again(functools.partial(call, context_fn=selective(by(answer)))) == (1, 2)
+            checkpoint(deep, *arguments(), policy=by(answer))
 
 
 @both

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
 from .. import _compile, _function, _torch
 from .._contexts import Contexts
@@ -124,10 +124,16 @@ def _options(function: Callable, settings: _Settings) -> Options:
         if (type(contexts.first), type(contexts.again)) == _torch.SelectiveModes:
             if policy is not None:
                 raise ValueError(_TWO_POLICIES)
-            policy, contexts = contexts.first.policy_fn, None
+            policy, contexts = functools.partial(_answer, contexts.first.policy_fn), None
     check = _CHECKS[settings.determinism_check]
     options = checked_options(policy, bool(settings.preserve_rng_state), check, bool(early_stop), bool(debug))
     return options if contexts is None else replace(options, contexts=contexts)
+
+
+def _answer(policy_fn: Callable, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool | CheckpointPolicy:
+    """Torch takes any other answer, and none, for "recompute"."""
+    answer = policy_fn(ctx, op, *args, **kwargs)
+    return answer if isinstance(answer, (bool, CheckpointPolicy)) else False
 
 
 def _check_reentrant(use_reentrant: Any) -> None:
@@ -183,7 +189,7 @@ def checkpoint_sequential(
     if kwargs:
         raise ValueError(f"checkpoint_sequential has no option {', '.join(kwargs)}.")
     _check_reentrant(use_reentrant)
-    row = row_of(functions)
+    row = row_of(list(functions) if isinstance(functions, torch.nn.Sequential) else functions)
     check_segments(segments, len(row))
     size = len(row) // segments
     for i in range(segments - 1):
