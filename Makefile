@@ -28,9 +28,11 @@ clean:
 	rm -rf docs/_build build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# torch comes first and pinned, so that the second line finds it installed and leaves it alone.
+# torch comes first and pinned, so that the second line finds it installed and leaves it alone. fairscale, beside which
+# a test runs its drop-in, comes as source, and what else it asks for isn't needed.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install torch==2.13.0
-	$(BIN)/python -m pip install -e '.[test,docs,examples,benchmarks,lint]'
+	$(BIN)/python -m pip install -e '.[test,docs,examples,benchmarks,lint]' setuptools wheel
+	$(BIN)/python -m pip install --no-deps --no-build-isolation fairscale==0.4.13
 	touch $@

@@ -1,7 +1,8 @@
 """Ambient state: what a second run of a region must see again, and must leave as it was.
 
 The random generators (of every device in use, those that the caller names, Python's and NumPy's
-global ones) and the settings: autocast, grad mode, default dtype and device, attention kernels.
+global ones), the settings (autocast, grad mode, default dtype and device, attention kernels), and
+the weights that `torch.nn.utils.parametrize.cached()` holds.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class Ambient:
     Generators are read and set past the dispatcher: no torch.func level or mode matters to them.
     """
 
-    __slots__ = ("_devices", "_generators", "_settings", "_states")
+    __slots__ = ("_devices", "_generators", "_settings", "_states", "_weights")
     _settings: list[Any]
     _devices: tuple[torch.device, ...]
     _generators: tuple[torch.Generator, ...]
     _states: list[tuple[Any, Any]] | None  # generators with theirs
+    _weights: tuple[int, dict]
 
     @classmethod
     def capture(
@@ -43,6 +45,7 @@ class Ambient:
         """The state of now; the generators of `devices` only where the backend has started."""
         self = cls.__new__(cls)
         self._settings = _read_settings()
+        self._weights = _torch.parametrization_cache()
         self._devices, self._generators, self._states = (), (), None
         if preserve_rng_state:
             self._devices, self._generators = tuple(devices), tuple(generators)
@@ -77,8 +80,13 @@ class Ambient:
                 for each, state in self._states or ()
             )
 
+    def cached_since(self) -> list[torch.Tensor]:
+        """The weights of parametrized modules that were computed since, and are held for others to read."""
+        return [weight for key, weight in _torch.parametrization_cache()[1].items() if key not in self._weights[1]]
+
     def rewind(self) -> None:
-        """Sets the generators, and only these, back to the captured state."""
+        """Sets what a run moves on, the generators and the cached weights, back to the captured state."""
+        _torch.set_parametrization_cache(self._weights)
         _call_all((each.set_state, state) for each, state in self._states or ())
 
     def _put(self, now: list[Any]) -> None:

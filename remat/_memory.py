@@ -46,6 +46,8 @@ _of_modules: weakref.WeakKeyDictionary[torch.nn.Module, Memory] = weakref.WeakKe
 
 def memory_of(fn: Any) -> Memory:
     """The memory of a module, and of its methods; a new one for any other function."""
+    if torch.compiler.is_compiling():  # then none is used, and Dynamo has no `id` for code
+        return Memory(Known())
     while isinstance(fn, functools.partial):
         fn = fn.func
     owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)

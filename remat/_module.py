@@ -8,11 +8,13 @@ two have one ``__dict__``; a module that is changed in place has it in its ``__d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
+from . import _torch
 from ._function import Remat
 from ._memory import memory_of
 from ._options import Options
@@ -51,10 +53,13 @@ def is_changed(module: torch.nn.Module) -> bool:
 
 
 def change_back(module: torch.nn.Module) -> None:
-    """Undo ``change_in_place``. Below a class that was put on top since, the subclass stays, without effect."""
+    """Undo ``change_in_place``. Below the class of a wrapper that came since, the subclass stays, without effect."""
     del module.__dict__[_IN_PLACE]
-    if vars(type(module)).get("_remat_option") == _IN_PLACE:
-        module.__class__ = type(module).__bases__[0]
+    cls = type(module)
+    if _option_of(cls) == _IN_PLACE:
+        module.__class__ = cls.__bases__[0]
+    elif is_parametrized(module) and _option_of(cls.__bases__[0]) == _IN_PLACE:
+        module.__class__ = _with_base(cls, cls.__bases__[0].__bases__[0])
 
 
 def check_module(module: torch.nn.Module, name: str = "") -> None:
@@ -65,8 +70,8 @@ def check_module(module: torch.nn.Module, name: str = "") -> None:
     """
     what = f"the {type(module).__name__} {name!r}" if name else f"a {type(module).__name__}"
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"remat runs Python code again, but {what} is TorchScript. Make the region before scripting.")
-    if any(map(torch.nn.parameter.is_lazy, module.parameters())):
+        raise TypeError(f"remat runs Python code again, but {what} is TorchScript: take the module that calls it.")
+    if any(map(torch.nn.parameter.is_lazy, chain(module.parameters(), module.buffers()))):
         raise TypeError(f"remat takes modules that know their shapes, but {what} is lazy: call it once first.")
     if type(module).forward is torch.nn.Module.forward and "forward" not in module.__dict__:
         raise TypeError(f"remat takes modules that are called, but {what} has no forward: take the modules in it.")
@@ -74,9 +79,7 @@ def check_module(module: torch.nn.Module, name: str = "") -> None:
 
 def _second(module: torch.nn.Module, options: Options) -> Any:
     option = f"_remat_{sum(1 for _ in _layers(type(module)))}"
-    made = _subclass(type(module), option)
-    new = made.__new__(made)
-    new.__dict__ = module.__dict__
+    new = _as(_subclass(type(module), option), module)
     object.__setattr__(new, option, options)
     for _, below in _layers(type(module)):
         if below != _IN_PLACE:
@@ -87,47 +90,81 @@ def _second(module: torch.nn.Module, options: Options) -> Any:
 # --- the subclass -------------------------------------------------------------------------------------------------
 
 
+class _Forward:
+    """The attribute ``forward`` of such a class. It also comes before a ``forward`` that was set on the module itself.
+
+    Of a module it is the region; of a class the function: whoever asks the class wants its signature or its code.
+    """
+
+    def __init__(self, plain: Any, get: Callable[[Any], Callable]) -> None:
+        self.plain, self.get = plain, get
+
+    def __get__(self, module: Any, cls: Any = None) -> Any:
+        return self.plain.forward if module is None else self.get(module)
+
+    def __set__(self, module: Any, value: Callable) -> None:
+        module.__dict__["forward"] = value
+
+    def __delete__(self, module: Any) -> None:
+        if module.__dict__.pop("forward", None) is None:
+            raise AttributeError("forward")
+
+
 def _subclass(cls: Any, option: str) -> Any:
     """The class of modules of ``cls`` whose calls are regions, with the options in the attribute ``option``."""
     for known in type.__subclasses__(cls):
-        if vars(known).get("_remat_option") == option:
+        if _option_of(known) == option:
             return known
+    owners = [base for base in cls.__mro__ if "forward" in vars(base)]
+    below = vars(owners[0])["forward"].get if _option_of(owners[0]) else None
+    plain = next(base for base in owners if not _option_of(base))
 
     def get_forward(self: Any) -> Callable:
         options = getattr(self, option, None)
         own = self.__dict__.get("forward")  # set on the module itself
-        compiling = torch.compiler.is_compiling()  # then no memory is used
-        if own is not None:
+        compiling = torch.compiler.is_compiling()
+        if below is not None and (options is None or not compiling):  # Dynamo of torch 2.11 can't make two in one
+            forward = below(self)
+        elif own is not None:
             forward = own
         elif compiling:  # Dynamo of torch 2.11 can't make bound methods
-            forward = lambda *args, **kwargs: cls.forward(self, *args, **kwargs)  # noqa: E731
+            forward = lambda *args, **kwargs: plain.forward(self, *args, **kwargs)  # noqa: E731
         else:
-            forward = cls.forward.__get__(self)
-        memory: Any = None if compiling else memory_of(self)
-        return forward if options is None else Remat(forward, options, memory)
-
-    def set_forward(self: Any, value: Callable) -> None:
-        self.__dict__["forward"] = value
+            forward = super(made, self).forward
+        return forward if options is None else Remat(forward, options, memory_of(self))
 
     def reduce(self: Any, protocol: Any) -> Any:
         if type(self) is not made:
             return super(made, self).__reduce_ex__(protocol)
+        layers: list[tuple[str, Options | None]] = []
+        known = made
+        while name := _option_of(known):
+            layers.insert(0, (name, getattr(self, name, None)))
+            known = known.__bases__[0]
         # As a module of its own class would, which pickle finds by its name.
-        layers = list(_layers(made))
-        base: Any = layers[-1][0].__bases__[0]
-        plain = base.__new__(base)
-        plain.__dict__ = self.__dict__
-        build, args, *state = plain.__reduce_ex__(protocol)
-        return _rebuild, (build, args, [(name, getattr(self, name, None)) for _, name in reversed(layers)]), *state
+        reduced = _as(known, self).__reduce_ex__(protocol)
+        return reduced if isinstance(reduced, str) else (_rebuild, (*reduced[:2], layers), *reduced[2:])
+
+    # A class of graphs is that of one module: it has its code, and makes new classes for others and of them.
+    own_class = issubclass(cls, torch.fx.GraphModule)
+
+    def copies(name: str) -> Callable:
+        def copied(self: Any, *args: Any) -> Any:
+            module = _as(cls, self) if own_class else super(made, self)
+            return _with_layer(getattr(module, name)(*args), option, getattr(self, option, None))
+
+        return copied
 
     names: dict[str, Any] = {
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
-        # A property, as it must also come before a ``forward`` that was set on the module itself.
-        "forward": property(get_forward, set_forward),
+        "forward": _Forward(plain, get_forward),
         "__reduce_ex__": reduce,
         "_remat_option": option,
     }
+    names.update((name, copies(name)) for name in ("__copy__", "__deepcopy__", _torch.REPLICATE) if hasattr(cls, name))
+    if own_class:
+        names["recompile"] = lambda self: _as(cls, self).recompile()
     made: Any
     if option != _IN_PLACE:
         names["__slots__"] = (option,)
@@ -137,18 +174,40 @@ def _subclass(cls: Any, option: str) -> Any:
     return made
 
 
+def _option_of(cls: type) -> str | None:
+    """The attribute with the options, if the class was made here."""
+    return vars(cls).get("_remat_option")
+
+
 def _layers(cls: type) -> Iterator[tuple[type, str]]:
     """The subclasses that were made here among the bases of a class, the last one first, each with its attribute."""
-    return ((base, vars(base)["_remat_option"]) for base in cls.__mro__ if "_remat_option" in vars(base))
+    return ((base, option) for base in cls.__mro__ if (option := _option_of(base)))
+
+
+def _as(cls: Any, module: torch.nn.Module) -> Any:
+    """The same module as one of another class."""
+    same = object.__new__(cls)
+    same.__dict__ = module.__dict__
+    return same
+
+
+def _with_layer(module: Any, option: str, options: Options | None) -> Any:
+    """The module with a layer that it may have already, without its options."""
+    if options is None:
+        return module
+    if option == _IN_PLACE:
+        change_in_place(module, options)
+    elif all(option != known for _, known in _layers(type(module))):
+        return _second(module, options)
+    else:
+        object.__setattr__(module, option, options)
+    return module
 
 
 def _rebuild(build: Callable, args: tuple, layers: list[tuple[str, Options | None]]) -> Any:
     module = build(*args)
     for option, options in layers:
-        if option == _IN_PLACE:
-            module.__class__ = _subclass(type(module), option)
-        elif options is not None:
-            module = _second(module, options)
+        module = _with_layer(module, option, options)
     return module
 
 

@@ -155,6 +155,12 @@ class Region:
         transform = _torch.TransformType
         if self.watch is None or (self.kinds and transform.Grad not in self.kinds and transform.Jvp not in self.kinds):
             return  # what vmap leaves behind is of no use without remat either
+        assert self.ambient is not None
+        if any(map(self.watch.has_lost, self.ambient.cached_since())):
+            raise CaptureError(
+                "A region under torch.func was the first to read a parametrized weight in `parametrize.cached()`, "
+                "where its derivatives would be lost. Read it before, as in `module.weight`, or leave the cache."
+            )
         known = {id(t) for t in (*outs, *self.operands())}
         values = (*self.leaves, *(value for _, value in self.outputs.entries))
         for place, value in find(self.fn, *(v for v in values if type(v) not in _PLAIN)).places:

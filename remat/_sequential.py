@@ -7,6 +7,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from ._function import Remat
 from ._memory import Known, Memory
 from ._options import checked_options
@@ -26,7 +28,7 @@ def sequential(
 
     Args:
         functions: functions or modules; a ``torch.nn.Sequential`` stands for its modules. The first gets the
-            arguments, each other one the result of the one before it.
+            arguments, each other one the result of the one before it, as one argument.
         segments: how many regions, of nearly equal length, from 1 to the number of functions. By default the square
             root of that number, rounded, which needs the least memory if all functions need the same.
         policy: what the regions may keep beyond their inputs, as in :func:`remat.remat`; so are the other options.
@@ -36,7 +38,8 @@ def sequential(
 
     Raises:
         TypeError: ``functions`` holds something that can't be called, or an option has the wrong type.
-        ValueError: there are no functions, or ``segments`` is out of its range.
+        ValueError: there are no functions, ``segments`` is out of its range, or a ``torch.nn.Sequential`` does more
+            than to call its modules: it has hooks or a forward of its own.
         PolicyError: ``policy`` is not a policy.
 
     Example:
@@ -49,6 +52,8 @@ def sequential(
     The square root is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
+    if isinstance(functions, torch.nn.Sequential):
+        _check_sequential(functions)
     row = row_of(functions)
     count = max(1, round(len(row) ** 0.5)) if segments is None else segments
     check_segments(count, len(row))
@@ -56,8 +61,22 @@ def sequential(
     return chain([Remat(chain(row[start:end]), options, Memory(Known())) for start, end in pairwise(ends)])
 
 
+def _check_sequential(module: torch.nn.Sequential) -> None:
+    own = type(module).forward is not torch.nn.Sequential.forward or "forward" in vars(module)
+    if own or any(vars(module).get(name) for name in _HOOKS):
+        raise ValueError(
+            f"The {type(module).__name__} has {'a forward' if own else 'hooks'} of its own, which would not be called. "
+            f"Take `list(module)` if that is not needed, or make it one region: `remat(module)`."
+        )
+
+
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
 def row_of(functions: Any) -> list[Callable]:
     """The functions as a list."""
+    if not isinstance(functions, Iterable):
+        raise TypeError(f"functions must be functions or modules in a row, such as a list of them; got {functions!r}.")
     row = list(functions)  # not `children()`, which has a module that is there twice only once
     for i, fn in enumerate(row):
         if not callable(fn):

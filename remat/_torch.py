@@ -6,8 +6,7 @@ exist, so a new torch release that moves one fails in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch._functorch.utils as _functorch_utils
 import torch._functorch.vmap as _vmap
 import torch._subclasses.fake_tensor
 import torch.autograd.forward_ad as fwAD
+import torch.nn.utils.parametrize as _parametrize
 import torch.overrides as _overrides
 import torch.utils._device as _device
 import torch.utils._python_dispatch as _python_dispatch
@@ -193,6 +193,22 @@ def checkpoint_settings(debug: bool, early_stop: bool) -> tuple[bool, bool]:
     debug_now = torch.utils.checkpoint._checkpoint_debug_enabled
     early_stop_now = torch.utils.checkpoint._enable_checkpoint_early_stop
     return debug if debug_now is None else debug_now, early_stop if early_stop_now is None else early_stop_now
+
+
+# --- modules ------------------------------------------------------------------------------------------------------
+
+REPLICATE = "_replicate_for_data_parallel"  # the method by which ``DataParallel`` makes a copy for each device
+
+
+def parametrization_cache() -> tuple[int, dict]:
+    """How often ``parametrize.cached()`` is entered, and what it has computed so far."""
+    return _parametrize._cache_enabled, dict(_parametrize._cache)
+
+
+def set_parametrization_cache(value: tuple[int, dict]) -> None:
+    """Put back what it had computed: it has no public name."""
+    if value[0] or _parametrize._cache_enabled:
+        _parametrize._cache_enabled, _parametrize._cache = value[0], dict(value[1])
 
 
 # --- pytrees ------------------------------------------------------------------------------------------------------

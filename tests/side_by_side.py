@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,3 +40,15 @@ class Runs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
         return self.fn(*args, **kwargs)
+
+
+def assert_rows_have_tests(heading: str, rows: dict[str, list[str]], *files: str) -> None:
+    """The table under a heading of docs/migrating.md has these rows, and each has tests with these names."""
+    here = Path(__file__).parent
+    text = (here.parent / "docs" / "migrating.md").read_text()
+    (section,) = (part for part in text.split("\n## ") if part.startswith(heading))
+    table = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("|")]
+    assert table[2:] == list(rows)  # without the head
+    tests = "".join((here / name).read_text() for name in files)
+    for row, names in rows.items():
+        assert names and all(f"\ndef {name}(" in tests for name in names), row

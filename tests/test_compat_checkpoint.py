@@ -11,7 +11,6 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch.utils.checkpoint
 from cases import Batch, Case, Point, assert_same, cases, rand
 from cases import module as made
 from functorch.compile import make_boxed_func
-from side_by_side import Runs, both, is_torch, values_and_grads
+from side_by_side import Runs, assert_rows_have_tests, both, is_torch, values_and_grads
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
@@ -979,14 +978,5 @@ ROWS = {
 
 
 def test_each_row_of_the_documentation_has_its_tests() -> None:
-    here = Path(__file__).parent
-    text = (here.parent / "docs" / "migrating.md").read_text()
-    (section,) = (part for part in text.split("\n## ") if part.startswith("Coming from torch.utils.checkpoint"))
-    table = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("|")]
-    assert table[2:] == list(ROWS)  # without the head
-    tests = "".join(
-        (here / name).read_text()
-        for name in ("test_compat_checkpoint.py", "test_compat_selective.py", "test_graph_exec_group.py")
-    )
-    for names in ROWS.values():
-        assert all(f"\ndef {name}(" in tests for name in names), names
+    files = "test_compat_checkpoint.py", "test_compat_selective.py", "test_graph_exec_group.py"
+    assert_rows_have_tests("Coming from torch.utils.checkpoint", ROWS, *files)

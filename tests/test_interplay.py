@@ -252,7 +252,7 @@ def test_a_forward_set_on_the_module() -> None:
 
 
 def test_lazy_and_traced_modules() -> None:
-    with pytest.raises(TypeError, match="LazyLinear once"):
+    with pytest.raises(TypeError, match="LazyLinear is lazy: call it once"):
         remat(nn.LazyLinear(3))
     linear, x = nn.Linear(3, 3), leaf(2, 3)
     traced = remat(torch.jit.trace(linear, x))

@@ -25,8 +25,8 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: Any = No
     Args:
         module: the module.
         offload_to_cpu: keep the tensors that the module is called with in (pinned) host memory until the backward.
-            Parameters, and what is in host memory anyway, are not copied. Under ``torch.func``, and where an outer
-            region or saved-tensor hooks keep the inputs, those do it in their own way.
+            Parameters, and what is in host memory anyway, are not copied, and nothing is under ``torch.func`` and
+            ``torch.compile``. Where an outer region or saved-tensor hooks keep the inputs, they do it in their own way.
         policy: what may be kept beyond the inputs; see :func:`remat.remat`.
 
     Returns:
