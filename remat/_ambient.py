@@ -29,8 +29,8 @@ class Ambient:
 
     __slots__ = ("_devices", "_generators", "_settings", "_states")
     _settings: list[Any]
-    _devices: tuple[torch.device, ...]
-    _generators: tuple[torch.Generator, ...]
+    _devices: Iterable[torch.device]
+    _generators: Iterable[torch.Generator]
     _states: list[tuple[Any, Any]] | None  # generators with theirs
 
     @classmethod
@@ -43,10 +43,9 @@ class Ambient:
         """The state of now; the generators of `devices` only where the backend has started."""
         self = cls.__new__(cls)
         self._settings = _read_settings()
-        self._devices, self._generators, self._states = (), (), None
+        self._devices, self._generators, self._states = devices, generators, None
         if preserve_rng_state:
-            self._devices, self._generators = tuple(devices), tuple(generators)
-            every = (*_global_generators(self._devices), *self._generators)
+            every = (*_global_generators(devices), *generators)
             self._states = [(each, each.get_state()) for each in every]
         return self
 
@@ -55,19 +54,9 @@ class Ambient:
         """Whether autocast is on for any device."""
         return any(self._settings[i] for i in _autocast_switches())
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> _Restored:
         """Within, the captured state; after, that of before. Any number of times, in any thread."""
-        # Read anew, and not only what was captured: a backend or NumPy may have come since.
-        before = self.capture(self._devices, self._generators, self._states is not None)
-        torch.autocast_increment_nesting()  # as torch.autocast: casts are not kept beyond the run
-        try:
-            self._put(before._settings)
-            yield
-        finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-            before._put(_read_settings())
+        return _Restored(self)
 
     def moved(self) -> bool:
         """Whether a torch generator has drawn numbers since."""
@@ -88,6 +77,31 @@ class Ambient:
                 _call_all((put, new) for (_, put), old, new in settings if old != new)
         finally:
             self.rewind()
+
+
+class _Restored:
+    """An ambient state while it is put back; made for one use."""
+
+    __slots__ = ("before", "state")
+
+    def __init__(self, state: Ambient) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        state = self.state
+        # Read anew, and not only what was captured: a backend or NumPy may have come since.
+        self.before = state.capture(state._devices, state._generators, state._states is not None)
+        torch.autocast_increment_nesting()  # as torch.autocast: casts are not kept beyond the run
+        try:
+            state._put(self.before._settings)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        self.before._put(_read_settings())
 
 
 def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
@@ -139,18 +153,21 @@ def _read_settings() -> list[Any]:
     return [get() for get, _ in _settings()]
 
 
-def _global_generators(devices: Iterable[torch.device]) -> Iterator[Any]:
-    yield torch.default_generator
-    started = {}  # a fake tensor may be on a device that this machine hasn't got
+def _global_generators(devices: Iterable[torch.device]) -> list[Any]:
+    found = [torch.default_generator, _python]
+    if "numpy" in sys.modules:
+        found.append(_numpy())
     for device in (*devices, *_accelerator()):
-        module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
+        module = None if device.type in _WITHOUT_GENERATOR else getattr(torch, device.type, None)
+        # A fake tensor may be on a device that this machine hasn't got.
         if module is not None and getattr(module, "is_initialized", module.is_available)():
             generator = _device_generator(module, device)
-            started[id(generator)] = generator
-    yield from started.values()
-    yield _python
-    if "numpy" in sys.modules:
-        yield _numpy()
+            if generator not in found:
+                found.append(generator)
+    return found
+
+
+_WITHOUT_GENERATOR = frozenset(["cpu", "meta"])  # of their own
 
 
 def _device_generator(module: ModuleType, device: torch.device) -> Any:
@@ -190,14 +207,28 @@ class _Slow:
             self._last = state
 
 
-def _bytes_of(obj: Any) -> bytes:
-    header = object.__basicsize__
-    return ctypes.string_at(id(obj) + header, type(obj).__basicsize__ - header)
+class _Memory:
+    """The memory of an object beyond its header."""
+
+    def __init__(self, obj: Any) -> None:
+        header = object.__basicsize__
+        self.obj = obj
+        self.bytes = (ctypes.c_char * (type(obj).__basicsize__ - header)).from_address(id(obj) + header)
+
+
+_memories: dict[str, _Memory] = {}  # found once, for that takes longer than to read them
+
+
+def _bytes_of(obj: Any, role: str) -> bytes:
+    memory = _memories.get(role)
+    if memory is None or memory.obj is not obj:
+        memory = _memories[role] = _Memory(obj)
+    return memory.bytes.raw
 
 
 def _python_memory() -> tuple[bytes, float | None]:
     generator = random.getstate.__self__  # type: ignore[attr-defined]
-    return _bytes_of(generator), generator.gauss_next
+    return _bytes_of(generator, "python"), generator.gauss_next
 
 
 _python = _Slow(random.getstate, random.setstate, _python_memory)
@@ -212,7 +243,7 @@ def _numpy() -> _Slow:
     def memory() -> tuple[bytes, bytes] | None:
         bits = state._bit_generator
         if type(bits) is np_random.MT19937:  # another may keep its state elsewhere
-            return _bytes_of(state), _bytes_of(bits)
+            return _bytes_of(state, "numpy"), _bytes_of(bits, "numpy bits")
         return None
 
     return _Slow(partial(np_random.get_state, legacy=False), np_random.set_state, memory)

@@ -42,21 +42,25 @@ class Kept:
         self.tensors: list[torch.Tensor | None] = list(tensors)
         self.name = name
         self.changing = changing
-        self.versions = [_torch.version(t) for t in tensors]
+        self.versions = _torch.versions(tensors)
         self.requires_grad = [t.requires_grad for t in tensors]
         self.leaf = [t.is_leaf for t in tensors]
         self.packed: dict[int, tuple[Unpack, Any]] = {}  # what hooks around the region took over
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: set[int] = set()
         self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
-        self.grads = _gradients(tensors)
+        self.grads: list[tuple[int, int]] | None = None
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
-        for i, tensor in enumerate(tensors):
-            if self._may_change(i, tensor):
-                self.copies[i] = tensor.detach().clone()
+        for i, requires_grad in enumerate(self.requires_grad):
+            if (changing or not requires_grad) and self._may_change(i, tensors[i]):
+                self.copies[i] = tensors[i].detach().clone()
 
     def __len__(self) -> int:
         return len(self.versions)
+
+    def watch_gradients(self) -> None:
+        """Find out whether ``accumulated``."""
+        self.grads = _gradients(self.tensors)
 
     def _may_change(self, i: int, tensor: torch.Tensor) -> bool:
         if self.changing and self.name(i) in self.changing:
@@ -83,11 +87,14 @@ class Kept:
         Raises:
             MutationError: the region changed a tensor in place that has a history.
         """
-        self.accumulated = self.grads != _gradients(self.tensors)
-        self.grads.clear()
-        for i, tensor in enumerate(self.tensors):
+        if self.grads is not None:
+            self.accumulated = self.grads != _gradients(self.tensors)
+            self.grads = None
+        versions = _torch.versions(self.tensors)  # type: ignore[arg-type]  # none has been let go of yet
+        if versions == self.versions and not self.copies and not self.packed:
+            return
+        for i, (tensor, version) in enumerate(zip(self.tensors, versions)):
             assert tensor is not None
-            version = _torch.version(tensor)
             if version == self.versions[i]:
                 self._settle(i, tensor)
             elif not tensor.is_leaf:

@@ -7,7 +7,7 @@ torch.func, captured tensors that a transform follows. All other captured tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class Region:
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
-        leaves, self.spec = _tree.flatten((args, kwargs))
+        leaves, self.spec = _tree.flatten_call(args, kwargs)
         self.fn = fn
         self.options = options
         self.memory = memory
@@ -139,6 +139,7 @@ class Region:
         self.places, self.bindings, self.captured = places, bindings, captured
         self.arity = len(self.positions) + len(captured)
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.changing)
+        self.consts.watch_gradients()
         self.devices = {t.device for t in (*self.arguments, *tensors, *captured)}
         self.undo_record = mark()
         own = self.options.policy or nothing_saveable
@@ -218,13 +219,10 @@ class Region:
     def call_again(self, operands: Sequence[torch.Tensor], trace: Trace | None = None) -> Any:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
         assert self.ambient is not None
-        with ExitStack() as stack:
-            stack.enter_context(recomputing())
-            stack.enter_context(self.ambient.restored())
+        with recomputing(), self.ambient.restored():
             captured = self._captured_again()
-            stack.enter_context(self._bound_again(operands, captured))
-            stack.enter_context(self._swapped(operands, trace))
-            return self._replayed(operands, captured)
+            with self._bound_again(operands, captured), self._swapped(operands, trace):
+                return self._replayed(operands, captured)
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""

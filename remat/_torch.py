@@ -6,7 +6,7 @@ exist, so a new torch release that moves one fails in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,15 @@ def sequence_number(node: Any) -> int:
 
 def version(tensor: torch.Tensor) -> int:
     """The version counter of a tensor (inference tensors have none and can't be changed): changed in place or not."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The version counters of several."""
+    return [version(tensor) for tensor in tensors]
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -160,6 +168,7 @@ def is_dual(tensor: torch.Tensor) -> bool:
 # --- operations ---------------------------------------------------------------------------------------------------
 
 without_dispatch = torch._C._DisableTorchDispatch  # aliases of plain tensors are no business of any mode
+dispatch_modes = torch._C._len_torch_dispatch_stack  # to switch that is slower than the alias
 as_subclass = torch.Tensor._make_subclass  # an alias of a plain tensor; ``as_subclass`` would record it
 without_overrides = torch._C.DisableTorchFunctionSubclass  # for tensors that watch what is done with them
 without_torch_function = torch._C.DisableTorchFunction  # the bookkeeping of operations is not the user's doing
@@ -218,6 +227,8 @@ def device_mode() -> tuple[Any, Any, Any]:
 
     ``torch.get_default_device`` can't tell "none" from "cpu", and makes a tensor to answer.
     """
+    if not torch._C._len_torch_function_stack() and _device.CURRENT_DEVICE is None:
+        return None, None, None
     mode = torch._C._get_function_stack_at(0) if torch._C._len_torch_function_stack() else None
     return (
         mode if isinstance(mode, _device.DeviceContext) else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ from optree import PyTreeSpec as TreeSpec
 
 from ._torch import TORCH_NODES, MappingKey, SequenceKey
 
-__all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten"]
+__all__ = ["TreeSpec", "describe_difference", "flatten", "flatten_call", "paths", "unflatten"]
 
 _NAMESPACE = "remat"
 # torch.Size is a node to torch; as a plain value it passes whole.
@@ -41,10 +42,29 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
     >>> leaves, unflatten(spec, leaves)
     ([1, None], {'x': (1, None)})
     """
+    if type(tree) in _PLAIN:
+        return [tree], _spec_of_one()
     while True:
         leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
         if (_leaf_types.issuperset(map(type, leaves)) and len(TORCH_NODES) == _torch_nodes_seen) or not _learn(leaves):
             return leaves, spec
+
+
+def flatten_call(args: tuple, kwargs: dict, /) -> tuple[list[Any], TreeSpec]:
+    """``flatten((args, kwargs))``; the number of arguments says it all where they are tensors and numbers."""
+    if not kwargs and _PLAIN.issuperset(map(type, args)):
+        return list(args), _spec_of_call(len(args))
+    return flatten((args, kwargs))
+
+
+@functools.cache
+def _spec_of_one() -> TreeSpec:
+    return optree.tree_structure(0, none_is_leaf=True, namespace=_NAMESPACE)
+
+
+@functools.lru_cache(128)
+def _spec_of_call(count: int) -> TreeSpec:
+    return optree.tree_structure(((0,) * count, {}), none_is_leaf=True, namespace=_NAMESPACE)
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any], /) -> Any:
