@@ -9,7 +9,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 
 from . import _torch
-from ._determinism import saved_fingerprint, user_line
+from ._determinism import describe, is_other, saved_fingerprint, user_line
 from ._errors import RecomputeMismatchError
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
-    __slots__ = ("count", "difference", "ending", "frame", "last", "slots", "stopped", "value", "wanted")
+    __slots__ = ("check", "count", "difference", "ending", "frame", "last", "root", "slots", "stopped")
 
-    def __init__(self, frame: Frame, slots: list[Slot | None], wanted: Slot) -> None:
+    def __init__(self, frame: Frame, slots: list[Slot | None]) -> None:
         self.frame = frame
+        self.root = frame.region.root
+        self.check = frame.check
         self.slots = slots
-        self.wanted = wanted
-        self.value: torch.Tensor | None = None  # of the wanted slot
         self.count = 0
         self.stopped = False
         self.ending: int | None = None  # after so many steps it stops
@@ -36,16 +36,16 @@ class Filler:
         self.last = max(i for i, slot in enumerate(slots) if slot is not None)
 
     def run(self) -> None:
-        frame, root = self.frame, self.frame.region.root
+        frame, root = self.frame, self.root
         frame.consts.accumulated |= frame.inside
         needs_level = (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active()
         with (
-            _torch.without_levels(),
+            _torch.without_levels() if _torch.transforms_active() else _nothing,
             _torch.torch_function_enabled(),
             _torch.hooks_allowed(whoever_forbids=True),
             torch.enable_grad(),
-            fwAD.dual_level() if needs_level else nullcontext(),
-            resumed(frame.streams) if frame.streams else nullcontext(),
+            fwAD.dual_level() if needs_level else _nothing,
+            resumed(frame.streams) if frame.streams else _nothing,
         ):
             operands = [frame.operands.again(i) for i in range(len(frame.operands))]
             trace, root.trace = root.trace, None  # saved tensors are counted here
@@ -75,49 +75,47 @@ class Filler:
         if _torch.is_wrapped(tensor):
             return _torch.bare(tensor)
         index = self.count
-        options = self.frame.options
         if self.stopped or (self.ending is not None and self._position() >= self.ending):
             self.stopped = True
             raise Stop
-        self.count += 1
-        value = alias(tensor)
+        self.count = index + 1
         if index >= len(self.slots):
-            if options.determinism_check != "none" and not self.frame.open:
+            if self.check != "none" and not self.frame.open:
                 raise RecomputeMismatchError(self._too_many())
-            return value
+            return alias(tensor)
         slot = self.slots[index]
-        if slot is not None:
-            if options.determinism_check != "none":
-                before, now = self.frame.prints[index], saved_fingerprint(tensor, options.determinism_check)
-                if before is not None and before.differs(now) and self.difference is None:
-                    self.difference = self._differs(index, before, now)
-            root_replay = self.frame.region.root.replay
-            if root_replay is not None:
-                root_replay.late.fill([value])
-            slot.value = value
-            if slot is self.wanted:
-                self.value = value
+        if slot is None:
+            # A leaf refers to nothing, so it may stay itself. This is read only by a backward pass inside.
+            value = tensor if tensor.is_leaf else alias(tensor)
+        else:
+            value = alias(tensor)
+            fingerprint = saved_fingerprint(tensor, self.check)
+            if fingerprint != slot.fingerprint and is_other(slot.fingerprint, fingerprint):
+                self.difference = self.difference or self._differs(index, slot.fingerprint, fingerprint)
+            if self.root.replay is not None:
+                self.root.replay.late.fill([value])
             slot.version = _torch.version(value)
+            slot.value = value  # last, as another thread may be waiting for it
         # With a log, the operation that comes next tells more.
         if self.difference is not None and (self.frame.log is None or index >= self.last):
             raise RecomputeMismatchError(self.difference)
-        if options.early_stop and index == self.last:
+        if index == self.last and self.frame.options.early_stop:
             # The operation that runs now may fill what it has saved: then it must run to its end.
             early = [slot.source.after for slot in self.slots[max(0, index - 2) : index + 1] if slot and slot.early]
             self.ending = max(early, default=None)
             self.stopped = self.ending is None
-        if self.stopped:
-            raise Stop
+            if self.stopped:
+                raise Stop
         return value
 
     def _position(self) -> int:
-        replay = self.frame.region.root.replay
+        replay = self.root.replay
         return 0 if replay is None else replay.position
 
     def _check_end(self, result: Any, replay: Any) -> None:
         if replay is not None:
             replay.check_end()
-        if self.frame.options.determinism_check == "none" or self.frame.open:
+        if self.check == "none" or self.frame.open:
             return
         if self.difference is not None:
             raise RecomputeMismatchError(self.difference)
@@ -127,8 +125,8 @@ class Filler:
 
     def _differs(self, index: int, before: Any, now: Any) -> str:
         return (
-            f"Tensor {index} that the region saved for its backward was {before} in the forward and is {now} when the "
-            f"region was run again, at {user_line()}. {_ADVICE}"
+            f"Tensor {index} that the region saved for its backward was {describe(before)} in the forward and is "
+            f"{describe(now)} when the region was run again, at {user_line()}. {_ADVICE}"
         )
 
     def _too_many(self) -> str:
@@ -148,6 +146,9 @@ _ADVICE = (
     "A region must do the same each time. Look for Python state that changed between the runs, a branch on values that "
     "are random or not reproducible, or a cache; `remat(..., debug=True)` shows the first operation that differs."
 )
+
+
+_nothing = nullcontext()
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

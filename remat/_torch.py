@@ -123,21 +123,27 @@ next_sequence_number = torch._C._autograd._get_sequence_nr
 _REFUSAL = "don't yet support saved tensor hooks"
 
 
-@contextmanager
-def hooks_allowed(whoever_forbids: bool = False) -> Iterator[None]:
+class hooks_allowed:
     """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back.
 
     A user's own ``disable_saved_tensors_hooks`` is lifted only for a run again, which has been promised.
     """
-    message = hooks_disabled_message()
-    if message is None or not (whoever_forbids or _REFUSAL in message):
-        yield
-        return
-    hooks_enable()
-    try:
-        yield
-    finally:
-        hooks_disable(message)
+
+    __slots__ = ("lifted", "whoever_forbids")
+
+    def __init__(self, whoever_forbids: bool = False) -> None:
+        self.whoever_forbids = whoever_forbids
+        self.lifted: str | None = None
+
+    def __enter__(self) -> None:
+        message = hooks_disabled_message()
+        if message is not None and (self.whoever_forbids or _REFUSAL in message):
+            hooks_enable()
+            self.lifted = message
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.lifted is not None:
+            hooks_disable(self.lifted)
 
 
 def is_hooks_refusal(error: Exception) -> bool:
