@@ -29,8 +29,8 @@ class Ambient:
 
     __slots__ = ("_devices", "_generators", "_settings", "_states")
     _settings: list[Any]
-    _devices: Iterable[torch.device]
-    _generators: Iterable[torch.Generator]
+    _devices: tuple[torch.device, ...]
+    _generators: tuple[torch.Generator, ...]
     _states: list[tuple[Any, Any]] | None  # generators with theirs
 
     @classmethod
@@ -43,9 +43,10 @@ class Ambient:
         """The state of now; the generators of `devices` only where the backend has started."""
         self = cls.__new__(cls)
         self._settings = _read_settings()
-        self._devices, self._generators, self._states = devices, generators, None
+        self._devices, self._generators, self._states = (), (), None
         if preserve_rng_state:
-            every = (*_global_generators(devices), *generators)
+            self._devices, self._generators = tuple(devices), tuple(generators)
+            every = (*_global_generators(self._devices), *self._generators)
             self._states = [(each, each.get_state()) for each in every]
         return self
 
@@ -153,21 +154,23 @@ def _read_settings() -> list[Any]:
     return [get() for get, _ in _settings()]
 
 
-def _global_generators(devices: Iterable[torch.device]) -> list[Any]:
+def _global_generators(devices: tuple[torch.device, ...]) -> list[Any]:
     found = [torch.default_generator, _python]
     if "numpy" in sys.modules:
         found.append(_numpy())
-    for device in (*devices, *_accelerator()):
-        module = None if device.type in _WITHOUT_GENERATOR else getattr(torch, device.type, None)
-        # A fake tensor may be on a device that this machine hasn't got.
-        if module is not None and getattr(module, "is_initialized", module.is_available)():
-            generator = _device_generator(module, device)
-            if generator not in found:
-                found.append(generator)
+    if devices := (*devices, *_accelerator()):
+        found += _device_generators(devices)
     return found
 
 
-_WITHOUT_GENERATOR = frozenset(["cpu", "meta"])  # of their own
+def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
+    started = {}  # a fake tensor may be on a device that this machine hasn't got
+    for device in devices:
+        module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
+        if module is not None and getattr(module, "is_initialized", module.is_available)():
+            generator = _device_generator(module, device)
+            started[id(generator)] = generator
+    return started.values()
 
 
 def _device_generator(module: ModuleType, device: torch.device) -> Any:
@@ -208,27 +211,42 @@ class _Slow:
 
 
 class _Memory:
-    """The memory of an object beyond its header."""
+    """Reads what an object holds in its own memory, beyond the header; or a part of that."""
 
-    def __init__(self, obj: Any) -> None:
-        header = object.__basicsize__
-        self.obj = obj
-        self.bytes = (ctypes.c_char * (type(obj).__basicsize__ - header)).from_address(id(obj) + header)
+    def __init__(self, part: slice = slice(None)) -> None:
+        self._part = part
+        self._last: tuple[Any, Any] = (None, None)
+
+    def read(self, obj: Any) -> bytes:
+        known, view = self._last
+        if known is not obj:
+            header = object.__basicsize__
+            start, stop, _ = self._part.indices(type(obj).__basicsize__ - header)
+            view = (ctypes.c_char * (stop - start)).from_address(id(obj) + header + start)
+            self._last = obj, view
+        return view.raw
 
 
-_memories: dict[str, _Memory] = {}  # found once, for that takes longer than to read them
+def _twister_memory(new: Any, draw: Callable[[], Any]) -> _Memory:
+    """Reads the few bytes of a Mersenne twister by which each draw is seen.
+
+    A draw moves the position, and after the last one all of the state is made anew: that is the position, and a part
+    of the state beside it. `new` is one to try it out.
+    """
+    for _ in range(4):
+        draw()  # past the first position
+    before = _Memory().read(new)
+    draw()
+    moved = [i for i, (old, now) in enumerate(zip(before, _Memory().read(new))) if old != now]
+    return _Memory(slice(max(0, moved[0] - 32), moved[-1] + 32)) if moved else _Memory()
 
 
-def _bytes_of(obj: Any, role: str) -> bytes:
-    memory = _memories.get(role)
-    if memory is None or memory.obj is not obj:
-        memory = _memories[role] = _Memory(obj)
-    return memory.bytes.raw
+_python_bits = _twister_memory(new := random.Random(0), new.random)
 
 
 def _python_memory() -> tuple[bytes, float | None]:
     generator = random.getstate.__self__  # type: ignore[attr-defined]
-    return _bytes_of(generator, "python"), generator.gauss_next
+    return _python_bits.read(generator), generator.gauss_next
 
 
 _python = _Slow(random.getstate, random.setstate, _python_memory)
@@ -240,10 +258,13 @@ def _numpy() -> _Slow:
 
     state: Any = vars(np_random)["get_state"].__self__  # beside the bits, half a pair of normals
 
+    new = np_random.MT19937(0)
+    mersenne_bits, rest = _twister_memory(new, new.random_raw), _Memory()
+
     def memory() -> tuple[bytes, bytes] | None:
         bits = state._bit_generator
         if type(bits) is np_random.MT19937:  # another may keep its state elsewhere
-            return _bytes_of(state, "numpy"), _bytes_of(bits, "numpy bits")
+            return mersenne_bits.read(bits), rest.read(state)
         return None
 
     return _Slow(partial(np_random.get_state, legacy=False), np_random.set_state, memory)

@@ -115,7 +115,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         frame = Frame(region, call.kept, root.consts, root.options)
         with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
             try:
-                outs = frame.run(lambda: region.run(inputs))
+                outs = frame.run(region.run, inputs)
             except RuntimeError as error:
                 if "leaf Variable that requires grad" in str(error):
                     raise MutationError(_CHANGES) from error
@@ -147,7 +147,7 @@ def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
             return list(PlainNode.apply(region, call, *operands))
         kept = Kept(operands, _names(region.root), set())
         frame = Frame(region, kept, Kept([], kept.name, set()), region.root.options, read_inside=True)
-        return frame.run(lambda: region.run(operands))
+        return frame.run(region.run, operands)
     pullback, primals = region, getattr(region, "primals", 0)
     while isinstance(pullback, Batched) and pullback.primals:
         pullback = pullback.inner

@@ -50,18 +50,19 @@ class Frame:
         self.outer: tuple | None = None  # the hooks around the region
         self.inside = False  # a backward pass ran inside the region's forward
         self.start = _torch.next_sequence_number()
-        self.streams = current_streams(region.root.devices)
+        root = region.root
+        self.streams = current_streams(root.devices) if root.devices else []
         self.log = OpLog() if options.debug else None
         self.policies = list(state.policies)
-        self.record = None if region.root.ran else region.root.record
+        self.record = None if root.ran else root.record
         self.known = {id(t): (consts, i) for i, t in enumerate(consts.tensors)}
         for i, t in enumerate(operands.tensors):
             self.known[id(t)] = operands, i
 
     # --- the forward ------------------------------------------------------------------------------------------------
 
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Run the region for the first time; what it saves becomes slots of this frame."""
+    def run(self, call: Callable, *args: Any) -> Any:
+        """Run the region for the first time, by ``call(*args)``; what it saves becomes slots of this frame."""
         self.outer = _torch.top_hooks(True)
         if self.outer is not None:
             owner = getattr(self.outer[0], "__self__", None)
@@ -70,14 +71,15 @@ class Frame:
             self.consts.hand_over(*self.outer, None if getattr(owner, "takes_all", False) else which)
         if self.record is not None:
             self.record.outer = self.outer
-        self.region.root.log = self.log
+        root = self.region.root
+        root.log = self.log
         with _torch.hooks_allowed():
             _torch.push_hooks(self.pack, self.unpack)
             try:
-                result = call()
+                result = call(*args)
             finally:
                 _torch.pop_hooks()
-                self.region.root.log = None
+                root.log = None
         self.open = False
         if self.read_inside:
             self.clear()

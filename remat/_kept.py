@@ -7,6 +7,7 @@ region itself changed them (batch-norm statistics).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ._passes import current_pass
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
 COPY_BYTES = 16 * 1024
 COPY_VECTOR_BYTES = 1024 * 1024
+
+_requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 
 Name = Callable[[int], str]
 Pack = Callable[[torch.Tensor], Any]
@@ -43,17 +46,18 @@ class Kept:
         self.name = name
         self.changing = changing
         self.versions = _torch.versions(tensors)
-        self.requires_grad = [t.requires_grad for t in tensors]
-        self.leaf = [t.is_leaf for t in tensors]
+        self.requires_grad = list(map(_requires_grad, tensors))
+        self.leaf = list(map(_is_leaf, tensors))
         self.packed: dict[int, tuple[Unpack, Any]] = {}  # what hooks around the region took over
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: set[int] = set()
         self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
         self.grads: list[tuple[int, int]] | None = None
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
-        for i, requires_grad in enumerate(self.requires_grad):
-            if (changing or not requires_grad) and self._may_change(i, tensors[i]):
-                self.copies[i] = tensors[i].detach().clone()
+        if changing or not all(self.requires_grad):
+            for i, tensor in enumerate(tensors):
+                if self._may_change(i, tensor):
+                    self.copies[i] = tensor.detach().clone()
 
     def __len__(self) -> int:
         return len(self.versions)
@@ -133,7 +137,7 @@ class Kept:
         Raises:
             MutationError: it has been changed since.
         """
-        if i in self.packed and i not in self.changed:
+        if self.packed and i in self.packed and i not in self.changed:
             unpack, packed = self.packed[i]
             return unpack(packed) if not _torch.unpacks_once(unpack) else self._unpacked_once(i, unpack, packed)
         return self.checked(i, self.tensors[i])
@@ -172,7 +176,7 @@ class Kept:
     def again(self, i: int) -> torch.Tensor:
         """The i-th tensor for a run again: cut from the graph that it came from, tangent included."""
         tensor = self.get(i)
-        if i in self.duals:
+        if self.duals and i in self.duals:
             primal, tangent = (_cut(*dual) for dual in self.duals[i])
             return fwAD.make_dual(primal, tangent)
         return _cut(tensor, self.requires_grad[i], self.leaf[i])

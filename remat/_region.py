@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from ._replay import Replay
 from ._state import own_work, recomputing, state
 from ._trace import Retrace, Trace
 from .policies import nothing_saveable
+
+_on_cpu = attrgetter("is_cpu")
 
 # Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator])
@@ -80,7 +83,8 @@ class Region:
         for position, _ in self.uses:
             leaves[position] = None
         self.leaves = leaves
-        found = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
+        all_tensors = len(self.uses) == len(leaves)
+        found = find(fn) if all_tensors else find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
         self.found: Found | None = found
         self.cells = found.cells
         self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)]
@@ -140,14 +144,19 @@ class Region:
         self.arity = len(self.positions) + len(captured)
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.changing)
         self.consts.watch_gradients()
-        self.devices = {t.device for t in (*self.arguments, *tensors, *captured)}
+        tensors += self.operands()
+        self.devices = set() if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         self.undo_record = mark()
+        self.record = self._new_record(tensors) if self.options.policy or state.policies else None
+        self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
+
+    def _new_record(self, tensors: Iterable[torch.Tensor]) -> Record | None:
+        """The record of the first run, unless nothing will be kept."""
         own = self.options.policy or nothing_saveable
         policy = within(state.policies[-1] if state.policies else None, own)
-        fake = any(isinstance(t, _torch.FakeTensor) for t in (*self.arguments, *tensors, *captured))
-        plain = policy.saves_nothing or fake
-        self.record = None if plain else Record(policy, self.memory, own.mentioned_names)
-        self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
+        if policy.saves_nothing or any(isinstance(t, _torch.FakeTensor) for t in tensors):
+            return None
+        return Record(policy, self.memory, own.mentioned_names)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make captured tensors that have no place operands: they are swapped wherever they are read."""
@@ -204,15 +213,20 @@ class Region:
         for position, index in self.uses:
             leaves[position] = operands[index]
         args, kwargs = _tree.unflatten(self.spec, leaves)
-        made_inside(operands)
-        with own_work(False), mode, self.log or nullcontext():
+        if state.interceptors:
+            made_inside(operands)
+        return self._called(args, kwargs, mode)
+
+    def _called(self, args: tuple, kwargs: dict, mode: Any) -> Any:
+        if mode is None and self.log is None and not state.own_work:
+            return self.fn(*args, **kwargs)
+        with own_work(False), mode or nullcontext(), self.log or nullcontext():
             return self.fn(*args, **kwargs)
 
     def first(self, args: tuple, kwargs: dict) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        with own_work(False), self._recorder(self.arguments), self.log or nullcontext():
-            result = self.fn(*args, **kwargs)
+        result = self._called(args, kwargs, self._recorder(self.arguments))
         self.outputs.spec = _tree.flatten(result)[1]
         return result
 
@@ -221,8 +235,12 @@ class Region:
         assert self.ambient is not None
         with recomputing(), self.ambient.restored():
             captured = self._captured_again()
-            with self._bound_again(operands, captured), self._swapped(operands, trace):
-                return self._replayed(operands, captured)
+            swapped = self._swapped(operands, trace)
+            with self._bound_again(operands, captured):
+                if swapped is None:
+                    return self._replayed(operands, captured)
+                with swapped:
+                    return self._replayed(operands, captured)
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
@@ -230,7 +248,7 @@ class Region:
             result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)
         self.ran = True
-        with self._bound(operands), self._swapped(operands, self.trace):
+        with self._bound(operands), self._swapped(operands, self.trace) or nullcontext():
             result = self.call(operands, self._recorder(operands))
         return self.outputs.record(result, operands)
 
@@ -239,13 +257,13 @@ class Region:
 
     def _recorder(self, operands: Sequence[torch.Tensor]) -> Any:
         if self.record is None or self.consts is None:
-            return nullcontext()
+            return None
         self.record.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
         return Recorder(self.record)
 
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if self.record is None or self.record.open:
-            return self.call(operands, nullcontext())
+            return self.call(operands, None)
         self.replay = replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
         result = self.call(operands, replay)
         if self.plan is None:  # else whoever made the plan does it, when all that the run has made is gone
@@ -263,12 +281,12 @@ class Region:
         return rebound(values, cells=self.cells)
 
     def _swapped(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
-        own = dict(zip(map(id, self.swapped), operands[len(self.positions) :]))
+        own = dict(zip(map(id, self.swapped), operands[len(self.positions) :])) if self.swapped else {}
         # What it captures may have been changed, as long as it does not read it.
         stale = self._stale() if self.ran else {}
         if own or self.inherited or stale or trace is not None or self.watch is not None:
             return Interceptor(own, self.inherited, self.watch, trace, stale)
-        return nullcontext()
+        return None
 
     def _stale(self) -> dict[int, str]:
         assert self.consts is not None

@@ -6,8 +6,8 @@ exist, so a new torch release that moves one fails in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -67,7 +67,13 @@ def version(tensor: torch.Tensor) -> int:
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The version counters of several."""
-    return [version(tensor) for tensor in tensors]
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [version(tensor) for tensor in tensors]
+
+
+_version = attrgetter("_version")  # which is called by C, so that a region asks for all of its tensors at once
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
