@@ -32,13 +32,13 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
     return Metadata((tensor.dtype, tensor.shape, tensor.device, None, values))
 
 
-def saved_fingerprint(tensor: torch.Tensor, check: str) -> Any:
+def saved_fingerprint(tensor: torch.Tensor, node: Any, check: str) -> Any:
     """The same of a tensor that is saved, with the kind of node that made it: another one tells of another path."""
     if check == "metadata":
-        return tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn)
+        return tensor.dtype, tensor.shape, tensor.device, type(node)
     if check == "none":
         return None
-    return tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), checksum(tensor)
+    return tensor.dtype, tensor.shape, tensor.device, type(node), checksum(tensor)
 
 
 def is_other(before: tuple, now: tuple) -> bool:

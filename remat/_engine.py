@@ -34,7 +34,7 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "check", "consts", "inside", "known", "lock", "log", "open", "operands", "options", "outer",
-        "policies", "read_inside", "record", "region", "slots", "start", "streams",
+        "policies", "read_inside", "record", "region", "slot", "slots", "start", "streams",
     )  # fmt: skip
 
     def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any, read_inside: bool = False) -> None:
@@ -55,6 +55,7 @@ class Frame:
         self.log = OpLog() if options.debug else None
         self.policies = list(state.policies)
         self.record = None if root.ran else root.record
+        self.slot = Slot if self.record is None else RecordedSlot
         self.known = {id(t): (consts, i) for i, t in enumerate(consts.tensors)}
         for i, t in enumerate(operands.tensors):
             self.known[id(t)] = operands, i
@@ -94,21 +95,25 @@ class Frame:
         found = self.known.get(id(tensor))
         if found is not None:
             kept, i = found
-            served: Any = found if kept.is_as_before(i, tensor) else None
+            if _torch.is_unchanged(tensor, kept.versions[i]):
+                self.slots.append(None)
+                return found
         elif _torch.is_wrapped(tensor):
             if self.record is not None:
                 self.record.needs(tensor)
             return Above(tensor)
-        else:
-            served = self._served(tensor)
-        if served is not None:
-            self.slots.append(None)
-            return served
-        fingerprint = saved_fingerprint(tensor, self.check)
-        if self.record is None:
-            slot = Slot(tensor, fingerprint)
-        else:
-            slot = RecordedSlot(tensor, fingerprint)
+        base, node = _torch.view_base(tensor), tensor.grad_fn
+        if base is not None or node is None or _torch.sequence_number(node) < self.start:
+            served = None if found else self._served(tensor, base, node)
+            if served is not None:
+                self.slots.append(None)
+                return served
+        slot = self.slot()
+        slot.fingerprint = saved_fingerprint(tensor, node, self.check)
+        slot.first = slot.value = None
+        if node is None and not tensor.requires_grad:
+            slot.watch(tensor)
+        if self.record is not None:
             self.record.saved(tensor, slot)
         if self.read_inside:
             slot.value = alias(tensor)
@@ -116,14 +121,12 @@ class Frame:
         self.slots.append(weakref.ref(slot))
         return slot
 
-    def _served(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    def _served(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Callable[[], torch.Tensor] | None:
         """How to get a tensor that is there without a run again: a view of an input, or what was there before."""
-        base = _torch.view_base(tensor)
         if base is not None and (found := self.known.get(id(base))) is not None:
             kept, i = found
             shares = kept.is_as_before(i, base) and i not in kept.packed and not kept.duals
             return View(kept, i, alias(tensor)) if shares else None
-        node = tensor.grad_fn
         if node is None:
             return Found(tensor) if tensor.requires_grad else None
         if _torch.sequence_number(node) >= self.start:
@@ -136,7 +139,11 @@ class Frame:
         self.inside |= self.open
         if type(packed) is tuple:
             kept, i = packed
-            return self._as_reader(kept.get, i) if kept.packed else kept.get(i)
+            if not kept.packed and not kept.changed:
+                tensor = kept.tensors[i]
+                if _torch.is_unchanged(tensor, kept.versions[i]):
+                    return tensor
+            return self._as_reader(kept.get, i)
         if not isinstance(packed, Slot):
             return self._as_reader(packed)
         value = packed.value
@@ -144,7 +151,7 @@ class Frame:
             if packed.residual is not None:
                 return self._as_reader(packed.kept)
             value = self._as_reader(self._filled, packed)
-        if not packed.is_as_saved(value):
+        if not _torch.is_unchanged(value, packed.version) or (packed.first and packed.has_changed()):
             raise MutationError(
                 f"A captured tensor, or one that the region made, {fingerprint(value, 'metadata')}, was saved for the "
                 f"backward and then changed in place. This is an error without remat too: use the out-of-place "

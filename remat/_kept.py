@@ -181,6 +181,12 @@ class Kept:
             return fwAD.make_dual(primal, tangent)
         return _cut(tensor, self.requires_grad[i], self.leaf[i])
 
+    def all_again(self) -> list[torch.Tensor]:
+        """All of them for a run again."""
+        if self.packed or self.duals or self.changed or _torch.versions(self.tensors) != self.versions:  # type: ignore[arg-type]
+            return [self.again(i) for i in range(len(self))]
+        return list(map(_cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
+
     def stale(self) -> dict[int, str]:
         """The tensors that were changed since, by id, each with what to say if the run again reads it."""
         return {

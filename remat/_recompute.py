@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,43 +33,65 @@ class Filler:
         self.stopped = False
         self.ending: int | None = None  # after so many steps it stops
         self.difference: str | None = None
-        self.last = max(i for i, slot in enumerate(slots) if slot is not None)
+        self.last = len(slots) - 1
+        while slots[self.last] is None:
+            self.last -= 1
 
     def run(self) -> None:
+        contexts = self._contexts()
+        before = torch.is_grad_enabled()
+        _torch.set_grad_enabled(True)
+        try:
+            if not contexts:
+                return self._run()
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                self._run()
+        finally:
+            _torch.set_grad_enabled(before)
+
+    def _contexts(self) -> list[Any]:
+        """What a run again has to be shielded from, or given back: nothing, in a plain backward pass."""
+        frame, contexts = self.frame, []
+        if _torch.transforms_active():
+            contexts.append(_torch.without_levels())
+        if not _torch.is_torch_function_enabled():
+            contexts.append(_torch.torch_function_enabled())
+        if _torch.hooks_disabled_message() is not None:
+            contexts.append(_torch.hooks_allowed(whoever_forbids=True))
+        if (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active():
+            contexts.append(fwAD.dual_level())
+        if frame.streams:
+            contexts.append(resumed(frame.streams))
+        return contexts
+
+    def _run(self) -> None:
         frame, root = self.frame, self.root
         frame.consts.accumulated |= frame.inside
-        needs_level = (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active()
-        with (
-            _torch.without_levels() if _torch.transforms_active() else _nothing,
-            _torch.torch_function_enabled(),
-            _torch.hooks_allowed(whoever_forbids=True),
-            torch.enable_grad(),
-            fwAD.dual_level() if needs_level else _nothing,
-            resumed(frame.streams) if frame.streams else _nothing,
-        ):
-            operands = [frame.operands.again(i) for i in range(len(frame.operands))]
-            trace, root.trace = root.trace, None  # saved tensors are counted here
-            result = None
-            replay = root.log = None if frame.log is None else frame.log.replay()
-            if frame.record is not None and not frame.open:
-                root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
-            _torch.push_hooks(self.pack, _same)
-            try:
-                with as_in_forward(frame.policies, filling=frame.open):
-                    result = frame.region.call_again(operands)
-            except (Stop, Exception):
-                # TorchScript makes another exception of a stop; and it may be another region's.
-                if not self.stopped:
-                    raise
-            finally:
-                _torch.pop_hooks()
-                again, root.replay = root.replay, None
-                root.log, root.trace, root.plan = None, trace, None
+        operands = frame.operands.all_again()
+        trace, root.trace = root.trace, None  # saved tensors are counted here
+        result = None
+        replay = root.log = None if frame.log is None else frame.log.replay()
+        if frame.record is not None and not frame.open:
+            root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
+        _torch.push_hooks(self.pack, _same)
+        try:
+            with as_in_forward(frame.policies, filling=frame.open):
+                result = frame.region.call_again(operands)
+        except (Stop, Exception):
+            # TorchScript makes another exception of a stop; and it may be another region's.
             if not self.stopped:
-                self._check_end(result, replay)
-            del operands, result
-            if again is not None:
-                again.finish()
+                raise
+        finally:
+            _torch.pop_hooks()
+            again, root.replay = root.replay, None
+            root.log, root.trace, root.plan = None, trace, None
+        if not self.stopped:
+            self._check_end(result, replay)
+        del operands, result
+        if again is not None:
+            again.finish()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.is_wrapped(tensor):
@@ -89,7 +111,7 @@ class Filler:
             value = tensor if tensor.is_leaf else alias(tensor)
         else:
             value = alias(tensor)
-            fingerprint = saved_fingerprint(tensor, self.check)
+            fingerprint = saved_fingerprint(tensor, tensor.grad_fn, self.check)
             if fingerprint != slot.fingerprint and is_other(slot.fingerprint, fingerprint):
                 self.difference = self.difference or self._differs(index, slot.fingerprint, fingerprint)
             if self.root.replay is not None:
@@ -146,9 +168,6 @@ _ADVICE = (
     "A region must do the same each time. Look for Python state that changed between the runs, a branch on values that "
     "are random or not reproducible, or a cache; `remat(..., debug=True)` shows the first operation that differs."
 )
-
-
-_nothing = nullcontext()
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

@@ -60,13 +60,15 @@ class Region:
 
     __slots__ = (
         "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "contents", "devices", "fixed",
-        "fn", "found", "holders", "inherited", "kinds", "leaves", "log", "mapped", "memory", "options", "outputs",
+        "flat", "fn", "found", "generators", "holders", "inherited", "kinds", "leaves", "log", "mapped", "memory", "options", "outputs",
         "places", "plan", "positions", "ran", "record", "replay", "spec", "swapped", "trace", "undo_record", "uses",
         "watch",
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
-        leaves, self.spec = _tree.flatten_call(args, kwargs)
+        spec = _tree.spec_of_call(args, kwargs)
+        self.flat = spec is not None  # the arguments are the leaves
+        leaves, self.spec = (list(args), spec) if self.flat else _tree.flatten((args, kwargs))
         self.fn = fn
         self.options = options
         self.memory = memory
@@ -83,8 +85,9 @@ class Region:
         for position, _ in self.uses:
             leaves[position] = None
         self.leaves = leaves
-        all_tensors = len(self.uses) == len(leaves)
-        found = find(fn) if all_tensors else find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
+        others = [leaf for leaf in leaves if leaf is not None]
+        self.generators = [leaf for leaf in others if isinstance(leaf, torch.Generator)]
+        found = find(fn, *(leaf for leaf in others if type(leaf) not in _PLAIN))
         self.found: Found | None = found
         self.cells = found.cells
         self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)]
@@ -121,8 +124,7 @@ class Region:
         Captured tensors for which ``follow`` is true become operands, the others are kept as they are.
         """
         tensors = []
-        generators = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
-        places, bindings, captured = [], [], list(self.swapped)
+        generators, places, bindings, captured = list(self.generators), [], [], list(self.swapped)
         index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
         assert self.found is not None
         self.holders, self.fixed = self.found.holders(), []
@@ -212,7 +214,7 @@ class Region:
         leaves = list(self.leaves)
         for position, index in self.uses:
             leaves[position] = operands[index]
-        args, kwargs = _tree.unflatten(self.spec, leaves)
+        args, kwargs = (leaves, {}) if self.flat else _tree.unflatten(self.spec, leaves)
         if state.interceptors:
             made_inside(operands)
         return self._called(args, kwargs, mode)

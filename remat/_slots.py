@@ -22,22 +22,22 @@ class Slot:
     residual: Any = None
     early = False
 
-    def __init__(self, tensor: torch.Tensor, fingerprint: Any) -> None:
-        self.fingerprint = fingerprint  # what a run again is compared with
-        # What requires no grad may be captured, from where it was not found: then a change of it must be seen.
-        self.first = None if tensor.requires_grad else (weakref.ref(tensor), _torch.version(tensor))
-        self.value: torch.Tensor | None = None
-        self.version = 0
+    # A region makes many, so they have no ``__init__``.
+    fingerprint: Any  # what a run again is compared with
+    first: tuple[weakref.ref, int] | None  # the saved tensor and its version, see ``watch``
+    value: torch.Tensor | None
+    version: int
 
-    def is_as_saved(self, value: torch.Tensor) -> bool:
-        """Whether nothing was changed in place, an error without remat too: the value, and what was saved itself."""
-        if _torch.version(value) != self.version:
-            return False
-        if self.first is None:
-            return True
+    def watch(self, tensor: torch.Tensor) -> None:
+        """What requires no grad may be captured, from where it was not found: then a change of it must be seen."""
+        self.first = weakref.ref(tensor), _torch.version(tensor)
+
+    def has_changed(self) -> bool:
+        """Whether the saved tensor itself is still there and was changed in place, an error without remat too."""
+        assert self.first is not None
         ref, version = self.first
         tensor = ref()
-        return tensor is None or _torch.version(tensor) == version
+        return tensor is not None and _torch.version(tensor) != version
 
 
 class RecordedSlot(Slot):
@@ -45,8 +45,7 @@ class RecordedSlot(Slot):
 
     __slots__ = ("early", "residual", "source")
 
-    def __init__(self, tensor: torch.Tensor, fingerprint: Any) -> None:
-        super().__init__(tensor, fingerprint)
+    def __init__(self) -> None:
         self.source: Any = None  # which value it is, in the record of the first run
         self.residual: Any = None  # that value is kept
         self.early = False  # it was saved before the operation filled it

@@ -7,7 +7,7 @@ exist, so a new torch release that moves one fails in one place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ hooks_enable = torch._C._autograd._saved_tensors_hooks_enable
 # -1 outside of a backward pass: then an unpack serves one reader and stores nothing.
 graph_task_id = torch._C._current_graph_task_id
 # With a graph that is kept, nodes don't release what they saved, so slots must let go by themselves.
+set_grad_enabled = torch._C._set_grad_enabled  # for each run again; the public ones take as long as an operation
 graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 current_node = torch._C._current_autograd_node
 
@@ -52,9 +53,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def sequence_number(node: Any) -> int:
-    """The number of a graph node, which grows with its creation in a thread: older than the region or not."""
-    return node._sequence_nr()
+# The number of a graph node, which grows with its creation in a thread: older than the region or not.
+sequence_number = methodcaller("_sequence_nr")
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -68,17 +68,19 @@ def version(tensor: torch.Tensor) -> int:
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The version counters of several."""
     try:
-        return list(map(_version, tensors))
+        return list(map(version_of_saved, tensors))
     except RuntimeError:
         return [version(tensor) for tensor in tensors]
 
 
-_version = attrgetter("_version")  # which is called by C, so that a region asks for all of its tensors at once
+def is_unchanged(tensor: torch.Tensor, before: int) -> bool:
+    """Whether a tensor has the version that it had."""
+    return before in (-1, tensor._version)
 
 
-def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What a view is a view of: a saved view of a region's input needs no recompute."""
-    return tensor._base
+# These two are asked of each saved tensor, and make no Python frame. Autograd saves no inference tensor.
+version_of_saved = attrgetter("_version")
+view_base = attrgetter("_base")  # what a view is a view of: a saved view of a region's input needs no recompute
 
 
 # --- forward-mode levels ------------------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ def dual_level_active() -> bool:
 
 # A method of a tensor subclass may have switched it off for the backward that it started.
 torch_function_enabled = torch._C._EnableTorchFunction
+is_torch_function_enabled = torch._C._is_torch_function_enabled
 
 set_forward_grad_enabled = fwAD._set_fwd_grad_enabled  # autograd.Function switches it off; a level below needs it
 

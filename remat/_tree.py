@@ -20,7 +20,7 @@ from optree import PyTreeSpec as TreeSpec
 
 from ._torch import TORCH_NODES, MappingKey, SequenceKey
 
-__all__ = ["TreeSpec", "describe_difference", "flatten", "flatten_call", "paths", "unflatten"]
+__all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "spec_of_call", "unflatten"]
 
 _NAMESPACE = "remat"
 # torch.Size is a node to torch; as a plain value it passes whole.
@@ -50,11 +50,9 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
             return leaves, spec
 
 
-def flatten_call(args: tuple, kwargs: dict, /) -> tuple[list[Any], TreeSpec]:
-    """``flatten((args, kwargs))``; the number of arguments says it all where they are tensors and numbers."""
-    if not kwargs and _PLAIN.issuperset(map(type, args)):
-        return list(args), _spec_of_call(len(args))
-    return flatten((args, kwargs))
+def spec_of_call(args: tuple, kwargs: dict, /) -> TreeSpec | None:
+    """The structure of ``(args, kwargs)`` if ``args`` are its leaves."""
+    return _spec_of_call(len(args)) if not kwargs and _PLAIN.issuperset(map(type, args)) else None
 
 
 @functools.cache
