@@ -69,7 +69,8 @@ class Ambient:
 
     def rewind(self) -> None:
         """Sets the generators, and only these, back to the captured state."""
-        _call_all((each.set_state, state) for each, state in self._states or ())
+        if self._states:
+            _call_all((each.set_state, state) for each, state in self._states)
 
     def _put(self, now: list[Any]) -> None:
         try:
@@ -122,6 +123,15 @@ def _accelerator() -> tuple[torch.device, ...]:
     return () if device is None else (device,)
 
 
+_SDPA_SETTERS = (
+    sdpa.enable_flash_sdp,
+    sdpa.enable_mem_efficient_sdp,
+    sdpa.enable_math_sdp,
+    sdpa.enable_cudnn_sdp,
+    sdpa.allow_fp16_bf16_reduction_math_sdp,
+)
+
+
 @cache
 def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     settings: list[tuple[Any, Any]] = [
@@ -130,10 +140,8 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         (_torch.device_mode, _torch.set_device_mode),
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         (_torch.sdpa_priority, _torch.set_sdpa_priority),
-        (sdpa.fp16_bf16_reduction_math_sdp_allowed, sdpa.allow_fp16_bf16_reduction_math_sdp),
+        *zip(_torch.sdpa_enabled, _SDPA_SETTERS, strict=True),
     ]
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        settings.append((getattr(sdpa, f"{name}_sdp_enabled"), getattr(sdpa, f"enable_{name}_sdp")))
     autocast = (
         (torch.is_autocast_enabled, torch.set_autocast_enabled),
         (torch.get_autocast_dtype, torch.set_autocast_dtype),
@@ -210,43 +218,42 @@ class _Slow:
             self._last = state
 
 
-class _Memory:
+_Read = Callable[[], bytes]
+
+
+def _reader(obj: Any, part: slice = slice(None)) -> _Read:
     """Reads what an object holds in its own memory, beyond the header; or a part of that."""
-
-    def __init__(self, part: slice = slice(None)) -> None:
-        self._part = part
-        self._last: tuple[Any, Any] = (None, None)
-
-    def read(self, obj: Any) -> bytes:
-        known, view = self._last
-        if known is not obj:
-            header = object.__basicsize__
-            start, stop, _ = self._part.indices(type(obj).__basicsize__ - header)
-            view = (ctypes.c_char * (stop - start)).from_address(id(obj) + header + start)
-            self._last = obj, view
-        return view.raw
+    header = object.__basicsize__
+    start, stop, _ = part.indices(type(obj).__basicsize__ - header)
+    return memoryview((ctypes.c_char * (stop - start)).from_address(id(obj) + header + start)).tobytes
 
 
-def _twister_memory(new: Any, draw: Callable[[], Any]) -> _Memory:
-    """Reads the few bytes of a Mersenne twister by which each draw is seen.
+def _telling_part(new: Any, draw: Callable[[], Any]) -> slice:
+    """The few bytes of a Mersenne twister by which each draw is seen.
 
     A draw moves the position, and after the last one all of the state is made anew: that is the position, and a part
     of the state beside it. `new` is one to try it out.
     """
     for _ in range(4):
         draw()  # past the first position
-    before = _Memory().read(new)
+    before = _reader(new)()
     draw()
-    moved = [i for i, (old, now) in enumerate(zip(before, _Memory().read(new))) if old != now]
-    return _Memory(slice(max(0, moved[0] - 32), moved[-1] + 32)) if moved else _Memory()
+    moved = [i for i, (old, now) in enumerate(zip(before, _reader(new)())) if old != now]
+    return slice(max(0, moved[0] - 32), moved[-1] + 32) if moved else slice(None)
 
 
-_python_bits = _twister_memory(new := random.Random(0), new.random)
+_python_part = _telling_part(new := random.Random(0), new.random)
+_python_last: tuple[Any, _Read] = (new, _reader(new, _python_part))
 
 
 def _python_memory() -> tuple[bytes, float | None]:
-    generator = random.getstate.__self__  # type: ignore[attr-defined]
-    return _python_bits.read(generator), generator.gauss_next
+    global _python_last
+    generator, read = _python_last
+    if generator is not random.getstate.__self__:  # type: ignore[attr-defined]
+        generator = random.getstate.__self__  # type: ignore[attr-defined]
+        read = _reader(generator, _python_part)
+        _python_last = generator, read
+    return read(), generator.gauss_next
 
 
 _python = _Slow(random.getstate, random.setstate, _python_memory)
@@ -259,12 +266,16 @@ def _numpy() -> _Slow:
     state: Any = vars(np_random)["get_state"].__self__  # beside the bits, half a pair of normals
 
     new = np_random.MT19937(0)
-    mersenne_bits, rest = _twister_memory(new, new.random_raw), _Memory()
+    part = _telling_part(new, new.random_raw)
+    last, read_bits, read_rest = new, _reader(new, part), _reader(state)
 
     def memory() -> tuple[bytes, bytes] | None:
+        nonlocal last, read_bits
         bits = state._bit_generator
-        if type(bits) is np_random.MT19937:  # another may keep its state elsewhere
-            return mersenne_bits.read(bits), rest.read(state)
-        return None
+        if bits is not last:
+            if type(bits) is not np_random.MT19937:  # another may keep its state elsewhere
+                return None
+            read_bits, last = _reader(bits, part), bits
+        return read_bits(), read_rest()
 
     return _Slow(partial(np_random.get_state, legacy=False), np_random.set_state, memory)

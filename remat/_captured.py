@@ -40,9 +40,9 @@ _BUDGET = 100_000  # objects visited per call
 
 def find(*roots: Any) -> Found:
     """The places reached from `roots` that hold a tensor or generator, those on the way, and all closure cells."""
-    walk = _Walk()
     if len(roots) == 1 and type(roots[0]) is FunctionType and _reads_libraries_alone(roots[0]):
-        return walk
+        return _NOTHING
+    walk = _Walk()
     for root in roots:
         name = root.__name__ if type(root) is FunctionType else "self"
         walk.see(root, NamePlace(None, name, None))
@@ -243,6 +243,7 @@ _KWDEFAULTS = FunctionType.__dict__["__kwdefaults__"]
 _BASE_STATE = list(vars(nn.Module()))  # read by name, or not by a forward
 
 
+_NOTHING = Found()
 visits.instance = _Walk.instance
 visits.wrapper = _Walk.wrapper
 visits.bases = {

@@ -69,25 +69,29 @@ class Region:
         spec = _tree.spec_of_call(args, kwargs)
         self.flat = spec is not None  # the arguments are the leaves
         leaves, self.spec = (list(args), spec) if self.flat else _tree.flatten((args, kwargs))
+        self.arguments: list[torch.Tensor] = []  # each tensor once
         self.fn = fn
         self.options = options
         self.memory = memory
         # One operand for each tensor: a function may ask whether two arguments are the same one.
         first: dict[int, int] = {}
-        self.positions: list[int] = []  # of the leaves, each tensor once
+        self.positions: list[int] = []  # of these among the leaves
         self.uses: list[tuple[int, int]] = []  # position of a leaf, index of its operand
+        self.generators: list[Any] = []
+        others = []
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 self.uses.append((position, first.setdefault(id(leaf), len(first))))
                 if len(first) > len(self.positions):
                     self.positions.append(position)
-        self.arguments: list[torch.Tensor] = [leaves[i] for i in self.positions]
-        for position, _ in self.uses:
-            leaves[position] = None
+                    self.arguments.append(leaf)
+                leaves[position] = None
+            elif type(leaf) not in _PLAIN:
+                others.append(leaf)
+            elif type(leaf) is torch.Generator:
+                self.generators.append(leaf)
         self.leaves = leaves
-        others = [leaf for leaf in leaves if leaf is not None]
-        self.generators = [leaf for leaf in others if isinstance(leaf, torch.Generator)]
-        found = find(fn, *(leaf for leaf in others if type(leaf) not in _PLAIN))
+        found = find(fn, *others)
         self.found: Found | None = found
         self.cells = found.cells
         self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)]
@@ -237,12 +241,11 @@ class Region:
         assert self.ambient is not None
         with recomputing(), self.ambient.restored():
             captured = self._captured_again()
-            swapped = self._swapped(operands, trace)
-            with self._bound_again(operands, captured):
-                if swapped is None:
-                    return self._replayed(operands, captured)
-                with swapped:
-                    return self._replayed(operands, captured)
+            bound, swapped = self._bound_again(operands, captured), self._swapped(operands, trace)
+            if bound is None and swapped is None:
+                return self._replayed(operands, captured)
+            with bound or nullcontext(), swapped or nullcontext():
+                return self._replayed(operands, captured)
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
@@ -278,6 +281,8 @@ class Region:
         return [self.consts.captured_again(i) for i in range(len(self.consts))]
 
     def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
+        if not (self.contents or self.holders or self.bindings or self.places or self.cells):
+            return None
         values = [*snapshots(self.contents), *self.holders, *((place, operands[i]) for place, i in self.bindings)]
         values += zip(self.places, captured)
         return rebound(values, cells=self.cells)

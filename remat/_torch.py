@@ -162,7 +162,10 @@ def is_hooks_refusal(error: Exception) -> bool:
 
 def tracing() -> bool:
     """Whether a trace is taken by ``make_fx`` or ``torch.export``: then a region is inlined."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return _dispatch_mode(_PROXY) is not None
+
+
+_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 
 
 def exporting() -> bool:
@@ -232,6 +235,14 @@ SequenceKey = _torch_pytree.SequenceKey
 
 # --- ambient state ------------------------------------------------------------------------------------------------
 
+# What the functions of torch.backends.cuda call: a region asks for all of these three times.
+sdpa_enabled = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+)
 # Which attention kernel is tried first; only `sdpa_kernel(..., set_priority=True)` sets it in public.
 sdpa_priority = torch._C._get_sdp_priority_order
 set_sdpa_priority = torch._C._set_sdp_priority_order
