@@ -10,7 +10,6 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,11 +26,12 @@ class Ambient:
     Generators are read and set past the dispatcher: no torch.func level or mode matters to them.
     """
 
-    __slots__ = ("_devices", "_generators", "_settings", "_states")
+    __slots__ = ("_devices", "_every", "_generators", "_settings", "_states")
     _settings: list[Any]
     _devices: tuple[torch.device, ...]
     _generators: tuple[torch.Generator, ...]
-    _states: list[tuple[Any, Any]] | None  # generators with theirs
+    _every: tuple[Any, ...] | None  # generators that matter, with these among them
+    _states: tuple[Any, ...]  # theirs
 
     @classmethod
     def capture(
@@ -43,12 +43,16 @@ class Ambient:
         """The state of now; the generators of `devices` only where the backend has started."""
         self = cls.__new__(cls)
         self._settings = _read_settings()
-        self._devices, self._generators, self._states = (), (), None
+        self._devices, self._generators, self._every, self._states = (), (), None, ()
         if preserve_rng_state:
             self._devices, self._generators = tuple(devices), tuple(generators)
-            every = (*_global_generators(self._devices), *self._generators)
-            self._states = [(each, each.get_state()) for each in every]
+            self._every = _global_generators(self._devices) + self._generators
+            self._states = tuple([each.get_state() for each in self._every])
         return self
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """The generators with their states."""
+        return zip(self._every or (), self._states)
 
     @property
     def casts(self) -> bool:
@@ -64,13 +68,12 @@ class Ambient:
         with _torch.without_levels():
             return any(
                 isinstance(state, torch.Tensor) and not torch.equal(each.get_state(), state)
-                for each, state in self._states or ()
+                for each, state in self._pairs()
             )
 
     def rewind(self) -> None:
         """Sets the generators, and only these, back to the captured state."""
-        if self._states:
-            _call_all((each.set_state, state) for each, state in self._states)
+        _call_all((each.set_state, state) for each, state in self._pairs())
 
     def _put(self, now: list[Any]) -> None:
         try:
@@ -92,7 +95,7 @@ class _Restored:
     def __enter__(self) -> None:
         state = self.state
         # Read anew, and not only what was captured: a backend or NumPy may have come since.
-        self.before = state.capture(state._devices, state._generators, state._states is not None)
+        self.before = state.capture(state._devices, state._generators, state._every is not None)
         torch.autocast_increment_nesting()  # as torch.autocast: casts are not kept beyond the run
         try:
             state._put(self.before._settings)
@@ -158,17 +161,28 @@ def _autocast_switches() -> list[int]:
     return [i for i, get in enumerate(gets) if get is torch.is_autocast_enabled]
 
 
+_last_settings: list[Any] = []
+
+
 def _read_settings() -> list[Any]:
-    return [get() for get, _ in _settings()]
+    global _last_settings
+    settings, last = [get() for get, _ in _settings()], _last_settings
+    if settings == last:  # they seldom change, so that most regions have the same list
+        return last
+    _last_settings = settings
+    return settings
 
 
-def _global_generators(devices: tuple[torch.device, ...]) -> list[Any]:
-    found = [torch.default_generator, _python]
-    if "numpy" in sys.modules:
-        found.append(_numpy())
-    if devices := (*devices, *_accelerator()):
-        found += _device_generators(devices)
+def _global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
+    found = _host_generators("numpy" in sys.modules)
+    if devices := devices + _accelerator():
+        found += tuple(_device_generators(devices))
     return found
+
+
+@cache
+def _host_generators(with_numpy: bool) -> tuple[Any, ...]:
+    return (torch.default_generator, _python, _numpy()) if with_numpy else (torch.default_generator, _python)
 
 
 def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:

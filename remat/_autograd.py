@@ -34,7 +34,6 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
 
 def _run(region: Region, args: tuple, kwargs: dict) -> Any:
     region.open()
-    assert region.consts is not None
     operands = Kept(region.arguments, region.name, region.memory.changing)
     frame = Frame(region, operands, region.consts, region.options)
     try:

@@ -24,7 +24,7 @@ from ._errors import MutationError, RecomputeMismatchError
 from ._kept import Kept
 from ._passes import current_pass
 from ._recompute import Filler
-from ._slots import Above, Found, HandedOver, RecordedSlot, Slot, View
+from ._slots import Above, Found, HandedOver, RecordedSlot, Slot, View, residual_of
 from ._state import alias, state
 from ._streams import current_streams
 
@@ -51,9 +51,9 @@ class Frame:
         self.inside = False  # a backward pass ran inside the region's forward
         self.start = _torch.next_sequence_number()
         root = region.root
-        self.streams = current_streams(root.devices) if root.devices else []
+        self.streams = current_streams(root.devices) if root.devices else ()
         self.log = OpLog() if options.debug else None
-        self.policies = list(state.policies)
+        self.policies = tuple(state.policies)
         self.record = None if root.ran else root.record
         self.slot = Slot if self.record is None else RecordedSlot
         self.known = {id(t): (consts, i) for i, t in enumerate(consts.tensors)}
@@ -84,7 +84,7 @@ class Frame:
         self.open = False
         if self.read_inside:
             self.clear()
-        self.known.clear()
+        self.known = {}
         self.operands.close()
         self.consts.close()
         if self.record is not None:
@@ -149,7 +149,7 @@ class Frame:
         value = packed.value
         if value is None:
             if packed.residual is not None:
-                return self._as_reader(packed.kept)
+                return self._as_reader(residual_of, packed)
             value = self._as_reader(self._filled, packed)
         if not _torch.is_unchanged(value, packed.version) or (packed.first and packed.has_changed()):
             raise MutationError(

@@ -46,11 +46,11 @@ class Kept:
         self.name = name
         self.changing = changing
         self.versions = _torch.versions(tensors)
-        self.requires_grad = list(map(_requires_grad, tensors))
-        self.leaf = list(map(_is_leaf, tensors))
+        self.requires_grad = tuple(map(_requires_grad, tensors))
+        self.leaf = tuple(map(_is_leaf, tensors))
         self.packed: dict[int, tuple[Unpack, Any]] = {}  # what hooks around the region took over
         self.copies: dict[int, torch.Tensor] = {}
-        self.changed: set[int] = set()
+        self.changed: dict[int, None] = {}  # the region itself has changed them
         self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
         self.grads: list[tuple[int, int]] | None = None
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
@@ -107,7 +107,7 @@ class Kept:
                     f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
                 )
             else:
-                self.changed.add(i)
+                self.changed[i] = None
                 self.changing.add(self.name(i))
                 self.versions[i] = version
             if i in self.packed:
@@ -117,7 +117,7 @@ class Kept:
         """Drop the copy of a tensor that did not change, or keep it where finding out would wait for the device."""
         copy = self.copies.get(i)
         if copy is not None and (tensor.device.type != "cpu" or not torch.equal(copy, tensor)):
-            self.changed.add(i)
+            self.changed[i] = None
         else:
             self.copies.pop(i, None)
 
@@ -201,6 +201,9 @@ class Kept:
         if self.accumulated or i in self.duals or i in self.packed or i in self.changed or tensor is None:
             return self.again(i)
         return tensor
+
+
+NONE_KEPT = Kept([], str, set())
 
 
 def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:

@@ -53,7 +53,8 @@ class Filler:
 
     def _contexts(self) -> list[Any]:
         """What a run again has to be shielded from, or given back: nothing, in a plain backward pass."""
-        frame, contexts = self.frame, []
+        frame = self.frame
+        contexts: list[Any] = []
         if _torch.transforms_active():
             contexts.append(_torch.without_levels())
         if not _torch.is_torch_function_enabled():

@@ -6,7 +6,7 @@ torch.func, captured tensors that a transform follows. All other captured tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -16,12 +16,13 @@ import torch
 
 from . import _torch, _tree
 from ._ambient import Ambient
-from ._captured import Found, find
+from ._arguments import take_apart
+from ._captured import NOTHING, Found, find
 from ._contents import is_put_back, snapshots
 from ._engine import mark
 from ._errors import CaptureError
 from ._intercept import Interceptor, made_inside
-from ._kept import Kept
+from ._kept import NONE_KEPT, Kept
 from ._memory import Memory
 from ._nested import within
 from ._outputs import Outputs
@@ -37,9 +38,6 @@ from ._trace import Retrace, Trace
 from .policies import nothing_saveable
 
 _on_cpu = attrgetter("is_cpu")
-
-# Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
-_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,49 +58,28 @@ class Region:
 
     __slots__ = (
         "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "contents", "devices", "fixed",
-        "flat", "fn", "found", "generators", "holders", "inherited", "kinds", "leaves", "log", "mapped", "memory", "options", "outputs",
-        "places", "plan", "positions", "ran", "record", "replay", "spec", "swapped", "trace", "undo_record", "uses",
-        "watch",
+        "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options", "outputs",
+        "places", "plan", "ran", "record", "replay", "swapped", "trace", "undo_record", "watch",
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
-        spec = _tree.spec_of_call(args, kwargs)
-        self.flat = spec is not None  # the arguments are the leaves
-        leaves, self.spec = (list(args), spec) if self.flat else _tree.flatten((args, kwargs))
-        self.arguments: list[torch.Tensor] = []  # each tensor once
         self.fn = fn
         self.options = options
         self.memory = memory
-        # One operand for each tensor: a function may ask whether two arguments are the same one.
-        first: dict[int, int] = {}
-        self.positions: list[int] = []  # of these among the leaves
-        self.uses: list[tuple[int, int]] = []  # position of a leaf, index of its operand
-        self.generators: list[Any] = []
-        others = []
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                self.uses.append((position, first.setdefault(id(leaf), len(first))))
-                if len(first) > len(self.positions):
-                    self.positions.append(position)
-                    self.arguments.append(leaf)
-                leaves[position] = None
-            elif type(leaf) not in _PLAIN:
-                others.append(leaf)
-            elif type(leaf) is torch.Generator:
-                self.generators.append(leaf)
-        self.leaves = leaves
-        found = find(fn, *others)
+        self.given, self.arguments = take_apart(args, kwargs)
+        found = find(fn, *self.given.searched())
         self.found: Found | None = found
         self.cells = found.cells
-        self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)]
-        self.holders: list[tuple[Place, Any]] = []  # the places on the way to captured tensors
-        self.fixed: list[tuple[Place, torch.Tensor, int]] = []  # captured where they can't be exchanged; versions
-        self.captured: list[torch.Tensor] = []  # the operands beyond the arguments
-        self.swapped: list[torch.Tensor] = []  # the first of these, without a place: swapped where they're read
+        self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)] if found.contents else ()
+        # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
+        self.holders: Sequence[tuple[Place, Any]] = ()  # the places on the way to captured tensors
+        self.fixed: Sequence[tuple[Place, torch.Tensor, int]] = ()  # captured, can't be exchanged; versions
+        self.captured: Sequence[torch.Tensor] = ()  # the operands beyond the arguments
+        self.swapped: Sequence[torch.Tensor] = ()  # the first of these, without a place: swapped where they're read
+        self.places: Sequence[Place] = ()  # of the other captured tensors
+        self.bindings: Sequence[tuple[Place, int]] = ()  # place -> index of an operand
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
-        self.places: list[Place] = []  # of the other captured tensors
-        self.bindings: list[tuple[Place, int]] = []  # place -> index of an operand
-        self.consts: Kept | None = None
+        self.consts: Kept = NONE_KEPT
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
@@ -112,8 +89,8 @@ class Region:
         self.plan: Plan | None = None  # of a run again, if not all is wanted
         self.replay: Replay | None = None
         self.log: Any = None  # notes or compares the operations of a run
-        self.devices: set[torch.device] = set()
-        self.arity = len(self.positions)
+        self.devices: Collection[torch.device] = ()
+        self.arity = len(self.arguments)
         self.watch: Any = None  # set where captured tensors without a place must be found
         self.ambient: Ambient | None = None
 
@@ -127,34 +104,40 @@ class Region:
 
         Captured tensors for which ``follow`` is true become operands, the others are kept as they are.
         """
-        tensors = []
-        generators, places, bindings, captured = list(self.generators), [], [], list(self.swapped)
-        index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
         assert self.found is not None
-        self.holders, self.fixed = self.found.holders(), []
-        for place, value in self.found.places:
+        generators = self.given.generators()
+        if self.found is NOTHING:
+            self.captured = self.swapped
+        else:
+            self._find_captured(self.found, generators, follow)
+        self.arity = len(self.arguments) + len(self.captured)
+        tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
+        self.devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
+        self.undo_record = mark()
+        self.record = self._new_record(tensors) if self.options.policy or state.policies else None
+        self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
+
+    def _find_captured(self, found: Found, generators: list[torch.Generator], follow: Any) -> None:
+        tensors, places, bindings, fixed, captured = [], [], [], [], list(self.swapped)
+        index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
+        for place, value in found.places:
             if not isinstance(value, torch.Tensor):
                 generators.append(value)
             elif not place.settable:
                 if follow is None or not follow(value):  # else it is swapped where it is read
-                    self.fixed.append((place, value, _torch.version(value)))
+                    fixed.append((place, value, _torch.version(value)))
             elif follow is not None and follow(value):
                 if id(value) not in index:
-                    index[id(value)] = len(self.positions) + len(captured)
+                    index[id(value)] = len(self.arguments) + len(captured)
                     captured.append(value)
                 bindings.append((place, index[id(value)]))
             else:
                 tensors.append(value)
                 places.append(place)
+        self.holders, self.fixed = found.holders(), fixed
         self.places, self.bindings, self.captured = places, bindings, captured
-        self.arity = len(self.positions) + len(captured)
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.changing)
         self.consts.watch_gradients()
-        tensors += self.operands()
-        self.devices = set() if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
-        self.undo_record = mark()
-        self.record = self._new_record(tensors) if self.options.policy or state.policies else None
-        self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
     def _new_record(self, tensors: Iterable[torch.Tensor]) -> Record | None:
         """The record of the first run, unless nothing will be kept."""
@@ -166,7 +149,7 @@ class Region:
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make captured tensors that have no place operands: they are swapped wherever they are read."""
-        self.swapped.extend(tensors)
+        self.swapped = [*self.swapped, *tensors]
 
     def take_suspects(self) -> dict[int, torch.Tensor]:
         """What the watch of the last run suspects."""
@@ -184,8 +167,8 @@ class Region:
         if self.watch is None or (self.kinds and transform.Grad not in self.kinds and transform.Jvp not in self.kinds):
             return  # what vmap leaves behind is of no use without remat either
         known = {id(t) for t in (*outs, *self.operands())}
-        values = (*self.leaves, *(value for _, value in self.outputs.entries))
-        for place, value in find(self.fn, *(v for v in values if type(v) not in _PLAIN)).places:
+        values = (*self.given.searched(), *(value for _, value in self.outputs.entries))
+        for place, value in find(self.fn, *values).places:
             if isinstance(value, torch.Tensor) and id(value) not in known and self.watch.has_lost(value):
                 raise CaptureError(
                     f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {place.path}, where its "
@@ -203,9 +186,8 @@ class Region:
 
     def name(self, i: int) -> str:
         """What the i-th operand is called in an error."""
-        if i < len(self.positions):
-            args = _tree.paths(self.spec, "")[self.positions[i]]
-            return "argument " + (f"args{args[3:]}" if args.startswith("[0]") else f"kwargs{args[3:]}")
+        if i < len(self.given.positions):
+            return self.given.name(i)
         for place, index in self.bindings:
             if index == i:
                 return f"captured {place.path}"
@@ -215,15 +197,12 @@ class Region:
 
     def call(self, operands: Sequence[torch.Tensor], mode: Any) -> Any:
         """The function's own result, from these operands in the places of the arguments."""
-        leaves = list(self.leaves)
-        for position, index in self.uses:
-            leaves[position] = operands[index]
-        args, kwargs = (leaves, {}) if self.flat else _tree.unflatten(self.spec, leaves)
+        args, kwargs = self.given.filled(operands)
         if state.interceptors:
             made_inside(operands)
         return self._called(args, kwargs, mode)
 
-    def _called(self, args: tuple, kwargs: dict, mode: Any) -> Any:
+    def _called(self, args: Sequence, kwargs: dict, mode: Any) -> Any:
         if mode is None and self.log is None and not state.own_work:
             return self.fn(*args, **kwargs)
         with own_work(False), mode or nullcontext(), self.log or nullcontext():
@@ -261,7 +240,7 @@ class Region:
         return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
 
     def _recorder(self, operands: Sequence[torch.Tensor]) -> Any:
-        if self.record is None or self.consts is None:
+        if self.record is None:
             return None
         self.record.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
         return Recorder(self.record)
@@ -277,7 +256,6 @@ class Region:
         return result
 
     def _captured_again(self) -> list[torch.Tensor]:
-        assert self.consts is not None
         return [self.consts.captured_again(i) for i in range(len(self.consts))]
 
     def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
@@ -288,7 +266,7 @@ class Region:
         return rebound(values, cells=self.cells)
 
     def _swapped(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
-        own = dict(zip(map(id, self.swapped), operands[len(self.positions) :])) if self.swapped else {}
+        own = dict(zip(map(id, self.swapped), operands[len(self.given.positions) :])) if self.swapped else {}
         # What it captures may have been changed, as long as it does not read it.
         stale = self._stale() if self.ran else {}
         if own or self.inherited or stale or trace is not None or self.watch is not None:
@@ -296,7 +274,6 @@ class Region:
         return None
 
     def _stale(self) -> dict[int, str]:
-        assert self.consts is not None
         stale = self.consts.stale()
         for place, tensor, version in self.fixed:
             if _torch.version(tensor) != version:
@@ -308,7 +285,7 @@ class Region:
 
     def restart(self) -> None:
         """Undo what a first run that was given up has drawn from the generators."""
-        assert self.ambient is not None and self.consts is not None
+        assert self.ambient is not None
         self.ambient.rewind()
         self.consts.roll_back()
         rebound([*snapshots(self.contents), *self.holders], cells=self.cells).__enter__()  # for good

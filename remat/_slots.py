@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from . import _determinism, _torch
+from . import _torch
+from ._determinism import fingerprint
 from ._errors import MutationError
 from ._kept import Kept
 from ._state import unseen
@@ -18,7 +19,7 @@ class Slot:
     """Stands for one saved tensor; the value is there only while a backward pass needs it."""
 
     __slots__ = ("__weakref__", "fingerprint", "first", "value", "version")
-    source: Any = None
+    source: Any = None  # these are of regions with a policy
     residual: Any = None
     early = False
 
@@ -50,10 +51,11 @@ class RecordedSlot(Slot):
         self.residual: Any = None  # that value is kept
         self.early = False  # it was saved before the operation filled it
 
-    def kept(self) -> torch.Tensor:
-        """What was saved, from the value that is kept."""
-        with _torch.without_levels(), unseen():
-            return self.source.layout.of(self.residual.get())
+
+def residual_of(slot: Slot) -> torch.Tensor:
+    """What was saved, from the value that is kept."""
+    with _torch.without_levels(), unseen():
+        return slot.source.layout.of(slot.residual.get())
 
 
 class Stop(BaseException):
@@ -86,7 +88,7 @@ class Found:
     def __call__(self) -> torch.Tensor:
         if _torch.version(self.tensor) != self.version:
             raise MutationError(
-                f"A captured tensor, {_determinism.fingerprint(self.tensor, 'metadata')}, was changed in place after the region's "
+                f"A captured tensor, {fingerprint(self.tensor, 'metadata')}, was changed in place after the region's "
                 f"forward and before its backward. Change it after the backward, or give the region a copy."
             )
         return self.tensor

@@ -94,7 +94,7 @@ class as_in_forward:
 
     __slots__ = ("before", "filling", "policies")
 
-    def __init__(self, policies: list[Any], filling: bool) -> None:
+    def __init__(self, policies: tuple[Any, ...], filling: bool) -> None:
         self.policies, self.filling = policies, filling
 
     def __enter__(self) -> None:

@@ -20,7 +20,7 @@ from optree import PyTreeSpec as TreeSpec
 
 from ._torch import TORCH_NODES, MappingKey, SequenceKey
 
-__all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "spec_of_call", "unflatten"]
+__all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten"]
 
 _NAMESPACE = "remat"
 # torch.Size is a node to torch; as a plain value it passes whole.
@@ -50,19 +50,10 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
             return leaves, spec
 
 
-def spec_of_call(args: tuple, kwargs: dict, /) -> TreeSpec | None:
-    """The structure of ``(args, kwargs)`` if ``args`` are its leaves."""
-    return _spec_of_call(len(args)) if not kwargs and _PLAIN.issuperset(map(type, args)) else None
-
-
 @functools.cache
 def _spec_of_one() -> TreeSpec:
-    return optree.tree_structure(0, none_is_leaf=True, namespace=_NAMESPACE)
-
-
-@functools.lru_cache(128)
-def _spec_of_call(count: int) -> TreeSpec:
-    return optree.tree_structure(((0,) * count, {}), none_is_leaf=True, namespace=_NAMESPACE)
+    leaf: Any = None
+    return optree.tree_flatten(leaf, none_is_leaf=True, namespace=_NAMESPACE)[1]
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any], /) -> Any:
