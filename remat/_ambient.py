@@ -65,15 +65,20 @@ class Ambient:
 
     def moved(self) -> bool:
         """Whether a torch generator has drawn numbers since."""
-        with _torch.without_levels():
-            return any(
-                isinstance(state, torch.Tensor) and not torch.equal(each.get_state(), state)
-                for each, state in self._pairs()
-            )
+        return any(
+            isinstance(state, torch.Tensor) and _bytes_of(each.get_state()) != _bytes_of(state)
+            for each, state in self._pairs()
+        )
 
     def rewind(self) -> None:
         """Sets the generators, and only these, back to the captured state."""
-        _call_all((each.set_state, state) for each, state in self._pairs())
+        pairs = self._pairs()
+        try:
+            for each, state in pairs:
+                each.set_state(state)
+        except BaseException:
+            _call_all((each.set_state, state) for each, state in pairs)
+            raise
 
     def _put(self, now: list[Any]) -> None:
         try:
@@ -107,6 +112,11 @@ class _Restored:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         self.before._put(_read_settings())
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    """The memory of a generator's state, read past modes and levels."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Arguments:
 
     def searched(self) -> list[Any]:
         """The leaves that may hold captured tensors."""
-        return [leaf for leaf in self.leaves if type(leaf) not in _PLAIN]
+        return without_plain(self.leaves)
 
     def generators(self) -> list[torch.Generator]:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
@@ -61,6 +61,11 @@ class Tensors(Arguments):
 
     def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         return operands[: len(self.leaves)], {}
+
+
+def without_plain(values: Iterable[Any]) -> list[Any]:
+    """Those that may hold tensors."""
+    return [value for value in values if type(value) not in _PLAIN]
 
 
 @functools.lru_cache(128)

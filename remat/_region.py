@@ -16,7 +16,7 @@ import torch
 
 from . import _torch, _tree
 from ._ambient import Ambient
-from ._arguments import take_apart
+from ._arguments import take_apart, without_plain
 from ._captured import NOTHING, Found, find
 from ._contents import is_put_back, snapshots
 from ._engine import mark
@@ -167,7 +167,7 @@ class Region:
         if self.watch is None or (self.kinds and transform.Grad not in self.kinds and transform.Jvp not in self.kinds):
             return  # what vmap leaves behind is of no use without remat either
         known = {id(t) for t in (*outs, *self.operands())}
-        values = (*self.given.searched(), *(value for _, value in self.outputs.entries))
+        values = [*self.given.searched(), *without_plain(value for _, value in self.outputs.entries)]
         for place, value in find(self.fn, *values).places:
             if isinstance(value, torch.Tensor) and id(value) not in known and self.watch.has_lost(value):
                 raise CaptureError(

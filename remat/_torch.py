@@ -102,6 +102,14 @@ set_forward_grad_enabled = fwAD._set_fwd_grad_enabled  # autograd.Function switc
 transforms_active = torch._C._are_functorch_transforms_active
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 all_interpreters = _pyfunctorch.retrieve_all_functorch_interpreters
+
+
+def transform_kinds() -> tuple[Any, ...]:
+    """The kinds of the active levels, the bottom one first; without the Python objects that stand for levels."""
+    return tuple([interpreter.key() for interpreter in _interpreters() or ()])
+
+
+_interpreters = torch._C._functorch.get_interpreter_stack
 without_levels = _pyfunctorch.temporarily_clear_interpreter_stack
 TransformType = torch._C._functorch.TransformType
 current_level = torch._C._functorch.maybe_current_level
