@@ -65,18 +65,20 @@ def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 class Tape:
     """The graph of a first run at the bottom: from its inputs to edges of its outputs."""
 
-    __slots__ = ("edges", "inputs", "key")
+    __slots__ = ("edges", "inputs", "key", "last")
 
     def __init__(self, key: tuple, inputs: list[torch.Tensor], outs: Tensors) -> None:
         self.key = key
         self.inputs = inputs
+        self.last = False  # no other backward will run it
         # Edges, as the outputs themselves need not be kept.
         self.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
 
     def pull(self, pullback: Pullback) -> Any:
         edges = pullback.chosen(self.edges)
         heads = [t for t, needs in zip(self.inputs, pullback.needs) if needs]
-        return lambda cts: gradients(edges, [edge is not None for edge in edges], heads, cts, False)
+        depends = [edge is not None for edge in edges]
+        return lambda cts: gradients(edges, depends, heads, cts, create=False, retain=not self.last)
 
     def serves(self, pullback: Any) -> bool:
         if not isinstance(pullback, Pullback) or pullback.inner.key != self.key:

@@ -109,6 +109,7 @@ def transform_kinds() -> tuple[Any, ...]:
     return tuple([interpreter.key() for interpreter in _interpreters() or ()])
 
 
+top_interpreter = torch._C._functorch.peek_interpreter_stack
 _interpreters = torch._C._functorch.get_interpreter_stack
 without_levels = _pyfunctorch.temporarily_clear_interpreter_stack
 TransformType = torch._C._functorch.TransformType
