@@ -22,6 +22,7 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/policies.py
+	$(BIN)/python benchmarks/speed.py
 
 # The environment stays: remove .venv by hand to build it anew.
 clean:

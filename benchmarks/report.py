@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -35,7 +36,17 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "cpu": f"{_cpu()} x {os.cpu_count()}",
     }
+
+
+def _cpu() -> str:
+    """What kind of processor it is, which `platform` doesn't tell everywhere."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def verdict(row: Row) -> str:

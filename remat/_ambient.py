@@ -11,7 +11,6 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,11 +27,12 @@ class Ambient:
     Generators are read and set past the dispatcher: no torch.func level or mode matters to them.
     """
 
-    __slots__ = ("_devices", "_generators", "_settings", "_states", "_weights")
+    __slots__ = ("_devices", "_every", "_generators", "_settings", "_states", "_weights")
     _settings: list[Any]
     _devices: tuple[torch.device, ...]
     _generators: tuple[torch.Generator, ...]
-    _states: list[tuple[Any, Any]] | None  # generators with theirs
+    _every: tuple[Any, ...] | None  # generators that matter, with these among them
+    _states: tuple[Any, ...]  # theirs
     _weights: tuple[int, dict]
 
     @classmethod
@@ -46,39 +46,32 @@ class Ambient:
         self = cls.__new__(cls)
         self._settings = _read_settings()
         self._weights = _torch.parametrization_cache()
-        self._devices, self._generators, self._states = (), (), None
+        self._devices, self._generators, self._every, self._states = (), (), None, ()
         if preserve_rng_state:
             self._devices, self._generators = tuple(devices), tuple(generators)
-            every = (*_global_generators(self._devices), *self._generators)
-            self._states = [(each, each.get_state()) for each in every]
+            self._every = _global_generators(self._devices) + self._generators
+            self._states = tuple([each.get_state() for each in self._every])
         return self
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """The generators with their states."""
+        return zip(self._every or (), self._states)
 
     @property
     def casts(self) -> bool:
         """Whether autocast is on for any device."""
         return any(self._settings[i] for i in _autocast_switches())
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> _Restored:
         """Within, the captured state; after, that of before. Any number of times, in any thread."""
-        # Read anew, and not only what was captured: a backend or NumPy may have come since.
-        before = self.capture(self._devices, self._generators, self._states is not None)
-        torch.autocast_increment_nesting()  # as torch.autocast: casts are not kept beyond the run
-        try:
-            self._put(before._settings)
-            yield
-        finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-            before._put(_read_settings())
+        return _Restored(self)
 
     def moved(self) -> bool:
         """Whether a torch generator has drawn numbers since."""
-        with _torch.without_levels():
-            return any(
-                isinstance(state, torch.Tensor) and not torch.equal(each.get_state(), state)
-                for each, state in self._states or ()
-            )
+        return any(
+            isinstance(state, torch.Tensor) and _bytes_of(each.get_state()) != _bytes_of(state)
+            for each, state in self._pairs()
+        )
 
     def cached_since(self) -> list[torch.Tensor]:
         """The weights of parametrized modules that were computed since, and are held for others to read."""
@@ -87,7 +80,13 @@ class Ambient:
     def rewind(self) -> None:
         """Sets what a run moves on, the generators and the cached weights, back to the captured state."""
         _torch.set_parametrization_cache(self._weights)
-        _call_all((each.set_state, state) for each, state in self._states or ())
+        pairs = self._pairs()
+        try:
+            for each, state in pairs:
+                each.set_state(state)
+        except BaseException:
+            _call_all((each.set_state, state) for each, state in pairs)
+            raise
 
     def _put(self, now: list[Any]) -> None:
         try:
@@ -96,6 +95,36 @@ class Ambient:
                 _call_all((put, new) for (_, put), old, new in settings if old != new)
         finally:
             self.rewind()
+
+
+class _Restored:
+    """An ambient state while it is put back; made for one use."""
+
+    __slots__ = ("before", "state")
+
+    def __init__(self, state: Ambient) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        state = self.state
+        # Read anew, and not only what was captured: a backend or NumPy may have come since.
+        self.before = state.capture(state._devices, state._generators, state._every is not None)
+        torch.autocast_increment_nesting()  # as torch.autocast: casts are not kept beyond the run
+        try:
+            state._put(self.before._settings)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        self.before._put(_read_settings())
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    """The memory of a generator's state, read past modes and levels."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
@@ -115,6 +144,15 @@ def _accelerator() -> tuple[torch.device, ...]:
     return () if device is None else (device,)
 
 
+_SDPA_SETTERS = (
+    sdpa.enable_flash_sdp,
+    sdpa.enable_mem_efficient_sdp,
+    sdpa.enable_math_sdp,
+    sdpa.enable_cudnn_sdp,
+    sdpa.allow_fp16_bf16_reduction_math_sdp,
+)
+
+
 @cache
 def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     settings: list[tuple[Any, Any]] = [
@@ -123,10 +161,8 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         (_torch.device_mode, _torch.set_device_mode),
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         (_torch.sdpa_priority, _torch.set_sdpa_priority),
-        (sdpa.fp16_bf16_reduction_math_sdp_allowed, sdpa.allow_fp16_bf16_reduction_math_sdp),
+        *zip(_torch.sdpa_enabled, _SDPA_SETTERS, strict=True),
     ]
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        settings.append((getattr(sdpa, f"{name}_sdp_enabled"), getattr(sdpa, f"enable_{name}_sdp")))
     autocast = (
         (torch.is_autocast_enabled, torch.set_autocast_enabled),
         (torch.get_autocast_dtype, torch.set_autocast_dtype),
@@ -143,22 +179,38 @@ def _autocast_switches() -> list[int]:
     return [i for i, get in enumerate(gets) if get is torch.is_autocast_enabled]
 
 
+_last_settings: list[Any] = []
+
+
 def _read_settings() -> list[Any]:
-    return [get() for get, _ in _settings()]
+    global _last_settings
+    settings, last = [get() for get, _ in _settings()], _last_settings
+    if settings == last:  # they seldom change, so that most regions have the same list
+        return last
+    _last_settings = settings
+    return settings
 
 
-def _global_generators(devices: Iterable[torch.device]) -> Iterator[Any]:
-    yield torch.default_generator
+def _global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
+    found = _host_generators("numpy" in sys.modules)
+    if devices := devices + _accelerator():
+        found += tuple(_device_generators(devices))
+    return found
+
+
+@cache
+def _host_generators(with_numpy: bool) -> tuple[Any, ...]:
+    return (torch.default_generator, _python, _numpy()) if with_numpy else (torch.default_generator, _python)
+
+
+def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
     started = {}  # a fake tensor may be on a device that this machine hasn't got
-    for device in (*devices, *_accelerator()):
+    for device in devices:
         module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
         if module is not None and getattr(module, "is_initialized", module.is_available)():
             generator = _device_generator(module, device)
             started[id(generator)] = generator
-    yield from started.values()
-    yield _python
-    if "numpy" in sys.modules:
-        yield _numpy()
+    return started.values()
 
 
 def _device_generator(module: ModuleType, device: torch.device) -> Any:
@@ -198,14 +250,42 @@ class _Slow:
             self._last = state
 
 
-def _bytes_of(obj: Any) -> bytes:
+_Read = Callable[[], bytes]
+
+
+def _reader(obj: Any, part: slice = slice(None)) -> _Read:
+    """Reads what an object holds in its own memory, beyond the header; or a part of that."""
     header = object.__basicsize__
-    return ctypes.string_at(id(obj) + header, type(obj).__basicsize__ - header)
+    start, stop, _ = part.indices(type(obj).__basicsize__ - header)
+    return memoryview((ctypes.c_char * (stop - start)).from_address(id(obj) + header + start)).tobytes
+
+
+def _telling_part(new: Any, draw: Callable[[], Any]) -> slice:
+    """The few bytes of a Mersenne twister by which each draw is seen.
+
+    A draw moves the position, and after the last one all of the state is made anew: that is the position, and a part
+    of the state beside it. `new` is one to try it out.
+    """
+    for _ in range(4):
+        draw()  # past the first position
+    before = _reader(new)()
+    draw()
+    moved = [i for i, (old, now) in enumerate(zip(before, _reader(new)())) if old != now]
+    return slice(max(0, moved[0] - 32), moved[-1] + 32) if moved else slice(None)
+
+
+_python_part = _telling_part(new := random.Random(0), new.random)
+_python_last: tuple[Any, _Read] = (new, _reader(new, _python_part))
 
 
 def _python_memory() -> tuple[bytes, float | None]:
-    generator = random.getstate.__self__  # type: ignore[attr-defined]
-    return _bytes_of(generator), generator.gauss_next
+    global _python_last
+    generator, read = _python_last
+    if generator is not random.getstate.__self__:  # type: ignore[attr-defined]
+        generator = random.getstate.__self__  # type: ignore[attr-defined]
+        read = _reader(generator, _python_part)
+        _python_last = generator, read
+    return read(), generator.gauss_next
 
 
 _python = _Slow(random.getstate, random.setstate, _python_memory)
@@ -217,10 +297,17 @@ def _numpy() -> _Slow:
 
     state: Any = vars(np_random)["get_state"].__self__  # beside the bits, half a pair of normals
 
+    new = np_random.MT19937(0)
+    part = _telling_part(new, new.random_raw)
+    last, read_bits, read_rest = new, _reader(new, part), _reader(state)
+
     def memory() -> tuple[bytes, bytes] | None:
+        nonlocal last, read_bits
         bits = state._bit_generator
-        if type(bits) is np_random.MT19937:  # another may keep its state elsewhere
-            return _bytes_of(state), _bytes_of(bits)
-        return None
+        if bits is not last:
+            if type(bits) is not np_random.MT19937:  # another may keep its state elsewhere
+                return None
+            read_bits, last = _reader(bits, part), bits
+        return read_bits(), read_rest()
 
     return _Slow(partial(np_random.get_state, legacy=False), np_random.set_state, memory)

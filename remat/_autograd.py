@@ -12,28 +12,37 @@ from ._kept import Kept
 from ._memory import Memory
 from ._options import Options
 from ._region import Region
-from ._state import own_work
+from ._state import own_work, state
 
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region."""
     if memory.known.uses_func:
         return _func.call(fn, options, memory, args, kwargs)
-    with own_work():
-        region = Region(fn, args, kwargs, options, memory)
-        region.open()
-        assert region.consts is not None
-        operands = Kept(region.arguments, region.name, memory.known.changing)
-        frame = Frame(region, operands, region.consts, options)
-        try:
-            return frame.run(lambda: region.first(args, kwargs))
-        except RuntimeError as error:
-            if not is_hooks_refusal(error):
-                raise
+    region = Region(fn, args, kwargs, options, memory)
+    try:
+        if not state.interceptors:
+            return _run(region, args, kwargs)
+        with own_work():
+            return _run(region, args, kwargs)
+    except RuntimeError as error:
+        if not is_hooks_refusal(error):
+            raise
+        memory.known.uses_func = True
+    finally:
+        region.forget()
+    return _func.call(fn, options, memory, args, kwargs)
+
+
+def _run(region: Region, args: tuple, kwargs: dict) -> Any:
+    region.open()
+    operands = Kept(region.arguments, region.name, region.memory.known.changing)
+    frame = Frame(region, operands, region.consts, region.options)
+    try:
+        return frame.run(region.first, args, kwargs)
+    except RuntimeError as error:
+        if is_hooks_refusal(error):
             # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
             operands.roll_back()
             region.restart()
-            memory.known.uses_func = True
-        finally:
-            region.forget()
-    return _func.call(fn, options, memory, args, kwargs)
+        raise

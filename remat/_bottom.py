@@ -67,18 +67,20 @@ def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 class Tape:
     """The graph of a first run at the bottom: from its inputs to edges of its outputs."""
 
-    __slots__ = ("edges", "inputs", "key")
+    __slots__ = ("edges", "inputs", "key", "last")
 
     def __init__(self, key: tuple, inputs: list[torch.Tensor], outs: Tensors) -> None:
         self.key = key
         self.inputs = inputs
+        self.last = False  # no other backward will run it
         # Edges, as the outputs themselves need not be kept.
         self.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
 
     def pull(self, pullback: Pullback) -> Any:
         edges = pullback.chosen(self.edges)
         heads = [t for t, needs in zip(self.inputs, pullback.needs) if needs]
-        return lambda cts: gradients(edges, [edge is not None for edge in edges], heads, cts, False)
+        depends = [edge is not None for edge in edges]
+        return lambda cts: gradients(edges, depends, heads, cts, create=False, retain=not self.last)
 
     def serves(self, pullback: Any) -> bool:
         if not isinstance(pullback, Pullback) or pullback.inner.key != self.key:
@@ -118,7 +120,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         frame = Frame(region, call.kept, root.consts, root.options)
         with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
             try:
-                outs = frame.run(lambda: region.run(inputs))
+                outs = frame.run(region.run, inputs)
             except RuntimeError as error:
                 if "leaf Variable that requires grad" in str(error):
                     raise MutationError(_CHANGES) from error
@@ -150,7 +152,7 @@ def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
             return list(PlainNode.apply(region, call, *operands))
         kept = Kept(operands, _names(region.root), set())
         frame = Frame(region, kept, Kept([], kept.name, set()), region.root.options, read_inside=True)
-        return frame.run(lambda: region.run(operands))
+        return frame.run(region.run, operands)
     pullback, primals = region, getattr(region, "primals", 0)
     while isinstance(pullback, Batched) and pullback.primals:
         pullback = pullback.inner

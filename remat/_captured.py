@@ -33,18 +33,27 @@ from ._places import (
 )
 from ._walk import Containers, Found, Visit, visits
 
-__all__ = ["Found", "find"]
+__all__ = ["NOTHING", "Found", "find"]
 
 _BUDGET = 100_000  # objects visited per call
 
 
 def find(*roots: Any) -> Found:
     """The places reached from `roots` that hold a tensor or generator, those on the way, and all closure cells."""
+    if len(roots) == 1 and type(roots[0]) is FunctionType and _reads_libraries_alone(roots[0]):
+        return NOTHING
     walk = _Walk()
     for root in roots:
         name = root.__name__ if type(root) is FunctionType else "self"
         walk.see(root, NamePlace(None, name, None))
     return walk.run()
+
+
+def _reads_libraries_alone(fn: FunctionType) -> bool:
+    """Whether there is nothing to find, as in most functions that are given all that they use."""
+    names = None if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or fn.__dict__ else reads(fn)
+    scope = fn.__globals__
+    return names is not None and all(name not in scope or id(scope[name]) in _libraries for name in names.globals)
 
 
 class _Walk(Containers):
@@ -232,6 +241,7 @@ _KWDEFAULTS = FunctionType.__dict__["__kwdefaults__"]
 _BASE_STATE = list(vars(nn.Module()))  # read by name, or not by a forward
 
 
+NOTHING = Found()
 visits.instance = _Walk.instance
 visits.wrapper = _Walk.wrapper
 visits.bases = {

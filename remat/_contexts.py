@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from typing import Any
 
@@ -26,7 +26,7 @@ class Contexts:
             )
         self.first, self.again = pair
 
-    def run(self, fn: Callable, args: tuple, kwargs: dict, again: bool) -> Any:
+    def run(self, fn: Callable, args: Sequence, kwargs: dict, again: bool) -> Any:
         """Call ``fn`` in the context that belongs to the run."""
         context = self.again if again else self.first
         results: list[Any] = []

@@ -210,8 +210,15 @@ class Pullback(Derived):
         return [out for out, given in zip(outs, self.given) if given]
 
 
-def gradients(outs: Sequence[Any], depends: Sequence[bool], heads: Tensors, cotangents: Tensors, create: bool) -> list:
-    """``torch.autograd.grad``, with None for each head that the outputs don't depend on. The graph is retained."""
+def gradients(
+    outs: Sequence[Any],
+    depends: Sequence[bool],
+    heads: Tensors,
+    cotangents: Tensors,
+    create: bool,
+    retain: bool = True,
+) -> list:
+    """``torch.autograd.grad``, with None for each head that the outputs don't depend on."""
     pairs = [(out, cotangent) for out, cotangent, d in zip(outs, cotangents, depends) if d]
     if not pairs:
         return [None] * len(heads)
@@ -220,7 +227,7 @@ def gradients(outs: Sequence[Any], depends: Sequence[bool], heads: Tensors, cota
             [out for out, _ in pairs],
             list(heads),
             [cotangent for _, cotangent in pairs],
-            retain_graph=True,
+            retain_graph=retain,
             create_graph=create,
             allow_unused=True,
         )

@@ -16,11 +16,6 @@ class Metadata(tuple):
 
     __slots__ = ()
 
-    def differs(self, other: Metadata) -> bool:
-        """A tensor without a maker may be what a backward pass inside the region has cut from its history."""
-        makers = self[3], other[3]
-        return self[:3] != other[:3] or self[4] != other[4] or (None not in makers and makers[0] != makers[1])
-
     def __str__(self) -> str:
         dtype, shape, device, maker, checksum = self
         where = "" if device.type == "cpu" else f" on {device}"
@@ -37,14 +32,31 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
     return Metadata((tensor.dtype, tensor.shape, tensor.device, None, values))
 
 
-def saved_fingerprint(tensor: torch.Tensor, check: str) -> Any:
+def saved_fingerprint(tensor: torch.Tensor, node: Any, check: str) -> Any:
     """The same of a tensor that is saved, with the kind of node that made it: another one tells of another path."""
+    if check == "metadata":
+        return tensor.dtype, tensor.shape, tensor.device, type(node)
     if check == "none":
         return None
-    values = checksum(tensor) if check == "values" else None
-    node = tensor.grad_fn
-    maker = None if node is None else type(node).__name__
-    return Metadata((tensor.dtype, tensor.shape, tensor.device, maker, values))
+    return tensor.dtype, tensor.shape, tensor.device, type(node), checksum(tensor)
+
+
+def is_other(before: tuple, now: tuple) -> bool:
+    """Whether two fingerprints of a saved tensor that aren't equal tell of another path.
+
+    A tensor without a maker may be what a backward pass inside the region has cut from its history, and the maker may
+    be an autograd Function of a class that is made anew in each run.
+    """
+    makers = {before[3], now[3]}
+    same_maker = type(None) in makers or len({maker.__name__ for maker in makers}) == 1
+    return before[:3] != now[:3] or before[4:] != now[4:] or not same_maker
+
+
+def describe(saved: tuple) -> str:
+    """A fingerprint of a saved tensor in words."""
+    dtype, shape, device, maker, *values = saved
+    name = None if maker is type(None) else maker.__name__
+    return str(Metadata((dtype, shape, device, name, values[0] if values else None)))
 
 
 def checksum(tensor: torch.Tensor) -> int:

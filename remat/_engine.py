@@ -26,8 +26,8 @@ from ._hooks import check_hooks_are_allowed, hooks_allowed
 from ._kept import Kept
 from ._passes import current_group, current_scope
 from ._recompute import Filler
-from ._slots import Above, Found, Input, Slot, View
-from ._state import alias, state, unseen
+from ._slots import Above, Found, RecordedSlot, Slot, View, residual_of
+from ._state import alias, state
 from ._streams import current_streams
 
 
@@ -35,8 +35,8 @@ class Frame:
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
-        "__weakref__", "consts", "inside", "known", "lock", "log", "open", "operands", "options", "outer", "policies",
-        "prints", "read_inside", "record", "region", "slots", "start", "streams",
+        "__weakref__", "check", "consts", "inside", "known", "lock", "log", "open", "operands", "options", "outer",
+        "policies", "read_inside", "record", "region", "slot", "slots", "start", "streams",
     )  # fmt: skip
 
     def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any, read_inside: bool = False) -> None:
@@ -48,23 +48,26 @@ class Frame:
         self.options = options
         self.read_inside = read_inside  # a backward pass inside reads the slots: they keep their values until its end
         self.slots: list[Callable[[], Slot | None] | None] = []
-        self.prints: list[Any] = []
+        self.check = options.determinism_check
         self.lock = threading.RLock()
         self.open = True
         self.outer: tuple | None = None  # the hooks around the region
         self.inside = False  # a backward pass ran inside the region's forward
         self.start = _torch.next_sequence_number()
-        self.streams = current_streams(region.root.devices)
+        root = region.root
+        self.streams = current_streams(root.devices) if root.devices else ()
         self.log = OpLog() if options.debug else None
-        self.policies = list(state.policies)
-        self.record = None if region.root.ran else region.root.record
+        self.policies = tuple(state.policies)
+        self.record = None if root.ran else root.record
+        self.slot = Slot if self.record is None else RecordedSlot
         self.known = {id(t): (consts, i) for i, t in enumerate(consts.tensors)}
-        self.known.update({id(t): (operands, i) for i, t in enumerate(operands.tensors)})
+        for i, t in enumerate(operands.tensors):
+            self.known[id(t)] = operands, i
 
     # --- the forward ------------------------------------------------------------------------------------------------
 
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Run the region for the first time; what it saves becomes slots of this frame."""
+    def run(self, call: Callable, *args: Any) -> Any:
+        """Run the region for the first time, by ``call(*args)``; what it saves becomes slots of this frame."""
         self.outer = _torch.top_hooks(True)
         if self.outer is not None:
             owner = getattr(self.outer[0], "__self__", None)
@@ -75,18 +78,19 @@ class Frame:
             self.operands.offload()
         if self.record is not None:
             self.record.outer = self.outer
-        self.region.root.log = self.log
-        with hooks_allowed(whoever_forbids=self.region.root.ran):
+        root = self.region.root
+        root.log = self.log
+        with hooks_allowed(whoever_forbids=root.ran):
             _torch.push_hooks(self.pack, self.unpack)
             try:
-                result = call()
+                result = call(*args)
             finally:
                 _torch.pop_hooks()
-                self.region.root.log = None
+                root.log = None
         self.open = False
         if self.read_inside:
             self.clear()
-        self.known.clear()
+        self.known = {}
         self.operands.close()
         self.consts.close()
         if self.record is not None:
@@ -94,91 +98,104 @@ class Frame:
         return result
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        if _torch.is_wrapped(tensor):
-            if self.record is not None:
-                self.record.needs(tensor)
-            return Above(tensor)
-        served = self._served(tensor)
-        if served is not None:
-            self.slots.append(None)
-            self.prints.append(None)
-            return served
-        slot = Slot(tensor)
-        if self.read_inside:
-            slot.value = alias(tensor)
-            slot.version = _torch.version(slot.value)
-        if self.record is not None:
-            self.record.saved(tensor, slot)
-        self.slots.append(weakref.ref(slot))
-        self.prints.append(saved_fingerprint(tensor, self.options.determinism_check))
-        return slot
-
-    def _served(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """How to get a tensor that is there without a run again: an input, a captured tensor or a view of one."""
         found = self.known.get(id(tensor))
         if found is not None:
             kept, i = found
-            return Input(kept, i) if kept.is_as_before(i, tensor) else None
-        base = _torch.view_base(tensor)
+            if _torch.is_unchanged(tensor, kept.versions[i]):
+                self.slots.append(None)
+                return found
+        elif _torch.is_wrapped(tensor):
+            if self.record is not None:
+                self.record.needs(tensor)
+            return Above(tensor)
+        base, node = _torch.view_base(tensor), tensor.grad_fn
+        if base is not None or node is None or _torch.sequence_number(node) < self.start:
+            served = None if found else self._served(tensor, base, node)
+            if served is not None:
+                self.slots.append(None)
+                return served
+        slot = self.slot()
+        slot.fingerprint = saved_fingerprint(tensor, node, self.check)
+        slot.first = slot.value = None
+        if node is None and not tensor.requires_grad:
+            slot.watch(tensor)
+        if self.record is not None:
+            self.record.saved(tensor, slot)
+        if self.read_inside:
+            slot.value = alias(tensor)
+            slot.version = _torch.version(slot.value)
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    def _served(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Callable[[], torch.Tensor] | None:
+        """How to get a tensor that is there without a run again: a view of an input, or what was there before."""
         if base is not None and (found := self.known.get(id(base))) is not None:
             kept, i = found
             shares = kept.is_as_before(i, base) and i not in kept.packed and not kept.duals
             return View(kept, i, alias(tensor)) if shares else None
-        if tensor.is_leaf:
+        if node is None:
             return Found(tensor) if tensor.requires_grad else None
-        assert tensor.grad_fn is not None
-        if _torch.sequence_number(tensor.grad_fn) >= self.start:
+        if _torch.sequence_number(node) >= self.start:
             return None
         return Found(tensor) if self.outer is None else Handed(tensor, self.outer).get
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        reader, state.reader = state.reader, self
-        try:
-            return self._unpack(packed, reader)
-        finally:
-            state.reader = reader
-
-    def _unpack(self, packed: Any, reader: Any) -> torch.Tensor:
         self.inside |= self.open
-        if type(packed) is not Slot:
-            return packed()
-        if packed.residual is not None:
-            with _torch.without_levels(), unseen():
-                return packed.source.layout.of(packed.residual.get())
-        if reader is None and (group := current_group()) is not None:
+        if type(packed) is tuple:
+            kept, i = packed
+            if not kept.packed and not kept.changed:
+                tensor = kept.tensors[i]
+                if _torch.is_unchanged(tensor, kept.versions[i]):
+                    return tensor
+            return self._as_reader(kept.get, i)
+        if not isinstance(packed, Slot):
+            return self._as_reader(packed)
+        value = packed.value
+        if value is None and packed.residual is not None:
+            return self._as_reader(residual_of, packed)
+        if state.reader is None and (group := current_group()) is not None:
             group.take(packed)
-        with self.lock:
-            value = packed.value
-            if value is None:
-                value = self._fill(packed)
-            changed = _torch.version(value) != packed.version
-        if changed or packed.has_changed():
+        if value is None:
+            value = self._as_reader(self._filled, packed)
+        if not _torch.is_unchanged(value, packed.version) or (packed.first and packed.has_changed()):
             raise MutationError(
                 f"A captured tensor, or one that the region made, {fingerprint(value, 'metadata')}, was saved for the "
                 f"backward and then changed in place. This is an error without remat too, unless saved-tensor hooks "
                 f"keep a copy: use the out-of-place operation, or give the region a copy: `.clone()`."
             )
         if _torch.graph_task_keeps_graph() and (running := current_scope()) is not None:
-            running.read(packed, self, reader)
+            running.read(packed, self, state.reader)
         return value
 
-    def _fill(self, wanted: Slot) -> torch.Tensor:
+    def _as_reader(self, get: Callable, *args: Any) -> torch.Tensor:
+        """What is asked of the hooks around the region meanwhile, this frame asks."""
+        reader, state.reader = state.reader, self
+        try:
+            return get(*args)
+        finally:
+            state.reader = reader
+
+    def _filled(self, wanted: Slot) -> torch.Tensor:
         """Run the region again. Outside of a backward pass only the wanted slot gets its value, for the moment."""
-        running = current_scope()
-        alive = [None if ref is None or (slot := ref()) is None or slot.residual else slot for ref in self.slots]
-        if running is None:
-            alive = [slot if slot is wanted else None for slot in alive]
-        filler = Filler(self, alive, wanted)
-        filler.run()
-        if filler.value is None:
-            raise RecomputeMismatchError(filler.too_few())
-        if running is None:
-            wanted.value = None
-        else:
-            running.frames.append(weakref.ref(self))
-        return filler.value
+        with self.lock:
+            if wanted.value is not None:
+                return wanted.value  # another thread has run it
+            running = current_scope()
+            alive = [None if ref is None or (slot := ref()) is None or slot.residual else slot for ref in self.slots]
+            if running is None:
+                alive = [slot if slot is wanted else None for slot in alive]
+            filler = Filler(self, alive)
+            filler.run()
+            value = wanted.value
+            if value is None:
+                raise RecomputeMismatchError(filler.too_few())
+            if running is None:
+                wanted.value = None
+            else:
+                running.frames.append(weakref.ref(self))
+            return value
 
     def clear(self) -> None:
         """Let go of the values that a backward pass got and did not use up."""
@@ -200,7 +217,7 @@ def mark() -> Callable[[], None]:
 
 
 def _truncate(frame: Frame, count: int) -> None:
-    del frame.slots[count:], frame.prints[count:]
+    del frame.slots[count:]
 
 
 def _nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
@@ -16,21 +17,27 @@ _REFUSAL = "don't yet support saved tensor hooks"  # of torch.func
 _DISABLE = disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr-defined]
 
 
-@contextmanager
-def hooks_allowed(whoever_forbids: bool = False) -> Iterator[None]:
+class hooks_allowed:
     """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back.
 
     A user's own ``disable_saved_tensors_hooks`` is lifted only for a run again, which has been promised.
     """
-    message = _torch.hooks_disabled_message()
-    if message is None or not (whoever_forbids or _REFUSAL in message):
-        yield
-        return
-    _torch.hooks_enable()
-    try:
-        yield
-    finally:
-        _torch.hooks_disable(message)
+
+    __slots__ = ("lifted", "whoever_forbids")
+
+    def __init__(self, whoever_forbids: bool = False) -> None:
+        self.whoever_forbids = whoever_forbids
+        self.lifted: str | None = None
+
+    def __enter__(self) -> None:
+        message = _torch.hooks_disabled_message()
+        if message is not None and (self.whoever_forbids or _REFUSAL in message):
+            _torch.hooks_enable()
+            self.lifted = message
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.lifted is not None:
+            _torch.hooks_disable(self.lifted)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ only when it is used.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Watch:
         self.wrappers = {id(w) for t in operands for w in _chain(t) if _torch.is_wrapped(w)}
 
     def made(self, result: Any) -> None:
-        for tensor in tensors(result):
+        for tensor in (result,) if type(result) is torch.Tensor else tensors(result):
             self.seen[id(tensor)] = weakref.ref(tensor)
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
@@ -141,12 +141,14 @@ class Interceptor(TorchFunctionMode):
             args, kwargs = self._swap(args), self._swap(kwargs)
         watch = self.watch
         if watch is not None:
-            for tensor in (*tensors(args), *tensors(kwargs)):
-                if watch.is_captured(tensor):
+            seen = watch.seen
+            for tensor in _tensors_of(args, kwargs):
+                ref = seen.get(id(tensor))
+                if (ref is None or ref() is not tensor) and watch.is_captured(tensor):
                     self._give_up(watch, tensor)
         result = func(*args, **kwargs)
         if self.stale and tensors(result):
-            for tensor in (*tensors(args), *tensors(kwargs)):
+            for tensor in _tensors_of(args, kwargs):
                 if id(tensor) in self.stale:
                     raise MutationError(self.stale[id(tensor)])
         if watch is not None:
@@ -192,6 +194,16 @@ class Interceptor(TorchFunctionMode):
         elif type(value) is dict:
             return {key: self._swap(v) for key, v in value.items()}
         return value
+
+
+def _tensors_of(args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """The tensors of a call, in which the arguments mostly are tensors."""
+    if not kwargs and set(map(type, args)) == _TENSOR:
+        return args
+    return (*tensors(args), *tensors(kwargs))
+
+
+_TENSOR = {torch.Tensor}
 
 
 def made_inside(tensors: Any) -> None:

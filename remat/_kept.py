@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from ._offload import Group, Offloaded
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
 COPY_BYTES = 16 * 1024
 COPY_VECTOR_BYTES = 1024 * 1024
+
+_requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 
 Name = Callable[[int], str]
 
@@ -44,22 +47,27 @@ class Kept:
         self.tensors: list[torch.Tensor | None] = list(tensors)
         self.name = name
         self.changing = changing
-        self.versions = [_torch.version(t) for t in tensors]
-        self.requires_grad = [t.requires_grad for t in tensors]
-        self.leaf = [t.is_leaf for t in tensors]
+        self.versions = _torch.versions(tensors)
+        self.requires_grad = tuple(map(_requires_grad, tensors))
+        self.leaf = tuple(map(_is_leaf, tensors))
         self.packed: dict[int, Handed] = {}  # what hooks around the region took over
         self.copies: dict[int, torch.Tensor] = {}
-        self.changed: set[int] = set()
+        self.changed: dict[int, None] = {}  # the region itself has changed them
         self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
-        self.grads = _gradients(tensors)
+        self.grads: list[tuple[int, int]] | None = None
         self.hooks = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
-        for i, tensor in enumerate(tensors):
-            if self._may_change(i, tensor):
-                self.copies[i] = tensor.detach().clone()
+        if changing or not all(self.requires_grad):
+            for i, tensor in enumerate(tensors):
+                if self._may_change(i, tensor):
+                    self.copies[i] = tensor.detach().clone()
 
     def __len__(self) -> int:
         return len(self.versions)
+
+    def watch_gradients(self) -> None:
+        """Find out whether ``accumulated``."""
+        self.grads = _gradients(self.tensors)
 
     def _may_change(self, i: int, tensor: torch.Tensor) -> bool:
         if self.changing and self.name(i) in self.changing:
@@ -90,11 +98,14 @@ class Kept:
         Raises:
             MutationError: the region changed a tensor in place that has a history.
         """
-        self.accumulated = self.grads != _gradients(self.tensors)
-        self.grads.clear()
-        for i, tensor in enumerate(self.tensors):
+        if self.grads is not None:
+            self.accumulated = self.grads != _gradients(self.tensors)
+            self.grads = None
+        versions = _torch.versions(self.tensors)  # type: ignore[arg-type]  # none has been let go of yet
+        if versions == self.versions and not self.copies and not self.packed:
+            return
+        for i, (tensor, version) in enumerate(zip(self.tensors, versions)):
             assert tensor is not None
-            version = _torch.version(tensor)
             if version == self.versions[i]:
                 self._settle(i, tensor)
             elif not tensor.is_leaf:
@@ -103,7 +114,7 @@ class Kept:
                     f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
                 )
             else:
-                self.changed.add(i)
+                self.changed[i] = None
                 self.changing.add(self.name(i))
                 self.versions[i] = version
             if i in self.packed:
@@ -115,7 +126,7 @@ class Kept:
         """Drop the copy of a tensor that did not change, or keep it where finding out would wait for the device."""
         copy = self.copies.get(i)
         if copy is not None and (tensor.device.type != "cpu" or not torch.equal(copy, tensor)):
-            self.changed.add(i)
+            self.changed[i] = None
         else:
             self.copies.pop(i, None)
 
@@ -136,7 +147,7 @@ class Kept:
         Raises:
             MutationError: it has been changed since.
         """
-        if i in self.packed and i not in self.changed:
+        if self.packed and i in self.packed and i not in self.changed:
             return self.packed[i].get()
         return self.checked(i, self.tensors[i])
 
@@ -165,10 +176,16 @@ class Kept:
     def again(self, i: int) -> torch.Tensor:
         """The i-th tensor for a run again: cut from the graph that it came from, tangent included."""
         tensor = self.get(i)
-        if i in self.duals:
+        if self.duals and i in self.duals:
             primal, tangent = (_cut(*dual) for dual in self.duals[i])
             return fwAD.make_dual(primal, tangent)
         return _cut(tensor, self.requires_grad[i], self.leaf[i])
+
+    def all_again(self) -> list[torch.Tensor]:
+        """All of them for a run again."""
+        if self.packed or self.duals or self.changed or _torch.versions(self.tensors) != self.versions:  # type: ignore[arg-type]
+            return [self.again(i) for i in range(len(self))]
+        return list(map(_cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
 
     def stale(self) -> dict[int, str]:
         """The tensors that were changed since, by id, each with what to say if the run again reads it."""
@@ -184,6 +201,9 @@ class Kept:
         if self.accumulated or i in self.duals or i in self.packed or i in self.changed or tensor is None:
             return self.again(i)
         return tensor
+
+
+NONE_KEPT = Kept([], str, set())
 
 
 def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:

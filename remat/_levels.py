@@ -221,6 +221,8 @@ class RegionNode(_torch.SingleLevelFunction):
         if nobody_reads_the_graph(job.level, operands, job.thread):
             skip = job.level
             ctx.job = ctx.operands = None  # this was the node's only backward
+            if job.call.tape is not None and job.region is job.region.root and len(job.region.kinds) == 1:
+                job.call.tape.last = True  # no pullback of a pullback, and no other level's
         return None, *pull_back(job.region, operands, cotangents, ctx.needs_input_grad[1:], job.call, skip)
 
 

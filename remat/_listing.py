@@ -148,7 +148,7 @@ class _Listing:
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
         self.region = region = Region(fn, args, kwargs, Options(), memory_of(fn))
         self.record = Record(nothing_saveable, region.memory, lines=True)
-        self.names = _argument_names(fn, _tree.paths(region.spec, ""))
+        self.names = _argument_names(fn, _tree.paths(region.given.spec, ""))
         self.saved: list[weakref.ref[_Saved]] = []
         self.known: dict[int, tuple] = {}  # storages of arguments and captured tensors
         # All buffers are copied first, and are put back.
@@ -161,7 +161,6 @@ class _Listing:
         """Run the function, and look what is there after it as long as its graph is."""
         region = self.region
         region.open()
-        assert region.consts is not None
         captured = [tensor for tensor in region.consts.tensors if tensor is not None]
         guard = Kept(region.arguments, region.name, region.memory.known.changing)
         operands = _differentiable(region.arguments, captured)
@@ -196,7 +195,7 @@ class _Listing:
     def _know(self, operands: list[torch.Tensor], captured: list[torch.Tensor]) -> None:
         named = [(tensor, f"captured {_readable(place)}") for tensor, place in zip(captured, self.region.places)]
         named += [(tensor, f"captured {_readable(place)}") for place, tensor, _ in self.region.fixed]
-        named += [(t, f"argument {self.names[i]}") for t, i in zip(operands, self.region.positions)]
+        named += [(t, f"argument {self.names[i]}") for t, i in zip(operands, self.region.given.positions)]
         self.known = {
             id(holder(part)): (name, part.shape, part.dtype)
             for tensor, name in reversed(named)

@@ -26,8 +26,8 @@ class Outputs:
     def __init__(self, options: Any) -> None:
         self.options = options
         self.spec: Any = None
-        self.entries: list[tuple[str, Any]] = []
-        self.prints: list[Any] = []
+        self.entries: Sequence[tuple[str, Any]] = ()
+        self.prints: Sequence[Any] = ()
 
     def record(self, result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Take the result of the first run apart; returns its new tensors."""

@@ -29,7 +29,7 @@ def nobody_reads_the_graph(level: int, saved: Sequence[torch.Tensor], thread: in
     alive = any(_torch.level_of(t) == level and not _torch.is_dead(t) for t in saved)
     if not alive or not _torch.transforms_active():
         return False
-    interpreter = _torch.current_interpreter()
+    interpreter = _torch.top_interpreter()
     if interpreter.key() != _torch.TransformType.Grad or interpreter.level() != level:
         return False
     call = _nearest_engine_call(sys._getframe(1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.autograd.forward_ad as fwAD
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch
-from ._determinism import saved_fingerprint, user_line
+from ._determinism import describe, is_other, saved_fingerprint, user_line
 from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks, hooks_allowed
 from ._slots import Slot, Stop
@@ -24,104 +24,125 @@ if TYPE_CHECKING:
 class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
-    __slots__ = ("count", "difference", "ending", "frame", "last", "slots", "stopped", "value", "wanted")
+    __slots__ = ("check", "count", "difference", "ending", "frame", "last", "root", "slots", "stopped")
 
-    def __init__(self, frame: Frame, slots: list[Slot | None], wanted: Slot) -> None:
+    def __init__(self, frame: Frame, slots: list[Slot | None]) -> None:
         self.frame = frame
+        self.root = frame.region.root
+        self.check = frame.check
         self.slots = slots
-        self.wanted = wanted
-        self.value: torch.Tensor | None = None  # of the wanted slot
         self.count = 0
         self.stopped = False
         self.ending: int | None = None  # after so many steps it stops
         self.difference: str | None = None
-        self.last = max(i for i, slot in enumerate(slots) if slot is not None)
+        self.last = len(slots) - 1
+        while slots[self.last] is None:
+            self.last -= 1
 
     def run(self) -> None:
-        frame, root = self.frame, self.frame.region.root
+        contexts = self._contexts()
+        before = torch.is_grad_enabled()
+        _torch.set_grad_enabled(True)
+        try:
+            if not contexts:
+                return self._run()
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                self._run()
+        finally:
+            _torch.set_grad_enabled(before)
+
+    def _contexts(self) -> list[Any]:
+        """What a run again has to be shielded from, or given back: nothing, in a plain backward pass."""
+        frame = self.frame
+        contexts: list[Any] = []
+        if _torch.transforms_active():
+            contexts.append(_torch.without_levels())
+        if not _torch.is_torch_function_enabled():
+            contexts.append(_torch.torch_function_enabled())
+        if _torch.hooks_disabled_message() is not None:
+            contexts.append(hooks_allowed(whoever_forbids=True))
+        if (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active():
+            contexts.append(fwAD.dual_level())
+        if frame.streams:
+            contexts.append(resumed(frame.streams))
+        return contexts
+
+    def _run(self) -> None:
+        frame, root = self.frame, self.root
         frame.consts.accumulated |= frame.inside
-        needs_level = (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active()
-        with (
-            _torch.without_levels(),
-            _torch.torch_function_enabled(),
-            hooks_allowed(whoever_forbids=True),
-            torch.enable_grad(),
-            fwAD.dual_level() if needs_level else nullcontext(),
-            resumed(frame.streams) if frame.streams else nullcontext(),
-        ):
-            operands = [frame.operands.again(i) for i in range(len(frame.operands))]
-            trace, root.trace = root.trace, None  # saved tensors are counted here
-            result = None
-            replay = root.log = None if frame.log is None else frame.log.replay()
-            if frame.record is not None and not frame.open:
-                root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
-            hooks = RemovableHandle.next_id
-            _torch.push_hooks(self.pack, _same)
-            try:
-                with as_in_forward(frame.policies, filling=frame.open):
-                    result = frame.region.call_again(operands)
-            except (Stop, Exception):
-                # TorchScript makes another exception of a stop; and it may be another region's.
-                if not self.stopped:
-                    raise
-            finally:
-                _torch.pop_hooks()
-                drop_gradient_hooks((*frame.consts.tensors, *(t for _, t, _ in root.fixed)), hooks)
-                again, root.replay = root.replay, None
-                root.log, root.trace, root.plan = None, trace, None
+        operands = frame.operands.all_again()
+        trace, root.trace = root.trace, None  # saved tensors are counted here
+        result = None
+        replay = root.log = None if frame.log is None else frame.log.replay()
+        if frame.record is not None and not frame.open:
+            root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
+        hooks = RemovableHandle.next_id
+        _torch.push_hooks(self.pack, _same)
+        try:
+            with as_in_forward(frame.policies, filling=frame.open):
+                result = frame.region.call_again(operands)
+        except (Stop, Exception):
+            # TorchScript makes another exception of a stop; and it may be another region's.
             if not self.stopped:
-                self._check_end(result, replay)
-            del operands, result
-            if again is not None:
-                again.finish()
+                raise
+        finally:
+            _torch.pop_hooks()
+            drop_gradient_hooks((*frame.consts.tensors, *(t for _, t, _ in root.fixed)), hooks)
+            again, root.replay = root.replay, None
+            root.log, root.trace, root.plan = None, trace, None
+        if not self.stopped:
+            self._check_end(result, replay)
+        del operands, result
+        if again is not None:
+            again.finish()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.is_wrapped(tensor):
             return _torch.bare(tensor)
         index = self.count
-        options = self.frame.options
         if self.stopped or (self.ending is not None and self._position() >= self.ending):
             self.stopped = True
             raise Stop
-        self.count += 1
-        value = alias(tensor)
+        self.count = index + 1
         if index >= len(self.slots):
-            if options.determinism_check != "none" and not self.frame.open:
+            if self.check != "none" and not self.frame.open:
                 raise RecomputeMismatchError(self._too_many())
-            return value
+            return alias(tensor)
         slot = self.slots[index]
-        if slot is not None:
-            if options.determinism_check != "none":
-                before, now = self.frame.prints[index], saved_fingerprint(tensor, options.determinism_check)
-                if before is not None and before.differs(now) and self.difference is None:
-                    self.difference = self._differs(index, before, now)
-            root_replay = self.frame.region.root.replay
-            if root_replay is not None:
-                root_replay.late.fill([value])
-            slot.value = value
-            if slot is self.wanted:
-                self.value = value
+        if slot is None:
+            # A leaf refers to nothing, so it may stay itself. This is read only by a backward pass inside.
+            value = tensor if tensor.is_leaf else alias(tensor)
+        else:
+            value = alias(tensor)
+            fingerprint = saved_fingerprint(tensor, tensor.grad_fn, self.check)
+            if fingerprint != slot.fingerprint and is_other(slot.fingerprint, fingerprint):
+                self.difference = self.difference or self._differs(index, slot.fingerprint, fingerprint)
+            if self.root.replay is not None:
+                self.root.replay.late.fill([value])
             slot.version = _torch.version(value)
+            slot.value = value  # last, as another thread may be waiting for it
         # With a log, the operation that comes next tells more.
         if self.difference is not None and (self.frame.log is None or index >= self.last):
             raise RecomputeMismatchError(self.difference)
-        if options.early_stop and index == self.last:
+        if index == self.last and self.frame.options.early_stop:
             # The operation that runs now may fill what it has saved: then it must run to its end.
             early = [slot.source.after for slot in self.slots[max(0, index - 2) : index + 1] if slot and slot.early]
             self.ending = max(early, default=None)
             self.stopped = self.ending is None
-        if self.stopped:
-            raise Stop
+            if self.stopped:
+                raise Stop
         return value
 
     def _position(self) -> int:
-        replay = self.frame.region.root.replay
+        replay = self.root.replay
         return 0 if replay is None else replay.position
 
     def _check_end(self, result: Any, replay: Any) -> None:
         if replay is not None:
             replay.check_end()
-        if self.frame.options.determinism_check == "none" or self.frame.open:
+        if self.check == "none" or self.frame.open:
             return
         if self.difference is not None:
             raise RecomputeMismatchError(self.difference)
@@ -131,8 +152,8 @@ class Filler:
 
     def _differs(self, index: int, before: Any, now: Any) -> str:
         return (
-            f"Tensor {index} that the region saved for its backward was {before} in the forward and is {now} when the "
-            f"region was run again, at {user_line()}. {_ADVICE}"
+            f"Tensor {index} that the region saved for its backward was {describe(before)} in the forward and is "
+            f"{describe(now)} when the region was run again, at {user_line()}. {_ADVICE}"
         )
 
     def _too_many(self) -> str:

@@ -6,20 +6,22 @@ torch.func, captured tensors that a transform follows. All other captured tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from . import _torch, _tree
 from ._ambient import Ambient
-from ._captured import Found, find
+from ._arguments import take_apart, without_plain
+from ._captured import NOTHING, Found, find
 from ._contents import is_put_back, snapshots
 from ._engine import mark
 from ._errors import CaptureError
 from ._intercept import Interceptor, made_inside
-from ._kept import Kept
+from ._kept import NONE_KEPT, Kept
 from ._memory import Memory
 from ._nested import within
 from ._options import Options
@@ -34,8 +36,7 @@ from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
 from .policies import nothing_saveable
 
-# Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
-_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator])
+_on_cpu = attrgetter("is_cpu")
 
 
 class Region:
@@ -45,41 +46,28 @@ class Region:
 
     __slots__ = (
         "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "contents", "devices", "fixed",
-        "fn", "found", "holders", "inherited", "kinds", "leaves", "log", "mapped", "memory", "options", "outputs",
-        "places", "plan", "positions", "ran", "record", "replay", "spec", "swapped", "trace", "undo_record", "uses",
-        "watch",
+        "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options", "outputs",
+        "places", "plan", "ran", "record", "replay", "swapped", "trace", "undo_record", "watch",
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
-        leaves, self.spec = _tree.flatten((args, kwargs))
         self.fn = fn
         self.options = options
         self.memory = memory
-        # One operand for each tensor: a function may ask whether two arguments are the same one.
-        first: dict[int, int] = {}
-        self.positions: list[int] = []  # of the leaves, each tensor once
-        self.uses: list[tuple[int, int]] = []  # position of a leaf, index of its operand
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                self.uses.append((position, first.setdefault(id(leaf), len(first))))
-                if len(first) > len(self.positions):
-                    self.positions.append(position)
-        self.arguments: list[torch.Tensor] = [leaves[i] for i in self.positions]
-        for position, _ in self.uses:
-            leaves[position] = None
-        self.leaves = leaves
-        found = find(fn, *(leaf for leaf in leaves if type(leaf) not in _PLAIN))
+        self.given, self.arguments = take_apart(args, kwargs)
+        found = find(fn, *self.given.searched())
         self.found: Found | None = found
         self.cells = found.cells
-        self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)]
-        self.holders: list[tuple[Place, Any]] = []  # the places on the way to captured tensors
-        self.fixed: list[tuple[Place, torch.Tensor, int]] = []  # captured where they can't be exchanged; versions
-        self.captured: list[torch.Tensor] = []  # the operands beyond the arguments
-        self.swapped: list[torch.Tensor] = []  # the first of these, without a place: swapped where they're read
+        self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)] if found.contents else ()
+        # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
+        self.holders: Sequence[tuple[Place, Any]] = ()  # the places on the way to captured tensors
+        self.fixed: Sequence[tuple[Place, torch.Tensor, int]] = ()  # captured, can't be exchanged; versions
+        self.captured: Sequence[torch.Tensor] = ()  # the operands beyond the arguments
+        self.swapped: Sequence[torch.Tensor] = ()  # the first of these, without a place: swapped where they're read
+        self.places: Sequence[Place] = ()  # of the other captured tensors
+        self.bindings: Sequence[tuple[Place, int]] = ()  # place -> index of an operand
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
-        self.places: list[Place] = []  # of the other captured tensors
-        self.bindings: list[tuple[Place, int]] = []  # place -> index of an operand
-        self.consts: Kept | None = None
+        self.consts: Kept = NONE_KEPT
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
@@ -89,8 +77,8 @@ class Region:
         self.plan: Plan | None = None  # of a run again, if not all is wanted
         self.replay: Replay | None = None
         self.log: Any = None  # notes or compares the operations of a run
-        self.devices: set[torch.device] = set()
-        self.arity = len(self.positions)
+        self.devices: Collection[torch.device] = ()
+        self.arity = len(self.arguments)
         self.watch: Any = None  # set where captured tensors without a place must be found
         self.ambient: Ambient | None = None
 
@@ -104,41 +92,52 @@ class Region:
 
         Captured tensors for which ``follow`` is true become operands, the others are kept as they are.
         """
-        tensors = []
-        generators = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
-        places, bindings, captured = [], [], list(self.swapped)
-        index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
         assert self.found is not None
-        self.holders, self.fixed = self.found.holders(), []
-        for place, value in self.found.places:
+        generators = self.given.generators()
+        if self.found is NOTHING:
+            self.captured = self.swapped
+        else:
+            self._find_captured(self.found, generators, follow)
+        self.arity = len(self.arguments) + len(self.captured)
+        tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
+        self.devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
+        self.undo_record = mark()
+        self.record = self._new_record(tensors) if self.options.policy or state.policies else None
+        self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
+
+    def _find_captured(self, found: Found, generators: list[torch.Generator], follow: Any) -> None:
+        tensors, places, bindings, fixed, captured = [], [], [], [], list(self.swapped)
+        index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
+        for place, value in found.places:
             if not isinstance(value, torch.Tensor):
                 generators.append(value)
             elif not place.settable:
                 if follow is None or not follow(value):  # else it is swapped where it is read
-                    self.fixed.append((place, value, _torch.version(value)))
+                    fixed.append((place, value, _torch.version(value)))
             elif follow is not None and follow(value):
                 if id(value) not in index:
-                    index[id(value)] = len(self.positions) + len(captured)
+                    index[id(value)] = len(self.arguments) + len(captured)
                     captured.append(value)
                 bindings.append((place, index[id(value)]))
             else:
                 tensors.append(value)
                 places.append(place)
+        self.holders, self.fixed = found.holders(), fixed
         self.places, self.bindings, self.captured = places, bindings, captured
-        self.arity = len(self.positions) + len(captured)
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.known.changing)
-        self.devices = {t.device for t in (*self.arguments, *tensors, *captured)}
-        self.undo_record = mark()
+        self.consts.watch_gradients()
+
+    def _new_record(self, tensors: Iterable[torch.Tensor]) -> Record | None:
+        """The record of the first run, unless nothing will be kept."""
         own = self.options.policy or nothing_saveable
         policy = within(state.policies[-1] if state.policies else None, own)
-        fake = any(isinstance(t, _torch.FakeTensor) for t in (*self.arguments, *tensors, *captured))
-        plain = policy.saves_nothing or fake
-        self.record = None if plain else Record(policy, self.memory, own.mentioned_names)
-        self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
+        if policy.saves_nothing or any(isinstance(t, _torch.FakeTensor) for t in tensors):
+            return None
+        return Record(policy, self.memory, own.mentioned_names)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make captured tensors that have no place operands: they are swapped wherever they are read."""
-        self.swapped.extend(tensors)
+        self.swapped = [*self.swapped, *tensors]
 
     def take_suspects(self) -> dict[int, torch.Tensor]:
         """What the watch of the last run suspects."""
@@ -162,8 +161,8 @@ class Region:
                 "where its derivatives would be lost. Read it before, as in `module.weight`, or leave the cache."
             )
         known = {id(t) for t in (*outs, *self.operands())}
-        values = (*self.leaves, *(value for _, value in self.outputs.entries))
-        for place, value in find(self.fn, *(v for v in values if type(v) not in _PLAIN)).places:
+        values = [*self.given.searched(), *without_plain(value for _, value in self.outputs.entries)]
+        for place, value in find(self.fn, *values).places:
             if isinstance(value, torch.Tensor) and id(value) not in known and self.watch.has_lost(value):
                 raise CaptureError(
                     f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {place.path}, where its "
@@ -181,9 +180,8 @@ class Region:
 
     def name(self, i: int) -> str:
         """What the i-th operand is called in an error."""
-        if i < len(self.positions):
-            args = _tree.paths(self.spec, "")[self.positions[i]]
-            return "argument " + (f"args{args[3:]}" if args.startswith("[0]") else f"kwargs{args[3:]}")
+        if i < len(self.given.positions):
+            return self.given.name(i)
         for place, index in self.bindings:
             if index == i:
                 return f"captured {place.path}"
@@ -193,36 +191,38 @@ class Region:
 
     def call(self, operands: Sequence[torch.Tensor], mode: Any, again: bool = False) -> Any:
         """The function's own result, from these operands in the places of the arguments."""
-        leaves = list(self.leaves)
-        for position, index in self.uses:
-            leaves[position] = operands[index]
-        args, kwargs = _tree.unflatten(self.spec, leaves)
-        made_inside(operands)
-        with own_work(False) if again else first_run(), mode, self.log or nullcontext():
+        args, kwargs = self.given.filled(operands)
+        if state.interceptors:
+            made_inside(operands)
+        return self._called(args, kwargs, mode, again)
+
+    def _called(self, args: Sequence, kwargs: dict, mode: Any, again: bool) -> Any:
+        if again and mode is None and self.log is None and not state.own_work:
+            return self._call(args, kwargs, again)
+        with own_work(False) if again else first_run(), mode or nullcontext(), self.log or nullcontext():
             return self._call(args, kwargs, again)
 
-    def _call(self, args: tuple, kwargs: dict, again: bool) -> Any:
+    def _call(self, args: Sequence, kwargs: dict, again: bool) -> Any:
         contexts = self.options.contexts
         return self.fn(*args, **kwargs) if contexts is None else contexts.run(self.fn, args, kwargs, again)
 
     def first(self, args: tuple, kwargs: dict) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        with first_run(), self._recorder(self.arguments), self.log or nullcontext():
-            result = self._call(args, kwargs, again=False)
+        result = self._called(args, kwargs, self._recorder(self.arguments), again=False)
         self.outputs.spec = _tree.flatten(result)[1]
         return result
 
     def call_again(self, operands: Sequence[torch.Tensor], trace: Trace | None = None) -> Any:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
         assert self.ambient is not None
-        with ExitStack() as stack:
-            stack.enter_context(recomputing())
-            stack.enter_context(self.ambient.restored())
+        with recomputing(), self.ambient.restored():
             captured = self._captured_again()
-            stack.enter_context(self._bound_again(operands, captured))
-            stack.enter_context(self._swapped(operands, trace))
-            return self._replayed(operands, captured)
+            bound, swapped = self._bound_again(operands, captured), self._swapped(operands, trace)
+            if bound is None and swapped is None:
+                return self._replayed(operands, captured)
+            with bound or nullcontext(), swapped or nullcontext():
+                return self._replayed(operands, captured)
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
@@ -230,7 +230,7 @@ class Region:
             result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)
         self.ran = True
-        with self._bound(operands), self._swapped(operands, self.trace):
+        with self._bound(operands), self._swapped(operands, self.trace) or nullcontext():
             result = self.call(operands, self._recorder(operands))
         return self.outputs.record(result, operands)
 
@@ -238,14 +238,14 @@ class Region:
         return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
 
     def _recorder(self, operands: Sequence[torch.Tensor]) -> Any:
-        if self.record is None or self.consts is None:
-            return nullcontext()
+        if self.record is None:
+            return None
         self.record.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
         return Recorder(self.record)
 
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if self.record is None or self.record.open:
-            return self.call(operands, nullcontext(), again=True)
+            return self.call(operands, None, again=True)
         self.replay = replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
         result = self.call(operands, replay, again=True)
         if self.plan is None:  # else whoever made the plan does it, when all that the run has made is gone
@@ -254,24 +254,24 @@ class Region:
         return result
 
     def _captured_again(self) -> list[torch.Tensor]:
-        assert self.consts is not None
         return [self.consts.captured_again(i) for i in range(len(self.consts))]
 
     def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
+        if not (self.contents or self.holders or self.bindings or self.places or self.cells):
+            return None
         values = [*snapshots(self.contents), *self.holders, *((place, operands[i]) for place, i in self.bindings)]
         values += zip(self.places, captured)
         return rebound(values, cells=self.cells)
 
     def _swapped(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
-        own = dict(zip(map(id, self.swapped), operands[len(self.positions) :]))
+        own = dict(zip(map(id, self.swapped), operands[len(self.given.positions) :])) if self.swapped else {}
         # What it captures may have been changed, as long as it does not read it.
         stale = self._stale() if self.ran else {}
         if own or self.inherited or stale or trace is not None or self.watch is not None:
             return Interceptor(own, self.inherited, self.watch, trace, stale)
-        return nullcontext()
+        return None
 
     def _stale(self) -> dict[int, str]:
-        assert self.consts is not None
         stale = self.consts.stale()
         for place, tensor, version in self.fixed:
             if _torch.version(tensor) != version:
@@ -283,7 +283,7 @@ class Region:
 
     def restart(self) -> None:
         """Undo what a first run that was given up has drawn from the generators."""
-        assert self.ambient is not None and self.consts is not None
+        assert self.ambient is not None
         self.ambient.rewind()
         self.consts.roll_back()
         rebound([*snapshots(self.contents), *self.holders], cells=self.cells).__enter__()  # for good

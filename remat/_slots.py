@@ -11,54 +11,63 @@ from . import _torch
 from ._determinism import fingerprint
 from ._errors import MutationError
 from ._kept import Kept
+from ._state import unseen
 
 
 class Slot:
     """Stands for one saved tensor; the value is there only while a backward pass needs it."""
 
-    __slots__ = ("__weakref__", "early", "first", "residual", "source", "value", "version")
+    __slots__ = ("__weakref__", "fingerprint", "first", "value", "version")
+    source: Any = None  # these are of regions with a policy
+    residual: Any = None
+    early = False
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # What requires no grad may be captured, from where it was not found: then a change of it must be seen.
-        self.first = None if tensor.requires_grad else (weakref.ref(tensor), _torch.version(tensor))
-        self.value: torch.Tensor | None = None
-        self.version = 0
+    # A region makes many, so they have no ``__init__``.
+    fingerprint: Any  # what a run again is compared with
+    first: tuple[weakref.ref, int] | None  # the saved tensor and its version, see ``watch``
+    value: torch.Tensor | None
+    version: int
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """What requires no grad may be captured, from where it was not found: then a change of it must be seen."""
+        self.first = weakref.ref(tensor), _torch.version(tensor)
+
+    def has_changed(self) -> bool:
+        """Whether the saved tensor itself is still there and was changed in place, an error without remat too."""
+        assert self.first is not None
+        ref, version = self.first
+        tensor = ref()
+        return tensor is not None and _torch.version(tensor) != version
+
+
+class RecordedSlot(Slot):
+    """A slot of a region with a policy."""
+
+    __slots__ = ("early", "residual", "source")
+
+    def __init__(self) -> None:
         self.source: Any = None  # which value it is, in the record of the first run
         self.residual: Any = None  # that value is kept
         self.early = False  # it was saved before the operation filled it
 
-    def has_changed(self) -> bool:
-        """Whether the saved tensor itself is still there and was changed in place, an error without remat too."""
-        if self.first is None:
-            return False
-        ref, version = self.first
-        tensor = ref()
-        return tensor is not None and _torch.version(tensor) != version
+
+def residual_of(slot: Slot) -> torch.Tensor:
+    """What was saved, from the value that is kept."""
+    with _torch.without_levels(), unseen():
+        return slot.source.layout.of(slot.residual.get())
 
 
 class Stop(BaseException):
     """Ends a run again as soon as its slots are filled. Not an Exception, so that user code lets it through."""
 
 
-class Input:
-    """An input or a captured tensor of the region."""
+class View:
+    """A view of an input or of a captured tensor: it shares its memory, so it costs none."""
 
-    __slots__ = ("i", "kept")
-
-    def __init__(self, kept: Kept, i: int) -> None:
-        self.kept, self.i = kept, i
-
-    def __call__(self) -> torch.Tensor:
-        return self.kept.get(self.i)
-
-
-class View(Input):
-    """A view of such a tensor: it shares its memory, so it costs none."""
-
-    __slots__ = ("version", "view")
+    __slots__ = ("i", "kept", "version", "view")
 
     def __init__(self, kept: Kept, i: int, view: torch.Tensor) -> None:
-        super().__init__(kept, i)
+        self.kept, self.i = kept, i
         self.view, self.version = view, _torch.version(view)
 
     def __call__(self) -> torch.Tensor:

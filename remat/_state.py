@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._torch import without_dispatch
+from ._torch import dispatch_modes, without_dispatch
 
 __all__ = ["disable_remat", "is_recomputing"]
 
@@ -74,51 +74,64 @@ def disable_remat() -> Iterator[None]:
         state.disabled = before
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
+# Each region enters some of these, so they are classes: a context manager made of a generator takes four times as long.
+
+
+class recomputing:
     """The flags of a second run: regions inside of it act as they did in the first."""
-    before = state.recomputing, state.checkpointing, state.disabled
-    state.recomputing, state.checkpointing, state.disabled = True, False, False
-    try:
-        yield
-    finally:
-        state.recomputing, state.checkpointing, state.disabled = before
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        self.before = state.recomputing, state.checkpointing, state.disabled
+        state.recomputing, state.checkpointing, state.disabled = True, False, False
+
+    def __exit__(self, *exception: Any) -> None:
+        state.recomputing, state.checkpointing, state.disabled = self.before
 
 
-@contextmanager
-def as_in_forward(policies: list[Any], filling: bool) -> Iterator[None]:
+class as_in_forward:
     """For a run again, which may start within the bookkeeping of any other run: the ``policies`` around are these."""
-    before = state.unseen, state.filling, state.policies
-    state.unseen, state.filling, state.policies = False, filling, list(policies)
-    try:
-        yield
-    finally:
-        state.unseen, state.filling, state.policies = before
+
+    __slots__ = ("before", "filling", "policies")
+
+    def __init__(self, policies: tuple[Any, ...], filling: bool) -> None:
+        self.policies, self.filling = policies, filling
+
+    def __enter__(self) -> None:
+        self.before = state.unseen, state.filling, state.policies
+        state.unseen, state.filling, state.policies = False, self.filling, list(self.policies)
+
+    def __exit__(self, *exception: Any) -> None:
+        state.unseen, state.filling, state.policies = self.before
 
 
-@contextmanager
-def own_work(value: bool = True) -> Iterator[None]:
+class own_work:
     """Tells interceptors of regions around that what is called now is the package's own doing, or the user's again."""
-    before = state.own_work
-    state.own_work = value
-    try:
-        yield
-    finally:
-        state.own_work = before
+
+    __slots__ = ("before", "value")
+
+    def __init__(self, value: bool = True) -> None:
+        self.value = value
+
+    def __enter__(self) -> None:
+        self.before, state.own_work = state.own_work, self.value
+
+    def __exit__(self, *exception: Any) -> None:
+        state.own_work = self.before
 
 
-@contextmanager
-def first_run() -> Iterator[None]:
+class first_run:
     """The user's function is called for the first time in a region."""
-    before = state.own_work, state.checkpointing
-    state.own_work, state.checkpointing = False, True
-    try:
-        yield
-    finally:
-        state.own_work, state.checkpointing = before
 
+    __slots__ = ("before",)
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+    def __enter__(self) -> None:
+        self.before = state.own_work, state.checkpointing
+        state.own_work, state.checkpointing = False, True
+
+    def __exit__(self, *exception: Any) -> None:
+        state.own_work, state.checkpointing = self.before
 
 
 class unseen:
@@ -136,8 +149,13 @@ class unseen:
         state.unseen = self.before
 
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, told apart from that of the user, who may read the result in ways that can't be seen."""
+    if not dispatch_modes():
+        return tensor.detach()
     if type(tensor) in _PLAIN:
         with without_dispatch():
             return tensor.detach()

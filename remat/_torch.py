@@ -6,7 +6,8 @@ exist, so a new torch release that moves one fails in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ hooks_enable = torch._C._autograd._saved_tensors_hooks_enable
 # -1 outside of a backward pass: then an unpack serves one reader and stores nothing.
 graph_task_id = torch._C._current_graph_task_id
 # With a graph that is kept, nodes don't release what they saved, so slots must let go by themselves.
+set_grad_enabled = torch._C._set_grad_enabled  # for each run again; the public ones take as long as an operation
 graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 current_node = torch._C._current_autograd_node
 # The ``GraphExecGroup`` in whose scope a backward runs; torch has the getter for those who build checkpoints.
@@ -55,19 +57,34 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def sequence_number(node: Any) -> int:
-    """The number of a graph node, which grows with its creation in a thread: older than the region or not."""
-    return node._sequence_nr()
+# The number of a graph node, which grows with its creation in a thread: older than the region or not.
+sequence_number = methodcaller("_sequence_nr")
 
 
 def version(tensor: torch.Tensor) -> int:
     """The version counter of a tensor (inference tensors have none and can't be changed): changed in place or not."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
-def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What a view is a view of: a saved view of a region's input needs no recompute."""
-    return tensor._base
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The version counters of several."""
+    try:
+        return list(map(version_of_saved, tensors))
+    except RuntimeError:
+        return [version(tensor) for tensor in tensors]
+
+
+def is_unchanged(tensor: torch.Tensor, before: int) -> bool:
+    """Whether a tensor has the version that it had."""
+    return before in (-1, tensor._version)
+
+
+# These two are asked of each saved tensor, and make no Python frame. Autograd saves no inference tensor.
+version_of_saved = attrgetter("_version")
+view_base = attrgetter("_base")  # what a view is a view of: a saved view of a region's input needs no recompute
 
 
 # --- forward-mode levels ------------------------------------------------------------------------------------------
@@ -80,6 +97,7 @@ def dual_level_active() -> bool:
 
 # A method of a tensor subclass may have switched it off for the backward that it started.
 torch_function_enabled = torch._C._EnableTorchFunction
+is_torch_function_enabled = torch._C._is_torch_function_enabled
 
 set_forward_grad_enabled = fwAD._set_fwd_grad_enabled  # autograd.Function switches it off; a level below needs it
 
@@ -88,6 +106,15 @@ set_forward_grad_enabled = fwAD._set_fwd_grad_enabled  # autograd.Function switc
 transforms_active = torch._C._are_functorch_transforms_active
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 all_interpreters = _pyfunctorch.retrieve_all_functorch_interpreters
+
+
+def transform_kinds() -> tuple[Any, ...]:
+    """The kinds of the active levels, the bottom one first; without the Python objects that stand for levels."""
+    return tuple([interpreter.key() for interpreter in _interpreters() or ()])
+
+
+top_interpreter = torch._C._functorch.peek_interpreter_stack
+_interpreters = torch._C._functorch.get_interpreter_stack
 without_levels = _pyfunctorch.temporarily_clear_interpreter_stack
 TransformType = torch._C._functorch.TransformType
 current_level = torch._C._functorch.maybe_current_level
@@ -122,7 +149,10 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
 
 def tracing() -> bool:
     """Whether a trace is taken by ``make_fx`` or ``torch.export``: then a region is inlined."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return _dispatch_mode(_PROXY) is not None
+
+
+_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 
 
 def exporting() -> bool:
@@ -143,6 +173,7 @@ def is_dual(tensor: torch.Tensor) -> bool:
 # --- operations ---------------------------------------------------------------------------------------------------
 
 without_dispatch = torch._C._DisableTorchDispatch  # aliases of plain tensors are no business of any mode
+dispatch_modes = torch._C._len_torch_dispatch_stack  # to switch that is slower than the alias
 as_subclass = torch.Tensor._make_subclass  # an alias of a plain tensor; ``as_subclass`` would record it
 without_overrides = torch._C.DisableTorchFunctionSubclass  # for tensors that watch what is done with them
 without_torch_function = torch._C.DisableTorchFunction  # the bookkeeping of operations is not the user's doing
@@ -220,6 +251,14 @@ SequenceKey = _torch_pytree.SequenceKey
 
 # --- ambient state ------------------------------------------------------------------------------------------------
 
+# What the functions of torch.backends.cuda call: a region asks for all of these three times.
+sdpa_enabled = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+)
 # Which attention kernel is tried first; only `sdpa_kernel(..., set_priority=True)` sets it in public.
 sdpa_priority = torch._C._get_sdp_priority_order
 set_sdpa_priority = torch._C._set_sdp_priority_order
@@ -230,6 +269,8 @@ def device_mode() -> tuple[Any, Any, Any]:
 
     ``torch.get_default_device`` can't tell "none" from "cpu", and makes a tensor to answer.
     """
+    if not torch._C._len_torch_function_stack() and _device.CURRENT_DEVICE is None:
+        return None, None, None
     mode = torch._C._get_function_stack_at(0) if torch._C._len_torch_function_stack() else None
     return (
         mode if isinstance(mode, _device.DeviceContext) else None,

@@ -41,8 +41,9 @@ class Trace:
         while isinstance(result, (tuple, list)) and result:
             result = result[0]
         if isinstance(result, torch.Tensor):
-            name = getattr(func, "__name__", str(func))
-            self.add(Entry(name, result.dtype, tuple(result.shape), _torch.requires_grad_somewhere(result)))
+            name = getattr(func, "__name__", None) or str(func)
+            followed = result.requires_grad or _torch.requires_grad_somewhere(result)
+            self.add(Entry._make((name, result.dtype, result.shape, followed)))
 
     def add(self, entry: Entry) -> None:
         self.entries.append(entry)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -41,10 +42,18 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
     >>> leaves, unflatten(spec, leaves)
     ([1, None], {'x': (1, None)})
     """
+    if type(tree) in _PLAIN:
+        return [tree], _spec_of_one()
     while True:
         leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
         if (_leaf_types.issuperset(map(type, leaves)) and len(TORCH_NODES) == _torch_nodes_seen) or not _learn(leaves):
             return leaves, spec
+
+
+@functools.cache
+def _spec_of_one() -> TreeSpec:
+    leaf: Any = None
+    return optree.tree_flatten(leaf, none_is_leaf=True, namespace=_NAMESPACE)[1]
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any], /) -> Any:

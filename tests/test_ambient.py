@@ -191,7 +191,7 @@ class TestGenerators:
             np.random.set_bit_generator(old)
 
     def test_a_state_that_has_not_moved_is_read_once(self):
-        states = [dict(capture()._states) for _ in range(2)]
+        states = [dict(capture()._pairs()) for _ in range(2)]
         for slow in (_ambient._python, _ambient._numpy()):
             assert states[0][slow] is states[1][slow]
             state = states[0][slow]
@@ -249,7 +249,7 @@ def test_states_are_plain_under_modes(mode):
         with ambient.restored():
             pass
         ambient.rewind()
-    state = ambient._states[0][1]
+    state = ambient._states[0]
     assert type(state) is torch.Tensor and state.device == CPU
     assert torch.equal(state, expected)
     torch.rand(1)
@@ -280,7 +280,7 @@ def test_states_are_plain_under_torch_func(transform):
         return x.sum()
 
     transform(f)(torch.ones(2, 2) if transform is not torch.func.grad else torch.ones(2))
-    state = seen[0]._states[0][1]
+    state = seen[0]._states[0]
     assert not torch._C._functorch.is_functorch_wrapped_tensor(state)
     assert torch.equal(torch.rand(3), expected)
 

@@ -120,6 +120,8 @@ def test_private_attributes_of_objects_exist() -> None:
             root = (dotted(node) or "").partition(".")[0]
             if root not in aliases:
                 used.add(node.attr)
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("attrgetter", "methodcaller"):
+            used |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and is_private(arg.value)}
     assert used == set(ON_OBJECTS)
     for name, make in ON_OBJECTS.items():
         assert hasattr(make(), name), name

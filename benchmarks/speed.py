@@ -1,0 +1,265 @@
+"""How long rematerialized programs take on one thread, against plain torch and against torch's own checkpoint.
+
+    python -m benchmarks.speed [--json] [--seconds 8]
+
+A row compares two sides. Their programs run in turn, many times, and the row is the ratio of the two medians, so that
+a machine with other work slows both sides alike. Every program is a forward and a backward, if the row doesn't say
+otherwise. "Small" regions are 10 x (matmul, tanh) on 8 x 8, where nearly all time is overhead; "the block" is the
+transformer block of `benchmarks.policies`. The exit status is 1 if a row misses its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import grad
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import policies
+from benchmarks.report import report, verdict
+from remat import remat
+
+__all__ = ["CASES", "Case", "Measurement", "Side", "main"]
+
+Fn: TypeAlias = Callable[..., Tensor]
+Wrapper: TypeAlias = Callable[[Fn], Fn]
+Step: TypeAlias = Callable[[], Any]
+
+
+def plain(fn: Fn) -> Fn:
+    """The function as it is."""
+    return fn
+
+
+def torch_checkpoint(fn: Fn) -> Fn:
+    """The function under torch's own non-reentrant checkpoint."""
+    return partial(checkpoint, fn, use_reentrant=False)
+
+
+# --- the programs ---------------------------------------------------------------------------------------------------
+
+
+def layers(x: Tensor, *weights: Tensor) -> Tensor:
+    """Layers between which nothing needs to be kept."""
+    for weight in weights:
+        x = torch.tanh(x @ weight)
+    return x
+
+
+def arguments(width: int, depth: int) -> list[Tensor]:
+    """An input and weights."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(width, width, generator=generator) / width**0.5 for _ in range(1 + depth)]
+
+
+def forward(width: int, depth: int) -> Step:
+    """The layers alone, with the graph that autograd makes."""
+    leaves = [t.requires_grad_() for t in arguments(width, depth)]
+    return lambda: layers(*leaves)
+
+
+def by_autograd(wrap: Wrapper, width: int = 8, depth: int = 10) -> Step:
+    """The gradient of the layers in one region."""
+    fn = wrap(layers)
+    leaves = [t.requires_grad_() for t in arguments(width, depth)]
+    return lambda: torch.autograd.grad(fn(*leaves).sum(), leaves)
+
+
+def by_func(wrap: Wrapper, width: int = 8, depth: int = 10) -> Step:
+    """The same by `torch.func.grad`."""
+    fn = wrap(layers)
+    tensors = arguments(width, depth)
+    gradient = grad(lambda *args: fn(*args).sum(), argnums=tuple(range(len(tensors))))
+    return lambda: gradient(*tensors)
+
+
+def block(transform: str, wrap: Wrapper) -> Step:
+    """The gradient of a transformer block."""
+    weights, x = policies.Sizes().arguments()
+    return partial(policies.program(transform, wrap), weights, x)
+
+
+def chain(wrap: Wrapper, regions: int) -> Step:
+    """The gradient of as many small regions, one after the other."""
+    fn = wrap(layers)
+    x, weight = (t.requires_grad_() for t in arguments(8, 1))
+
+    def step() -> Any:
+        out = x
+        for _ in range(regions):
+            out = fn(out, weight)
+        return torch.autograd.grad(out.sum(), [x, weight])
+
+    return step
+
+
+def nested(wrap: Wrapper, levels: int) -> Step:
+    """The gradient of regions in regions, with an operation in each."""
+
+    def inside(fn: Fn) -> Fn:
+        return wrap(lambda x: fn(torch.sin(x)))
+
+    fn: Fn = torch.tanh
+    for _ in range(levels):
+        fn = inside(fn)
+    x = arguments(8, 0)[0].requires_grad_()
+    return lambda: torch.autograd.grad(fn(x).sum(), [x])
+
+
+# --- the rows -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """Programs whose times are added up, and a factor."""
+
+    programs: tuple[Callable[[], Step], ...]
+    factor: float = 1.0
+
+
+def side(program: Callable[..., Step], *args: Any, factor: float = 1.0) -> Side:
+    """One program."""
+    return Side((partial(program, *args),), factor)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The times of a row's two sides, in microseconds, and the limit on their ratio."""
+
+    name: str
+    numerator_us: float
+    denominator_us: float
+    limit: float
+    rounds: int
+
+    @property
+    def ratio(self) -> float:
+        """How much of the denominator's time the numerator takes."""
+        return self.numerator_us / self.denominator_us
+
+    @property
+    def passed(self) -> bool:
+        """Whether the ratio keeps to the limit."""
+        return self.ratio <= self.limit
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {**asdict(self), "ratio": self.ratio, "passed": self.passed}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: `numerator` takes at most `limit` times as long as `denominator`."""
+
+    name: str
+    numerator: Side
+    denominator: Side
+    limit: float
+
+    def measure(self, seconds: float) -> Measurement:
+        """Runs all programs in turn for about as long."""
+        sides = self.numerator, self.denominator
+        steps = [[make() for make in each.programs] for each in sides]
+        times = [[[] for _ in each] for each in steps]
+        _round(steps, times)  # the first one is slow
+        for each in times:
+            for taken in each:
+                taken.clear()
+        end, rounds = time.perf_counter() + seconds, 0
+        while rounds < 3 or time.perf_counter() < end:
+            _round(steps, times)
+            rounds += 1
+        totals = [each.factor * sum(map(statistics.median, taken)) for each, taken in zip(sides, times)]
+        return Measurement(self.name, totals[0] * 1e6, totals[1] * 1e6, self.limit, rounds)
+
+
+def _round(steps: Sequence[Sequence[Step]], times: Sequence[Sequence[list[float]]]) -> None:
+    for each, taken in zip(steps, times):
+        for step, series in zip(each, taken):
+            start = time.perf_counter()
+            step()
+            series.append(time.perf_counter() - start)
+
+
+CASES: tuple[Case, ...] = (
+    Case(
+        "small region: remat / torch checkpoint",
+        side(by_autograd, remat),
+        side(by_autograd, torch_checkpoint),
+        limit=0.55,
+    ),
+    Case("small region, func.grad: remat / plain", side(by_func, remat), side(by_func, plain), limit=2.0),
+    Case(
+        "8 nested regions: remat / torch checkpoint",
+        side(nested, remat, 8),
+        side(nested, torch_checkpoint, 8),
+        limit=0.55,
+    ),
+    Case(
+        "each of 800 regions / each of 50 regions",
+        side(chain, remat, 800),
+        side(chain, remat, 50, factor=800 / 50),
+        limit=1.1,
+    ),
+    Case(
+        "the block: remat / torch checkpoint",
+        side(block, "autograd.grad", remat),
+        side(block, "autograd.grad", torch_checkpoint),
+        limit=1.0,
+    ),
+    Case(
+        "the block, func.grad: remat / plain",
+        side(block, "func.grad", remat),
+        side(block, "func.grad", plain),
+        limit=1.33,
+    ),
+    Case(
+        "the block: func.grad with remat / autograd with torch checkpoint",
+        side(block, "func.grad", remat),
+        side(block, "autograd.grad", torch_checkpoint),
+        limit=1.1,
+    ),
+    Case(
+        "6 layers 1024 wide: remat / (plain + a forward)",
+        side(by_autograd, remat, 1024, 6),
+        Side((partial(by_autograd, plain, 1024, 6), partial(forward, 1024, 6))),
+        limit=1 / 0.97,
+    ),
+)
+
+
+def table(measurements: Sequence[Measurement]) -> str:
+    """The measurements as aligned text."""
+    width = max(len(m.name) for m in measurements)
+    head = f"{'forward and backward, one thread':<{width}}  {'us':>8} / {'us':<8}  {'ratio':>6}  {'limit':>6}"
+    rows = [
+        f"{m.name:<{width}}  {m.numerator_us:>8.0f} / {m.denominator_us:<8.0f}"
+        f"  {m.ratio:>6.3f}  {m.limit:>6.2f}  {verdict(m)}"
+        for m in measurements
+    ]
+    return "\n".join([head, *rows])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures every case and prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.speed", description="Time of rematerialized programs.")
+    parser.add_argument("--seconds", type=float, default=8.0, help="for each row (default: 8)")
+
+    def rows(options: argparse.Namespace) -> list[Measurement]:
+        torch.set_num_threads(1)
+        return [case.measure(options.seconds) for case in CASES]
+
+    return report(parser, rows, table, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The arguments of a region: which of their leaves are tensors, and the arguments again with other tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from . import _tree
+
+_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
+# Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator])
+
+
+class Arguments:
+    """The structure of ``(args, kwargs)``, and the leaves that are no tensors."""
+
+    __slots__ = ("leaves", "positions", "spec", "uses")
+
+    def __init__(self, spec: _tree.TreeSpec, leaves: Sequence[Any], uses: Sequence[tuple[int, int]]) -> None:
+        self.spec = spec
+        self.leaves = leaves  # None for each tensor
+        self.uses = uses  # position of a leaf, index of its operand
+        first: dict[int, int] = {}
+        for position, index in uses:
+            first.setdefault(index, position)
+        self.positions = tuple(first.values())  # where each operand is used first
+
+    def searched(self) -> list[Any]:
+        """The leaves that may hold captured tensors."""
+        return without_plain(self.leaves)
+
+    def generators(self) -> list[torch.Generator]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
+
+    def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments with these tensors."""
+        leaves = list(self.leaves)
+        for position, index in self.uses:
+            leaves[position] = operands[index]
+        return _tree.unflatten(self.spec, leaves)
+
+    def name(self, i: int) -> str:
+        """What the i-th operand is called in an error."""
+        path = _tree.paths(self.spec, "")[self.positions[i]]
+        return "argument " + (f"args{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}")
+
+
+class Tensors(Arguments):
+    """Positional tensors, each another one: that is the same for all calls with as many."""
+
+    __slots__ = ()
+
+    def searched(self) -> list[Any]:
+        return []
+
+    generators = searched
+
+    def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        return operands[: len(self.leaves)], {}
+
+
+def without_plain(values: Iterable[Any]) -> list[Any]:
+    """Those that may hold tensors."""
+    return [value for value in values if type(value) not in _PLAIN]
+
+
+@functools.lru_cache(128)
+def _tensors(count: int) -> Tensors:
+    spec = _tree.flatten(((0,) * count, {}))[1]
+    return Tensors(spec, (None,) * count, tuple((i, i) for i in range(count)))
+
+
+def take_apart(args: tuple, kwargs: dict) -> tuple[Arguments, list[torch.Tensor]]:
+    """The arguments and their tensors, each once: a function may ask whether two arguments are the same one."""
+    if not kwargs and _TENSORS.issuperset(map(type, args)) and len(set(map(id, args))) == len(args):
+        return _tensors(len(args)), list(args)
+    leaves, spec = _tree.flatten((args, kwargs))
+    index: dict[int, int] = {}
+    uses: list[tuple[int, int]] = []
+    tensors: list[torch.Tensor] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            uses.append((position, index.setdefault(id(leaf), len(index))))
+            if len(index) > len(tensors):
+                tensors.append(leaf)
+            leaves[position] = None
+    return Arguments(spec, leaves, uses), tensors
