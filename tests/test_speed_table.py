@@ -7,7 +7,6 @@ import torch
 
 from benchmarks.speed import CASES, Case, table
 
-
 SAME = [case for case in CASES if case.numerator.factor == case.denominator.factor]
 
 

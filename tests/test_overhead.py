@@ -1,0 +1,132 @@
+"""What a region costs beside its operations, as far as that can be counted rather than timed."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+
+import numpy as np
+import optree
+import pytest
+import torch
+
+from benchmarks.measure import gc_disabled
+from remat import _ambient, remat
+from remat._arguments import Tensors, take_apart
+from remat._captured import NOTHING, find
+
+
+def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w)
+
+
+def test_few_objects_live_for_each_region() -> None:
+    """The garbage collector looks at all of them again and again, so that many regions would take more time each."""
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    fn = remat(layer)
+    fn(x, w)
+    with gc_disabled():
+        before = len(gc.get_objects())
+        out = x
+        for _ in range(100):
+            out = fn(out, w)
+        added = len(gc.get_objects()) - before
+    assert 100 <= added <= 100 * 32
+    torch.autograd.grad(out.sum(), [x, w])
+
+
+@pytest.mark.parametrize("name", ["python", "numpy"])
+def test_every_draw_of_a_slow_generator_is_seen(name: str) -> None:
+    """Its state is known by a few bytes: over several rounds of the generator, no two of its states look the same."""
+    slow, draw = {
+        "python": (_ambient._python, random.random),
+        "numpy": (_ambient._numpy(), np.random.random_sample),
+    }[name]
+    start = slow.get_state()
+    try:
+        seen = set()
+        for _ in range(3 * 624):
+            seen.add(slow._memory())
+            draw()
+        assert len(seen) == 3 * 624
+        assert sys.getsizeof(next(iter(seen))[0]) < 200
+        other = slow.get_state()
+        assert other is not start and other is slow.get_state()
+    finally:
+        slow.set_state(start)
+    assert slow.get_state()[1] is start[1]
+
+
+def test_another_generator_in_the_place_of_the_first_is_seen() -> None:
+    old = np.random.get_bit_generator()
+    state = _ambient._numpy().get_state()
+    np.random.set_bit_generator(np.random.MT19937(5))
+    try:
+        assert _ambient._numpy().get_state() is not state
+        first = _ambient._numpy().get_state()
+        np.random.rand()
+        assert _ambient._numpy().get_state() is not first
+    finally:
+        np.random.set_bit_generator(old)
+
+
+def test_calls_with_as_many_tensors_share_their_structure() -> None:
+    x, w = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    (given, tensors), (again, others) = take_apart((x, w), {}), take_apart((w, x), {})
+    assert given is again and isinstance(given, Tensors)
+    assert tensors == [x, w] and others == [w, x]
+    args, kwargs = given.filled([w, x, x])  # the last one is an operand beyond the arguments
+    assert list(args) == [w, x] and not kwargs
+    assert [given.name(i) for i in range(2)] == ["argument args[0]", "argument args[1]"]
+
+
+@pytest.mark.parametrize("case", ["twice", "keyword", "number", "container"])
+def test_other_calls_do_not(case: str) -> None:
+    x, w = torch.ones(2), torch.ones(2)
+    args, kwargs = {
+        "twice": ((x, w, x), {}),
+        "keyword": ((x,), {"w": w}),
+        "number": ((x, w, 3), {}),
+        "container": (([x, w],), {}),
+    }[case]
+    given, tensors = take_apart(args, kwargs)
+    assert not isinstance(given, Tensors) and len(tensors) == 2
+    new = [torch.zeros(2), torch.zeros(2)]
+    filled = given.filled(new)
+    assert [t for t in optree.tree_leaves(filled) if t is new[0] or t is new[1]]
+    assert not any(leaf is x or leaf is w for leaf in optree.tree_leaves(filled))
+
+
+WEIGHT = torch.ones(2)
+
+
+def reads_a_global(x: torch.Tensor) -> torch.Tensor:
+    return x * WEIGHT
+
+
+def calls_a_helper(x: torch.Tensor) -> torch.Tensor:
+    return reads_a_global(x)
+
+
+def has_a_default(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    return x * factor
+
+
+def test_a_function_that_reads_libraries_alone_is_not_searched() -> None:
+    bound = torch.ones(2)
+    find(layer)  # by then it is known which of its globals are libraries
+    assert find(layer) is NOTHING
+    for fn in (reads_a_global, calls_a_helper, has_a_default, lambda x: x * bound):
+        assert find(fn) is not NOTHING
+    assert [value is WEIGHT for _, value in find(calls_a_helper).places] == [True]
+
+
+def test_it_is_searched_when_its_globals_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * np
+
+    find(fn)
+    assert find(fn) is NOTHING
+    monkeypatch.setitem(globals(), "np", WEIGHT)
+    assert [value is WEIGHT for _, value in find(fn).places] == [True]
