@@ -1,4 +1,5 @@
 PYTHON ?= python3
+JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
@@ -9,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/char_lm.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from remat import PolicyError, _ops, policies
 from remat._policy import Policy, Verdict, as_policy
+
+
+def name_of(value: Any) -> str:
+    """For the ids of tests, which must be the same in every process: without addresses."""
+    return re.sub(r" at 0x\w+", "", repr(value))
+
 
 RECOMPUTE, SAVE, OFFLOAD = Verdict.RECOMPUTE, Verdict.SAVE, Verdict.OFFLOAD
 aten = torch.ops.aten
@@ -153,7 +160,7 @@ def test_everything_public_is_listed() -> None:
         (NAMED, ()),
         (policies.save_anything_except_these_names("q"), (MM, BMM, RELU, CONV, SDPA, FLEX)),
     ],
-    ids=repr,
+    ids=name_of,
 )
 def test_verdicts_on_operators(policy: Policy, kept: tuple) -> None:
     for op in (MM, BMM, RELU, CONV, SDPA, FLEX):
@@ -175,7 +182,7 @@ def test_verdicts_on_operators(policy: Policy, kept: tuple) -> None:
         (~policies.save_only_these_names("q"), SAVE, RECOMPUTE, SAVE, RECOMPUTE),
         (PAIR, RECOMPUTE, SAVE, OFFLOAD, None),
     ],
-    ids=repr,
+    ids=name_of,
 )
 def test_verdicts_on_names(policy: Policy, unnamed: Verdict, q: Verdict, k: Verdict, both: Verdict | None) -> None:
     assert judge(policy) is unnamed
@@ -365,7 +372,7 @@ NOTHING, EVERYTHING = policies.nothing_saveable, policies.everything_saveable
         (NOTHING & policies.save_matmuls, False, False, True),
         (policies.offload(NOTHING), False, False, True),
     ],
-    ids=repr,
+    ids=name_of,
 )
 def test_what_is_certain(policy: Policy, judges_ops: bool, everything: bool, nothing: bool) -> None:
     assert (policy.judges_ops, policy.saves_everything, policy.saves_nothing) == (judges_ops, everything, nothing)
@@ -391,7 +398,7 @@ def test_mentioned_names() -> None:
         (["higher_order.flex_attention"], policies.save_ops(FLEX)),
         (large, policies.save_if(large)),
     ],
-    ids=repr,
+    ids=name_of,
 )
 def test_what_is_taken_for_a_policy(given: Any, policy: Policy) -> None:
     assert as_policy(given) == policy
@@ -430,7 +437,7 @@ def test_what_is_taken_for_a_policy(given: Any, policy: Policy) -> None:
         (["q"], r"no operator 'q'.*save_only_these_names"),
         ([3], r"save_ops takes operators such as torch\.ops\.aten\.mm, got 3"),
     ],
-    ids=repr,
+    ids=name_of,
 )
 def test_what_is_refused(given: Any, says: str) -> None:
     for take in (as_policy, policies.offload, lambda value: policies.save_matmuls | value):
@@ -469,7 +476,7 @@ def test_policies_of_jax_are_refused() -> None:
         (torch.nn.Linear, r"takes operators such as .*, got <class"),
         (None, "got None"),
     ],
-    ids=repr,
+    ids=name_of,
 )
 def test_operators_that_no_policy_sees(op: Any, says: str) -> None:
     with pytest.raises(PolicyError, match=says):

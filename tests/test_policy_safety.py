@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import gc
 import pickle
 import threading
 import zlib
@@ -42,7 +43,10 @@ X, Y, W = rand(N, N, grad=False), rand(N, N, seed=5, grad=False), rand(N, N, see
 def filled_memory() -> Iterator[None]:
     """What `torch.empty` returns holds NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True)
+    gc.collect()
+    gc.freeze()  # what there is already need not be looked at in each measurement
     yield
+    gc.unfreeze()
     torch.use_deterministic_algorithms(False)
 
 
