@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import _ambient
+from remat import _ambient, _generators
 from remat._ambient import Ambient
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ class TestGenerators:
 
     def test_not_preserved(self):
         g = torch.Generator()
-        with mock.patch.object(_ambient, "_global_generators", None):
+        with mock.patch.object(_ambient, "global_generators", None):
             ambient = capture([g], preserve=False)
             before = torch.default_generator.get_state(), g.get_state(), random.getstate()
             with ambient.restored():
@@ -192,7 +192,7 @@ class TestGenerators:
 
     def test_a_state_that_has_not_moved_is_read_once(self):
         states = [dict(capture()._pairs()) for _ in range(2)]
-        for slow in (_ambient._python, _ambient._numpy()):
+        for slow in (_generators._python, _generators._numpy()):
             assert states[0][slow] is states[1][slow]
             state = states[0][slow]
             with mock.patch.object(slow, "_write", None), mock.patch.object(slow, "_read", None):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.measure import gc_disabled
-from remat import _ambient, remat
+from remat import _generators, remat
 from remat._arguments import Tensors, take_apart
 from remat._captured import NOTHING, find
 
@@ -40,8 +40,8 @@ def test_few_objects_live_for_each_region() -> None:
 def test_every_draw_of_a_slow_generator_is_seen(name: str) -> None:
     """Its state is known by a few bytes: over several rounds of the generator, no two of its states look the same."""
     slow, draw = {
-        "python": (_ambient._python, random.random),
-        "numpy": (_ambient._numpy(), np.random.random_sample),
+        "python": (_generators._python, random.random),
+        "numpy": (_generators._numpy(), np.random.random_sample),
     }[name]
     start = slow.get_state()
     try:
@@ -60,13 +60,13 @@ def test_every_draw_of_a_slow_generator_is_seen(name: str) -> None:
 
 def test_another_generator_in_the_place_of_the_first_is_seen() -> None:
     old = np.random.get_bit_generator()
-    state = _ambient._numpy().get_state()
+    state = _generators._numpy().get_state()
     np.random.set_bit_generator(np.random.MT19937(5))
     try:
-        assert _ambient._numpy().get_state() is not state
-        first = _ambient._numpy().get_state()
+        assert _generators._numpy().get_state() is not state
+        first = _generators._numpy().get_state()
         np.random.rand()
-        assert _ambient._numpy().get_state() is not first
+        assert _generators._numpy().get_state() is not first
     finally:
         np.random.set_bit_generator(old)
 
