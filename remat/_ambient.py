@@ -16,7 +16,7 @@ import torch
 from torch.backends import cuda as sdpa
 
 from . import _torch
-from ._generators import accelerator, global_generators
+from ._generators import accelerator, global_generators, with_state
 
 
 class Ambient:
@@ -28,7 +28,7 @@ class Ambient:
     __slots__ = ("_devices", "_every", "_generators", "_settings", "_states", "_weights")
     _settings: list[Any]
     _devices: tuple[torch.device, ...]
-    _generators: tuple[torch.Generator, ...]
+    _generators: tuple[Any, ...]
     _every: tuple[Any, ...] | None  # generators that matter, with these among them
     _states: tuple[Any, ...]  # theirs
     _weights: tuple[int, dict]
@@ -37,7 +37,7 @@ class Ambient:
     def capture(
         cls,
         devices: Iterable[torch.device],
-        generators: Iterable[torch.Generator],
+        generators: Iterable[Any],
         preserve_rng_state: bool,
     ) -> Ambient:
         """The state of now; the generators of `devices` only where the backend has started."""
@@ -46,7 +46,7 @@ class Ambient:
         self._weights = _torch.parametrization_cache()
         self._devices, self._generators, self._every, self._states = (), (), None, ()
         if preserve_rng_state:
-            self._devices, self._generators = tuple(devices), tuple(generators)
+            self._devices, self._generators = tuple(devices), tuple(map(with_state, generators))
             self._every = global_generators(self._devices) + self._generators
             self._states = tuple([each.get_state() for each in self._every])
         return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from contextvars import ContextVar
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ._classes import ClassReads, call_reads, class_reads, slots
 from ._code import CACHE, is_library, reads, wrapped
+from ._generators import is_generator
 from ._places import (
     MISSING,
     Attribute,
@@ -142,6 +143,11 @@ class _Walk(Containers):
                 elif id(held) not in _libraries:
                     self.variable(inner, held, names, Attribute(scope, name, place))
 
+    def builtin(self, method: Any, place: Place) -> None:
+        """A method of an object that is written in C: a generator's draws from it."""
+        if is_generator(type(method.__self__)):
+            self.see(method.__self__, Fixed(None, ".__self__", place))
+
     def namespace(self, value: Any, place: Place) -> None:
         """A Python module or class: only what is read from it by name counts."""
 
@@ -247,6 +253,7 @@ visits.wrapper = _Walk.wrapper
 visits.bases = {
     Tensor: _Walk.tensor,
     torch.Generator: _Walk.tensor,
+    BuiltinMethodType: _Walk.builtin,
     FunctionType: _Walk.function,
     MethodType: _Walk.method,
     functools.partial: _Walk.partial,

@@ -1,4 +1,7 @@
-"""The global random generators: torch's, Python's and NumPy's, each with `get_state` and `set_state`."""
+"""Random generators, torch's, Python's and NumPy's: the global ones, and those that somebody holds.
+
+Each comes as an object with `get_state` and `set_state`.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,24 @@ def _device_generator(module: ModuleType, device: torch.device) -> Any:
     where = {} if device.type == "mps" else {"device": device}  # there is but one
     get, put = module.get_rng_state, module.set_rng_state
     return SimpleNamespace(get_state=partial(get, **where), set_state=partial(put, **where))
+
+
+def is_generator(cls: type) -> bool:
+    """Whether this is a class of generators, other than torch's."""
+    kinds: tuple[Any, ...] = (random.Random,)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        kinds += numpy.Generator, numpy.RandomState
+    return issubclass(cls, kinds) and not issubclass(cls, random.SystemRandom)
+
+
+def with_state(generator: Any) -> Any:
+    """The object by which a generator's state is read and set."""
+    if isinstance(generator, random.Random):
+        return SimpleNamespace(get_state=generator.getstate, set_state=generator.setstate)
+    bits = getattr(generator, "bit_generator", None)
+    if bits is not None:  # of NumPy's newer kind
+        return SimpleNamespace(get_state=lambda: bits.state, set_state=partial(setattr, bits, "state"))
+    return generator
 
 
 class _Slow:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ._code import CACHE, is_library
 from ._contents import Snapshot, copy_dict
+from ._generators import is_generator
 from ._places import Attribute, ContextPlace, Element, ItemPlace, Members, Place, TupleItem
 
 _LIMIT = 10_000  # containers with more entries are data, not state
@@ -145,7 +146,9 @@ class Visits(dict[type, "Visit | None"]):
             self.clear()
         visit = self[cls] = next((v for base, v in self.bases.items() if issubclass(cls, base)), None)
         if visit is None:
-            if not is_library(cls.__module__):
+            if is_generator(cls):
+                visit = self[cls] = Containers.tensor
+            elif not is_library(cls.__module__):
                 visit = self[cls] = self.instance
             elif cls.__dictoffset__ and hasattr(cls, "__call__"):  # noqa: B004
                 visit = self[cls] = self.wrapper

@@ -15,7 +15,7 @@ from cases import default_dtype
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from remat import is_recomputing, remat
+from remat import is_recomputing, policies, remat
 
 
 def same(actual: Any, expected: Any) -> None:
@@ -230,6 +230,60 @@ def test_vmap_randomness(randomness: str) -> None:
 def test_vmap_randomness_error() -> None:
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(torch.func.grad(lambda row: remat(dropout)(row).sum()))(torch.randn(3, 4))
+
+
+class OwnRandom(random.Random):
+    pass
+
+
+# Generators that somebody holds, each with how it draws.
+HELD: dict[str, tuple[Callable, Callable]] = {
+    "random.Random": (random.Random, lambda g: g.gauss(0, 1)),
+    "a subclass": (OwnRandom, lambda g: g.random()),
+    "NumPy's Generator": (np.random.default_rng, lambda g: g.normal()),
+    "with MT19937": (lambda seed: np.random.Generator(np.random.MT19937(seed)), lambda g: g.random()),
+    "NumPy's RandomState": (np.random.RandomState, lambda g: g.randn()),
+    "a bound method": (lambda seed: np.random.default_rng(seed).random, lambda draw: draw()),
+    "a bound method of Python's": (lambda seed: random.Random(seed).random, lambda draw: draw()),
+}
+
+
+class Noisy(nn.Module):
+    def __init__(self, generator: Any, draw: Callable) -> None:
+        super().__init__()
+        self.generator, self.draw = [generator], draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() * self.draw(self.generator[0])).exp() * self.draw(self.generator[0])
+
+
+def closed_over(generator: Any, draw: Callable) -> Callable:
+    return lambda x: (x.sin() * draw(generator)).exp() * draw(generator)
+
+
+def passed(generator: Any, draw: Callable) -> Callable:
+    return lambda x, held: (x.sin() * draw(held["g"])).exp() * draw(held["g"])
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")], ids=["none", "sin"])
+@pytest.mark.parametrize("build", [closed_over, passed, Noisy])
+@pytest.mark.parametrize("kind", HELD)
+def test_generators_that_are_held(kind: str, build: Callable, policy: Any, take: Callable) -> None:
+    make, draw = HELD[kind]
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    results = []
+    for wrap in (remat(policy=policy), lambda fn: fn):
+        generator = make(3)
+        fn = wrap(build(generator, draw))
+        gradient = take(lambda x: fn(x, {"g": generator}) if build is passed else fn(x), nullcontext, x)
+        results.append((gradient, torch.tensor(draw(generator))))
+    same(*results)
+
+
+def test_a_generator_of_the_system_has_no_state() -> None:
+    system, x = random.SystemRandom(), torch.randn(3, requires_grad=True)
+    out = remat(lambda x: x.sin() * (system.random() < 2))(x)
+    same(torch.autograd.grad(out.sum(), x)[0], x.cos())
 
 
 # --- generators that are left alone -----------------------------------------------------------------
