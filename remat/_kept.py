@@ -125,7 +125,7 @@ class Kept:
     def _settle(self, i: int, tensor: torch.Tensor) -> None:
         """Drop the copy of a tensor that did not change, or keep it where finding out would wait for the device."""
         copy = self.copies.get(i)
-        if copy is not None and (tensor.device.type != "cpu" or not torch.equal(copy, tensor)):
+        if copy is not None and (tensor.device.type != "cpu" or _may_differ(copy, tensor)):
             self.changed[i] = None
         else:
             self.copies.pop(i, None)
@@ -136,7 +136,7 @@ class Kept:
         with torch.no_grad(), _torch.without_levels():
             for i, copy in self.copies.items():
                 tensor = self.tensors[i]
-                if tensor is not None and not torch.equal(tensor, copy):
+                if tensor is not None and _may_differ(tensor, copy):
                     tensor.copy_(copy)
 
     # --- for a run again --------------------------------------------------------------------------------------------
@@ -214,6 +214,11 @@ def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
     if leaf:
         return cut
     return cut.view_as(cut) if cut.layout is torch.strided else cut.clone()
+
+
+def _may_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of two tensors with the same metadata; of fake and nested ones nobody can tell."""
+    return isinstance(a, _torch.FakeTensor) or a.is_nested or not torch.equal(a, b)
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:

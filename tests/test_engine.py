@@ -10,7 +10,8 @@ from collections import Counter
 import pytest
 import torch
 from cases import assert_same, rand
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import (
     increment_version,
     save_on_cpu,
@@ -1092,6 +1093,26 @@ class TestChangesInPlace:
         increment_version(value)
         with pytest.raises(MutationError):
             grad(out, x)
+
+
+class TestOfWhatNobodyCanTell:
+    """Whether a fake or a nested tensor was changed: there is nothing to compare."""
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_fake_tensors(self, training: bool) -> None:
+        with FakeTensorMode():
+            norm, x = nn.BatchNorm1d(4).train(training), torch.randn(3, 4, requires_grad=True)
+            out = remat(lambda x, mask: (norm(x) * mask).sin())(x, torch.ones(3, 4))
+            out.sum().backward()
+            assert x.grad is not None and x.grad.shape == (3, 4)
+
+    def test_nested_tensors_without_grad(self) -> None:
+        layer = nn.Linear(4, 4)
+        nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)])
+        grads = []
+        for fn in (remat(lambda n: layer(n).relu(), determinism_check="none"), lambda n: layer(n).relu()):
+            grads.append(torch.autograd.grad(fn(nested).values().sum(), layer.weight)[0])
+        assert torch.equal(*grads)
 
 
 class TestGradModes:
