@@ -11,45 +11,56 @@ from ._torch import selective_context
 from ._values import UNTOLD, Step, Value
 
 
+@functools.lru_cache(maxsize=256)
 class Judge:
-    """What a policy says of the values of a region."""
+    """What a policy says of the values of regions."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.by_name = bool(policy.mentioned_names)
         self._asks = _asks(policy)
-        self._verdicts = _table(policy)
+        # Verdicts on operations without names, and on those with names, filled as they are met.
+        self._verdicts: dict[Any, Verdict | None] = {}
+        self._named: dict[tuple[Any, frozenset[str]], Verdict] = {}
 
     def verdict_for(self, func: Any) -> Verdict | None:
         """The verdict on all unnamed values that an operation makes, if there is one."""
-        if func not in self._verdicts:
-            self._verdicts[func] = self.policy.verdict_for(func)
-        return self._verdicts[func]
+        try:
+            return self._verdicts[func]
+        except KeyError:
+            verdict = self._verdicts[func] = self.policy.verdict_for(func)
+            return verdict
 
     def of(self, step: Step, args: tuple, kwargs: dict, result: Any) -> Verdict:
         """The verdict on what a step has made, as long as it has no names."""
         func = step.func
         if step.result is UNTOLD or step.facts.makes_nothing:
             return Verdict.RECOMPUTE
-        ctx, args, kwargs = (selective_context(result), args, kwargs) if self._asks else (None, (), {})
-        if self.by_name:
-            step.question = ctx, func, args, kwargs
         verdict = self.verdict_for(func)
-        return self.policy.judge(ctx, func, args, kwargs, frozenset()) if verdict is None else verdict
+        if self._asks:
+            ctx = selective_context(result)
+            if self.by_name:
+                step.question = ctx, func, args, kwargs
+            if verdict is None:
+                return self.policy.judge(ctx, func, args, kwargs, frozenset())
+        elif self.by_name:
+            step.question = None, func, (), {}
+        assert verdict is not None
+        return verdict
 
     def again(self, step: Step, value: Value) -> Verdict:
         """The verdict on one of these values, which has got a name."""
         if step.question is None:
             return value.verdict
-        return self.policy.judge(*step.question, frozenset(value.names))
+        names = frozenset(value.names)
+        if self._asks:
+            return self.policy.judge(*step.question, names)
+        verdict = self._named.get((step.func, names))
+        if verdict is None:
+            verdict = self._named[step.func, names] = self.policy.judge(*step.question, names)
+        return verdict
 
 
 def _asks(policy: Policy) -> bool:
     """Whether it has predicates, which want the arguments of operations."""
     return isinstance(policy, If) or any(map(_asks, policy._parts()))
-
-
-@functools.lru_cache(maxsize=256)
-def _table(policy: Policy) -> dict[Any, Verdict | None]:
-    """The policy's verdicts on operations, filled as they are met."""
-    return {}

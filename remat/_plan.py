@@ -30,16 +30,22 @@ def plan(
     result = Plan(set(), set(), {})
     draws_later = False
     for step in reversed(steps):
-        wanted = [value for value in step.outs if value in needed]
+        wanted = not needed.isdisjoint(step.outs)
+        if not wanted and not step.draws and not step.facts.writes:
+            if not may_be_left(step):
+                result.run.add(step.number)
+                needed.update(step.reads)
+            continue
         # What changes its arguments must do so as a whole; else what can wait need not be there.
         whole = [value for value in step.outs if step.facts.writes or value in needed or not value.can_wait]
-        given = step.result is not UNTOLD and bool(wanted or step.facts.writes) and all(map(available, whole))
+        there = all(map(available, whole))
+        given = there and step.result is not UNTOLD
         if given and wanted:
             result.used.update(dict.fromkeys(whole))
         # Generators must move as in the first run, as long as something still draws from them.
         must_draw = step.draws and draws_later
         if step.draws and not wanted:  # it can't wait, but it may be given what there is
-            given = any(map(available, step.outs)) and all(map(available, whole))
+            given = there and any(map(available, step.outs))
         if given and not must_draw:
             result.given.add(step.number)
         elif wanted or must_draw or not may_be_left(step):
@@ -51,11 +57,12 @@ def plan(
 
 def can_wait(step: Step) -> bool:
     """Whether an operation that nothing seems to need can be put off, and be made up for if that was wrong."""
-    return (
-        step.result is not UNTOLD
-        and not step.facts.writes
-        and not step.facts.observes
-        and not step.draws
-        and all(value.overwritten is None for value in step.reads)
-        and all(value.can_wait for value in step.outs)
-    )
+    if step.result is UNTOLD or step.facts.writes or step.facts.observes or step.draws:
+        return False
+    for value in step.reads:
+        if value.overwritten is not None:
+            return False
+    for value in step.outs:
+        if not value.tracked or value.seen:
+            return False
+    return True

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._determinism import user_line
-from ._facts import facts_of
+from ._facts import Facts
 from ._judge import Judge
 from ._keeping import Keeping
 from ._memory import Memory
@@ -17,7 +17,7 @@ from ._policy import Policy, Verdict
 from ._residual import memory
 from ._state import unseen
 from ._torch import bottom, is_plain, is_wrapped, parts
-from ._values import Layout, Step, Value, is_dense, new_tensors, template
+from ._values import Layout, Reads, Step, Value, is_dense, new_tensors, template
 
 DETACH = torch.ops.aten.detach.default
 
@@ -87,7 +87,8 @@ class Record(Keeping):
             value = self.storages.find(part)
             if value is None or value.step is None:
                 continue  # it was there before
-            value.names.setdefault(name, line)
+            if name not in value.names:
+                value.names = {**value.names, name: line}
             step = self.steps[value.step]
             step.line = step.line or line
             value.verdict = self._judge.again(step, value)
@@ -99,9 +100,9 @@ class Record(Keeping):
 
     # --- the operations -----------------------------------------------------------------------------------------------
 
-    def before_writing(self, func: Any, args: tuple, kwargs: dict) -> None:
+    def before_writing(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> None:
         """An operation is about to write: copy what must not be lost."""
-        for tensor in facts_of(func).written(args, kwargs):
+        for tensor in facts.written(args, kwargs):
             value = self.storages.get(tensor)
             reads_it = self._judge.verdict_for(func) in (None, Verdict.RECOMPUTE)
             if value.saveable and (reads_it or value.held is not None):
@@ -109,36 +110,38 @@ class Record(Keeping):
                     value.held = memory(tensor).clone()
                 self._held[value] = None
 
-    def ran(self, func: Any, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
+    def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""
-        facts = facts_of(func)
-        new = new_tensors(result, self.storages, (args, kwargs))
+        storages = self.storages
+        new, strangers = new_tensors(result, storages), storages.strangers
+        reads: Reads = []
+        if new or facts.writes or facts.observes:
+            key = storages.key(func, args, kwargs, draw, reads)
+            if strangers != storages.strangers:
+                new = new_tensors(result, storages)  # it may be a view of what is known only now
         if not new and not facts.writes and not facts.observes:
             self.views.add(func)
             if func is DETACH:
-                self.storages.get(args[0]).seen = True
+                storages.get(args[0]).seen = True
             return
         self.makers.add(func)
-        reads: list[tuple[Value, torch.Tensor]] = []
-        key = self.storages.key(func, args, kwargs, draw, reads)
         step = Step(func, facts, len(self.steps), key, [value for value, _ in reads])
         step.result = template(result, new, [tensor for _, tensor in reads])
         if not torch.is_grad_enabled():
             self.lazy = False  # there, user code reads tensors in ways that can't be seen
         verdict = self._judge.of(step, args, kwargs, result)
-        written, overwritten = facts.written(args, kwargs), []
-        for tensor in written:
-            before = self.storages.get(tensor)
+        tracked = any([tensor.requires_grad if self._flags else value.tracked for value, tensor in reads])
+        written = facts.written(args, kwargs) if facts.writes else []
+        overwritten = [storages.get(tensor) for tensor in written]
+        for before in overwritten:
             before.overwritten, before.loan = step.number, None
-            overwritten.append(before)
-        tracked = any(tensor.requires_grad if self._flags else value.tracked for value, tensor in reads)
         for tensor in (*new, *written):
-            value = Value(step.number, verdict)
-            value.tracked = tracked and (tensor.is_floating_point() or tensor.is_complex())
+            value = Value(step.number, verdict, tracked and (tensor.is_floating_point() or tensor.is_complex()))
             step.outs.append(value)
-            self.storages.bind(tensor, value)
+            storages.bind(tensor, value)
         self.steps.append(step)
-        self._saved_early(step, overwritten)
+        if overwritten:
+            self._saved_early(step, overwritten)
         if self.lines or verdict is not Verdict.RECOMPUTE:
             step.line = user_line()
         if verdict is Verdict.RECOMPUTE:
@@ -150,9 +153,8 @@ class Record(Keeping):
     def _saved_early(self, step: Step, overwritten: list[Value]) -> None:
         """Autograd may save an argument before the operation fills it (``rrelu``): then it is what was written."""
         written = dict(zip(overwritten, step.outs[len(step.outs) - len(overwritten) :]))
-        if written:
-            self.wanted = [written.get(value, value) for value in self.wanted]
-        for i in range(len(self._slots) - 1, -1, -1) if overwritten else ():
+        self.wanted = [written.get(value, value) for value in self.wanted]
+        for i in range(len(self._slots) - 1, -1, -1):
             ref, source = self._slots[i]
             slot = ref()
             if source.after < step.number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._ambient import Ambient
-from ._facts import facts_of, tensors
+from ._facts import Facts, facts_of, tensors
 from ._record import Record
 from ._state import state
 from ._torch import TorchDispatchMode, is_wrapper_call, without_torch_function
@@ -22,27 +22,39 @@ class Recorder(TorchDispatchMode):
         self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if is_wrapper_call(types):
+        if types and is_wrapper_call(types):
             return NotImplemented  # what it runs on the tensors inside comes by
         kwargs = kwargs or {}
-        record = self.record
         if state.filling or state.unseen:
             return func(*args, **kwargs)
-        facts = facts_of(func)
-        generators = None
+        record, facts = self.record, facts_of(func)
         if facts.writes or facts.foreign:
-            with without_torch_function():
-                record.before_writing(func, args, kwargs)
-                if facts.foreign:
-                    generators = Ambient.capture({t.device for t in tensors((args, kwargs))}, [], True)
+            return self._carefully(func, facts, args, kwargs)
+        result = func(*args, **kwargs)
+        with without_torch_function():
+            record.ran(func, facts, args, kwargs, result, self._draw(func, facts, args, kwargs))
+        return result
+
+    def _carefully(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
+        """An operation that writes to what may be needed, or may draw without saying so."""
+        record, generators = self.record, None
+        with without_torch_function():
+            record.before_writing(func, facts, args, kwargs)
+            if facts.foreign:
+                generators = Ambient.capture({t.device for t in tensors((args, kwargs))}, [], True)
         result = func(*args, **kwargs)
         if generators is not None and generators.moved():
             record.drawing.add(func)
-        draw = self.draws if func in record.drawing or facts.draws(args, kwargs) else None
-        self.draws += draw is not None
         with without_torch_function():
-            record.ran(func, args, kwargs, result, draw)
+            record.ran(func, facts, args, kwargs, result, self._draw(func, facts, args, kwargs))
         return result
+
+    def _draw(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> int | None:
+        """The number of an operation among those that draw, None if it does not."""
+        if func not in self.record.drawing and not facts.draws(args, kwargs):
+            return None
+        self.draws += 1
+        return self.draws - 1
 
     def __enter__(self) -> Recorder:
         state.records.append(self.record)

@@ -19,7 +19,7 @@ from ._record import Record
 from ._residual import memory
 from ._state import state, unseen
 from ._torch import TorchDispatchMode, bottom, is_wrapper_call, parts, without_torch_function
-from ._values import Argument, Layout, Step, Value, new_tensors
+from ._values import Argument, Layout, Reads, Step, Value, new_tensors
 
 
 class Replay(TorchDispatchMode):
@@ -56,7 +56,7 @@ class Replay(TorchDispatchMode):
         state.policies.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if is_wrapper_call(types):
+        if types and is_wrapper_call(types):
             return NotImplemented
         kwargs = kwargs or {}
         if self.late.running or state.unseen:
@@ -67,22 +67,26 @@ class Replay(TorchDispatchMode):
         with without_torch_function():
             draw = self.draws if func in self.record.drawing or facts.draws(args, kwargs) else None
             self.draws += draw is not None
-            reads: list[tuple[Value, torch.Tensor]] = []
+            reads: Reads = []
             step = self._same(func, args, kwargs, draw, reads)
-            read = [tensor for _, tensor in reads]
             if step is not None:
-                with unseen():
-                    if step.number in self.plan.given:
-                        return self._give(step, args, kwargs, read)
-                    if step.number not in self.plan.run and can_wait(step):
-                        return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
+                if step.number in self.plan.given:
+                    with unseen():
+                        return self._give(step, args, kwargs, reads)
+                if step.number not in self.plan.run and can_wait(step):
+                    with unseen():
+                        return self._make_up(step, args, kwargs, reads, [None] * len(step.outs))
             if draw is not None:
                 self._catch_up()
-            self.late.fill(read)
-            self._check_writes(step, facts.written(args, kwargs))
+            if self.late:
+                self.late.fill([tensor for _, tensor in reads])
+            if facts.writes:
+                self._check_writes(facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
-            outs = [*new_tensors(result, self.storages, (args, kwargs)), *facts.written(args, kwargs)]
+            outs = new_tensors(result, self.storages)
+            if facts.writes:
+                outs += facts.written(args, kwargs)
             for i, tensor in enumerate(outs):
                 self.storages.bind(tensor, Value() if step is None else step.outs[i])
         return result
@@ -94,7 +98,7 @@ class Replay(TorchDispatchMode):
             call.draw()
         self.undrawn.clear()
 
-    def _check_writes(self, step: Step | None, written: list[torch.Tensor]) -> None:
+    def _check_writes(self, written: list[torch.Tensor]) -> None:
         """What was given and is not overwritten in the first run, is the kept tensor itself."""
         for tensor in written:
             value = self.storages.find(tensor)
@@ -117,7 +121,7 @@ class Replay(TorchDispatchMode):
 
     # --- which step it is ---------------------------------------------------------------------------------------------
 
-    def _same(self, func: Any, args: tuple, kwargs: dict, draw: int | None, reads: list) -> Step | None:
+    def _same(self, func: Any, args: tuple, kwargs: dict, draw: int | None, reads: Reads) -> Step | None:
         """The step of the first run that is the same function of the same values."""
         steps = self.record.steps
         key = self.storages.key(func, args, kwargs, draw, reads)
@@ -138,7 +142,7 @@ class Replay(TorchDispatchMode):
         self.position = step.number + 1
         return step
 
-    def _stand_in(self, step: Step, reads: list[tuple[Value, torch.Tensor]]) -> bool:
+    def _stand_in(self, step: Step, reads: Reads) -> bool:
         """Constants that the function makes out of sight are other tensors in each run: bind them to the first ones."""
         differ = [(now, before) for now, before in zip(reads, step.reads) if now[0] is not before]
         known = {*self.record.inputs, *self.record.storages.values()}
@@ -161,7 +165,7 @@ class Replay(TorchDispatchMode):
 
     # --- results that are made up -------------------------------------------------------------------------------------
 
-    def _give(self, step: Step, args: tuple, kwargs: dict, read: list[torch.Tensor]) -> Any:
+    def _give(self, step: Step, args: tuple, kwargs: dict, reads: Reads) -> Any:
         """The result of an operation, from what was kept of it."""
         if step.draws:
             self.undrawn.append(LateCall(step, args, kwargs))
@@ -173,23 +177,25 @@ class Replay(TorchDispatchMode):
                 tensor = residual.get()
             # What the region changes in place later must not be the kept one.
             kept.append(memory(tensor).clone() if tensor is not None and value.overwritten is not None else tensor)
-        return self._make_up(step, args, kwargs, read, kept)
+        return self._make_up(step, args, kwargs, reads, kept)
 
-    def _make_up(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list[torch.Tensor | None]) -> Any:
+    def _make_up(
+        self, step: Step, args: tuple, kwargs: dict, reads: Reads, contents: list[torch.Tensor | None]
+    ) -> Any:
         """The result of an operation that isn't run, with these contents; where there is none it comes when needed."""
-        written = step.facts.written(args, kwargs)
+        written = step.facts.written(args, kwargs) if step.facts.writes else []
         count = len(step.outs) - len(written)
         for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
             assert content is not None
             memory(tensor).copy_(memory(content))
             self.late.is_full(tensor)
             self.storages.bind(tensor, value)
-        if all(content is not None for content in contents[:count]):
-            return self._build(step.result, step, contents, read, None)
+        if all([content is not None for content in contents[:count]]):
+            return self._build(step.result, step, contents, reads, None)
         call = LateCall(step, args, kwargs)
-        return self.late.mark(self._build(step.result, step, contents, read, call))
+        return self.late.mark(self._build(step.result, step, contents, reads, call))
 
-    def _build(self, item: Any, step: Step, bases: list[torch.Tensor | None], read: list, call: LateCall | None) -> Any:
+    def _build(self, item: Any, step: Step, bases: list[torch.Tensor | None], reads: Reads, call: Any) -> Any:
         if isinstance(item, Layout):
             base = bases[item.i]
             if base is None:
@@ -201,9 +207,9 @@ class Replay(TorchDispatchMode):
             self.storages.bind(tensor, step.outs[item.i])
             return tensor
         if isinstance(item, Argument):
-            return read[item.i]
+            return reads[item.i][1]
         if type(item) in (tuple, list):
-            return type(item)([self._build(part, step, bases, read, call) for part in item])
+            return type(item)([self._build(part, step, bases, reads, call) for part in item])
         return item
 
     def finish(self, result: Any = None) -> None:

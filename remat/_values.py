@@ -8,8 +8,9 @@ made. It can't be given what another one made, in whatever order it comes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,6 +23,8 @@ from ._torch import has_no_memory, without_dispatch
 # Constants up to this size are compared, so that one can stand for another in a run again.
 CONSTANT_BYTES = 4096
 
+Reads: TypeAlias = "list[tuple[Value, torch.Tensor]]"
+
 
 class Value:
     """What a storage holds from one write to the next.
@@ -29,23 +32,18 @@ class Value:
     ``step`` is the number of the step that made it, None if none of the region did. (A number: steps own values.)
     """
 
-    __slots__ = (
-        "constant", "held", "loan", "names", "overwritten", "residual", "seen", "step", "tracked", "verdict",
-    )  # fmt: skip
+    names: Mapping[str, str] = MappingProxyType({})  # given to it, each with the line
+    overwritten: int | None = None  # the step that wrote to the storage next
+    seen = False  # Python code may have read it in ways that can't be seen
+    constant: torch.Tensor | None = None  # a copy, of a small one that the function makes out of sight
+    held: torch.Tensor | None = None  # in the first run: it may have to be kept
+    loan: weakref.ref[Residual] | None = None  # what is kept of it,
+    residual: Residual | None = None  # if more needs it than the slots that own that
 
-    held: torch.Tensor | None  # in the first run: it may have to be kept
-    loan: weakref.ref[Residual] | None  # what is kept of it,
-    residual: Residual | None  # if more needs it than the slots that own that
-
-    def __init__(self, step: int | None = None, verdict: Verdict = Verdict.RECOMPUTE) -> None:
+    def __init__(self, step: int | None = None, verdict: Verdict = Verdict.RECOMPUTE, tracked: bool = False) -> None:
         self.step = step
         self.verdict = verdict
-        self.names: dict[str, str] = {}  # given to it, each with the line
-        self.overwritten: int | None = None  # the step that wrote to the storage next
-        self.tracked = False  # it is differentiated
-        self.seen = False  # Python code may have read it in ways that can't be seen
-        self.constant: torch.Tensor | None = None  # a copy, of a small one that the function makes out of sight
-        self.held = self.loan = self.residual = None
+        self.tracked = tracked  # it is differentiated
 
     @property
     def can_wait(self) -> bool:
@@ -72,23 +70,33 @@ class Step:
         self.facts = facts
         self.number = number
         self.key = key
-        self.draws = key[-1] is not None
+        self.draws = key[1] is not None
         self.reads = reads
         self.outs: list[Value] = []  # the values of new storages, then of those that it wrote to
         self.result: Any = UNTOLD
-        self.line = ""  # of the user's code
+        self.line: Any = ""  # of the user's code
         self.question: tuple[Any, Any, tuple, dict] | None = None  # for the policy, once more if a value gets a name
 
 
 class Layout:
     """A tensor of a result without its data: the ``i``-th value that the step made."""
 
-    __slots__ = ("device", "dtype", "i", "offset", "size", "stride")
+    __slots__ = ("device", "form", "i")
 
-    def __init__(self, tensor: torch.Tensor, i: int) -> None:
+    def __init__(self, tensor: torch.Tensor, i: int, form: tuple | None = None) -> None:
         self.i = i
-        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self.form = form or form_of(tensor)
+        self.device = tensor.device
+
+    @property
+    def size(self) -> torch.Size:
+        """Its sizes."""
+        return self.form[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.form[3]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout on the storage of another one."""
@@ -96,22 +104,24 @@ class Layout:
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same on a storage."""
+        offset, size, stride, dtype, *_ = self.form
         with without_dispatch():
-            empty = torch.empty(0, dtype=self.dtype, device=self.device)
-            return empty.set_(storage, self.offset, self.size, self.stride)
+            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset, size, stride)
 
     def fills(self, tensor: torch.Tensor) -> bool:
         """Whether such a tensor is all that the storage of another one holds, in order."""
-        expected, count = 1, self.dtype.itemsize
-        for size, stride in zip(reversed(self.size), reversed(self.stride)):
+        offset, size, strides, dtype, *_ = self.form
+        expected, count = 1, dtype.itemsize
+        for size, stride in zip(reversed(size), reversed(strides)):
             if size != 1 and stride != expected:
                 return False
             expected *= size
-        return self.offset == 0 and expected * count == tensor.untyped_storage().nbytes()
+        return offset == 0 and expected * count == tensor.untyped_storage().nbytes()
 
     def empty(self) -> torch.Tensor:
         """A tensor of this layout that holds nothing yet."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        _, size, stride, dtype, *_ = self.form
+        return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
 
 
 class Argument:
@@ -126,8 +136,9 @@ class Argument:
 class Storages:
     """Which value each storage holds now. Keeps none of them alive."""
 
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref, Value]] = {}
+    def __init__(self, entries: dict[int, tuple[weakref.ref, Value]] | None = None) -> None:
+        self._entries = entries or {}
+        self.strangers = 0  # storages that were met and not known
 
     def find(self, tensor: torch.Tensor) -> Value | None:
         """The value of a tensor's storage, None for a storage that is not known."""
@@ -144,10 +155,10 @@ class Storages:
         """The value of a tensor's storage; one that is not known comes from outside."""
         value = self.find(tensor)
         if value is None:
-            value = Value()
-            value.tracked = tensor.requires_grad
+            value = Value(None, tracked=tensor.requires_grad)
             value.constant = self._constant(tensor)
             self.bind(tensor, value)
+            self.strangers += 1
         return value
 
     @staticmethod
@@ -161,11 +172,8 @@ class Storages:
 
     def outside(self) -> Storages:
         """Those alone that are still there and hold what no step made."""
-        found = Storages()
-        found._entries = {
-            key: (ref, value) for key, (ref, value) in self._entries.items() if value.step is None and ref() is not None
-        }
-        return found
+        entries = self._entries.items()
+        return Storages({key: entry for key, entry in entries if entry[1].step is None and entry[0]() is not None})
 
     def values(self) -> list[Value]:
         """What all storages hold that are still there."""
@@ -177,32 +185,43 @@ class Storages:
 
     def copy(self) -> Storages:
         """The same, to go on with."""
-        found = Storages()
-        found._entries = dict(self._entries)
-        return found
+        return Storages(dict(self._entries))
 
-    def key(self, func: Any, args: tuple, kwargs: dict, draw: int | None, reads: list) -> tuple:
-        """What calls have in common that make the same; adds the values that are read, with their tensors."""
-        return func, self.pattern(args, reads), self.pattern(kwargs, reads) if kwargs else (), draw
+    def key(self, func: Any, args: tuple, kwargs: dict, draw: int | None, reads: Reads) -> tuple:
+        """What calls have in common that make the same; adds what is read to ``reads``."""
+        key = [func, draw]
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                self._read(argument, key, reads)
+            else:
+                key.append(self._pattern(argument, reads))
+        if kwargs:
+            key.append(self._pattern(kwargs, reads))
+        return tuple(key)
 
-    def pattern(self, argument: Any, reads: list[tuple[Value, torch.Tensor]]) -> Any:
-        """A call's arguments with values for tensors, equal for calls that are the same; adds to ``reads``."""
-        if isinstance(argument, torch.Tensor):
-            value = self.get(argument)
-            reads.append((value, argument))
-            if not is_dense(argument):
-                return value
-            flags = argument.is_conj(), argument.is_neg()
-            return value, argument.storage_offset(), argument.size(), argument.stride(), argument.dtype, flags
+    def _read(self, tensor: torch.Tensor, pattern: list, reads: Reads) -> None:
+        """Add a tensor to a pattern: its value, and in which form that is read."""
+        storage, form = place_of(tensor)
+        entry = self._entries.get(id(storage))
+        value = entry[1] if entry is not None and entry[0]() is storage else self.get(tensor)
+        reads.append((value, tensor))
+        pattern += (value, form)
+
+    def _pattern(self, argument: Any, reads: Reads) -> Any:
+        """A call's argument with values for tensors, equal for calls that are the same."""
         kind = type(argument)
-        if kind is tuple or kind is list:
-            return tuple([self.pattern(item, reads) for item in argument])
-        if kind is float:
-            return argument.hex()  # tells zeros apart, and a NaN is itself
         if kind is int or kind is bool:
             return kind, argument
+        if kind is float:
+            return argument.hex()  # tells zeros apart, and a NaN is itself
+        if isinstance(argument, torch.Tensor):
+            pattern: list[Any] = []
+            self._read(argument, pattern, reads)
+            return tuple(pattern)
+        if kind is tuple or kind is list:
+            return tuple([self._pattern(item, reads) for item in argument])
         if kind is dict:
-            return tuple([(key, self.pattern(item, reads)) for key, item in argument.items()])
+            return tuple([(key, self._pattern(item, reads)) for key, item in argument.items()])
         return argument
 
 
@@ -216,14 +235,28 @@ def holder(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage() if is_dense(tensor) else tensor
 
 
-def new_tensors(result: Any, storages: Storages, arguments: Any = ()) -> list[torch.Tensor]:
-    """The tensors of a result that have storages of their own, which neither are known nor those of ``arguments``."""
+def place_of(tensor: torch.Tensor) -> tuple[Any, tuple | None]:
+    """What stands for a tensor's memory, and in which form the tensor lies there."""
+    try:
+        return tensor.untyped_storage(), form_of(tensor)
+    except RuntimeError:  # sparse ones have no storage, nested ones no strides
+        return tensor, None
+
+
+def form_of(tensor: torch.Tensor) -> tuple:
+    """How a tensor lies on its storage."""
+    shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.storage_offset(), shape, stride, dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def new_tensors(result: Any, storages: Storages) -> list[torch.Tensor]:
+    """The tensors of a result that have storages of their own, which aren't known."""
+    if isinstance(result, torch.Tensor):
+        return [result] if storages.find(result) is None else []
     found: list[torch.Tensor] = []
     for tensor in tensors(result):
         if storages.find(tensor) is None and not any(holder(t) is holder(tensor) for t in found):
             found.append(tensor)
-    if found and (given := {id(holder(t)) for t in tensors(arguments)}):
-        found = [tensor for tensor in found if id(holder(tensor)) not in given]
     return found
 
 
@@ -243,11 +276,17 @@ def template(result: Any, new: list[torch.Tensor], arguments: list[torch.Tensor]
     """A result with descriptions for tensors, from which it can be made up again."""
     if isinstance(result, torch.Tensor):
         for i, tensor in enumerate(new):
-            if holder(tensor) is holder(result):
-                odd = result.is_quantized or result.is_conj() or result.is_neg() or has_no_memory(result)
-                return UNTOLD if odd or not is_dense(result) else Layout(result, i)
+            if tensor is result or holder(tensor) is holder(result):
+                return _layout(result, i)
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNTOLD)
     if isinstance(result, (tuple, list)):
         items = [template(item, new, arguments) for item in result]
         return UNTOLD if UNTOLD in items else type(result)(items)
     return result
+
+
+def _layout(tensor: torch.Tensor, i: int) -> Any:
+    _, form = place_of(tensor)
+    if form is None or tensor.is_quantized or form[4] or form[5] or has_no_memory(tensor):
+        return UNTOLD
+    return Layout(tensor, i, form)
