@@ -25,7 +25,7 @@ from ._kept import Kept
 from ._passes import current_pass
 from ._recompute import Filler
 from ._slots import Above, Found, HandedOver, Input, Slot, View
-from ._state import alias, state, unseen
+from ._state import alias, state
 from ._streams import current_streams
 
 
@@ -139,8 +139,7 @@ class Frame:
         if type(packed) is not Slot:
             return packed()
         if packed.residual is not None:
-            with _torch.without_levels(), unseen():
-                return packed.source.layout.of(packed.residual.get())
+            return packed.residual.on(packed.source.layout)
         with self.lock:
             value = packed.value
             if value is None:

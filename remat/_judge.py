@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch.utils.checkpoint import SelectiveCheckpointContext
+
 from ._leaves import If
 from ._policy import Policy, Verdict
-from ._torch import selective_context
 from ._values import UNTOLD, Step, Value
 
 
@@ -38,7 +39,7 @@ class Judge:
             return Verdict.RECOMPUTE
         verdict = self.verdict_for(func)
         if self._asks:
-            ctx = selective_context(result)
+            ctx = _context(result)
             if self.by_name:
                 step.question = ctx, func, args, kwargs
             if verdict is None:
@@ -64,3 +65,11 @@ class Judge:
 def _asks(policy: Policy) -> bool:
     """Whether it has predicates, which want the arguments of operations."""
     return isinstance(policy, If) or any(map(_asks, policy._parts()))
+
+
+def _context(result: Any) -> SelectiveCheckpointContext:
+    """What torch's selective checkpoint gives a policy function; torch 2.11 knows no ``op_output``."""
+    try:
+        return SelectiveCheckpointContext(is_recompute=False, op_output=result)
+    except TypeError:
+        return SelectiveCheckpointContext(is_recompute=False)

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
+from ._determinism import Line
 from ._memory import Memory
 from ._names import warn_of_unseen
 from ._offload import Group
 from ._plan import Plan, can_wait, plan
 from ._policy import Policy, Verdict
 from ._residual import Residual
-from ._state import unseen
+from ._storages import Storages
 from ._torch import is_shared
-from ._values import Step, Storages, Value, layouts
+from ._values import Step, Value, layouts
 
 
 class Keeping:
@@ -38,11 +39,11 @@ class Keeping:
         self.steps: list[Step] = []
         self.wanted: list[Value] = []  # what autograd saved
         self.storages = Storages()
-        self.named: dict[str, str] = {}  # all names that were given in the region, each with the line
+        self.named: dict[str, Line] = {}  # all names that were given in the region, each with the line
         self._slots: list[tuple[weakref.ref, Any]] = []  # with what they are of
         self._lent: dict[Value, Residual] = {}  # each is kept once, whether or not what owns it lives
         self._held: dict[Value, None] = {}
-        self._enough = 8  # held values, before the next look which of them are needed
+        self._enough = 12  # held values, before the next look which of them are needed
         self._siblings: dict[Value, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
         self._group: Group | None = None
 
@@ -64,8 +65,7 @@ class Keeping:
             offload = value.verdict is Verdict.OFFLOAD
             step = self.steps[value.step]
             layout = next((layout for layout in layouts(step.result) if step.outs[layout.i] is value), None)
-            with unseen():
-                residual = Residual(tensor, step, layout, offload, self.outer, self._group)
+            residual = Residual(tensor, step, layout, offload, self.outer, self._group)
             value.loan = weakref.ref(residual)
             self._lent[value] = residual
         return residual

@@ -59,10 +59,4 @@ def can_wait(step: Step) -> bool:
     """Whether an operation that nothing seems to need can be put off, and be made up for if that was wrong."""
     if step.result is UNTOLD or step.facts.writes or step.facts.observes or step.draws:
         return False
-    for value in step.reads:
-        if value.overwritten is not None:
-            return False
-    for value in step.outs:
-        if not value.tracked or value.seen:
-            return False
-    return True
+    return all(value.overwritten is None for value in step.reads) and all(value.can_wait for value in step.outs)

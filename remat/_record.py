@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._determinism import user_line
+from ._determinism import Line, user_line
 from ._facts import Facts
 from ._judge import Judge
 from ._keeping import Keeping
@@ -16,8 +16,9 @@ from ._memory import Memory
 from ._policy import Policy, Verdict
 from ._residual import memory
 from ._state import unseen
+from ._storages import Reads
 from ._torch import bottom, is_plain, is_wrapped, parts
-from ._values import Layout, Reads, Step, Value, is_dense, new_tensors, template
+from ._values import Layout, Step, Value, holder, template
 
 DETACH = torch.ops.aten.detach.default
 
@@ -57,20 +58,21 @@ class Record(Keeping):
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
-        found = [(self.storages.find(part), part) for part in parts(tensor)]
-        values = [value for value, _ in found if value is not None]
-        plain = len(values) == 1 and is_plain(tensor) and is_dense(tensor)
-        plain = plain and not (tensor.is_conj() or tensor.is_neg())
-        slot.source = Source(values, Layout(tensor, 0) if plain else None, len(self.steps))
+        after = len(self.steps)
+        value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
+        if value is not None and form is not None and not (form[4] or form[5]):
+            may_be_kept = value.saveable or self._judge.by_name
+            slot.source = Source([value], Layout(tensor, 0, form) if may_be_kept else None, after)
+            if value.saveable:
+                slot.residual = self._lend(value, tensor)
+            elif self._judge.by_name and value.step is not None and len(self.steps[value.step].outs) > 1:
+                self._siblings[value] = tensor
+        else:
+            found = [(part, value) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
+            slot.source = Source([value for _, value in found], None, after)
+            for part, value in found:
+                self._hold(value, part)  # the function itself makes of it what was saved
         self._slots.append((weakref.ref(slot), slot.source))
-        if not plain:
-            for value, part in found:
-                if value is not None:
-                    self._hold(value, part)  # the function itself makes of it what was saved
-        elif values[0].saveable:
-            slot.residual = self._lend(values[0], tensor)
-        elif self._judge.by_name and values[0].step is not None and len(self.steps[values[0].step].outs) > 1:
-            self._siblings[values[0]] = tensor
 
     def needs(self, tensor: torch.Tensor) -> None:
         """Autograd at a level of torch.func saved a tensor, and will in a run again."""
@@ -80,7 +82,7 @@ class Record(Keeping):
                 self.wanted.append(value)
                 self._hold(value, part)
 
-    def name(self, tensor: torch.Tensor, name: str, line: str) -> None:
+    def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """A tensor of the region was named."""
         self.named.setdefault(name, line)
         for part in parts(bottom(tensor)):
@@ -113,12 +115,12 @@ class Record(Keeping):
     def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""
         storages = self.storages
-        new, strangers = new_tensors(result, storages), storages.strangers
+        new, strangers = storages.new(result), storages.strangers
         reads: Reads = []
         if new or facts.writes or facts.observes:
             key = storages.key(func, args, kwargs, draw, reads)
             if strangers != storages.strangers:
-                new = new_tensors(result, storages)  # it may be a view of what is known only now
+                new = storages.new(result)  # it may be a view of what is known only now
         if not new and not facts.writes and not facts.observes:
             self.views.add(func)
             if func is DETACH:
@@ -130,15 +132,15 @@ class Record(Keeping):
         if not torch.is_grad_enabled():
             self.lazy = False  # there, user code reads tensors in ways that can't be seen
         verdict = self._judge.of(step, args, kwargs, result)
-        tracked = any([tensor.requires_grad if self._flags else value.tracked for value, tensor in reads])
+        tracked = any(tensor.requires_grad if self._flags else value.tracked for value, tensor in reads)
         written = facts.written(args, kwargs) if facts.writes else []
         overwritten = [storages.get(tensor) for tensor in written]
         for before in overwritten:
             before.overwritten, before.loan = step.number, None
-        for tensor in (*new, *written):
+        for tensor, storage, _ in (*new, *[(tensor, holder(tensor), None) for tensor in written]):
             value = Value(step.number, verdict, tracked and (tensor.is_floating_point() or tensor.is_complex()))
             step.outs.append(value)
-            storages.bind(tensor, value)
+            storages.put(storage, value)
         self.steps.append(step)
         if overwritten:
             self._saved_early(step, overwritten)

@@ -8,13 +8,11 @@ from ._ambient import Ambient
 from ._facts import Facts, facts_of, tensors
 from ._record import Record
 from ._state import state
-from ._torch import TorchDispatchMode, is_wrapper_call, without_torch_function
+from ._torch import DispatchMode, is_wrapper_call, without_torch_function
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Notes the operations of a first run in a record."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, record: Record) -> None:
         super().__init__()

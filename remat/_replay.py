@@ -16,16 +16,15 @@ from ._facts import facts_of, tensors
 from ._late import Late, LateCall
 from ._plan import Plan, can_wait
 from ._record import Record
-from ._residual import memory
+from ._residual import Residual, memory
 from ._state import state, unseen
-from ._torch import TorchDispatchMode, bottom, is_wrapper_call, parts, without_torch_function
-from ._values import Argument, Layout, Reads, Step, Value, new_tensors
+from ._storages import Reads
+from ._torch import DispatchMode, bottom, is_wrapper_call, parts, without_torch_function
+from ._values import Argument, Layout, Step, Value, holder
 
 
-class Replay(TorchDispatchMode):
+class Replay(DispatchMode):
     """Goes through the operations of a run again, beside the steps of the first run."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -84,11 +83,11 @@ class Replay(TorchDispatchMode):
                 self._check_writes(facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
-            outs = new_tensors(result, self.storages)
+            outs = [storage for _, storage, _ in self.storages.new(result)]
             if facts.writes:
-                outs += facts.written(args, kwargs)
-            for i, tensor in enumerate(outs):
-                self.storages.bind(tensor, Value() if step is None else step.outs[i])
+                outs += map(holder, facts.written(args, kwargs))
+            for i, storage in enumerate(outs):
+                self.storages.put(storage, Value() if step is None else step.outs[i])
         return result
 
     def _catch_up(self) -> None:
@@ -114,7 +113,7 @@ class Replay(TorchDispatchMode):
         if not self.late:
             return result
         with without_torch_function():
-            if not new_tensors(result, self.storages):
+            if not self.storages.new(result):
                 return self.late.mark(result)
             self.late.fill(tensors((args, kwargs)))
         return func(*args, **kwargs)
@@ -169,47 +168,47 @@ class Replay(TorchDispatchMode):
         """The result of an operation, from what was kept of it."""
         if step.draws:
             self.undrawn.append(LateCall(step, args, kwargs))
-        kept: list[torch.Tensor | None] = []
+        kept: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            residual = value.kept()
-            tensor = self.brought.get(value)
-            if tensor is None and residual is not None:
-                tensor = residual.get()
-            # What the region changes in place later must not be the kept one.
-            kept.append(memory(tensor).clone() if tensor is not None and value.overwritten is not None else tensor)
+            content: Any = self.brought.get(value) if self.brought else None
+            if content is None:
+                content = value.kept()
+            if content is not None and value.overwritten is not None:
+                # What the region changes in place later must not be the kept one.
+                content = memory(_tensor(content)).clone()
+            kept.append(content)
         return self._make_up(step, args, kwargs, reads, kept)
 
-    def _make_up(
-        self, step: Step, args: tuple, kwargs: dict, reads: Reads, contents: list[torch.Tensor | None]
-    ) -> Any:
+    def _make_up(self, step: Step, args: tuple, kwargs: dict, reads: Reads, contents: list) -> Any:
         """The result of an operation that isn't run, with these contents; where there is none it comes when needed."""
-        written = step.facts.written(args, kwargs) if step.facts.writes else []
-        count = len(step.outs) - len(written)
-        for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
-            assert content is not None
-            memory(tensor).copy_(memory(content))
-            self.late.is_full(tensor)
-            self.storages.bind(tensor, value)
-        if all([content is not None for content in contents[:count]]):
+        count = len(step.outs)
+        if step.facts.writes:
+            written = step.facts.written(args, kwargs)
+            count -= len(written)
+            for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
+                memory(tensor).copy_(memory(_tensor(content)))
+                self.late.is_full(tensor)
+                self.storages.bind(tensor, value)
+        if all(content is not None for content in contents[:count]):
             return self._build(step.result, step, contents, reads, None)
         call = LateCall(step, args, kwargs)
         return self.late.mark(self._build(step.result, step, contents, reads, call))
 
-    def _build(self, item: Any, step: Step, bases: list[torch.Tensor | None], reads: Reads, call: Any) -> Any:
+    def _build(self, item: Any, step: Step, contents: list, reads: Reads, call: LateCall | None) -> Any:
         if isinstance(item, Layout):
-            base = bases[item.i]
-            if base is None:
+            content = contents[item.i]
+            if content is None:
                 assert call is not None
-                bases[item.i] = tensor = item.empty()
+                contents[item.i] = tensor = item.empty()
                 self.late.add(tensor, item, call)
             else:
-                tensor = item.of(base)
+                tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
             self.storages.bind(tensor, step.outs[item.i])
             return tensor
         if isinstance(item, Argument):
             return reads[item.i][1]
         if type(item) in (tuple, list):
-            return type(item)([self._build(part, step, bases, reads, call) for part in item])
+            return type(item)([self._build(part, step, contents, reads, call) for part in item])
         return item
 
     def finish(self, result: Any = None) -> None:
@@ -217,3 +216,7 @@ class Replay(TorchDispatchMode):
         if self.late:
             with without_torch_function():
                 self.late.settle(but=[part for tensor in tensors(result) for part in parts(bottom(tensor))])
+
+
+def _tensor(content: Residual | torch.Tensor) -> torch.Tensor:
+    return content.get() if isinstance(content, Residual) else content

@@ -11,7 +11,8 @@ from . import _offload, _torch
 from ._errors import MutationError
 from ._offload import Group, Offloaded
 from ._passes import current_pass
-from ._state import alias
+from ._state import alias, unseen
+from ._values import form_of
 
 if TYPE_CHECKING:
     from ._values import Layout, Step
@@ -20,30 +21,41 @@ if TYPE_CHECKING:
 class Residual:
     """What a storage held when it was kept: the value that a step made, of which ``tensor`` is any alias."""
 
-    __slots__ = ("__weakref__", "_guard", "_kept", "_near", "_unpack", "_written", "line", "op")
+    __slots__ = ("__weakref__", "_form", "_guard", "_kept", "_near", "_unpack", "_written", "line", "op")
 
     def __init__(
         self, tensor: torch.Tensor, step: Step, layout: Layout | None, offload: bool, outer: tuple | None, group: Group
     ) -> None:
-        self.op, self.line = str(step.func), step.line
-        content = memory(tensor) if layout is None or not layout.fills(tensor) else layout.of(tensor)
-        self._guard: torch.Tensor | None = None
-        self._written = 0
+        self.op, self.line = step.func, step.line
         self._unpack: Callable[[Any], torch.Tensor] | None = None
-        self._kept: Any = content
-        self._near: torch.Tensor | None = content  # as long as the region runs for the first time
-        if outer is not None:
-            pack, self._unpack = outer
-            self._kept = pack(content)
-        elif offload and not _offload.in_host_memory(tensor):
-            self._kept, self._unpack = Offloaded(content, group), Offloaded.get
-        else:
-            self._guard, self._written = alias(tensor), _torch.version(tensor)
+        if outer is None and not (offload and not _offload.in_host_memory(tensor)):
+            self._guard, self._written, self._form = alias(tensor), _torch.version(tensor), form_of(tensor)
+            return
+        with unseen():
+            content = memory(tensor) if layout is None or not layout.fills(tensor) else layout.of(tensor)
+            self._near: torch.Tensor | None = content  # as long as the region runs for the first time
+            if outer is not None:
+                pack, self._unpack = outer
+                self._kept = pack(content)
+            else:
+                self._kept, self._unpack = Offloaded(content, group), Offloaded.get
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether to get it may run the region around again, which can't be done within an operation."""
         return self._unpack is not None
+
+    def on(self, layout: Layout) -> torch.Tensor:
+        """A new tensor of a layout, whose storage holds the value.
+
+        Raises:
+            MutationError: it was changed in place.
+        """
+        tensor = self.get()
+        if self._unpack is None and self._form == layout.form:
+            return alias(tensor)
+        with _torch.without_levels():
+            return layout.of(tensor)
 
     def get(self) -> torch.Tensor:
         """A tensor whose storage holds the value.
@@ -54,10 +66,10 @@ class Residual:
         if self._unpack is not None:
             if self._near is not None:
                 return self._near
-            content = self._unpacked(self._unpack)
-            whole = content.storage_offset() == 0 and content.is_contiguous()
-            return content if whole else content.clone(memory_format=torch.contiguous_format)
-        assert self._guard is not None
+            with _torch.without_levels(), unseen():
+                content = self._unpacked(self._unpack)
+                whole = content.storage_offset() == 0 and content.is_contiguous()
+                return content if whole else content.clone(memory_format=torch.contiguous_format)
         if _torch.version(self._guard) != self._written:
             raise MutationError(
                 f"The output of {self.op} at {self.line}, which the region's policy keeps for the backward, was "

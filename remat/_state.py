@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._torch import without_dispatch
+from ._torch import modes_that_see, without_dispatch
 
 __all__ = ["disable_remat", "is_recomputing"]
 
@@ -127,6 +127,8 @@ class unseen:
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, told apart from that of the user, who may read the result in ways that can't be seen."""
     if type(tensor) in _PLAIN:
+        if not modes_that_see():
+            return tensor.detach()
         with without_dispatch():
             return tensor.detach()
     with unseen():

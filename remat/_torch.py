@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._C._dynamo.eval_frame as _eval_frame
 import torch._functorch.eager_transforms as _eager_transforms
 import torch._functorch.pyfunctorch as _pyfunctorch
 import torch._functorch.utils as _functorch_utils
@@ -21,10 +22,21 @@ import torch.overrides as _overrides
 import torch.utils._device as _device
 import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
-from torch.utils.checkpoint import SelectiveCheckpointContext
 
-# torch's own documentation has users import it from there.
-TorchDispatchMode = _python_dispatch.TorchDispatchMode
+_SKIP = _eval_frame._FrameAction.SKIP
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """A mode that sees operations. Dynamo leaves its code alone for good; torch's own wrapper says so in each call."""
+
+    supports_higher_order_operators = True
+    _should_skip_dynamo = classmethod(lambda cls: False)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        code = cls.__torch_dispatch__.__code__
+        _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+
 
 # --- saved-tensor hooks -------------------------------------------------------------------------------------------
 
@@ -160,6 +172,7 @@ def is_dual(tensor: torch.Tensor) -> bool:
 # --- operations ---------------------------------------------------------------------------------------------------
 
 without_dispatch = torch._C._DisableTorchDispatch  # aliases of plain tensors are no business of any mode
+modes_that_see = torch._C._len_torch_dispatch_stack  # how many there are; to switch off none costs more than to ask
 as_subclass = torch.Tensor._make_subclass  # an alias of a plain tensor; ``as_subclass`` would record it
 without_overrides = torch._C.DisableTorchFunctionSubclass  # for tensors that watch what is done with them
 without_torch_function = torch._C.DisableTorchFunction  # the bookkeeping of operations is not the user's doing
@@ -189,14 +202,6 @@ has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can'
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor has the memory of this one (nothing public counts that)."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # the tensor and its storage in Python
-
-
-def selective_context(result: Any) -> SelectiveCheckpointContext:
-    """What torch's selective checkpoint gives a policy function; torch 2.11 knows no ``op_output``."""
-    try:
-        return SelectiveCheckpointContext(is_recompute=False, op_output=result)
-    except TypeError:
-        return SelectiveCheckpointContext(is_recompute=False)
 
 
 # --- pytrees ------------------------------------------------------------------------------------------------------

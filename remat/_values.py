@@ -10,20 +10,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ._facts import Facts, tensors
+from ._determinism import Line
+from ._facts import Facts
 from ._policy import Verdict
-from ._residual import Residual, memory
-from ._state import unseen
 from ._torch import has_no_memory, without_dispatch
 
-# Constants up to this size are compared, so that one can stand for another in a run again.
-CONSTANT_BYTES = 4096
+if TYPE_CHECKING:
+    from ._residual import Residual
 
-Reads: TypeAlias = "list[tuple[Value, torch.Tensor]]"
+New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # with what stands for its memory, and in which form it is
 
 
 class Value:
@@ -32,7 +31,7 @@ class Value:
     ``step`` is the number of the step that made it, None if none of the region did. (A number: steps own values.)
     """
 
-    names: Mapping[str, str] = MappingProxyType({})  # given to it, each with the line
+    names: Mapping[str, Line] = MappingProxyType({})  # given to it, each with the line
     overwritten: int | None = None  # the step that wrote to the storage next
     seen = False  # Python code may have read it in ways that can't be seen
     constant: torch.Tensor | None = None  # a copy, of a small one that the function makes out of sight
@@ -110,9 +109,9 @@ class Layout:
 
     def fills(self, tensor: torch.Tensor) -> bool:
         """Whether such a tensor is all that the storage of another one holds, in order."""
-        offset, size, strides, dtype, *_ = self.form
+        offset, sizes, strides, dtype, *_ = self.form
         expected, count = 1, dtype.itemsize
-        for size, stride in zip(reversed(size), reversed(strides)):
+        for size, stride in zip(reversed(sizes), reversed(strides)):
             if size != 1 and stride != expected:
                 return False
             expected *= size
@@ -131,98 +130,6 @@ class Argument:
 
     def __init__(self, i: int) -> None:
         self.i = i
-
-
-class Storages:
-    """Which value each storage holds now. Keeps none of them alive."""
-
-    def __init__(self, entries: dict[int, tuple[weakref.ref, Value]] | None = None) -> None:
-        self._entries = entries or {}
-        self.strangers = 0  # storages that were met and not known
-
-    def find(self, tensor: torch.Tensor) -> Value | None:
-        """The value of a tensor's storage, None for a storage that is not known."""
-        storage = holder(tensor)
-        entry = self._entries.get(id(storage))
-        return entry[1] if entry is not None and entry[0]() is storage else None
-
-    def bind(self, tensor: torch.Tensor, value: Value) -> None:
-        """Note what the storage of a tensor holds from now on."""
-        storage = holder(tensor)
-        self._entries[id(storage)] = weakref.ref(storage), value
-
-    def get(self, tensor: torch.Tensor) -> Value:
-        """The value of a tensor's storage; one that is not known comes from outside."""
-        value = self.find(tensor)
-        if value is None:
-            value = Value(None, tracked=tensor.requires_grad)
-            value.constant = self._constant(tensor)
-            self.bind(tensor, value)
-            self.strangers += 1
-        return value
-
-    @staticmethod
-    def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
-        if tensor.requires_grad or not is_dense(tensor) or tensor.device.type != "cpu":
-            return None
-        if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:
-            return None
-        with unseen():
-            return memory(tensor).clone()
-
-    def outside(self) -> Storages:
-        """Those alone that are still there and hold what no step made."""
-        entries = self._entries.items()
-        return Storages({key: entry for key, entry in entries if entry[1].step is None and entry[0]() is not None})
-
-    def values(self) -> list[Value]:
-        """What all storages hold that are still there."""
-        return [value for ref, value in self._entries.values() if ref() is not None]
-
-    def where(self, value: Value) -> Any:
-        """The storage that holds a value, None if none does any more."""
-        return next((ref() for ref, held in self._entries.values() if held is value), None)
-
-    def copy(self) -> Storages:
-        """The same, to go on with."""
-        return Storages(dict(self._entries))
-
-    def key(self, func: Any, args: tuple, kwargs: dict, draw: int | None, reads: Reads) -> tuple:
-        """What calls have in common that make the same; adds what is read to ``reads``."""
-        key = [func, draw]
-        for argument in args:
-            if isinstance(argument, torch.Tensor):
-                self._read(argument, key, reads)
-            else:
-                key.append(self._pattern(argument, reads))
-        if kwargs:
-            key.append(self._pattern(kwargs, reads))
-        return tuple(key)
-
-    def _read(self, tensor: torch.Tensor, pattern: list, reads: Reads) -> None:
-        """Add a tensor to a pattern: its value, and in which form that is read."""
-        storage, form = place_of(tensor)
-        entry = self._entries.get(id(storage))
-        value = entry[1] if entry is not None and entry[0]() is storage else self.get(tensor)
-        reads.append((value, tensor))
-        pattern += (value, form)
-
-    def _pattern(self, argument: Any, reads: Reads) -> Any:
-        """A call's argument with values for tensors, equal for calls that are the same."""
-        kind = type(argument)
-        if kind is int or kind is bool:
-            return kind, argument
-        if kind is float:
-            return argument.hex()  # tells zeros apart, and a NaN is itself
-        if isinstance(argument, torch.Tensor):
-            pattern: list[Any] = []
-            self._read(argument, pattern, reads)
-            return tuple(pattern)
-        if kind is tuple or kind is list:
-            return tuple([self._pattern(item, reads) for item in argument])
-        if kind is dict:
-            return tuple([(key, self._pattern(item, reads)) for key, item in argument.items()])
-        return argument
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -249,17 +156,6 @@ def form_of(tensor: torch.Tensor) -> tuple:
     return tensor.storage_offset(), shape, stride, dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def new_tensors(result: Any, storages: Storages) -> list[torch.Tensor]:
-    """The tensors of a result that have storages of their own, which aren't known."""
-    if isinstance(result, torch.Tensor):
-        return [result] if storages.find(result) is None else []
-    found: list[torch.Tensor] = []
-    for tensor in tensors(result):
-        if storages.find(tensor) is None and not any(holder(t) is holder(tensor) for t in found):
-            found.append(tensor)
-    return found
-
-
 def layouts(template: Any) -> Iterator[Layout]:
     """Of all tensors in the description of a result."""
     if isinstance(template, Layout):
@@ -272,12 +168,14 @@ def layouts(template: Any) -> Iterator[Layout]:
 UNTOLD: Any = object()  # a result that can't be described
 
 
-def template(result: Any, new: list[torch.Tensor], arguments: list[torch.Tensor]) -> Any:
+def template(result: Any, new: list[New], arguments: list[torch.Tensor]) -> Any:
     """A result with descriptions for tensors, from which it can be made up again."""
     if isinstance(result, torch.Tensor):
-        for i, tensor in enumerate(new):
-            if tensor is result or holder(tensor) is holder(result):
-                return _layout(result, i)
+        for i, (tensor, storage, form) in enumerate(new):
+            if tensor is result:
+                return _layout(result, form, i)
+            if storage is holder(result):
+                return _layout(result, place_of(result)[1], i)
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNTOLD)
     if isinstance(result, (tuple, list)):
         items = [template(item, new, arguments) for item in result]
@@ -285,8 +183,7 @@ def template(result: Any, new: list[torch.Tensor], arguments: list[torch.Tensor]
     return result
 
 
-def _layout(tensor: torch.Tensor, i: int) -> Any:
-    _, form = place_of(tensor)
-    if form is None or tensor.is_quantized or form[4] or form[5] or has_no_memory(tensor):
+def _layout(tensor: torch.Tensor, form: tuple | None, i: int) -> Any:
+    if form is None or form[4] or form[5] or tensor.is_quantized or has_no_memory(tensor):
         return UNTOLD
     return Layout(tensor, i, form)
