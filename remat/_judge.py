@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
+from ._facts import Facts
 from ._leaves import If
 from ._policy import Policy, Verdict
-from ._values import UNTOLD, Step, Value
+
+Question: TypeAlias = tuple[Any, Any, tuple, dict]  # what a policy is asked: a context, the operation, its arguments
 
 
 @functools.lru_cache(maxsize=256)
@@ -19,57 +21,37 @@ class Judge:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.by_name = bool(policy.mentioned_names)
-        self._asks = _asks(policy)
+        self.asks = _asks(policy)
         # Verdicts on operations without names, and on those with names, filled as they are met.
-        self._verdicts: dict[Any, Verdict | None] = {}
+        self._verdicts: dict[Facts, Verdict | None] = {}
         self._named: dict[tuple[Any, frozenset[str]], Verdict] = {}
 
-    def verdict_for(self, func: Any) -> Verdict | None:
+    def verdict_for(self, facts: Facts) -> Verdict | None:
         """The verdict on all unnamed values that an operation makes, if there is one."""
         try:
-            return self._verdicts[func]
+            return self._verdicts[facts]
         except KeyError:
-            verdict = self._verdicts[func] = self.policy.verdict_for(func)
+            verdict = self._verdicts[facts] = self.policy.verdict_for(facts.func)
             return verdict
 
-    def of(self, step: Step, args: tuple, kwargs: dict, result: Any) -> Verdict:
-        """The verdict on what a step has made, as long as it has no names."""
-        func = step.func
-        if step.result is UNTOLD or step.facts.makes_nothing:
-            return Verdict.RECOMPUTE
-        verdict = self.verdict_for(func)
-        if self._asks:
-            ctx = _context(result)
-            if self.by_name:
-                step.question = ctx, func, args, kwargs
-            if verdict is None:
-                return self.policy.judge(ctx, func, args, kwargs, frozenset())
-        elif self.by_name:
-            step.question = None, func, (), {}
-        assert verdict is not None
+    def on(self, question: Question, names: frozenset[str] = frozenset()) -> Verdict:
+        """The verdict on a value with these names. Without predicates, the context and the arguments are not wanted."""
+        if self.asks:
+            return self.policy.judge(*question, names)
+        verdict = self._named.get((question[1], names))
+        if verdict is None:
+            verdict = self._named[question[1], names] = self.policy.judge(*question, names)
         return verdict
 
-    def again(self, step: Step, value: Value) -> Verdict:
-        """The verdict on one of these values, which has got a name."""
-        if step.question is None:
-            return value.verdict
-        names = frozenset(value.names)
-        if self._asks:
-            return self.policy.judge(*step.question, names)
-        verdict = self._named.get((step.func, names))
-        if verdict is None:
-            verdict = self._named[step.func, names] = self.policy.judge(*step.question, names)
-        return verdict
+
+def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
+    """What predicates are asked about a call; torch 2.11 knows no ``op_output``."""
+    try:
+        return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs
+    except TypeError:
+        return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs
 
 
 def _asks(policy: Policy) -> bool:
     """Whether it has predicates, which want the arguments of operations."""
     return isinstance(policy, If) or any(map(_asks, policy._parts()))
-
-
-def _context(result: Any) -> SelectiveCheckpointContext:
-    """What torch's selective checkpoint gives a policy function; torch 2.11 knows no ``op_output``."""
-    try:
-        return SelectiveCheckpointContext(is_recompute=False, op_output=result)
-    except TypeError:
-        return SelectiveCheckpointContext(is_recompute=False)

@@ -202,25 +202,26 @@ class _Listing:
     def _alive(self) -> list[torch.Tensor]:
         """What operations made and something holds."""
         found = []
-        for step in self.record.steps:
-            for layout in layouts(step.result):
-                storage = self.record.storages.where(step.outs[layout.i])
+        for _, _, outs, _, _, result, _ in self.record.log:
+            for layout in layouts(result):
+                storage = self.record.storages.where(outs[layout.i])
                 if storage is not None:
                     found.append(layout.on(storage))
         return found
 
     def _row(self, tensor: torch.Tensor) -> SavedResidual:
         value = self.record.storages.find(tensor)
-        step = None if value is None or value.step is None else self.record.steps[value.step]
+        made = None if value is None else self.record.made.get(value)
         nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
         shape, dtype = tensor.shape, tensor.dtype
         source = "made out of sight, such as a constant"
-        if step is not None and value is not None:
-            source = f"output of {getattr(step.func, 'overloadpacket', step.func)} at {step.line}"
-            if value.names:
-                source = " and ".join(f"named {name!r} at {line}" for name, line in value.names.items())
+        if made is not None and value is not None:
+            (func, *_), _, outs, _, _, result, _ = self.record.log[made]
+            source = f"output of {getattr(func, 'overloadpacket', func)} at {self.record.lines[made]}"
+            if names := self.record.names.get(value):
+                source = " and ".join(f"named {name!r} at {line}" for name, line in names.items())
             # Of a view, that of which it is one.
-            whole = ((x.size, x.dtype) for x in layouts(step.result) if step.outs[x.i] is value)
+            whole = ((x.size, x.dtype) for x in layouts(result) if outs[x.i] == value)
             shape, dtype = next(whole, (shape, dtype))
         source, shape, dtype = self.known.get(id(holder(tensor)), (source, shape, dtype))
         return SavedResidual(tuple(shape), dtype, tensor.device, nbytes, source)

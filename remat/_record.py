@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from ._determinism import Line, user_line
-from ._facts import Facts
-from ._judge import Judge
-from ._keeping import Keeping
+from ._facts import Facts, facts_of
+from ._judge import Question, question
+from ._keeping import Keeping, Source
 from ._memory import Memory
 from ._policy import Policy, Verdict
 from ._residual import memory
 from ._state import unseen
-from ._storages import Reads
 from ._torch import bottom, is_plain, is_wrapped, parts
-from ._values import Layout, Step, Value, holder, template
+from ._values import UNTOLD, Layout, holder, is_as_it_lies, template
 
 DETACH = torch.ops.aten.detach.default
-
-
-class Source(NamedTuple):
-    """Where a tensor that autograd saved comes from: values, its layout if it is one of them, the steps so far."""
-
-    values: Sequence[Value]
-    layout: Layout | None
-    after: int
 
 
 class Record(Keeping):
@@ -36,42 +27,44 @@ class Record(Keeping):
 
     def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str] = (), lines: bool = False) -> None:
         super().__init__(policy, memory, own_names)
-        self.lines = lines  # note where each operation is called, not only where it may matter
-        self.inputs: list[Value] = []  # of the operands and the captured tensors
-        self.makers: set[Any] = set()  # operations that are steps
-        self.drawing: set[Any] = set()  # those of other libraries that were seen to draw random numbers
-        self.views: set[Any] = set()  # those that made views alone at times, which are none
+        self.all_lines = lines  # note where each operation is called, not only where it may matter
+        self.drawing: set[Facts] = set()  # operations of other libraries that were seen to draw random numbers
+        self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
-        self._judge = Judge(policy)
+        self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
+        self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
         """Note which values come in."""
+        storages = self.storages
         for tensor in inputs:
+            wrapped = is_wrapped(tensor)
             for part in parts(bottom(tensor)):
-                value = self.storages.find(part)
+                value = storages.find(part)
                 if value is None:
-                    value = Value()
-                    self.storages.bind(part, value)
-                value.tracked |= is_wrapped(tensor) or tensor.requires_grad
+                    value = storages.number()
+                    storages.bind(part, value)
+                if wrapped or tensor.requires_grad:
+                    storages.tracked.add(value)
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
-        after = len(self.steps)
+        after = len(self.log)
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
-        if value is not None and form is not None and not (form[4] or form[5]):
-            may_be_kept = value.saveable or self._judge.by_name
-            slot.source = Source([value], Layout(tensor, 0, form) if may_be_kept else None, after)
-            if value.saveable:
+        if value is not None and form is not None and is_as_it_lies(form):
+            may_be_kept = value in self.saveable or self._judge.by_name
+            slot.source = Source([value], Layout(0, form) if may_be_kept else None, after)
+            if value in self.saveable:
                 slot.residual = self._lend(value, tensor)
-            elif self._judge.by_name and value.step is not None and len(self.steps[value.step].outs) > 1:
+            elif self._judge.by_name and value in self.made and len(self.log[self.made[value]][2]) > 1:
                 self._siblings[value] = tensor
         else:
-            found = [(part, value) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
-            slot.source = Source([value for _, value in found], None, after)
-            for part, value in found:
-                self._hold(value, part)  # the function itself makes of it what was saved
+            found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
+            slot.source = Source([value for value, _ in found], None, after)
+            for each in found:
+                self._hold(*each)  # the function itself makes of it what was saved
         self._slots.append((weakref.ref(slot), slot.source))
 
     def needs(self, tensor: torch.Tensor) -> None:
@@ -87,80 +80,143 @@ class Record(Keeping):
         self.named.setdefault(name, line)
         for part in parts(bottom(tensor)):
             value = self.storages.find(part)
-            if value is None or value.step is None:
+            made = None if value is None else self.made.get(value)
+            if value is None or made is None:
                 continue  # it was there before
-            if name not in value.names:
-                value.names = {**value.names, name: line}
-            step = self.steps[value.step]
-            step.line = step.line or line
-            value.verdict = self._judge.again(step, value)
+            self.names.setdefault(value, {}).setdefault(name, line)
+            self.lines.setdefault(made, line)
+            (func, *_), _, outs, _, _, result, _ = self.log[made]
+            verdict = self.saveable.get(value, Verdict.RECOMPUTE)
+            if _is_judged(result, facts_of(func)):
+                asked = self._questions.get(made, (None, func, (), {}))
+                verdict = self._judge.on(asked, frozenset(self.names[value]))
+            self._decide(value, verdict)
             self._hold(value, part)
-            for sibling in step.outs if value.saveable else ():  # else the operation would have to run for them
-                if not sibling.saveable and not sibling.names and sibling in self._siblings:
-                    sibling.verdict = value.verdict
+            for sibling in outs if value in self.saveable else ():  # else the operation would have to run for them
+                if sibling not in self.saveable and sibling not in self.names and sibling in self._siblings:
+                    self._decide(sibling, verdict)
                     self._hold(sibling, self._siblings[sibling])
+
+    def _decide(self, value: int, verdict: Verdict) -> None:
+        if verdict is not Verdict.RECOMPUTE:
+            self.saveable[value] = verdict
+        else:
+            self.saveable.pop(value, None)
 
     # --- the operations -----------------------------------------------------------------------------------------------
 
-    def before_writing(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> None:
+    def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """An operation is about to write: copy what must not be lost."""
         for tensor in facts.written(args, kwargs):
             value = self.storages.get(tensor)
-            reads_it = self._judge.verdict_for(func) in (None, Verdict.RECOMPUTE)
-            if value.saveable and (reads_it or value.held is not None):
+            reads_it = self._judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
+            if value in self.saveable and (reads_it or value in self._held):
                 with unseen():
-                    value.held = memory(tensor).clone()
-                self._held[value] = None
+                    self._held[value] = memory(tensor).clone()
 
     def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""
-        storages = self.storages
-        new, strangers = storages.new(result), storages.strangers
-        reads: Reads = []
+        storages, count = self.storages, self.storages.count
+        new = storages.new(result)
+        reads: list[int] = []
+        read: list[torch.Tensor] = []
         if new or facts.writes or facts.observes:
-            key = storages.key(func, args, kwargs, draw, reads)
-            if strangers != storages.strangers:
+            key = storages.key(func, draw, args, kwargs, reads, read)
+            if count != storages.count:
                 new = storages.new(result)  # it may be a view of what is known only now
         if not new and not facts.writes and not facts.observes:
-            self.views.add(func)
-            if func is DETACH:
-                storages.get(args[0]).seen = True
+            self._made_a_view(facts, args)
             return
-        self.makers.add(func)
-        step = Step(func, facts, len(self.steps), key, [value for value, _ in reads])
-        step.result = template(result, new, [tensor for _, tensor in reads])
-        if not torch.is_grad_enabled():
-            self.lazy = False  # there, user code reads tensors in ways that can't be seen
-        verdict = self._judge.of(step, args, kwargs, result)
-        tracked = any(tensor.requires_grad if self._flags else value.tracked for value, tensor in reads)
-        written = facts.written(args, kwargs) if facts.writes else []
-        overwritten = [storages.get(tensor) for tensor in written]
-        for before in overwritten:
-            before.overwritten, before.loan = step.number, None
-        for tensor, storage, _ in (*new, *[(tensor, holder(tensor), None) for tensor in written]):
-            value = Value(step.number, verdict, tracked and (tensor.is_floating_point() or tensor.is_complex()))
-            step.outs.append(value)
-            storages.put(storage, value)
-        self.steps.append(step)
+        number = len(self.log)
+        outcome = template(result, new, read)
+        verdict = self._verdict(number, facts, args, kwargs, result) if _is_judged(outcome, facts) else None
+        if self._flags:
+            differentiated = True in [tensor.requires_grad for tensor in read]
+        else:
+            differentiated = not storages.tracked.isdisjoint(reads)
+        outs, overwritten, tracked = [], (), []
+        for each in new:
+            value = storages.number()
+            storages.add(each, value)
+            outs.append(value)
+            if differentiated and _is_differentiable(each[0]):
+                tracked.append(value)
+        if facts.writes:
+            overwritten = self._overwrite(facts.written(args, kwargs), differentiated, outs, tracked)
+        storages.tracked.update(tracked)
+        for value in outs:
+            self.made[value] = number
+            if verdict is not None:
+                self.saveable[value] = verdict
+        entry = key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, torch.is_grad_enabled()
+        self.log.append(entry)
         if overwritten:
-            self._saved_early(step, overwritten)
-        if self.lines or verdict is not Verdict.RECOMPUTE:
-            step.line = user_line()
-        if verdict is Verdict.RECOMPUTE:
-            for each in reads:
-                self._hold(*each)
+            self._saved_early(number, dict(zip(overwritten, outs[len(new) :])))
+        if verdict is not None or self.all_lines:
+            self.lines[number] = user_line()
+        if verdict is None:
+            for value, tensor in zip(reads, read):
+                if value in self.saveable:
+                    self._hold(value, tensor)
         if len(self._held) >= self._enough:
             self._let_go_of_unneeded()
 
-    def _saved_early(self, step: Step, overwritten: list[Value]) -> None:
+    def _made_a_view(self, facts: Facts, args: tuple) -> None:
+        self.views.add(facts)
+        if facts.func is DETACH:
+            self.seen.add(self.storages.get(args[0]))
+        if facts.reshapes:
+            self.storages.forget(args[0])
+
+    def _verdict(self, number: int, facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
+        """What becomes of the values that an operation has made, if they may be kept."""
+        verdict = self._judge.verdict_for(facts)
+        if self._judge.asks:
+            asked = question(facts.func, args, kwargs, result)
+            if self._judge.by_name:
+                self._questions[number] = asked
+            if verdict is None:
+                verdict = self._judge.on(asked)
+        return None if verdict is Verdict.RECOMPUTE else verdict
+
+    def _overwrite(self, written: list[torch.Tensor], tracked: bool, outs: list[int], all_tracked: list[int]) -> tuple:
+        """An operation wrote to these: their storages hold new values. Returns those of before."""
+        storages = self.storages
+        before = tuple([storages.get(tensor) for tensor in written])
+        for value, tensor in zip(before, written):
+            self.overwritten.add(value)
+            self._loans.pop(value, None)
+            now = storages.number()
+            storages.put(holder(tensor), now)
+            storages.forget(tensor)
+            outs.append(now)
+            if tracked and _is_differentiable(tensor):
+                all_tracked.append(now)
+        return before
+
+    def _saved_early(self, number: int, written: dict[int, int]) -> None:
         """Autograd may save an argument before the operation fills it (``rrelu``): then it is what was written."""
-        written = dict(zip(overwritten, step.outs[len(step.outs) - len(overwritten) :]))
         self.wanted = [written.get(value, value) for value in self.wanted]
         for i in range(len(self._slots) - 1, -1, -1):
             ref, source = self._slots[i]
             slot = ref()
-            if source.after < step.number:
+            if source.after < number:
                 break
             if slot is not None and len(source.values) == 1 and source.values[0] in written:
-                slot.source, slot.early = Source([written[source.values[0]]], source.layout, step.number + 1), True
+                slot.source, slot.early = Source([written[source.values[0]]], source.layout, number + 1), True
                 self._slots[i] = ref, slot.source
+
+    def let_go(self) -> None:
+        """Drop what is only held: it has a history, which may lead to here."""
+        super().let_go()
+        self._siblings.clear()
+        self._questions.clear()
+
+
+def _is_judged(result: Any, facts: Facts) -> bool:
+    """Whether the policy has a say: not where the result can't be described, or is nothing yet."""
+    return result is not UNTOLD and not facts.makes_nothing
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -30,26 +30,26 @@ class Recorder(DispatchMode):
             return self._carefully(func, facts, args, kwargs)
         result = func(*args, **kwargs)
         with without_torch_function():
-            record.ran(func, facts, args, kwargs, result, self._draw(func, facts, args, kwargs))
+            record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
         return result
 
     def _carefully(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """An operation that writes to what may be needed, or may draw without saying so."""
         record, generators = self.record, None
         with without_torch_function():
-            record.before_writing(func, facts, args, kwargs)
+            record.before_writing(facts, args, kwargs)
             if facts.foreign:
                 generators = Ambient.capture({t.device for t in tensors((args, kwargs))}, [], True)
         result = func(*args, **kwargs)
         if generators is not None and generators.moved():
-            record.drawing.add(func)
+            record.drawing.add(facts)
         with without_torch_function():
-            record.ran(func, facts, args, kwargs, result, self._draw(func, facts, args, kwargs))
+            record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
         return result
 
-    def _draw(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> int | None:
+    def _draw(self, facts: Facts, args: tuple, kwargs: dict) -> int | None:
         """The number of an operation among those that draw, None if it does not."""
-        if func not in self.record.drawing and not facts.draws(args, kwargs):
+        if facts not in self.record.drawing and not facts.draws(args, kwargs):
             return None
         self.draws += 1
         return self.draws - 1

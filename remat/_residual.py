@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -15,18 +15,27 @@ from ._state import alias, unseen
 from ._values import form_of
 
 if TYPE_CHECKING:
-    from ._values import Layout, Step
+    from ._values import Layout
+
+
+Maker: TypeAlias = tuple[Any, Any]  # an operation and where it was called
 
 
 class Residual:
-    """What a storage held when it was kept: the value that a step made, of which ``tensor`` is any alias."""
+    """What a storage held when it was kept: the value that an operation made, of which ``tensor`` is any alias."""
 
     __slots__ = ("__weakref__", "_form", "_guard", "_kept", "_near", "_unpack", "_written", "line", "op")
 
     def __init__(
-        self, tensor: torch.Tensor, step: Step, layout: Layout | None, offload: bool, outer: tuple | None, group: Group
+        self,
+        tensor: torch.Tensor,
+        maker: Maker,
+        layout: Layout | None,
+        offload: bool,
+        outer: tuple | None,
+        group: Group,
     ) -> None:
-        self.op, self.line = step.func, step.line
+        self.op, self.line = maker
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         if outer is None and not (offload and not _offload.in_host_memory(tensor)):
             self._guard, self._written, self._form = alias(tensor), _torch.version(tensor), form_of(tensor)

@@ -185,6 +185,8 @@ def is_wrapper_call(types: tuple[type, ...]) -> bool:
 
 def parts(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors that such a tensor is made of."""
+    if type(tensor) is torch.Tensor:
+        return [tensor]
     if is_plain(tensor):
         return [tensor] if isinstance(tensor, torch.Tensor) else []  # DTensor lists its mesh too
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
@@ -192,7 +194,7 @@ def parts(tensor: Any) -> list[torch.Tensor]:
 
 def is_plain(tensor: Any) -> bool:
     """Whether it is not made of others."""
-    return not hasattr(type(tensor), "__tensor_flatten__")
+    return type(tensor) is torch.Tensor or not hasattr(type(tensor), "__tensor_flatten__")
 
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # has shapes alone, so there is nothing to keep
