@@ -60,6 +60,7 @@ class Keeping:
         self.names: dict[int, dict[str, Line]] = {}  # those of values
         self.named: dict[str, Line] = {}  # all names that were given in the region
         self._judge = Judge(policy)
+        self._known: list[Program] = memory.programs(self._judge)
         self._slots: list[tuple[weakref.ref, Source]] = []
         self._loans: dict[int, weakref.ref[Residual]] = {}  # what is kept, as long as somebody owns it
         self._own: dict[int, Residual] = {}  # what more needs than the slots that own it
@@ -88,11 +89,11 @@ class Keeping:
                 self._group = Group()
             offload = self.saveable[value] is Verdict.OFFLOAD
             number = self.made[value]
-            (func, *_), _, outs, _, _, result, _ = self.log[number]
-            layout = result
-            if type(result) is not Layout:
-                layout = next((layout for layout in layouts(result) if outs[layout.i] == value), None)
-            maker = func, self.lines.get(number)
+            made = self.log[number]
+            layout = made.result
+            if type(layout) is not Layout:
+                layout = next((layout for layout in layouts(made.result) if made.outs[layout.i] == value), None)
+            maker = made.key[0], self.lines.get(number)
             residual = Residual(tensor, maker, layout, offload, self.outer, self._group)
             self._loans[value] = weakref.ref(residual)
             self._lent[value] = residual
@@ -104,8 +105,8 @@ class Keeping:
         there = {value for value in self.storages.values() if value not in held or _is_used(held, value)}
         saved = [value for ref, source in self._slots if ref() is not None for value in source.values]
         available = {value for value in self.saveable if value in there} | self._there()
-        so_far = next((known for known in self.memory.programs if known.log[:count] == self.log), None)
-        so_far = so_far or Program(self.log, self.seen)
+        so_far = next((known for known in self._known if known.log[:count] == self.log), None)
+        so_far = so_far or Program(self.log, self.seen, self.lines)
         used = plan(so_far.steps[:count], so_far.waiting, [*there, *saved, *self.wanted], available, always).used
         for value in [value for value in held if value not in used and not _is_used(held, value)]:
             del held[value]
@@ -121,7 +122,7 @@ class Keeping:
         """Decide what else is kept, and let go of the rest."""
         self.open = False
         warn_of_unseen(self.own_names, self.named, self.memory)
-        self.program = program = program_of(self.log, self.seen, self.memory.programs)
+        self.program = program = program_of(self.log, self.seen, self.lines, self._known)
         self.log = program.log
         above = len(self.wanted)  # levels of torch.func that are above want these
         missing = []

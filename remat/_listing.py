@@ -202,9 +202,9 @@ class _Listing:
     def _alive(self) -> list[torch.Tensor]:
         """What operations made and something holds."""
         found = []
-        for _, _, outs, _, _, result, _ in self.record.log:
-            for layout in layouts(result):
-                storage = self.record.storages.where(outs[layout.i])
+        for entry in self.record.log:
+            for layout in layouts(entry.result):
+                storage = self.record.storages.where(entry.outs[layout.i])
                 if storage is not None:
                     found.append(layout.on(storage))
         return found
@@ -216,12 +216,13 @@ class _Listing:
         shape, dtype = tensor.shape, tensor.dtype
         source = "made out of sight, such as a constant"
         if made is not None and value is not None:
-            (func, *_), _, outs, _, _, result, _ = self.record.log[made]
-            source = f"output of {getattr(func, 'overloadpacket', func)} at {self.record.lines[made]}"
+            entry = self.record.log[made]
+            func = getattr(entry.key[0], "overloadpacket", entry.key[0])
+            source = f"output of {func} at {self.record.lines[made]}"
             if names := self.record.names.get(value):
                 source = " and ".join(f"named {name!r} at {line}" for name, line in names.items())
             # Of a view, that of which it is one.
-            whole = ((x.size, x.dtype) for x in layouts(result) if outs[x.i] == value)
+            whole = ((x.size, x.dtype) for x in layouts(entry.result) if entry.outs[x.i] == value)
             shape, dtype = next(whole, (shape, dtype))
         source, shape, dtype = self.known.get(id(holder(tensor)), (source, shape, dtype))
         return SavedResidual(tuple(shape), dtype, tensor.device, nbytes, source)

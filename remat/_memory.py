@@ -10,8 +10,8 @@ import torch
 
 # Modules and code that drew random numbers: known of a function that is made anew for each call, too.
 _drawing: weakref.WeakSet[Any] = weakref.WeakSet()
-# What was learnt of the first runs of code under policies.
-_programs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+# What first runs of code did, by the policy that they were under.
+_programs: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
 # Of what users were warned: once is enough.
 _warnings: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
@@ -34,10 +34,9 @@ class Memory:
         """Remember that it draws random numbers."""
         _drawing.add(self._known_source())
 
-    @property
-    def programs(self) -> list[Any]:
-        """What its first runs under policies did, the last ones."""
-        return _programs.setdefault(self._known_source(), [])
+    def programs(self, judge: Any) -> list[Any]:
+        """What its last first runs under a policy did."""
+        return _programs.setdefault(self._known_source(), {}).setdefault(judge, [])
 
     def is_news(self, warning: str) -> bool:
         """Whether the user was not warned of it yet."""

@@ -7,20 +7,31 @@ have to run again) is the same for equal logs, so it is found once for all calls
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from ._determinism import Line
 from ._facts import Facts, facts_of
 from ._plan import Plan, plan
+from ._policy import Verdict
 from ._torch import OpOverload
 from ._values import UNTOLD, Layout
 
-# What an operation did: what it has in common with those that make the same, the values that it read, those that it
-# made (of new storages, then of those that it wrote to), those that it overwrote and those that are differentiated of
-# what it made, its result, and whether grad mode was on.
-Entry = tuple[tuple, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], Any, bool]
+
+class Entry(NamedTuple):
+    """What an operation of a first run did."""
+
+    key: tuple  # what it has in common with others that make the same
+    reads: tuple[int, ...]  # the values that it read,
+    outs: tuple[int, ...]  # those that it made, of new storages, then of those that it wrote to,
+    overwritten: tuple[int, ...]  # those that it overwrote,
+    tracked: tuple[int, ...]  # and those of its own that are differentiated
+    result: Any  # a description
+    under: tuple[bool, bool]  # whether it read what requires grad, whether grad mode was on
+    verdict: Verdict | None  # what becomes of what it made, as long as that has no names
+
 
 _KNOWN = 8  # programs of a function that are remembered
 _PLANS = 64  # plans of a program
@@ -30,46 +41,54 @@ class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "can_wait",
-        "draws",
-        "facts",
-        "func",
-        "is_simple",
-        "key",
-        "number",
-        "outs",
-        "reads",
-        "result",
-        "tracked",
-    )
+        "can_wait", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number", "operands",
+        "outs", "reads", "result",
+    )  # fmt: skip
 
     def __init__(self, number: int, entry: Entry) -> None:
         self.number = number
-        self.key, self.reads, self.outs, _, self.tracked, self.result, _ = entry
+        self.entry = entry
+        self.key, self.reads, self.outs, self.result = entry.key, entry.reads, entry.outs, entry.result
         self.func = self.key[0]
         self.facts = facts_of(self.func)
         self.draws = self.key[1] is not None
-        self.is_simple = False  # it makes one tensor, which nothing changes later, and draws nothing
+        # It has tensors for arguments, and else constants; it makes one tensor and does nothing else.
+        self.is_simple = type(self.result) is Layout and not (
+            self.facts.writes or self.facts.observes or self.facts.foreign or self.draws
+        )
+        self.operands: list[tuple[int, int, tuple | None]] = []  # position, value, form
+        self.constants: list[tuple[int, Any]] = []  # position, pattern
+        self.count = 0
+        rest = iter(self.key[3:])
+        for item in rest:
+            if type(item) is int:
+                self.operands.append((self.count, item, next(rest)))
+            else:
+                self.constants.append((self.count, item))
+            self.count += 1
+        self.is_simple &= len(self.operands) == len(self.reads)
         self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
 
 
 class Program:
-    """A log, and what follows from it. Python code may have read the values ``seen`` in ways that can't be seen."""
+    """A log, and what follows from it.
 
-    def __init__(self, log: list[Entry], seen: set[int]) -> None:
+    Python code may have read the values ``seen`` in ways that can't be seen. Operations were called at the ``lines``.
+    """
+
+    def __init__(self, log: list[Entry], seen: set[int], lines: Mapping[int, Line]) -> None:
         self.log = log
+        self.lines = lines
         self.seen = seen
         self.steps = [Step(number, entry) for number, entry in enumerate(log)]
-        self.lazy = all(entry[-1] for entry in log)  # else user code reads tensors in ways that can't be seen
-        self.overwritten = {number for entry in log for number in entry[3]}
+        self.lazy = all(entry.under[1] for entry in log)  # else user code reads tensors in ways that can't be seen
+        self.overwritten = {number for entry in log for number in entry.overwritten}
         # If not differentiated, or detached, user code may read it in ways that can't be seen.
-        self.waiting = {number for step in self.steps for number in step.tracked if number not in seen}
+        self.waiting = {number for entry in log for number in entry.tracked if number not in seen}
         for step in self.steps:
-            effects = step.facts.writes or step.facts.observes or step.draws
-            step.is_simple = type(step.result) is Layout and not effects and self.overwritten.isdisjoint(step.outs)
             step.can_wait = (
                 step.result is not UNTOLD
-                and not effects
+                and not (step.facts.writes or step.facts.observes or step.draws)
                 and self.overwritten.isdisjoint(step.reads)
                 and self.waiting.issuperset(step.outs)
             )
@@ -104,12 +123,14 @@ class Program:
         return all(isinstance(step.func, OpOverload) and _is_plain(step.key[1:]) for step in self.steps)
 
 
-def program_of(log: list[Entry], seen: set[int], known: list[Program]) -> Program:
-    """The program of a log: one of those that are known, else a new one, which is known from now on."""
-    for program in known:
+def program_of(log: list[Entry], seen: set[int], lines: Mapping[int, Line], known: list[Program]) -> Program:
+    """The program of a log: one of those that are known, else a new one. It is the first that is known from now on."""
+    for i, program in enumerate(known):
         if program.log == log and program.seen == seen:
+            if i:
+                known.insert(0, known.pop(i))
             return program
-    program = Program(log, seen)
+    program = Program(log, seen, lines)
     if program.lasts:
         known.insert(0, program)
         del known[_KNOWN:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from ._judge import Question, question
 from ._keeping import Keeping, Source
 from ._memory import Memory
 from ._policy import Policy, Verdict
+from ._program import Entry, Step
 from ._residual import memory
 from ._state import unseen
 from ._torch import bottom, is_plain, is_wrapped, parts
-from ._values import UNTOLD, Layout, holder, is_as_it_lies, template
+from ._values import UNTOLD, Layout, holder, is_as_it_lies, place_of, template
 
 DETACH = torch.ops.aten.detach.default
 
@@ -31,6 +32,8 @@ class Record(Keeping):
         self.drawing: set[Facts] = set()  # operations of other libraries that were seen to draw random numbers
         self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
+        self._guide: list[Step] = []  # what the last run did, if this one may do the same
+        self._known_lines: Mapping[int, Line] = {}
         self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
         self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
 
@@ -48,6 +51,8 @@ class Record(Keeping):
                     storages.tracked.add(value)
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
+        if self._known and self._flags and not self._judge.asks and not self.all_lines:
+            self._guide, self._known_lines = self._known[0].steps, self._known[0].lines
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
@@ -58,7 +63,7 @@ class Record(Keeping):
             slot.source = Source([value], Layout(0, form) if may_be_kept else None, after)
             if value in self.saveable:
                 slot.residual = self._lend(value, tensor)
-            elif self._judge.by_name and value in self.made and len(self.log[self.made[value]][2]) > 1:
+            elif self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
                 self._siblings[value] = tensor
         else:
             found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
@@ -85,14 +90,16 @@ class Record(Keeping):
                 continue  # it was there before
             self.names.setdefault(value, {}).setdefault(name, line)
             self.lines.setdefault(made, line)
-            (func, *_), _, outs, _, _, result, _ = self.log[made]
-            verdict = self.saveable.get(value, Verdict.RECOMPUTE)
-            if _is_judged(result, facts_of(func)):
+            entry, verdict = self.log[made], self.saveable.get(value, Verdict.RECOMPUTE)
+            func = entry.key[0]
+            if _is_judged(entry.result, facts_of(func)):
                 asked = self._questions.get(made, (None, func, (), {}))
                 verdict = self._judge.on(asked, frozenset(self.names[value]))
             self._decide(value, verdict)
             self._hold(value, part)
-            for sibling in outs if value in self.saveable else ():  # else the operation would have to run for them
+            for sibling in (
+                entry.outs if value in self.saveable else ()
+            ):  # else the operation would have to run for them
                 if sibling not in self.saveable and sibling not in self.names and sibling in self._siblings:
                     self._decide(sibling, verdict)
                     self._hold(sibling, self._siblings[sibling])
@@ -148,8 +155,8 @@ class Record(Keeping):
             self.made[value] = number
             if verdict is not None:
                 self.saveable[value] = verdict
-        entry = key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, torch.is_grad_enabled()
-        self.log.append(entry)
+        under = differentiated, torch.is_grad_enabled()
+        self.log.append(Entry(key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, under, verdict))
         if overwritten:
             self._saved_early(number, dict(zip(overwritten, outs[len(new) :])))
         if verdict is not None or self.all_lines:
@@ -160,6 +167,41 @@ class Record(Keeping):
                     self._hold(value, tensor)
         if len(self._held) >= self._enough:
             self._let_go_of_unneeded()
+
+    def ran_as_before(self, func: Any, args: tuple, kwargs: dict, result: Any) -> bool:
+        """Whether an operation did what a known program has in its place in the log; then it is noted.
+
+        To compare takes half as long as to find out.
+        """
+        number, storages = len(self.log), self.storages
+        step = self._guide[number] if number < len(self._guide) else None
+        if step is None or step.func is not func or not step.is_simple or not storages.is_call_of(step, args, kwargs):
+            return False
+        entry, (value,) = step.entry, step.outs
+        storage, form = place_of(result)
+        differentiated = False
+        for position, _, _ in step.operands:
+            differentiated = differentiated or args[position].requires_grad
+        if (
+            value != storages.count
+            or form != step.result.form
+            or entry.under != (differentiated, torch.is_grad_enabled())
+            or storages.find(result) is not None
+        ):
+            return False
+        storages.add((result, storage, step.result.form), storages.number())
+        self.log.append(entry)
+        self.made[value] = number
+        if entry.verdict is not None:
+            self.saveable[value] = entry.verdict
+            self.lines[number] = self._known_lines[number]
+        else:
+            for position, read, _ in step.operands:
+                if read in self.saveable:
+                    self._hold(read, args[position])
+        if len(self._held) >= self._enough:
+            self._let_go_of_unneeded()
+        return True
 
     def _made_a_view(self, facts: Facts, args: tuple) -> None:
         self.views.add(facts)

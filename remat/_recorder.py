@@ -30,7 +30,8 @@ class Recorder(DispatchMode):
             return self._carefully(func, facts, args, kwargs)
         result = func(*args, **kwargs)
         with without_torch_function():
-            record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
+            if not record.ran_as_before(func, args, kwargs, result):
+                record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
         return result
 
     def _carefully(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:

@@ -126,6 +126,12 @@ class Replay(DispatchMode):
     def _same(self, func: Any, draw: int | None, args: tuple, kwargs: dict, read: list) -> Step | None:
         """The step of the first run that is the same function of the same values."""
         program, reads = self.record.program, list[int]()
+        if self.position < len(program.steps):
+            step = program.steps[self.position]
+            if step.func is func and step.is_simple and self.storages.is_call_of(step, args, kwargs):
+                read += [args[position] for position, _, _ in step.operands]
+                self.position += 1
+                return step
         key = self.storages.key(func, draw, args, kwargs, reads, read)
         if self.position < len(program.steps):
             step = program.steps[self.position]
@@ -161,7 +167,7 @@ class Replay(DispatchMode):
 
     def _give(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """The result of an operation, from what was kept of it."""
-        if step.is_simple:
+        if step.is_simple and self.record.program.overwritten.isdisjoint(step.outs):
             residual = self.record.kept(step.outs[0])
             if residual is not None and not residual.is_elsewhere:
                 tensor = residual.on(step.result)

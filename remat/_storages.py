@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from ._facts import tensors
 from ._residual import memory
 from ._state import unseen
 from ._values import New, holder, is_dense, place_of
+
+if TYPE_CHECKING:
+    from ._program import Step
 
 # Constants up to this size are compared, so that one can stand for another in a run again.
 CONSTANT_BYTES = 4096
@@ -74,8 +77,10 @@ class Storages:
     def add(self, new: New, number: int) -> None:
         """Note what a storage holds that wasn't known, and the tensor on it."""
         tensor, storage, form = new
-        self._homes[id(storage)] = [weakref.ref(storage), number]
-        self._remember(tensor, storage, form)
+        key = id(storage)
+        self._homes[key] = home = [weakref.ref(storage), number]
+        if form is not None:
+            self._tensors[id(tensor)] = weakref.ref(tensor), home, form, key
 
     def _remember(self, tensor: torch.Tensor, storage: Any, form: tuple | None) -> tuple:
         key = id(storage)
@@ -125,7 +130,7 @@ class Storages:
 
     def key(self, func: Any, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
         """What calls have in common that make the same; adds the values that are read, and their tensors."""
-        key = [func, draw]
+        key = [func, draw, self._pattern(kwargs, reads, read) if kwargs else None]
         for argument in args:
             if isinstance(argument, torch.Tensor):
                 known = self._tensors.get(id(argument))
@@ -138,9 +143,24 @@ class Storages:
                 key.append(known[2])
             else:
                 key.append(self._pattern(argument, reads, read))
-        if kwargs:
-            key.append(self._pattern(kwargs, reads, read))
         return tuple(key)
+
+    def is_call_of(self, step: Step, args: tuple, kwargs: dict) -> bool:
+        """Whether a call of the step's operation, which must be simple, reads the same as the step: has its key."""
+        if len(args) != step.count:
+            return False
+        for position, number, form in step.operands:
+            tensor = args[position]
+            known = self._tensors.get(id(tensor))
+            if known is None or known[0]() is not tensor or known[3] != id(tensor.untyped_storage()):
+                if not isinstance(tensor, torch.Tensor):
+                    return False
+                known = self._met(tensor)
+            if known[1][1] != number or known[2] != form:
+                return False
+        if kwargs or step.key[2] is not None:
+            return self._pattern(kwargs, [], []) == step.key[2]
+        return not step.constants or all(self._pattern(args[i], [], []) == each for i, each in step.constants)
 
     def _pattern(self, argument: Any, reads: list, read: list) -> Any:
         """A call's argument with numbers for tensors, equal for calls that are the same."""
