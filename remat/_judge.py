@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from ._facts import Facts
-from ._leaves import If
+from ._leaves import If, Names, Preset
 from ._policy import Policy, Verdict
 
 Question: TypeAlias = tuple[Any, Any, tuple, dict]  # what a policy is asked: a context, the operation, its arguments
@@ -22,6 +22,7 @@ class Judge:
         self.policy = policy
         self.by_name = bool(policy.mentioned_names)
         self.asks = _asks(policy)
+        self.by_name_alone = _is_by_name(policy)  # whatever made a value
         # Verdicts on operations without names, and on those with names, filled as they are met.
         self._verdicts: dict[Facts, Verdict | None] = {}
         self._named: dict[tuple[Any, frozenset[str]], Verdict] = {}
@@ -50,6 +51,14 @@ def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
         return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs
     except TypeError:
         return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs
+
+
+def _is_by_name(policy: Policy) -> bool:
+    """Whether it does not care for operations."""
+    parts = policy._parts()
+    if parts:
+        return all(map(_is_by_name, parts))
+    return isinstance(policy, Names) or (isinstance(policy, Preset) and policy.is_constant)
 
 
 def _asks(policy: Policy) -> bool:

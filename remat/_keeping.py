@@ -20,7 +20,7 @@ from ._names import warn_of_unseen
 from ._offload import Group
 from ._plan import Plan, always, can_wait, never, plan
 from ._policy import Policy, Verdict
-from ._program import Entry, Program, program_of
+from ._program import Entry, Program, Programs
 from ._residual import Residual
 from ._storages import Storages
 from ._torch import is_shared
@@ -47,6 +47,7 @@ class Keeping:
         self.own_names = own_names  # that the region's own policy mentions, not that of a region around
         self.outer: tuple | None = None  # the hooks around the region, which keep what it keeps
         self.open = True  # the first run has not ended
+        self.watched = True  # its operations are seen
         self.slots_tell = True  # what autograd saved is known
         self.inputs: list[int] = []  # of the operands and the captured tensors
         self.wanted: list[int] = []  # what autograd saved
@@ -57,10 +58,11 @@ class Keeping:
         self.saveable: dict[int, Verdict] = {}  # what the policy lets be kept
         self.overwritten: set[int] = set()
         self.seen: set[int] = set()  # what Python code may have read in ways that can't be seen
+        self.empty: set[int] = set()  # what autograd saved and slots don't keep yet
         self.names: dict[int, dict[str, Line]] = {}  # those of values
         self.named: dict[str, Line] = {}  # all names that were given in the region
         self._judge = Judge(policy)
-        self._known: list[Program] = memory.programs(self._judge)
+        self._programs = memory.programs(self._judge, Programs)
         self._slots: list[tuple[weakref.ref, Source]] = []
         self._loans: dict[int, weakref.ref[Residual]] = {}  # what is kept, as long as somebody owns it
         self._own: dict[int, Residual] = {}  # what more needs than the slots that own it
@@ -76,25 +78,28 @@ class Keeping:
 
     def _hold(self, value: int, tensor: torch.Tensor) -> None:
         """More than slots may need it: it may have to be kept, if the policy says so."""
-        if value not in self.saveable:
+        if not self.watched:
+            if value in self.saveable and value in self.empty:
+                self._lend(value, tensor)
+        elif value not in self.saveable:
             self._held.pop(value, None)
         elif value not in self.overwritten:
             self._held.setdefault(value, tensor)
 
-    def _lend(self, value: int, tensor: torch.Tensor) -> Residual:
-        """Keep a value, for whoever owns what this returns: ``tensor`` is on its storage."""
+    def _lend(self, value: int, tensor: torch.Tensor, form: tuple | None = None) -> Residual:
+        """Keep a value, for whoever owns what this returns: ``tensor`` is on its storage, in this form."""
         residual = self.kept(value)
         if residual is None:
-            if self._group is None:
-                self._group = Group()
             offload = self.saveable[value] is Verdict.OFFLOAD
+            if offload and self._group is None:
+                self._group = Group()
             number = self.made[value]
             made = self.log[number]
             layout = made.result
             if type(layout) is not Layout:
                 layout = next((layout for layout in layouts(made.result) if made.outs[layout.i] == value), None)
-            maker = made.key[0], self.lines.get(number)
-            residual = Residual(tensor, maker, layout, offload, self.outer, self._group)
+            maker = made.key[0] or "an operation", self.lines.get(number, "a line that isn't known")
+            residual = Residual(tensor, form, maker, layout, offload, self.outer, self._group)
             self._loans[value] = weakref.ref(residual)
             self._lent[value] = residual
         return residual
@@ -105,7 +110,7 @@ class Keeping:
         there = {value for value in self.storages.values() if value not in held or _is_used(held, value)}
         saved = [value for ref, source in self._slots if ref() is not None for value in source.values]
         available = {value for value in self.saveable if value in there} | self._there()
-        so_far = next((known for known in self._known if known.log[:count] == self.log), None)
+        so_far = next((known for known in self._programs.known if known.log[:count] == self.log), None)
         so_far = so_far or Program(self.log, self.seen, self.lines)
         used = plan(so_far.steps[:count], so_far.waiting, [*there, *saved, *self.wanted], available, always).used
         for value in [value for value in held if value not in used and not _is_used(held, value)]:
@@ -122,8 +127,6 @@ class Keeping:
         """Decide what else is kept, and let go of the rest."""
         self.open = False
         warn_of_unseen(self.own_names, self.named, self.memory)
-        self.program = program = program_of(self.log, self.seen, self.lines, self._known)
-        self.log = program.log
         above = len(self.wanted)  # levels of torch.func that are above want these
         missing = []
         for ref, source in self._slots:
@@ -139,6 +142,20 @@ class Keeping:
             self.wanted.append(value)
             if slot is not None and slot.residual is None:
                 slot.residual = self._lent[value]
+        complete = not missing and not above
+        self._programs.varies |= self._programs.complete and not complete
+        self._programs.complete = complete
+        if self.watched:
+            self._keep_what_is_needed(missing, above)
+        self.let_go()
+        self.storages = self.storages.outside(self.made)
+        if complete:  # nothing will run again at first order
+            self.storages.constants = dict.fromkeys(self.storages.constants)
+
+    def _keep_what_is_needed(self, missing: list[Source], above: int) -> None:
+        """Of what these slots, and levels above, are made from again."""
+        self.program = program = self._programs.of(self.log, self.seen, self.lines)
+        self.log = program.log
         needed = [value for source in missing for value in source.values]
         self.wanted += needed
         needed += self.wanted[:above]
@@ -148,10 +165,6 @@ class Keeping:
         used = program.plan(end, needed, self._there(), always if self.slots_tell else never).used
         for value in sorted(used):
             self._own[value] = self.kept(value) or self._lend(value, self._held[value])
-        if not missing and not above:  # then nothing will run again at first order
-            self.storages.constants = dict.fromkeys(self.storages.constants)
-        self.let_go()
-        self.storages = self.storages.outside(self.made)
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""
@@ -165,6 +178,11 @@ class Keeping:
         """The same where it isn't known what autograd saved: whatever has to run again may be needed."""
         self.slots_tell = False
         self.close()
+
+    @property
+    def tells(self) -> bool:
+        """Whether it is known what ran, so that a run again can be spared some of it."""
+        return self.watched and not self.open
 
     def keep_all(self) -> None:
         """The slots will be gone: keep what they own."""

@@ -15,6 +15,7 @@ from . import _torch, _tree
 from ._derived import differentiable
 from ._kept import Kept
 from ._memory import memory_of
+from ._parts import parts
 from ._record import Record
 from ._recorder import Recorder
 from ._region import Options, Region
@@ -129,7 +130,7 @@ class _Saved:
     @property
     def parts(self) -> list[torch.Tensor]:
         """The plain tensors that hold its memory."""
-        return _torch.parts(_torch.bottom(self.tensor))
+        return parts(self.tensor)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
@@ -196,7 +197,7 @@ class _Listing:
         self.known = {
             id(holder(part)): (name, part.shape, part.dtype)
             for tensor, name in reversed(named)
-            for part in _torch.parts(tensor)
+            for part in parts(tensor)
         }
 
     def _alive(self) -> list[torch.Tensor]:

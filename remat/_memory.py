@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 # Modules and code that drew random numbers: known of a function that is made anew for each call, too.
 _drawing: weakref.WeakSet[Any] = weakref.WeakSet()
 # What first runs of code did, by the policy that they were under.
-_programs: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
+_programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # Of what users were warned: once is enough.
 _warnings: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
@@ -34,9 +38,10 @@ class Memory:
         """Remember that it draws random numbers."""
         _drawing.add(self._known_source())
 
-    def programs(self, judge: Any) -> list[Any]:
-        """What its last first runs under a policy did."""
-        return _programs.setdefault(self._known_source(), {}).setdefault(judge, [])
+    def programs(self, judge: K, kind: Callable[[], T]) -> T:
+        """What its last first runs under a policy did, an object of a certain kind."""
+        found = _programs.setdefault(self._known_source(), {})
+        return found.get(judge) or found.setdefault(judge, kind())
 
     def is_news(self, warning: str) -> bool:
         """Whether the user was not warned of it yet."""

@@ -33,6 +33,8 @@ class Entry(NamedTuple):
     verdict: Verdict | None  # what becomes of what it made, as long as that has no names
 
 
+UNSEEN = Entry((None, None, None), (), (), (), (), None, (True, True), None)  # what wasn't watched
+
 _KNOWN = 8  # programs of a function that are remembered
 _PLANS = 64  # plans of a program
 
@@ -123,18 +125,26 @@ class Program:
         return all(isinstance(step.func, OpOverload) and _is_plain(step.key[1:]) for step in self.steps)
 
 
-def program_of(log: list[Entry], seen: set[int], lines: Mapping[int, Line], known: list[Program]) -> Program:
-    """The program of a log: one of those that are known, else a new one. It is the first that is known from now on."""
-    for i, program in enumerate(known):
-        if program.log == log and program.seen == seen:
-            if i:
-                known.insert(0, known.pop(i))
-            return program
-    program = Program(log, seen, lines)
-    if program.lasts:
-        known.insert(0, program)
-        del known[_KNOWN:]
-    return program
+class Programs:
+    """What the last first runs of a function did under a policy."""
+
+    def __init__(self) -> None:
+        self.known: list[Program] = []  # the last one first
+        self.complete = False  # the last one has kept all that autograd saved of it
+        self.varies = False  # that was so, and then it wasn't
+
+    def of(self, log: list[Entry], seen: set[int], lines: Mapping[int, Line]) -> Program:
+        """The program of a log: one that is known, else a new one. It is the first from now on."""
+        for i, program in enumerate(self.known):
+            if program.log == log and program.seen == seen:
+                if i:
+                    self.known.insert(0, self.known.pop(i))
+                return program
+        program = Program(log, seen, lines)
+        if program.lasts:
+            self.known.insert(0, program)
+            del self.known[_KNOWN:]
+        return program
 
 
 _PLAIN = (int, float, str, bool, type, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -51,7 +51,7 @@ class Filler:
             trace, root.trace = root.trace, None  # saved tensors are counted here
             result = None
             replay = root.log = None if frame.log is None else frame.log.replay()
-            if frame.record is not None and not frame.open:
+            if frame.record is not None and frame.record.tells:
                 root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
             _torch.push_hooks(self.pack, _same)
             try:

@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 
+from . import _torch
 from ._determinism import Line, user_line
 from ._facts import Facts, facts_of
 from ._judge import Question, question
 from ._keeping import Keeping, Source
 from ._memory import Memory
+from ._parts import is_plain, parts
 from ._policy import Policy, Verdict
-from ._program import Entry, Step
+from ._program import UNSEEN, Entry, Step
 from ._residual import memory
 from ._state import unseen
-from ._torch import bottom, is_plain, is_wrapped, parts
+from ._torch import is_wrapped
 from ._values import UNTOLD, Layout, holder, is_as_it_lies, place_of, template
 
 DETACH = torch.ops.aten.detach.default
@@ -32,6 +34,7 @@ class Record(Keeping):
         self.drawing: set[Facts] = set()  # operations of other libraries that were seen to draw random numbers
         self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
+        self._versions: dict[int, int] = {}  # of the tensors that were met, where operations aren't seen
         self._guide: list[Step] = []  # what the last run did, if this one may do the same
         self._known_lines: Mapping[int, Line] = {}
         self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
@@ -42,27 +45,40 @@ class Record(Keeping):
         storages = self.storages
         for tensor in inputs:
             wrapped = is_wrapped(tensor)
-            for part in parts(bottom(tensor)):
-                value = storages.find(part)
-                if value is None:
-                    value = storages.number()
-                    storages.bind(part, value)
+            for part in parts(tensor):
+                value = storages.enter(part)
                 if wrapped or tensor.requires_grad:
                     storages.tracked.add(value)
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
-        if self._known and self._flags and not self._judge.asks and not self.all_lines:
-            self._guide, self._known_lines = self._known[0].steps, self._known[0].lines
+        known = self._programs.known
+        if known and self._flags and not self._judge.asks and not self.all_lines:
+            self._guide, self._known_lines = known[0].steps, known[0].lines
+
+    def look_away(self) -> bool:
+        """Whether the first run's operations needn't be seen, by what the last one needed. From now on they aren't.
+
+        If a policy goes by names alone and lets all be kept that autograd saves, nothing runs again. Should that be
+        different this time, then all runs again for what is missing.
+        """
+        programs, judge = self._programs, self._judge
+        if programs.complete and not programs.varies and judge.by_name_alone and self._flags and self.outer is None:
+            self.watched = False
+        return not self.watched
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
         after = len(self.log)
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
+        if not self.watched and form is not None:
+            value = self._met(tensor, value)
         if value is not None and form is not None and is_as_it_lies(form):
             may_be_kept = value in self.saveable or self._judge.by_name
             slot.source = Source([value], Layout(0, form) if may_be_kept else None, after)
             if value in self.saveable:
-                slot.residual = self._lend(value, tensor)
+                slot.residual = self._lend(value, tensor, form)
+            elif not self.watched:
+                self.empty.add(value)
             elif self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
                 self._siblings[value] = tensor
         else:
@@ -74,7 +90,7 @@ class Record(Keeping):
 
     def needs(self, tensor: torch.Tensor) -> None:
         """Autograd at a level of torch.func saved a tensor, and will in a run again."""
-        for part in parts(bottom(tensor)):
+        for part in parts(tensor):
             value = self.storages.find(part)
             if value is not None:
                 self.wanted.append(value)
@@ -83,8 +99,10 @@ class Record(Keeping):
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """A tensor of the region was named."""
         self.named.setdefault(name, line)
-        for part in parts(bottom(tensor)):
+        for part in parts(tensor):
             value = self.storages.find(part)
+            if not self.watched:
+                value = self._met(part, value)
             made = None if value is None else self.made.get(value)
             if value is None or made is None:
                 continue  # it was there before
@@ -103,6 +121,19 @@ class Record(Keeping):
                 if sibling not in self.saveable and sibling not in self.names and sibling in self._siblings:
                     self._decide(sibling, verdict)
                     self._hold(sibling, self._siblings[sibling])
+
+    def _met(self, tensor: torch.Tensor, value: int | None) -> int:
+        """Where operations aren't seen: a storage that isn't known, or has changed, holds a new value."""
+        version = _torch.version(tensor)
+        if value is not None and self._versions.setdefault(value, version) == version:
+            return value
+        value = self.storages.number()
+        self.storages.bind(tensor, value)
+        self._versions[value] = version
+        self.made[value] = len(self.log)
+        self.log.append(UNSEEN)
+        self._decide(value, self._judge.on((None, None, (), {})))
+        return value
 
     def _decide(self, value: int, verdict: Verdict) -> None:
         if verdict is not Verdict.RECOMPUTE:
@@ -168,39 +199,42 @@ class Record(Keeping):
         if len(self._held) >= self._enough:
             self._let_go_of_unneeded()
 
-    def ran_as_before(self, func: Any, args: tuple, kwargs: dict, result: Any) -> bool:
-        """Whether an operation did what a known program has in its place in the log; then it is noted.
+    def expected(self) -> Step | None:
+        """What the last run did in this place."""
+        number = len(self.log)
+        return self._guide[number] if number < len(self._guide) else None
 
-        To compare takes half as long as to find out.
-        """
-        number, storages = len(self.log), self.storages
-        step = self._guide[number] if number < len(self._guide) else None
-        if step is None or step.func is not func or not step.is_simple or not storages.is_call_of(step, args, kwargs):
+    def ran_as(self, step: Step, args: tuple, kwargs: dict, result: Any) -> bool:
+        """Whether an operation did what a simple step did; then it is noted. To compare is faster than to describe."""
+        storages = self.storages
+        if not storages.is_call_of(step, args, kwargs):
             return False
-        entry, (value,) = step.entry, step.outs
-        storage, form = place_of(result)
+        entry, value = step.entry, step.outs[0]
         differentiated = False
         for position, _, _ in step.operands:
-            differentiated = differentiated or args[position].requires_grad
+            if args[position].requires_grad:
+                differentiated = True
+                break
+        storage, form = place_of(result)
         if (
-            value != storages.count
-            or form != step.result.form
+            form != step.result.form
+            or value != storages.count
             or entry.under != (differentiated, torch.is_grad_enabled())
-            or storages.find(result) is not None
+            or storages.knows(storage)
         ):
             return False
         storages.add((result, storage, step.result.form), storages.number())
+        self.made[value] = number = len(self.log)
         self.log.append(entry)
-        self.made[value] = number
         if entry.verdict is not None:
             self.saveable[value] = entry.verdict
             self.lines[number] = self._known_lines[number]
-        else:
+        elif self.saveable:
             for position, read, _ in step.operands:
                 if read in self.saveable:
                     self._hold(read, args[position])
-        if len(self._held) >= self._enough:
-            self._let_go_of_unneeded()
+            if len(self._held) >= self._enough:
+                self._let_go_of_unneeded()
         return True
 
     def _made_a_view(self, facts: Facts, args: tuple) -> None:

@@ -6,17 +6,36 @@ from typing import Any
 
 from ._ambient import Ambient
 from ._facts import Facts, facts_of, tensors
+from ._parts import is_wrapper_call
 from ._record import Record
 from ._state import state
-from ._torch import DispatchMode, is_wrapper_call, without_torch_function
+from ._torch import DispatchMode, without_torch_function
 
 
-class Recorder(DispatchMode):
-    """Notes the operations of a first run in a record."""
+class Open:
+    """A first run, which names belong to and regions inside know of."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
         self.record = record
+
+    def __enter__(self) -> Any:
+        state.records.append(self.record)
+        state.policies.append(self.record.policy)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if exception[0] is not None:
+            self.record.let_go()
+        state.records.pop()
+        state.policies.pop()
+
+
+class Recorder(Open, DispatchMode):
+    """Notes the operations of a first run in a record."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
         self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -25,13 +44,20 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if state.filling or state.unseen:
             return func(*args, **kwargs)
-        record, facts = self.record, facts_of(func)
+        record = self.record
+        step = record.expected()
+        if step is not None and step.func is func and step.is_simple:
+            result = func(*args, **kwargs)
+            with without_torch_function():
+                if not record.ran_as(step, args, kwargs, result):
+                    record.ran(func, step.facts, args, kwargs, result, self._draw(step.facts, args, kwargs))
+            return result
+        facts = facts_of(func)
         if facts.writes or facts.foreign:
             return self._carefully(func, facts, args, kwargs)
         result = func(*args, **kwargs)
         with without_torch_function():
-            if not record.ran_as_before(func, args, kwargs, result):
-                record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
+            record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
         return result
 
     def _carefully(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
@@ -56,13 +82,9 @@ class Recorder(DispatchMode):
         return self.draws - 1
 
     def __enter__(self) -> Recorder:
-        state.records.append(self.record)
-        state.policies.append(self.record.policy)
-        return super().__enter__()
+        super().__enter__()
+        return DispatchMode.__enter__(self)
 
     def __exit__(self, *exception: Any) -> None:
+        DispatchMode.__exit__(self, *exception)
         super().__exit__(*exception)
-        if exception[0] is not None:
-            self.record.let_go()
-        state.records.pop()
-        state.policies.pop()

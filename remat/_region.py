@@ -29,7 +29,7 @@ from ._plan import Plan
 from ._policy import Policy
 from ._rebound import rebound
 from ._record import Record
-from ._recorder import Recorder
+from ._recorder import Open, Recorder
 from ._replay import Replay
 from ._state import own_work, recomputing, state
 from ._trace import Retrace, Trace
@@ -210,7 +210,7 @@ class Region:
     def first(self, args: tuple, kwargs: dict) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        with own_work(False), self._recorder(self.arguments), self.log or nullcontext():
+        with own_work(False), self._recorder(self.arguments, alone=True), self.log or nullcontext():
             result = self.fn(*args, **kwargs)
         self.outputs.spec = _tree.flatten(result)[1]
         return result
@@ -239,14 +239,15 @@ class Region:
     def _bound(self, operands: Sequence[torch.Tensor]) -> Any:
         return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
 
-    def _recorder(self, operands: Sequence[torch.Tensor]) -> Any:
+    def _recorder(self, operands: Sequence[torch.Tensor], alone: bool = False) -> Any:
+        """What watches a first run under a policy; ``alone`` without transforms."""
         if self.record is None or self.consts is None:
             return nullcontext()
         self.record.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
-        return Recorder(self.record)
+        return Open(self.record) if alone and self.record.look_away() else Recorder(self.record)
 
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
-        if self.record is None or self.record.open:
+        if self.record is None or not self.record.tells:
             return self.call(operands, nullcontext())
         self.replay = replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
         result = self.call(operands, replay)

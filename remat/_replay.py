@@ -14,13 +14,14 @@ import torch
 from ._errors import RecomputeMismatchError
 from ._facts import Facts, facts_of, tensors
 from ._late import Late, LateCall
+from ._parts import is_wrapper_call, parts
 from ._plan import Plan
 from ._program import Step
 from ._record import Record
 from ._residual import Residual, memory
 from ._state import state, unseen
-from ._torch import DispatchMode, bottom, is_wrapper_call, parts, without_torch_function
-from ._values import Argument, Layout
+from ._torch import DispatchMode, without_torch_function
+from ._values import Argument, Layout, holder
 
 
 class Replay(DispatchMode):
@@ -42,7 +43,7 @@ class Replay(DispatchMode):
                 residual = record.kept(value)
                 if residual is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
-        for value, part in zip(record.inputs, [part for tensor in inputs for part in parts(bottom(tensor))]):
+        for value, part in zip(record.inputs, [part for tensor in inputs for part in parts(tensor)]):
             self.storages.bind(part, value)
 
     def __enter__(self) -> Replay:
@@ -59,6 +60,31 @@ class Replay(DispatchMode):
         kwargs = kwargs or {}
         if self.late.running or state.unseen:
             return self.late.mark(func(*args, **kwargs))
+        steps = self.record.program.steps
+        step = steps[self.position] if self.position < len(steps) else None
+        if step is None or step.func is not func or not self._is_next(step, args, kwargs):
+            return self._any(func, args, kwargs)
+        with without_torch_function():
+            self.position += 1
+            if step.number not in self.plan.run:
+                read = [args[position] for position, _, _ in step.operands]
+                if step.number in self.plan.given:
+                    return self._give(step, args, kwargs, read)
+                if step.can_wait:
+                    return self._put_off(step, args, kwargs, read)
+            if self.late:
+                self.late.fill([args[position] for position, _, _ in step.operands])
+        result = func(*args, **kwargs)
+        with without_torch_function():
+            self.storages.add((result, holder(result), step.result.form), step.outs[0])
+        return result
+
+    def _is_next(self, step: Step, args: tuple, kwargs: dict) -> bool:
+        with without_torch_function():
+            return step.is_simple and self.storages.is_call_of(step, args, kwargs)
+
+    def _any(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation that isn't simple, or doesn't come in its turn."""
         facts, record, storages = facts_of(func), self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
             return self._view(func, facts, args, kwargs)
@@ -71,18 +97,14 @@ class Replay(DispatchMode):
                 if step.number in self.plan.given:
                     return self._give(step, args, kwargs, read)
                 if step.can_wait and step.number not in self.plan.run:
-                    with unseen():
-                        return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
+                    return self._put_off(step, args, kwargs, read)
             if draw is not None:
                 self._catch_up()
-            if self.late:
-                self.late.fill(read)
-            if facts.writes:
-                self._check_writes(facts.written(args, kwargs))
+            self.late.fill(read)
+            self._check_writes(facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
-            new = storages.new(result)
-            written = facts.written(args, kwargs) if facts.writes else []
+            new, written = storages.new(result), facts.written(args, kwargs)
             outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
             for each, value in zip(new, outs):
                 storages.add(each, value)
@@ -90,6 +112,10 @@ class Replay(DispatchMode):
                 storages.bind(tensor, value)
                 storages.forget(tensor)
         return result
+
+    def _put_off(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
+        with unseen():
+            return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
 
     def _catch_up(self) -> None:
         """What drew random numbers and was given its result, must draw after all: something else draws after it."""
@@ -126,12 +152,6 @@ class Replay(DispatchMode):
     def _same(self, func: Any, draw: int | None, args: tuple, kwargs: dict, read: list) -> Step | None:
         """The step of the first run that is the same function of the same values."""
         program, reads = self.record.program, list[int]()
-        if self.position < len(program.steps):
-            step = program.steps[self.position]
-            if step.func is func and step.is_simple and self.storages.is_call_of(step, args, kwargs):
-                read += [args[position] for position, _, _ in step.operands]
-                self.position += 1
-                return step
         key = self.storages.key(func, draw, args, kwargs, reads, read)
         if self.position < len(program.steps):
             step = program.steps[self.position]
@@ -171,7 +191,7 @@ class Replay(DispatchMode):
             residual = self.record.kept(step.outs[0])
             if residual is not None and not residual.is_elsewhere:
                 tensor = residual.on(step.result)
-                self.storages.bind(tensor, step.outs[0])
+                self.storages.add((tensor, tensor.untyped_storage(), step.result.form), step.outs[0])
                 return tensor
         with unseen():
             return self._give_parts(step, args, kwargs, read)
@@ -226,7 +246,7 @@ class Replay(DispatchMode):
         """The run has ended: what others may have of its tensors gets its content, but for the ``result``."""
         if self.late:
             with without_torch_function():
-                self.late.settle(but=[part for tensor in tensors(result) for part in parts(bottom(tensor))])
+                self.late.settle(but=[part for tensor in tensors(result) for part in parts(tensor)])
 
 
 def _tensor(content: Residual | torch.Tensor) -> torch.Tensor:

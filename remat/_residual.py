@@ -29,16 +29,17 @@ class Residual:
     def __init__(
         self,
         tensor: torch.Tensor,
+        form: tuple | None,
         maker: Maker,
         layout: Layout | None,
         offload: bool,
         outer: tuple | None,
-        group: Group,
+        group: Group | None,
     ) -> None:
         self.op, self.line = maker
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         if outer is None and not (offload and not _offload.in_host_memory(tensor)):
-            self._guard, self._written, self._form = alias(tensor), _torch.version(tensor), form_of(tensor)
+            self._guard, self._written, self._form = alias(tensor), _torch.version(tensor), form or form_of(tensor)
             return
         with unseen():
             content = memory(tensor) if layout is None or not layout.fills(tensor) else layout.of(tensor)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._torch import modes_that_see, without_dispatch
+from ._torch import as_subclass, modes_that_see
 
 __all__ = ["disable_remat", "is_recomputing"]
 
@@ -127,9 +127,6 @@ class unseen:
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, told apart from that of the user, who may read the result in ways that can't be seen."""
     if type(tensor) in _PLAIN:
-        if not modes_that_see():
-            return tensor.detach()
-        with without_dispatch():
-            return tensor.detach()
+        return as_subclass(torch.Tensor, tensor) if modes_that_see() else tensor.detach()
     with unseen():
         return tensor.detach()

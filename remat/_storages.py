@@ -40,8 +40,19 @@ class Storages:
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The number of what a tensor's storage holds, None for a storage that is not known."""
+        known = self._tensors.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[3] == id(tensor.untyped_storage()):
+            return known[1][1]
         home = self._home(holder(tensor))
         return None if home is None else home[1]
+
+    def enter(self, tensor: torch.Tensor) -> int:
+        """The number of what a tensor's storage holds, a new one if the storage is not known."""
+        storage = holder(tensor)
+        home = self._home(storage)
+        if home is None:
+            home = self._homes[id(storage)] = [weakref.ref(storage), self.number()]
+        return home[1]
 
     def look(self, tensor: torch.Tensor) -> tuple[int | None, tuple | None]:
         """The same, and the tensor's form."""
@@ -55,6 +66,10 @@ class Storages:
     def _home(self, storage: Any) -> list | None:
         home = self._homes.get(id(storage))
         return home if home is not None and home[0]() is storage else None
+
+    def knows(self, storage: Any) -> bool:
+        """Whether it was met."""
+        return self._home(storage) is not None
 
     def get(self, tensor: torch.Tensor) -> int:
         """The number of what a tensor's storage holds; one that is not known comes from outside."""

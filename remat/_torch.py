@@ -172,29 +172,10 @@ def is_dual(tensor: torch.Tensor) -> bool:
 # --- operations ---------------------------------------------------------------------------------------------------
 
 without_dispatch = torch._C._DisableTorchDispatch  # aliases of plain tensors are no business of any mode
-modes_that_see = torch._C._len_torch_dispatch_stack  # how many there are; to switch off none costs more than to ask
-as_subclass = torch.Tensor._make_subclass  # an alias of a plain tensor; ``as_subclass`` would record it
+modes_that_see = torch._C._len_torch_dispatch_stack  # how many there are: most often none
+as_subclass = torch.Tensor._make_subclass  # an alias that no mode sees; ``as_subclass`` would record it
 without_overrides = torch._C.DisableTorchFunctionSubclass  # for tensors that watch what is done with them
 without_torch_function = torch._C.DisableTorchFunction  # the bookkeeping of operations is not the user's doing
-
-
-def is_wrapper_call(types: tuple[type, ...]) -> bool:
-    """Whether an operation is on tensors that are made of others (DTensor), by the protocol that torch has for them."""
-    return any(hasattr(cls, "__tensor_flatten__") for cls in types)
-
-
-def parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that such a tensor is made of."""
-    if type(tensor) is torch.Tensor:
-        return [tensor]
-    if is_plain(tensor):
-        return [tensor] if isinstance(tensor, torch.Tensor) else []  # DTensor lists its mesh too
-    return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether it is not made of others."""
-    return type(tensor) is torch.Tensor or not hasattr(type(tensor), "__tensor_flatten__")
 
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # has shapes alone, so there is nothing to keep
