@@ -220,7 +220,7 @@ class Record(Keeping):
             form != step.result.form
             or value != storages.count
             or entry.under != (differentiated, torch.is_grad_enabled())
-            or storages.knows(storage)
+            or storages.knows(result)
         ):
             return False
         storages.add((result, storage, step.result.form), storages.number())

@@ -87,6 +87,8 @@ class Replay(DispatchMode):
         """An operation that isn't simple, or doesn't come in its turn."""
         facts, record, storages = facts_of(func), self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
+            if not self.late and not facts.reshapes:
+                return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
             draw = self.draws if facts in record.drawing or facts.draws(args, kwargs) else None
@@ -140,8 +142,6 @@ class Replay(DispatchMode):
         with without_torch_function():
             if facts.reshapes:
                 self.storages.forget(args[0])
-            if not self.late:
-                return result
             if not self.storages.new(result):
                 return self.late.mark(result)
             self.late.fill(tensors((args, kwargs)))

@@ -64,6 +64,8 @@ class Residual:
         tensor = self.get()
         if self._unpack is None and self._form == layout.form:
             return alias(tensor)
+        if not _torch.transforms_active():
+            return layout.of(tensor)
         with _torch.without_levels():
             return layout.of(tensor)
 

@@ -67,9 +67,12 @@ class Storages:
         home = self._homes.get(id(storage))
         return home if home is not None and home[0]() is storage else None
 
-    def knows(self, storage: Any) -> bool:
-        """Whether it was met."""
-        return self._home(storage) is not None
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage was met."""
+        try:
+            return self._home(tensor.untyped_storage()) is not None
+        except RuntimeError:
+            return self._home(tensor) is not None
 
     def get(self, tensor: torch.Tensor) -> int:
         """The number of what a tensor's storage holds; one that is not known comes from outside."""
@@ -111,8 +114,7 @@ class Storages:
     def new(self, result: Any) -> list[New]:
         """The tensors of a result that have storages of their own, which aren't known."""
         if isinstance(result, torch.Tensor):
-            storage, form = place_of(result)
-            return [(result, storage, form)] if self._home(storage) is None else []
+            return [] if self.knows(result) else [(result, *place_of(result))]
         found: dict[int, New] = {}
         for tensor in tensors(result):
             storage, form = place_of(tensor)
