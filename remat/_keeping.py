@@ -148,7 +148,7 @@ class Keeping:
         if self.watched:
             self._keep_what_is_needed(missing, above)
         self.let_go()
-        self.storages = self.storages.outside(self.made)
+        self.storages = self.storages.outside({*self.made, *self.inputs})  # a run again brings its own inputs
         if complete:  # nothing will run again at first order
             self.storages.constants = dict.fromkeys(self.storages.constants)
 

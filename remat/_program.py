@@ -16,7 +16,7 @@ from ._determinism import Line
 from ._facts import Facts, facts_of
 from ._plan import Plan, plan
 from ._policy import Verdict
-from ._torch import OpOverload
+from ._torch import OpOverload, direct_call
 from ._values import UNTOLD, Layout
 
 
@@ -43,8 +43,8 @@ class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "can_wait", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number", "operands",
-        "outs", "reads", "result",
+        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number",
+        "operands", "outs", "reads", "result",
     )  # fmt: skip
 
     def __init__(self, number: int, entry: Entry) -> None:
@@ -68,7 +68,8 @@ class Step:
             else:
                 self.constants.append((self.count, item))
             self.count += 1
-        self.is_simple &= len(self.operands) == len(self.reads)
+        self.is_simple &= len(self.operands) == len(self.reads) and type(self.func) is OpOverload
+        self.call = direct_call(self.func) if self.is_simple else self.func
         self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
 
 

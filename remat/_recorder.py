@@ -47,7 +47,7 @@ class Recorder(Open, DispatchMode):
         record = self.record
         step = record.expected()
         if step is not None and step.func is func and step.is_simple:
-            result = func(*args, **kwargs)
+            result = step.call(*args, **kwargs)
             with without_torch_function():
                 if not record.ran_as(step, args, kwargs, result):
                     record.ran(func, step.facts, args, kwargs, result, self._draw(step.facts, args, kwargs))

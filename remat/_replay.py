@@ -74,7 +74,7 @@ class Replay(DispatchMode):
                     return self._put_off(step, args, kwargs, read)
             if self.late:
                 self.late.fill([args[position] for position, _, _ in step.operands])
-        result = func(*args, **kwargs)
+        result = step.call(*args, **kwargs)
         with without_torch_function():
             self.storages.add((result, holder(result), step.result.form), step.outs[0])
         return result

@@ -122,9 +122,9 @@ class Storages:
                 found.setdefault(id(storage), (tensor, storage, form))
         return [*found.values()]
 
-    def outside(self, made: Collection[int]) -> Storages:
-        """Those alone that are still there and hold what no operation made."""
-        found = self.copy(but=made)
+    def outside(self, known: Collection[int]) -> Storages:
+        """Those alone that are still there and hold other values than these: what is made out of sight."""
+        found = self.copy(but=known)
         found._homes = {key: home for key, home in found._homes.items() if home[0]() is not None}
         return found
 

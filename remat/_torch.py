@@ -264,6 +264,11 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 operator_names = torch._C._dispatch_get_all_op_names  # for "did you mean"
 
 
+def direct_call(op: OpOverload) -> Callable:
+    """What an operator calls, without a frame of Python between."""
+    return op._op
+
+
 def reaches_dispatch(op: OpOverload) -> bool:
     """Whether a dispatch mode sees an operator, rather than the others that it becomes first.
 
