@@ -27,6 +27,7 @@ class Memory:
     source: Any = None  # the module or the code that it runs
     changing: set[str] = field(default_factory=set)  # names of tensors that it was seen to change in place
     searched: set[tuple] = field(default_factory=set)  # kinds of transforms under which suspects were looked into
+    by_policy: dict[Any, Any] | None = None  # what first runs of its source did
     uses_func: bool = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
 
     @property
@@ -40,8 +41,9 @@ class Memory:
 
     def programs(self, judge: K, kind: Callable[[], T]) -> T:
         """What its last first runs under a policy did, an object of a certain kind."""
-        found = _programs.setdefault(self._known_source(), {})
-        return found.get(judge) or found.setdefault(judge, kind())
+        if self.by_policy is None:
+            self.by_policy = _programs.setdefault(self._known_source(), {})
+        return self.by_policy.get(judge) or self.by_policy.setdefault(judge, kind())
 
     def is_news(self, warning: str) -> bool:
         """Whether the user was not warned of it yet."""
