@@ -19,6 +19,7 @@ from ._errors import MutationError
 from ._hooks import hooks_allowed, hooks_hidden
 from ._intercept import Watch
 from ._kept import Kept
+from ._parts import is_dual
 from ._trace import Trace
 
 Tensors = Sequence[torch.Tensor]
@@ -92,7 +93,7 @@ def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted:
     """Run a region, or what transforms made of it, on plain operands."""
     root = region.root
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
-    dual = _torch.dual_level_active() and any(map(_torch.is_dual, operands))
+    dual = _torch.dual_level_active() and any(map(is_dual, operands))
     if root.ran:
         with hooks_allowed(whoever_forbids=True):
             return _again(region, call.guarded(operands), call, recorded or dual)

@@ -9,13 +9,13 @@ import torch
 from ._determinism import fingerprint, user_line
 from ._errors import RecomputeMismatchError
 from ._state import state
-from ._torch import TorchDispatchMode
+from ._torch import DispatchMode
 
 # The engine itself detaches what it takes, so these come and go.
 _IGNORED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
-class OpLog(TorchDispatchMode):
+class OpLog(DispatchMode):
     """Notes each operation of a first run."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class OpLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in _IGNORED and not state.unseen:
-            self.note(str(func), _describe(result), user_line())
+            self.note(str(func), _describe(result), str(user_line()))
         return result
 
     def note(self, op: str, result: str, line: str) -> None:

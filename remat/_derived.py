@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import _torch
+from ._parts import requires_grad_somewhere
 
 Tensors = Sequence[torch.Tensor]
 Pull = Callable[[Tensors], list]
@@ -200,7 +201,7 @@ class Pullback(Derived):
         heads = [t for t, needs in zip(inputs, self.needs) if needs]
 
         def pull(cotangents: Tensors) -> list:
-            create = followed or (record and any(map(_torch.requires_grad_somewhere, cotangents)))
+            create = followed or (record and any(map(requires_grad_somewhere, cotangents)))
             return gradients(outs, [out.requires_grad for out in outs], heads, cotangents, create)
 
         return pull

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,15 +73,28 @@ def checksum(tensor: torch.Tensor) -> int:
         return int((words * weights).sum()) & 0xFFFFFFFFFFFFFFFF
 
 
-_SKIP = ("remat", "torch")
+class Line(NamedTuple):
+    """A line of code, as text only where somebody reads it."""
+
+    code: CodeType | None
+    number: int
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return "an unknown line"
+        return f"{self.code.co_filename}:{self.number} ({self.code.co_name})"
 
 
-def user_line() -> str:
+def user_line() -> Line:
     """Where in the user's code the current run is: ``file:line (function)``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").split(".", 1)[0]
-        if package not in _SKIP and not frame.f_code.co_filename.startswith("<frozen"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if not _is_library(frame.f_globals.get("__name__", "")) and frame.f_code.co_filename[:7] != "<frozen":
+            return Line(frame.f_code, frame.f_lineno)
         frame = frame.f_back
-    return "an unknown line"
+    return Line(None, 0)
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in ("remat", "torch")

@@ -26,7 +26,7 @@ from ._hooks import check_hooks_are_allowed, hooks_allowed
 from ._kept import Kept
 from ._passes import current_group, current_scope
 from ._recompute import Filler
-from ._slots import Above, Found, RecordedSlot, Slot, View, residual_of
+from ._slots import Above, Found, RecordedSlot, Slot, View
 from ._state import alias, state
 from ._streams import current_streams
 
@@ -154,7 +154,7 @@ class Frame:
             return self._as_reader(packed)
         value = packed.value
         if value is None and packed.residual is not None:
-            return self._as_reader(residual_of, packed)
+            return self._as_reader(packed.residual.on, packed.source.layout)
         if state.reader is None and (group := current_group()) is not None:
             group.take(packed)
         if value is None:

@@ -10,6 +10,7 @@ import torch
 from . import _torch
 from ._determinism import fingerprint
 from ._errors import MutationError, RematError
+from ._parts import is_plain
 from ._passes import current_scope
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -39,7 +40,7 @@ class Handed:
         Raises:
             RematError: what the hooks give back can't stand for it.
         """
-        running = current_scope() if _torch.unpacks_once(self._unpack) else None
+        running = current_scope() if _unpacks_once(self._unpack) else None
         if running is None:
             return self._unpacked()
         if self not in running.unpacked:  # such hooks give it once in a pass, or in a group of them
@@ -59,9 +60,14 @@ class Handed:
             return tensor if self._stride is None else _laid_out(tensor, self._stride)
 
 
+def _unpacks_once(unpack: Any) -> bool:
+    """Whether a hook is that of ``torch.utils.checkpoint``, which raises when a tensor is asked for twice."""
+    return getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
+
+
 def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """None for a tensor that has none."""
-    plain = tensor.layout is torch.strided and not tensor.is_nested and _torch.is_plain(tensor)
+    plain = tensor.layout is torch.strided and not tensor.is_nested and is_plain(tensor)
     return tensor.stride() if plain else None
 
 

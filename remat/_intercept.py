@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from . import _torch
 from ._errors import CaptureError, MutationError
 from ._facts import tensors
+from ._parts import requires_grad_somewhere
 from ._state import state
 from ._trace import Trace
 
@@ -61,7 +62,7 @@ class Watch:
         inside = self._is_seen(tensor) and id(tensor) not in self.suspects
         # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
         dual = _torch.TransformType.Jvp in self.region.kinds and _torch.is_dead(tensor)
-        return inside and (dual or _torch.requires_grad_somewhere(tensor))
+        return inside and (dual or requires_grad_somewhere(tensor))
 
     def is_captured(self, tensor: torch.Tensor) -> bool:
         if self._is_seen(tensor):

@@ -3,54 +3,71 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
-from ._leaves import If
+from torch.utils.checkpoint import SelectiveCheckpointContext
+
+from ._facts import Facts
+from ._leaves import If, Names, Preset
 from ._policy import Policy, Verdict
-from ._torch import selective_context
-from ._values import UNTOLD, Step, Value
+
+Question: TypeAlias = tuple[Any, Any, tuple, dict]  # what a policy is asked: a context, the operation, its arguments
 
 
 class Judge:
-    """What a policy says of the values of a region."""
+    """What a policy says of the values of regions."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.by_name = bool(policy.mentioned_names)
-        self._asks = _asks(policy)
-        # A predicate is asked each time anyway, may be made for one region alone, and may hold tensors.
-        self._verdicts: dict[Any, Verdict | None] = {} if self._asks else _table(policy)
+        self.asks = _asks(policy)
+        self.by_name_alone = _is_by_name(policy)  # whatever made a value
+        # Verdicts on operations without names, and on those with names, filled as they are met.
+        self._verdicts: dict[Facts, Verdict | None] = {}
+        self._named: dict[tuple[Any, frozenset[str]], Verdict] = {}
 
-    def verdict_for(self, func: Any) -> Verdict | None:
+    def verdict_for(self, facts: Facts) -> Verdict | None:
         """The verdict on all unnamed values that an operation makes, if there is one."""
-        if func not in self._verdicts:
-            self._verdicts[func] = self.policy.verdict_for(func)
-        return self._verdicts[func]
+        try:
+            return self._verdicts[facts]
+        except KeyError:
+            verdict = self._verdicts[facts] = self.policy.verdict_for(facts.func)
+            return verdict
 
-    def of(self, step: Step, args: tuple, kwargs: dict, result: Any) -> Verdict:
-        """The verdict on what a step has made, as long as it has no names."""
-        func = step.func
-        if step.result is UNTOLD or step.facts.makes_nothing:
-            return Verdict.RECOMPUTE
-        ctx, args, kwargs = (selective_context(result), args, kwargs) if self._asks else (None, (), {})
-        if self.by_name:
-            step.question = ctx, func, args, kwargs
-        verdict = self.verdict_for(func)
-        return self.policy.judge(ctx, func, args, kwargs, frozenset()) if verdict is None else verdict
+    def on(self, question: Question, names: frozenset[str] = frozenset()) -> Verdict:
+        """The verdict on a value with these names. Without predicates, the context and the arguments are not wanted."""
+        if self.asks:
+            return self.policy.judge(*question, names)
+        verdict = self._named.get((question[1], names))
+        if verdict is None:
+            verdict = self._named[question[1], names] = self.policy.judge(*question, names)
+        return verdict
 
-    def again(self, step: Step, value: Value) -> Verdict:
-        """The verdict on one of these values, which has got a name."""
-        if step.question is None:
-            return value.verdict
-        return self.policy.judge(*step.question, frozenset(value.names))
+
+def judge_of(policy: Policy) -> Judge:
+    """The judge of a policy. One with predicates, which may hold tensors, may be made for one region alone."""
+    return Judge(policy) if _asks(policy) else _remembered(policy)
+
+
+_remembered = functools.lru_cache(maxsize=256)(Judge)
+
+
+def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
+    """What predicates are asked about a call; torch 2.11 knows no ``op_output``."""
+    try:
+        return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs
+    except TypeError:
+        return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs
+
+
+def _is_by_name(policy: Policy) -> bool:
+    """Whether it does not care for operations."""
+    parts = policy._parts()
+    if parts:
+        return all(map(_is_by_name, parts))
+    return isinstance(policy, Names) or (isinstance(policy, Preset) and policy.is_constant)
 
 
 def _asks(policy: Policy) -> bool:
     """Whether it has predicates, which want the arguments of operations."""
     return isinstance(policy, If) or any(map(_asks, policy._parts()))
-
-
-@functools.lru_cache(maxsize=256)
-def _table(policy: Policy) -> dict[Any, Verdict | None]:
-    """The policy's verdicts on operations, filled as they are met."""
-    return {}

@@ -8,24 +8,38 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from ._determinism import Line
+from ._judge import Judge, judge_of
 from ._memory import Memory
 from ._names import warn_of_unseen
 from ._offload import Group
-from ._plan import Plan, can_wait, plan
+from ._plan import Plan, always, can_wait, never, plan
 from ._policy import Policy, Verdict
+from ._program import Entry, Program, Programs
 from ._residual import Residual
-from ._state import unseen
+from ._storages import Storages
 from ._torch import is_shared
-from ._values import Step, Storages, Value, layouts
+from ._values import Layout, layouts
+
+
+class Source:
+    """Where a tensor that autograd saved comes from: values, its layout if it may be kept, the steps so far."""
+
+    __slots__ = ("after", "layout", "values")
+
+    def __init__(self, values: list[int], layout: Layout | None, after: int) -> None:
+        self.values, self.layout, self.after = values, layout, after
 
 
 class Keeping:
-    """The steps of a first run, and which of their values are held and kept."""
+    """The log of a first run, and which of its values are held and kept."""
+
+    program: Program  # what follows from the log, when the first run has ended
 
     def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str]) -> None:
         self.policy = policy
@@ -33,62 +47,95 @@ class Keeping:
         self.own_names = own_names  # that the region's own policy mentions, not that of a region around
         self.outer: tuple | None = None  # the hooks around the region, which keep what it keeps
         self.open = True  # the first run has not ended
+        self.watched = True  # its operations are seen
         self.slots_tell = True  # what autograd saved is known
-        self.lazy = True  # what nothing needs may be left out of a run again
-        self.steps: list[Step] = []
-        self.wanted: list[Value] = []  # what autograd saved
+        self.inputs: list[int] = []  # of the operands and the captured tensors
+        self.wanted: list[int] = []  # what autograd saved
         self.storages = Storages()
-        self.named: dict[str, str] = {}  # all names that were given in the region, each with the line
-        self._slots: list[tuple[weakref.ref, Any]] = []  # with what they are of
-        self._lent: dict[Value, Residual] = {}  # each is kept once, whether or not what owns it lives
-        self._held: dict[Value, None] = {}
-        self._enough = 8  # held values, before the next look which of them are needed
-        self._siblings: dict[Value, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
+        self.log: list[Entry] = []
+        self.made: dict[int, int] = {}  # for each value that an operation made, which one
+        self.lines: dict[int, Line] = {}  # for operations, where they were called
+        self.saveable: dict[int, Verdict] = {}  # what the policy lets be kept
+        self.overwritten: set[int] = set()
+        self.seen: set[int] = set()  # what Python code may have read in ways that can't be seen
+        self.empty: set[int] = set()  # what autograd saved and slots don't keep yet
+        self.names: dict[int, dict[str, Line]] = {}  # those of values
+        self.named: dict[str, Line] = {}  # all names that were given in the region
+        self._judge = judge_of(policy)
+        self._programs = _programs_of(memory, self._judge)
+        self._slots: list[tuple[weakref.ref, Source]] = []
+        self._loans: dict[int, weakref.ref[Residual]] = {}  # what is kept, as long as somebody owns it
+        self._own: dict[int, Residual] = {}  # what more needs than the slots that own it
+        self._lent: dict[int, Residual] = {}  # in the first run: each is kept once, whether or not what owns it lives
+        self._held: dict[int, torch.Tensor] = {}
+        self._enough = 12  # held values, before the next look which of them are needed
         self._group: Group | None = None
 
-    def _hold(self, value: Value, tensor: torch.Tensor) -> None:
-        """More than slots may need it: it may have to be kept, if the policy says so."""
-        if not value.saveable:
-            value.held = None
-        elif value.held is None and value.overwritten is None:
-            value.held = tensor
-            self._held[value] = None
+    def kept(self, value: int) -> Residual | None:
+        """What is kept of a value, if it still is."""
+        ref = self._loans.get(value)
+        return None if ref is None else ref()
 
-    def _lend(self, value: Value, tensor: torch.Tensor | None) -> Residual:
-        """Keep a value, for whoever owns what this returns."""
-        residual = value.kept()
+    def _hold(self, value: int, tensor: torch.Tensor) -> None:
+        """More than slots may need it: it may have to be kept, if the policy says so."""
+        if not self.watched:
+            if value in self.saveable and value in self.empty:
+                self._lend(value, tensor)
+        elif value not in self.saveable:
+            self._held.pop(value, None)
+        elif value not in self.overwritten:
+            self._held.setdefault(value, tensor)
+
+    def _lend(self, value: int, tensor: torch.Tensor, form: tuple | None = None) -> Residual:
+        """Keep a value, for whoever owns what this returns: ``tensor`` is on its storage, in this form."""
+        residual = self.kept(value)
         if residual is None:
-            assert value.step is not None and tensor is not None
-            if self._group is None:
+            offload = self.saveable[value] is Verdict.OFFLOAD
+            if offload and self._group is None:
                 self._group = Group()
-            offload = value.verdict is Verdict.OFFLOAD
-            step = self.steps[value.step]
-            layout = next((layout for layout in layouts(step.result) if step.outs[layout.i] is value), None)
-            with unseen():
-                residual = Residual(tensor, step, layout, offload, self.outer, self._group)
-            value.loan = weakref.ref(residual)
+            number = self.made[value]
+            made = self.log[number]
+            layout = made.result
+            if type(layout) is not Layout:
+                layout = next((layout for layout in layouts(made.result) if made.outs[layout.i] == value), None)
+            maker = made.key[0] or "an operation", self.lines.get(number, "a line that isn't known")
+            residual = Residual(tensor, form, maker, layout, offload, self.outer, self._group)
+            self._loans[value] = weakref.ref(residual)
             self._lent[value] = residual
         return residual
 
     def _let_go_of_unneeded(self) -> None:
         """In the middle of a run: of what has been read, and whose readers have made nothing that is still there."""
-        there = {value for value in self.storages.values() if value.held is None or _is_used(value)}
+        held, count = self._held, len(self.log)
+        there = {value for value in self.storages.values() if value not in held or _is_used(held, value)}
         saved = [value for ref, source in self._slots if ref() is not None for value in source.values]
+        available = {value for value in self.saveable if value in there} | self._there()
+        so_far = next((known for known in self._programs.known if known.log[:count] == self.log), None)
+        so_far = so_far or Program(self.log, self.seen, self.lines)
+        used = plan(so_far.steps[:count], so_far.waiting, [*there, *saved, *self.wanted], available, always).used
+        for value in [value for value in held if value not in used and not _is_used(held, value)]:
+            del held[value]
+        self._enough = len(held) + max(4, len(held), count // 16)
 
-        def may_be_kept(value: Value) -> bool:
-            return _is_there(value) or (value in there and value.saveable)
-
-        used = plan(self.steps, [*there, *saved, *self.wanted], may_be_kept, _always).used
-        for value in [value for value in self._held if value not in used and not _is_used(value)]:
-            value.held = None
-            del self._held[value]
-        self._enough = len(self._held) + max(4, len(self._held), len(self.steps) // 16)
+    def _there(self) -> set[int]:
+        """What is held, or kept as long as somebody owns it."""
+        return {*self._held, *(value for value, ref in self._loans.items() if ref() is not None)}
 
     # --- the end of the first run -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Decide what else is kept, and let go of the rest."""
         self.open = False
+        try:
+            complete = self._decide_what_is_kept()
+        finally:  # the run again of a region around may end here
+            self.let_go()
+        self.storages = self.storages.outside({*self.made, *self.inputs})  # a run again brings its own inputs
+        if complete:  # nothing will run again at first order
+            self.storages.constants = dict.fromkeys(self.storages.constants)
+
+    def _decide_what_is_kept(self) -> bool:
+        """Whether that is all that autograd saved."""
         warn_of_unseen(self.own_names, self.named, self.memory)
         above = len(self.wanted)  # levels of torch.func that are above want these
         missing = []
@@ -97,76 +144,85 @@ class Keeping:
             if slot is None and self.outer is None:
                 continue  # else what is handed over must not depend on it
             value = source.values[0] if source.layout is not None else None
-            if value is not None and value not in self._lent and value.held is not None:
-                self._lend(value, value.held)  # it was saved before it got its name
+            if value is not None and value not in self._lent and value in self._held:
+                self._lend(value, self._held[value])  # it was saved before it got its name
             if value is None or value not in self._lent:
                 missing.append(source)
                 continue
             self.wanted.append(value)
             if slot is not None and slot.residual is None:
                 slot.residual = self._lent[value]
-        self.wanted += [value for source in missing for value in source.values]
-        end = max((source.after for source in missing), default=0) if self.slots_tell and not above else len(self.steps)
-        needed = [value for source in missing for value in source.values] + self.wanted[:above]
-        used = plan(self.steps[:end], needed, _is_there, _always if self.slots_tell else _never).used
-        for step in self.steps:
-            step.question = None
-            for value in step.outs:
-                if value in used:
-                    value.residual = value.kept() or self._lend(value, value.held)
-        if not missing and not above:  # then nothing will run again at first order
-            for value in self.storages.values():
-                value.constant = None
-        self.let_go()
-        self.storages = self.storages.outside()
+        complete = not missing and not above
+        self._programs.varies |= self._programs.complete and not complete
+        self._programs.complete = complete
+        if self.watched:
+            self._keep_what_is_needed(missing, above)
+        return complete
+
+    def _keep_what_is_needed(self, missing: list[Source], above: int) -> None:
+        """Of what these slots, and levels above, are made from again."""
+        self.program = program = self._programs.of(self.log, self.seen, self.lines)
+        self.log = program.log
+        needed = [value for source in missing for value in source.values]
+        self.wanted += needed
+        needed += self.wanted[:above]
+        end = len(self.log)
+        if self.slots_tell and not above:
+            end = max((source.after for source in missing), default=0)
+        used = program.plan(end, needed, self._there(), always if self.slots_tell else never).used
+        for value in sorted(used):
+            self._own[value] = self.kept(value) or self._lend(value, self._held[value])
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""
-        for value in self._held:
-            value.held = None
         for residual in self._lent.values():
             residual.settle()
         self._held.clear()
         self._lent.clear()
-        self._siblings.clear()
         self._slots.clear()
 
     def close_without_slots(self) -> None:
         """The same where it isn't known what autograd saved: whatever has to run again may be needed."""
-        self.lazy = self.slots_tell = False
+        self.slots_tell = False
         self.close()
+
+    @property
+    def tells(self) -> bool:
+        """Whether it is known what ran, so that a run again can be spared some of it."""
+        return self.watched and not self.open
 
     def keep_all(self) -> None:
         """The slots will be gone: keep what they own."""
         for value in self.wanted:
-            value.residual = value.kept()
+            residual = self.kept(value)
+            if residual is not None:
+                self._own[value] = residual
 
     # --- runs again ---------------------------------------------------------------------------------------------------
 
     def plan(self, slots: Iterable[Any] | None = None) -> Plan:
         """What runs again to fill these slots, or all that there were."""
-        if slots is None:
-            return self._plan(self.wanted, len(self.steps), Value.kept)
-        sources = [slot.source for slot in slots]
-        wanted = [value for source in sources for value in source.values]
-        return self._plan(wanted, max(source.after for source in sources), Value.kept)
-
-    def _plan(self, wanted: Iterable[Value], end: int, available: Callable[[Value], Any]) -> Plan:
-        return plan(self.steps[:end], wanted, available, can_wait if self.lazy else _never)
-
-
-def _always(step: Step) -> bool:
-    return True
+        wanted, end = self.wanted, len(self.log)
+        if slots is not None:
+            sources = [slot.source for slot in slots]
+            wanted = [value for source in sources for value in source.values]
+            end = max(source.after for source in sources)
+        lazy = self.slots_tell and self.program.lazy
+        return self.program.plan(end, wanted, self._there(), can_wait if lazy else never)
 
 
-def _never(step: Step) -> bool:
-    return False
-
-
-def _is_used(value: Value) -> bool:
+def _is_used(held: dict[int, torch.Tensor], value: int) -> bool:
     """Whether a held tensor is there for others too."""
-    return value.held is not None and (sys.getrefcount(value.held) > 2 or is_shared(value.held))
+    return sys.getrefcount(held[value]) > 2 or is_shared(held[value])
 
 
-def _is_there(value: Value) -> bool:
-    return value.held is not None or value.kept() is not None
+def _programs_of(memory: Memory, judge: Judge) -> Programs:
+    """What the last first runs of a function did; under a predicate, which may be made for each of them, of none."""
+    if judge.asks:
+        return Programs()
+    if len(memory.known.programs) >= _POLICIES and judge not in memory.known.programs:
+        memory.known.programs.clear()
+    return memory.known.programs.setdefault(judge, Programs())
+
+
+_POLICIES = 16  # of one function, for which that is remembered

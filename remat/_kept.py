@@ -20,6 +20,7 @@ from ._errors import MutationError
 from ._handed import Handed, Hooks
 from ._hooks import drop_gradient_hooks
 from ._offload import Group, Offloaded
+from ._parts import is_dual, lift
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
@@ -161,7 +162,7 @@ class Kept:
                 )
             with _torch.without_levels():
                 copy = self.copies[i].clone()
-            return _torch.lift(copy)
+            return lift(copy)
         if _torch.version(tensor) != self.versions[i]:
             raise MutationError(self.message(i))
         return tensor
@@ -229,7 +230,7 @@ def _tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
     """The primal and tangent of every dual tensor: they are gone when its level ends."""
     duals = {}
     for i, tensor in enumerate(tensors):
-        if _torch.is_dual(tensor):
+        if is_dual(tensor):
             duals[i] = tuple((t, t.requires_grad, t.is_leaf) for t in fwAD.unpack_dual(tensor))
     return duals
 

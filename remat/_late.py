@@ -10,9 +10,10 @@ import torch
 
 from ._errors import RecomputeMismatchError
 from ._facts import mapped, tensors
+from ._program import Step
 from ._state import alias, unseen
 from ._torch import as_subclass, without_levels, without_overrides
-from ._values import Layout, Step, holder
+from ._values import Layout, holder
 
 
 class LateCall:

@@ -29,13 +29,18 @@ class Preset(Policy):
     def __reduce__(self) -> Any:
         return preset, (self.name,)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether it says the same of all values."""
+        return self.name in _CONSTANTS
+
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict:
-        if self.name in _CONSTANTS:
+        if self.is_constant:
             return _CONSTANTS[self.name]
         return SAVE if _ops.packet_name(op) in _ops.GROUPS[self.name] else RECOMPUTE
 
     def _possible(self, named: bool) -> Verdicts:
-        return frozenset((_CONSTANTS[self.name],) if self.name in _CONSTANTS else (SAVE, RECOMPUTE))
+        return frozenset((_CONSTANTS[self.name],) if self.is_constant else (SAVE, RECOMPUTE))
 
     def _mentioned(self) -> Iterator[Any]:
         return _ops.members(_ops.GROUPS.get(self.name, frozenset()))

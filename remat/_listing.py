@@ -17,6 +17,7 @@ from ._hooks import check_hooks_are_allowed, is_hooks_refusal
 from ._kept import Kept
 from ._memory import memory_of
 from ._options import Options
+from ._parts import parts
 from ._record import Record
 from ._recorder import Recorder
 from ._region import Region
@@ -133,7 +134,7 @@ class _Saved:
     @property
     def parts(self) -> list[torch.Tensor]:
         """The plain tensors that hold its memory."""
-        return _torch.parts(_torch.bottom(self.tensor))
+        return parts(self.tensor)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
@@ -199,31 +200,33 @@ class _Listing:
         self.known = {
             id(holder(part)): (name, part.shape, part.dtype)
             for tensor, name in reversed(named)
-            for part in _torch.parts(tensor)
+            for part in parts(tensor)
         }
 
     def _alive(self) -> list[torch.Tensor]:
         """What operations made and something holds."""
         found = []
-        for step in self.record.steps:
-            for layout in layouts(step.result):
-                storage = self.record.storages.where(step.outs[layout.i])
+        for entry in self.record.log:
+            for layout in layouts(entry.result):
+                storage = self.record.storages.where(entry.outs[layout.i])
                 if storage is not None:
                     found.append(layout.on(storage))
         return found
 
     def _row(self, tensor: torch.Tensor) -> SavedResidual:
         value = self.record.storages.find(tensor)
-        step = None if value is None or value.step is None else self.record.steps[value.step]
+        made = None if value is None else self.record.made.get(value)
         nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
         shape, dtype = tensor.shape, tensor.dtype
         source = "made out of sight, such as a constant"
-        if step is not None and value is not None:
-            source = f"output of {getattr(step.func, 'overloadpacket', step.func)} at {step.line}"
-            if value.names:
-                source = " and ".join(f"named {name!r} at {line}" for name, line in value.names.items())
+        if made is not None and value is not None:
+            entry = self.record.log[made]
+            func = getattr(entry.key[0], "overloadpacket", entry.key[0])
+            source = f"output of {func} at {self.record.lines[made]}"
+            if names := self.record.names.get(value):
+                source = " and ".join(f"named {name!r} at {line}" for name, line in names.items())
             # Of a view, that of which it is one.
-            whole = ((x.size, x.dtype) for x in layouts(step.result) if step.outs[x.i] is value)
+            whole = ((x.size, x.dtype) for x in layouts(entry.result) if entry.outs[x.i] == value)
             shape, dtype = next(whole, (shape, dtype))
         source, shape, dtype = self.known.get(id(holder(tensor)), (source, shape, dtype))
         return SavedResidual(tuple(shape), dtype, tensor.device, nbytes, source)

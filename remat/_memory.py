@@ -14,13 +14,14 @@ from ._code import CACHE
 class Known:
     """What is known of a module or of code, also where a function is made of it anew for each call."""
 
-    __slots__ = ("changing", "draws", "uses_func", "warnings")
+    __slots__ = ("changing", "draws", "programs", "uses_func", "warnings")
 
     def __init__(self) -> None:
         self.changing: set[str] = set()  # names of tensors that it was seen to change in place
         self.draws = False  # it draws random numbers
         self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
         self.warnings: set[str] = set()  # of what users were warned: once is enough
+        self.programs: dict[Any, Any] = {}  # what first runs under policies did, by what judges for these
 
 
 class Memory:

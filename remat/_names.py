@@ -59,7 +59,7 @@ def checkpoint_name(x: T, name: str) -> T:
     if state.records and not torch.compiler.is_compiling():
         line = user_line()
         with _torch.without_torch_function():
-            for leaf in _tree.flatten(x)[0]:
+            for leaf in (x,) if isinstance(x, torch.Tensor) else _tree.flatten(x)[0]:
                 if isinstance(leaf, torch.Tensor):
                     for record in state.records:
                         record.name(leaf, name, line)

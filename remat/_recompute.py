@@ -13,6 +13,7 @@ from . import _torch
 from ._determinism import describe, is_other, saved_fingerprint, user_line
 from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks, hooks_allowed
+from ._parts import bare
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward
 from ._streams import resumed
@@ -76,7 +77,7 @@ class Filler:
         trace, root.trace = root.trace, None  # saved tensors are counted here
         result = None
         replay = root.log = None if frame.log is None else frame.log.replay()
-        if frame.record is not None and not frame.open:
+        if frame.record is not None and frame.record.tells:
             root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
         hooks = RemovableHandle.next_id
         _torch.push_hooks(self.pack, _same)
@@ -100,7 +101,7 @@ class Filler:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.is_wrapped(tensor):
-            return _torch.bare(tensor)
+            return bare(tensor)
         index = self.count
         if self.stopped or (self.ending is not None and self._position() >= self.ending):
             self.stopped = True

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
-from ._determinism import user_line
-from ._facts import facts_of
-from ._judge import Judge
-from ._keeping import Keeping
+from . import _torch
+from ._determinism import Line, user_line
+from ._facts import Facts, facts_of
+from ._judge import Question, question
+from ._keeping import Keeping, Source
 from ._memory import Memory
+from ._parts import is_plain, parts
 from ._policy import Policy, Verdict
+from ._program import UNSEEN, Entry, Step
 from ._residual import memory
 from ._state import unseen
-from ._torch import bottom, is_plain, is_wrapped, parts
-from ._values import Layout, Step, Value, is_dense, new_tensors, template
+from ._torch import is_wrapped
+from ._values import UNTOLD, Layout, holder, is_as_it_lies, place_of, template
 
 DETACH = torch.ops.aten.detach.default
-
-
-class Source(NamedTuple):
-    """Where a tensor that autograd saved comes from: values, its layout if it is one of them, the steps so far."""
-
-    values: Sequence[Value]
-    layout: Layout | None
-    after: int
 
 
 class Record(Keeping):
@@ -35,130 +30,271 @@ class Record(Keeping):
 
     def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str] = (), lines: bool = False) -> None:
         super().__init__(policy, memory, own_names)
-        self.lines = lines  # note where each operation is called, not only where it may matter
-        self.inputs: list[Value] = []  # of the operands and the captured tensors
-        self.makers: set[Any] = set()  # operations that are steps
-        self.drawing: set[Any] = set()  # those of other libraries that were seen to draw random numbers
-        self.views: set[Any] = set()  # those that made views alone at times, which are none
+        self.all_lines = lines  # note where each operation is called, not only where it may matter
+        self.drawing: set[Facts] = set()  # operations of other libraries that were seen to draw random numbers
+        self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
-        self._judge = Judge(policy)
+        self._versions: dict[int, int] = {}  # of the tensors that were met, where operations aren't seen
+        self._guide: list[Step] = []  # what the last run did, if this one may do the same
+        self._known_lines: Mapping[int, Line] = {}
+        self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
+        self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
         """Note which values come in."""
+        storages = self.storages
         for tensor in inputs:
-            for part in parts(bottom(tensor)):
-                value = self.storages.find(part)
-                if value is None:
-                    value = Value()
-                    self.storages.bind(part, value)
-                value.tracked |= is_wrapped(tensor) or tensor.requires_grad
+            wrapped = is_wrapped(tensor)
+            for part in parts(tensor):
+                value = storages.enter(part)
+                if wrapped or tensor.requires_grad:
+                    storages.tracked.add(value)
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
+        known = self._programs.known
+        if known and self._flags and not self._judge.asks and not self.all_lines:
+            self._guide, self._known_lines = known[0].steps, known[0].lines
+
+    def look_away(self) -> bool:
+        """Whether the first run's operations needn't be seen, by what the last one needed. From now on they aren't.
+
+        If a policy goes by names alone and lets all be kept that autograd saves, nothing runs again. Should that be
+        different this time, then all runs again for what is missing.
+        """
+        programs, judge = self._programs, self._judge
+        if programs.complete and not programs.varies and judge.by_name_alone and self._flags and self.outer is None:
+            self.watched = False
+        return not self.watched
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
-        found = [(self.storages.find(part), part) for part in parts(tensor)]
-        values = [value for value, _ in found if value is not None]
-        plain = len(values) == 1 and is_plain(tensor) and is_dense(tensor)
-        plain = plain and not (tensor.is_conj() or tensor.is_neg())
-        slot.source = Source(values, Layout(tensor, 0) if plain else None, len(self.steps))
+        after = len(self.log)
+        value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
+        if not self.watched and form is not None:
+            value = self._met(tensor, value)
+        if value is not None and form is not None and is_as_it_lies(form):
+            may_be_kept = value in self.saveable or self._judge.by_name
+            slot.source = Source([value], Layout(0, form) if may_be_kept else None, after)
+            if value in self.saveable:
+                slot.residual = self._lend(value, tensor, form)
+            elif not self.watched:
+                self.empty.add(value)
+            elif self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
+                self._siblings[value] = tensor
+        else:
+            found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
+            slot.source = Source([value for value, _ in found], None, after)
+            for each in found:
+                self._hold(*each)  # the function itself makes of it what was saved
         self._slots.append((weakref.ref(slot), slot.source))
-        if not plain:
-            for value, part in found:
-                if value is not None:
-                    self._hold(value, part)  # the function itself makes of it what was saved
-        elif values[0].saveable:
-            slot.residual = self._lend(values[0], tensor)
-        elif self._judge.by_name and values[0].step is not None and len(self.steps[values[0].step].outs) > 1:
-            self._siblings[values[0]] = tensor
 
     def needs(self, tensor: torch.Tensor) -> None:
         """Autograd at a level of torch.func saved a tensor, and will in a run again."""
-        for part in parts(bottom(tensor)):
+        for part in parts(tensor):
             value = self.storages.find(part)
             if value is not None:
                 self.wanted.append(value)
                 self._hold(value, part)
 
-    def name(self, tensor: torch.Tensor, name: str, line: str) -> None:
+    def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """A tensor of the region was named."""
         self.named.setdefault(name, line)
-        for part in parts(bottom(tensor)):
+        for part in parts(tensor):
             value = self.storages.find(part)
-            if value is None or value.step is None:
+            if not self.watched:
+                value = self._met(part, value)
+            made = None if value is None else self.made.get(value)
+            if value is None or made is None:
                 continue  # it was there before
-            value.names.setdefault(name, line)
-            step = self.steps[value.step]
-            step.line = step.line or line
-            value.verdict = self._judge.again(step, value)
+            self.names.setdefault(value, {}).setdefault(name, line)
+            self.lines.setdefault(made, line)
+            entry, verdict = self.log[made], self.saveable.get(value, Verdict.RECOMPUTE)
+            func = entry.key[0]
+            if _is_judged(entry.result, facts_of(func)):
+                asked = self._questions.get(made, (None, func, (), {}))
+                verdict = self._judge.on(asked, frozenset(self.names[value]))
+            self._decide(value, verdict)
             self._hold(value, part)
-            for sibling in step.outs if value.saveable else ():  # else the operation would have to run for them
-                if not sibling.saveable and not sibling.names and sibling in self._siblings:
-                    sibling.verdict = value.verdict
+            for sibling in (
+                entry.outs if value in self.saveable else ()
+            ):  # else the operation would have to run for them
+                if sibling not in self.saveable and sibling not in self.names and sibling in self._siblings:
+                    self._decide(sibling, verdict)
                     self._hold(sibling, self._siblings[sibling])
+
+    def _met(self, tensor: torch.Tensor, value: int | None) -> int:
+        """Where operations aren't seen: a storage that isn't known, or has changed, holds a new value."""
+        version = _torch.version(tensor)
+        if value is not None and self._versions.setdefault(value, version) == version:
+            return value
+        value = self.storages.number()
+        self.storages.bind(tensor, value)
+        self._versions[value] = version
+        self.made[value] = len(self.log)
+        self.log.append(UNSEEN)
+        self._decide(value, self._judge.on((None, None, (), {})))
+        return value
+
+    def _decide(self, value: int, verdict: Verdict) -> None:
+        if verdict is not Verdict.RECOMPUTE:
+            self.saveable[value] = verdict
+        else:
+            self.saveable.pop(value, None)
 
     # --- the operations -----------------------------------------------------------------------------------------------
 
-    def before_writing(self, func: Any, args: tuple, kwargs: dict) -> None:
+    def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """An operation is about to write: copy what must not be lost."""
-        for tensor in facts_of(func).written(args, kwargs):
+        for tensor in facts.written(args, kwargs):
             value = self.storages.get(tensor)
-            reads_it = self._judge.verdict_for(func) in (None, Verdict.RECOMPUTE)
-            if value.saveable and (reads_it or value.held is not None):
+            reads_it = self._judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
+            if value in self.saveable and (reads_it or value in self._held):
                 with unseen():
-                    value.held = memory(tensor).clone()
-                self._held[value] = None
+                    self._held[value] = memory(tensor).clone()
 
-    def ran(self, func: Any, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
+    def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""
-        facts = facts_of(func)
-        new = new_tensors(result, self.storages, (args, kwargs))
+        storages, count = self.storages, self.storages.count
+        new = storages.new(result)
+        reads: list[int] = []
+        read: list[torch.Tensor] = []
+        if new or facts.writes or facts.observes:
+            key = storages.key(func, draw, args, kwargs, reads, read)
+            if count != storages.count:
+                new = storages.new(result)  # it may be a view of what is known only now
         if not new and not facts.writes and not facts.observes:
-            self.views.add(func)
-            if func is DETACH:
-                self.storages.get(args[0]).seen = True
+            self._made_a_view(facts, args)
             return
-        self.makers.add(func)
-        reads: list[tuple[Value, torch.Tensor]] = []
-        key = self.storages.key(func, args, kwargs, draw, reads)
-        step = Step(func, facts, len(self.steps), key, [value for value, _ in reads])
-        step.result = template(result, new, [tensor for _, tensor in reads])
-        if not torch.is_grad_enabled():
-            self.lazy = False  # there, user code reads tensors in ways that can't be seen
-        verdict = self._judge.of(step, args, kwargs, result)
-        written, overwritten = facts.written(args, kwargs), []
-        for tensor in written:
-            before = self.storages.get(tensor)
-            before.overwritten, before.loan = step.number, None
-            if before in self._lent:
-                self._lent[before].settle()  # its storage no longer holds it
-            overwritten.append(before)
-        tracked = any(tensor.requires_grad if self._flags else value.tracked for value, tensor in reads)
-        for tensor in (*new, *written):
-            value = Value(step.number, verdict)
-            value.tracked = tracked and (tensor.is_floating_point() or tensor.is_complex())
-            step.outs.append(value)
-            self.storages.bind(tensor, value)
-        self.steps.append(step)
-        self._saved_early(step, overwritten)
-        if self.lines or verdict is not Verdict.RECOMPUTE:
-            step.line = user_line()
-        if verdict is Verdict.RECOMPUTE:
-            for each in reads:
-                self._hold(*each)
+        number = len(self.log)
+        outcome = template(result, new, read)
+        verdict = self._verdict(number, facts, args, kwargs, result) if _is_judged(outcome, facts) else None
+        if self._flags:
+            differentiated = True in [tensor.requires_grad for tensor in read]
+        else:
+            differentiated = not storages.tracked.isdisjoint(reads)
+        outs, overwritten, tracked = [], (), []
+        for each in new:
+            value = storages.number()
+            storages.add(each, value)
+            outs.append(value)
+            if differentiated and _is_differentiable(each[0]):
+                tracked.append(value)
+        if facts.writes:
+            overwritten = self._overwrite(facts.written(args, kwargs), differentiated, outs, tracked)
+        storages.tracked.update(tracked)
+        for value in outs:
+            self.made[value] = number
+            if verdict is not None:
+                self.saveable[value] = verdict
+        under = differentiated, torch.is_grad_enabled()
+        self.log.append(Entry(key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, under, verdict))
+        if overwritten:
+            self._saved_early(number, dict(zip(overwritten, outs[len(new) :])))
+        if verdict is not None or self.all_lines:
+            self.lines[number] = user_line()
+        if verdict is None:
+            for value, tensor in zip(reads, read):
+                if value in self.saveable:
+                    self._hold(value, tensor)
         if len(self._held) >= self._enough:
             self._let_go_of_unneeded()
 
-    def _saved_early(self, step: Step, overwritten: list[Value]) -> None:
+    def expected(self) -> Step | None:
+        """What the last run did in this place."""
+        number = len(self.log)
+        return self._guide[number] if number < len(self._guide) else None
+
+    def ran_as(self, step: Step, args: tuple, kwargs: dict, result: Any) -> bool:
+        """Whether an operation did what a simple step did; then it is noted. To compare is faster than to describe."""
+        storages = self.storages
+        if not storages.is_call_of(step, args, kwargs):
+            return False
+        entry, value = step.entry, step.outs[0]
+        differentiated = False
+        for position, _, _ in step.operands:
+            if args[position].requires_grad:
+                differentiated = True
+                break
+        storage, form = place_of(result)
+        if (
+            form != step.result.form
+            or value != storages.count
+            or entry.under != (differentiated, torch.is_grad_enabled())
+            or storages.knows(result)
+        ):
+            return False
+        storages.add((result, storage, step.result.form), storages.number())
+        self.made[value] = number = len(self.log)
+        self.log.append(entry)
+        if entry.verdict is not None:
+            self.saveable[value] = entry.verdict
+            self.lines[number] = self._known_lines[number]
+        elif self.saveable:
+            for position, read, _ in step.operands:
+                if read in self.saveable:
+                    self._hold(read, args[position])
+            if len(self._held) >= self._enough:
+                self._let_go_of_unneeded()
+        return True
+
+    def _made_a_view(self, facts: Facts, args: tuple) -> None:
+        self.views.add(facts)
+        if facts.func is DETACH:
+            self.seen.add(self.storages.get(args[0]))
+        if facts.reshapes:
+            self.storages.forget(args[0])
+
+    def _verdict(self, number: int, facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
+        """What becomes of the values that an operation has made, if they may be kept."""
+        verdict = self._judge.verdict_for(facts)
+        if self._judge.asks:
+            asked = question(facts.func, args, kwargs, result)
+            if self._judge.by_name:
+                self._questions[number] = asked
+            if verdict is None:
+                verdict = self._judge.on(asked)
+        return None if verdict is Verdict.RECOMPUTE else verdict
+
+    def _overwrite(self, written: list[torch.Tensor], tracked: bool, outs: list[int], all_tracked: list[int]) -> tuple:
+        """An operation wrote to these: their storages hold new values. Returns those of before."""
+        storages = self.storages
+        before = tuple([storages.get(tensor) for tensor in written])
+        for value, tensor in zip(before, written):
+            self.overwritten.add(value)
+            self._loans.pop(value, None)
+            if value in self._lent:
+                self._lent[value].settle()  # its storage no longer holds it
+            now = storages.number()
+            storages.put(holder(tensor), now)
+            storages.forget(tensor)
+            outs.append(now)
+            if tracked and _is_differentiable(tensor):
+                all_tracked.append(now)
+        return before
+
+    def _saved_early(self, number: int, written: dict[int, int]) -> None:
         """Autograd may save an argument before the operation fills it (``rrelu``): then it is what was written."""
-        written = dict(zip(overwritten, step.outs[len(step.outs) - len(overwritten) :]))
-        if written:
-            self.wanted = [written.get(value, value) for value in self.wanted]
-        for i in range(len(self._slots) - 1, -1, -1) if overwritten else ():
+        self.wanted = [written.get(value, value) for value in self.wanted]
+        for i in range(len(self._slots) - 1, -1, -1):
             ref, source = self._slots[i]
             slot = ref()
-            if source.after < step.number:
+            if source.after < number:
                 break
             if slot is not None and len(source.values) == 1 and source.values[0] in written:
-                slot.source, slot.early = Source([written[source.values[0]]], source.layout, step.number + 1), True
+                slot.source, slot.early = Source([written[source.values[0]]], source.layout, number + 1), True
                 self._slots[i] = ref, slot.source
+
+    def let_go(self) -> None:
+        """Drop what is only held: it has a history, which may lead to here."""
+        super().let_go()
+        self._siblings.clear()
+        self._questions.clear()
+
+
+def _is_judged(result: Any, facts: Facts) -> bool:
+    """Whether the policy has a say: not where the result can't be described, or is nothing yet."""
+    return result is not UNTOLD and not facts.makes_nothing
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -5,53 +5,86 @@ from __future__ import annotations
 from typing import Any
 
 from ._ambient import Ambient
-from ._facts import facts_of, tensors
+from ._facts import Facts, facts_of, tensors
+from ._parts import is_wrapper_call
 from ._record import Record
 from ._state import state
-from ._torch import TorchDispatchMode, is_wrapper_call, without_torch_function
+from ._torch import DispatchMode, without_torch_function
 
 
-class Recorder(TorchDispatchMode):
-    """Notes the operations of a first run in a record."""
-
-    supports_higher_order_operators = True
+class Open:
+    """A first run, which names belong to and regions inside know of."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
         self.record = record
-        self.draws = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if is_wrapper_call(types):
-            return NotImplemented  # what it runs on the tensors inside comes by
-        kwargs = kwargs or {}
-        record = self.record
-        if state.filling or state.unseen:
-            return func(*args, **kwargs)
-        facts = facts_of(func)
-        generators = None
-        if facts.writes or facts.foreign:
-            with without_torch_function():
-                record.before_writing(func, args, kwargs)
-                if facts.foreign:
-                    generators = Ambient.capture({t.device for t in tensors((args, kwargs))}, [], True)
-        result = func(*args, **kwargs)
-        if generators is not None and generators.moved():
-            record.drawing.add(func)
-        draw = self.draws if func in record.drawing or facts.draws(args, kwargs) else None
-        self.draws += draw is not None
-        with without_torch_function():
-            record.ran(func, args, kwargs, result, draw)
-        return result
-
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Any:
         state.records.append(self.record)
         state.policies.append(self.record.policy)
-        return super().__enter__()
+        return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
         if exception[0] is not None:
             self.record.let_go()
         state.records.pop()
         state.policies.pop()
+
+
+class Recorder(Open, DispatchMode):
+    """Notes the operations of a first run in a record."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
+        self.draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if types and is_wrapper_call(types):
+            return NotImplemented  # what it runs on the tensors inside comes by
+        kwargs = kwargs or {}
+        if state.filling or state.unseen:
+            return func(*args, **kwargs)
+        record = self.record
+        step = record.expected()
+        if step is not None and step.func is func and step.is_simple:
+            result = step.call(*args, **kwargs)
+            with without_torch_function():
+                if not record.ran_as(step, args, kwargs, result):
+                    record.ran(func, step.facts, args, kwargs, result, self._draw(step.facts, args, kwargs))
+            return result
+        facts = facts_of(func)
+        if facts.writes or facts.foreign:
+            return self._carefully(func, facts, args, kwargs)
+        result = func(*args, **kwargs)
+        with without_torch_function():
+            record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
+        return result
+
+    def _carefully(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
+        """An operation that writes to what may be needed, or may draw without saying so."""
+        record, generators = self.record, None
+        with without_torch_function():
+            record.before_writing(facts, args, kwargs)
+            if facts.foreign:
+                generators = Ambient.capture({t.device for t in tensors((args, kwargs))}, [], True)
+        result = func(*args, **kwargs)
+        if generators is not None and generators.moved():
+            record.drawing.add(facts)
+        with without_torch_function():
+            record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
+        return result
+
+    def _draw(self, facts: Facts, args: tuple, kwargs: dict) -> int | None:
+        """The number of an operation among those that draw, None if it does not."""
+        if facts not in self.record.drawing and not facts.draws(args, kwargs):
+            return None
+        self.draws += 1
+        return self.draws - 1
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        return DispatchMode.__enter__(self)
+
+    def __exit__(self, *exception: Any) -> None:
+        DispatchMode.__exit__(self, *exception)
+        super().__exit__(*exception)

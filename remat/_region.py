@@ -30,7 +30,7 @@ from ._places import Place
 from ._plan import Plan
 from ._rebound import rebound
 from ._record import Record
-from ._recorder import Recorder
+from ._recorder import Open, Recorder
 from ._replay import Replay
 from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
@@ -209,7 +209,7 @@ class Region:
     def first(self, args: tuple, kwargs: dict) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        result = self._called(args, kwargs, self._recorder(self.arguments), again=False)
+        result = self._called(args, kwargs, self._recorder(self.arguments, alone=True), again=False)
         self.outputs.spec = _tree.flatten(result)[1]
         return result
 
@@ -237,14 +237,15 @@ class Region:
     def _bound(self, operands: Sequence[torch.Tensor]) -> Any:
         return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
 
-    def _recorder(self, operands: Sequence[torch.Tensor]) -> Any:
+    def _recorder(self, operands: Sequence[torch.Tensor], alone: bool = False) -> Any:
+        """What watches a first run under a policy; ``alone`` without transforms."""
         if self.record is None:
             return None
         self.record.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
-        return Recorder(self.record)
+        return Open(self.record) if alone and self.record.look_away() else Recorder(self.record)
 
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
-        if self.record is None or self.record.open:
+        if self.record is None or not self.record.tells:
             return self.call(operands, None, again=True)
         self.replay = replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
         result = self.call(operands, replay, again=True)

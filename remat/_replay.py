@@ -12,20 +12,20 @@ from typing import Any
 import torch
 
 from ._errors import RecomputeMismatchError
-from ._facts import facts_of, tensors
+from ._facts import Facts, facts_of, tensors
 from ._late import Late, LateCall
-from ._plan import Plan, can_wait
+from ._parts import is_wrapper_call, parts
+from ._plan import Plan
+from ._program import Step
 from ._record import Record
-from ._residual import memory
+from ._residual import Residual, memory
 from ._state import state, unseen
-from ._torch import TorchDispatchMode, bottom, is_wrapper_call, parts, without_torch_function
-from ._values import Argument, Layout, Step, Value, new_tensors
+from ._torch import DispatchMode, without_torch_function
+from ._values import Argument, Layout, holder
 
 
-class Replay(TorchDispatchMode):
+class Replay(DispatchMode):
     """Goes through the operations of a run again, beside the steps of the first run."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -33,18 +33,17 @@ class Replay(TorchDispatchMode):
         self.plan = plan
         self.position = 0  # of the step that should come next
         self.draws = 0
-        self.by_key: dict[tuple, list[Step]] = {}  # filled when a step comes out of order
         self.late = Late()
         self.undrawn: list[LateCall] = []  # what would have drawn random numbers
         self.storages = record.storages.copy()
         # What is kept, for the given steps, as far as it must be brought here first.
-        self.brought: dict[Value, torch.Tensor] = {}
+        self.brought: dict[int, torch.Tensor] = {}
         for number in sorted(plan.given):
-            for value in record.steps[number].outs:
-                residual = value.kept()
+            for value in record.program.steps[number].outs:
+                residual = record.kept(value)
                 if residual is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
-        for value, part in zip(record.inputs, [part for tensor in inputs for part in parts(bottom(tensor))]):
+        for value, part in zip(record.inputs, [part for tensor in inputs for part in parts(tensor)]):
             self.storages.bind(part, value)
 
     def __enter__(self) -> Replay:
@@ -56,36 +55,69 @@ class Replay(TorchDispatchMode):
         state.policies.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if is_wrapper_call(types):
+        if types and is_wrapper_call(types):
             return NotImplemented
         kwargs = kwargs or {}
         if self.late.running or state.unseen:
             return self.late.mark(func(*args, **kwargs))
-        facts = facts_of(func)
-        if (facts.views or func in self.record.views) and func not in self.record.makers:
-            return self._view(func, args, kwargs)
+        steps = self.record.program.steps
+        step = steps[self.position] if self.position < len(steps) else None
+        if step is None or step.func is not func or not self._is_next(step, args, kwargs):
+            return self._any(func, args, kwargs)
         with without_torch_function():
-            draw = self.draws if func in self.record.drawing or facts.draws(args, kwargs) else None
+            self.position += 1
+            if step.number not in self.plan.run:
+                read = [args[position] for position, _, _ in step.operands]
+                if step.number in self.plan.given:
+                    return self._give(step, args, kwargs, read)
+                if step.can_wait:
+                    return self._put_off(step, args, kwargs, read)
+            if self.late:
+                self.late.fill([args[position] for position, _, _ in step.operands])
+        result = step.call(*args, **kwargs)
+        with without_torch_function():
+            self.storages.add((result, holder(result), step.result.form), step.outs[0])
+        return result
+
+    def _is_next(self, step: Step, args: tuple, kwargs: dict) -> bool:
+        with without_torch_function():
+            return step.is_simple and self.storages.is_call_of(step, args, kwargs)
+
+    def _any(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation that isn't simple, or doesn't come in its turn."""
+        facts, record, storages = facts_of(func), self.record, self.storages
+        if (facts.views or facts in record.views) and facts not in record.program.makers:
+            if not self.late and not facts.reshapes:
+                return func(*args, **kwargs)
+            return self._view(func, facts, args, kwargs)
+        with without_torch_function():
+            draw = self.draws if facts in record.drawing or facts.draws(args, kwargs) else None
             self.draws += draw is not None
-            reads: list[tuple[Value, torch.Tensor]] = []
-            step = self._same(func, args, kwargs, draw, reads)
-            read = [tensor for _, tensor in reads]
+            read: list[torch.Tensor] = []
+            step = self._same(func, draw, args, kwargs, read)
             if step is not None:
-                with unseen():
-                    if step.number in self.plan.given:
-                        return self._give(step, args, kwargs, read)
-                    if step.number not in self.plan.run and can_wait(step):
-                        return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
+                if step.number in self.plan.given:
+                    return self._give(step, args, kwargs, read)
+                if step.can_wait and step.number not in self.plan.run:
+                    return self._put_off(step, args, kwargs, read)
             if draw is not None:
                 self._catch_up()
             self.late.fill(read)
-            self._check_writes(step, facts.written(args, kwargs))
+            self._check_writes(facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
-            outs = [*new_tensors(result, self.storages, (args, kwargs)), *facts.written(args, kwargs)]
-            for i, tensor in enumerate(outs):
-                self.storages.bind(tensor, Value() if step is None else step.outs[i])
+            new, written = storages.new(result), facts.written(args, kwargs)
+            outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
+            for each, value in zip(new, outs):
+                storages.add(each, value)
+            for tensor, value in zip(written, outs[len(new) :]):
+                storages.bind(tensor, value)
+                storages.forget(tensor)
         return result
+
+    def _put_off(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
+        with unseen():
+            return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
 
     def _catch_up(self) -> None:
         """What drew random numbers and was given its result, must draw after all: something else draws after it."""
@@ -94,120 +126,128 @@ class Replay(TorchDispatchMode):
             call.draw()
         self.undrawn.clear()
 
-    def _check_writes(self, step: Step | None, written: list[torch.Tensor]) -> None:
+    def _check_writes(self, written: list[torch.Tensor]) -> None:
         """What was given and is not overwritten in the first run, is the kept tensor itself."""
         for tensor in written:
             value = self.storages.find(tensor)
-            if value is not None and value.overwritten is None and value.kept() is not None:
+            if value is not None and value not in self.record.program.overwritten and self.record.kept(value):
                 raise RecomputeMismatchError(
                     "The region changes a tensor in place when it is run again, which it did not change in its "
                     "forward. A region must do the same each time: look for Python state that changed between the runs."
                 )
 
-    def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _view(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """In the first run this operation made views alone, which tensors without content have too."""
         result = func(*args, **kwargs)
-        if not self.late:
-            return result
         with without_torch_function():
-            if not new_tensors(result, self.storages):
+            if facts.reshapes:
+                self.storages.forget(args[0])
+            if not self.storages.new(result):
                 return self.late.mark(result)
             self.late.fill(tensors((args, kwargs)))
         return func(*args, **kwargs)
 
     # --- which step it is ---------------------------------------------------------------------------------------------
 
-    def _same(self, func: Any, args: tuple, kwargs: dict, draw: int | None, reads: list) -> Step | None:
+    def _same(self, func: Any, draw: int | None, args: tuple, kwargs: dict, read: list) -> Step | None:
         """The step of the first run that is the same function of the same values."""
-        steps = self.record.steps
-        key = self.storages.key(func, args, kwargs, draw, reads)
-        if self.position < len(steps):
-            step = steps[self.position]
-            if step.func is func and step.key != key and self._stand_in(step, reads):
-                key = self.storages.key(func, args, kwargs, draw, [])
+        program, reads = self.record.program, list[int]()
+        key = self.storages.key(func, draw, args, kwargs, reads, read)
+        if self.position < len(program.steps):
+            step = program.steps[self.position]
+            if step.key != key and step.func is func and self._stand_in(step, reads, read):
+                key = self.storages.key(func, draw, args, kwargs, [], [])
             if step.key == key:
                 self.position += 1
                 return step
-        if not self.by_key:
-            for step in steps:
-                self.by_key.setdefault(step.key, []).append(step)
-        found = self.by_key.get(key)
+        found = program.by_key.get(key)
         if found is None:
             return None
         step = next((step for step in found if step.number >= self.position), found[0])
         self.position = step.number + 1
         return step
 
-    def _stand_in(self, step: Step, reads: list[tuple[Value, torch.Tensor]]) -> bool:
+    def _stand_in(self, step: Step, reads: list[int], read: list[torch.Tensor]) -> bool:
         """Constants that the function makes out of sight are other tensors in each run: bind them to the first ones."""
-        differ = [(now, before) for now, before in zip(reads, step.reads) if now[0] is not before]
-        known = {*self.record.inputs, *self.record.storages.values()}
-        if any(
-            value.step is not None or value in known or before.step is not None or before in known
-            for (value, _), before in differ
-        ):
-            return False
-        for (value, _), before in differ:
+        first = self.record.storages
+        known = {*self.record.inputs, *first.values()}
+        differ = [each for each in zip(reads, step.reads, read) if each[0] != each[1]]
+        for now, before, _ in differ:
+            if now in known or before in known:
+                return False
+            a, b = self.storages.constants.get(now), first.constants.get(before)
             with unseen():
-                if (
-                    value.constant is None
-                    or before.constant is None
-                    or not torch.equal(value.constant, before.constant)
-                ):
+                if a is None or b is None or not torch.equal(a, b):
                     return False
-        for (_, tensor), before in differ:
+        for _, before, tensor in differ:
             self.storages.bind(tensor, before)
         return bool(differ)
 
     # --- results that are made up -------------------------------------------------------------------------------------
 
-    def _give(self, step: Step, args: tuple, kwargs: dict, read: list[torch.Tensor]) -> Any:
+    def _give(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """The result of an operation, from what was kept of it."""
+        if step.is_simple and self.record.program.overwritten.isdisjoint(step.outs):
+            residual = self.record.kept(step.outs[0])
+            if residual is not None and not residual.is_elsewhere:
+                tensor = residual.on(step.result)
+                self.storages.add((tensor, tensor.untyped_storage(), step.result.form), step.outs[0])
+                return tensor
+        with unseen():
+            return self._give_parts(step, args, kwargs, read)
+
+    def _give_parts(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         if step.draws:
             self.undrawn.append(LateCall(step, args, kwargs))
-        kept: list[torch.Tensor | None] = []
+        kept: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            residual = value.kept()
-            tensor = self.brought.get(value)
-            if tensor is None and residual is not None:
-                tensor = residual.get()
-            # What the region changes in place later must not be the kept one.
-            kept.append(memory(tensor).clone() if tensor is not None and value.overwritten is not None else tensor)
+            content: Any = self.brought.get(value) if self.brought else None
+            if content is None:
+                content = self.record.kept(value)
+            if content is not None and value in self.record.program.overwritten:
+                # What the region changes in place later must not be the kept one.
+                content = memory(_tensor(content)).clone()
+            kept.append(content)
         return self._make_up(step, args, kwargs, read, kept)
 
-    def _make_up(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list[torch.Tensor | None]) -> Any:
+    def _make_up(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list) -> Any:
         """The result of an operation that isn't run, with these contents; where there is none it comes when needed."""
-        written = step.facts.written(args, kwargs)
-        count = len(step.outs) - len(written)
-        for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
-            assert content is not None
-            memory(tensor).copy_(memory(content))
-            self.late.is_full(tensor)
-            self.storages.bind(tensor, value)
+        count = len(step.outs)
+        if step.facts.writes:
+            written = step.facts.written(args, kwargs)
+            count -= len(written)
+            for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
+                memory(tensor).copy_(memory(_tensor(content)))
+                self.late.is_full(tensor)
+                self.storages.bind(tensor, value)
         if all(content is not None for content in contents[:count]):
             return self._build(step.result, step, contents, read, None)
         call = LateCall(step, args, kwargs)
         return self.late.mark(self._build(step.result, step, contents, read, call))
 
-    def _build(self, item: Any, step: Step, bases: list[torch.Tensor | None], read: list, call: LateCall | None) -> Any:
+    def _build(self, item: Any, step: Step, contents: list, read: list, call: LateCall | None) -> Any:
         if isinstance(item, Layout):
-            base = bases[item.i]
-            if base is None:
+            content = contents[item.i]
+            if content is None:
                 assert call is not None
-                bases[item.i] = tensor = item.empty()
+                contents[item.i] = tensor = item.empty()
                 self.late.add(tensor, item, call)
             else:
-                tensor = item.of(base)
+                tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
             self.storages.bind(tensor, step.outs[item.i])
             return tensor
         if isinstance(item, Argument):
             return read[item.i]
         if type(item) in (tuple, list):
-            return type(item)([self._build(part, step, bases, read, call) for part in item])
+            return type(item)([self._build(part, step, contents, read, call) for part in item])
         return item
 
     def finish(self, result: Any = None) -> None:
         """The run has ended: what others may have of its tensors gets its content, but for the ``result``."""
         if self.late:
             with without_torch_function():
-                self.late.settle(but=[part for tensor in tensors(result) for part in parts(bottom(tensor))])
+                self.late.settle(but=[part for tensor in tensors(result) for part in parts(tensor)])
+
+
+def _tensor(content: Residual | torch.Tensor) -> torch.Tensor:
+    return content.get() if isinstance(content, Residual) else content

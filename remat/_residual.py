@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -11,36 +11,59 @@ from . import _offload, _torch
 from ._errors import MutationError
 from ._handed import Handed, Hooks
 from ._offload import Group, Offloaded
-from ._state import alias
+from ._state import alias, unseen
+from ._values import form_of
 
 if TYPE_CHECKING:
-    from ._values import Layout, Step
+    from ._values import Layout
+
+
+Maker: TypeAlias = tuple[Any, Any]  # an operation and where it was called
 
 
 class Residual:
-    """What a storage held when it was kept: the value that a step made, of which ``tensor`` is any alias."""
+    """What a storage held when it was kept: the value that an operation made, of which ``tensor`` is any alias."""
 
-    __slots__ = ("__weakref__", "_bring", "_guard", "_near", "_written", "line", "op")
+    __slots__ = ("__weakref__", "_bring", "_form", "_guard", "_near", "_written", "line", "op")
 
     def __init__(
-        self, tensor: torch.Tensor, step: Step, layout: Layout | None, offload: bool, outer: Hooks | None, group: Group
+        self,
+        tensor: torch.Tensor,
+        form: tuple | None,
+        maker: Maker,
+        layout: Layout | None,
+        offload: bool,
+        outer: Hooks | None,
+        group: Group | None,
     ) -> None:
-        self.op, self.line = str(step.func), step.line
-        self._guard: torch.Tensor | None = None
-        self._written = 0
+        self.op, self.line = maker
         self._bring: Callable[[], torch.Tensor] | None = None
-        self._near: torch.Tensor | None = alias(tensor)  # as long as the region runs for the first time
-        if outer is not None:
-            self._bring = Handed(_numbers(tensor, layout), outer).get
-        elif offload and not _offload.in_host_memory(tensor):
-            self._bring = Offloaded(_numbers(tensor, layout), group).get
-        else:
-            self._guard, self._written = alias(tensor), _torch.version(tensor)
+        if outer is None and not (offload and not _offload.in_host_memory(tensor)):
+            self._guard, self._written, self._form = alias(tensor), _torch.version(tensor), form or form_of(tensor)
+            return
+        with unseen():
+            self._near: torch.Tensor | None = alias(tensor)  # as long as the region runs for the first time
+            numbers = _numbers(tensor, layout)
+            self._bring = Offloaded(numbers, group).get if outer is None else Handed(numbers, outer).get
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether to get it may run the region around again, which can't be done within an operation."""
         return self._bring is not None
+
+    def on(self, layout: Layout) -> torch.Tensor:
+        """A new tensor of a layout, whose storage holds the value.
+
+        Raises:
+            MutationError: it was changed in place.
+        """
+        tensor = self.get()
+        if self._bring is None and self._form == layout.form:
+            return alias(tensor)
+        if not _torch.transforms_active():
+            return layout.of(tensor)
+        with _torch.without_levels():
+            return layout.of(tensor)
 
     def get(self) -> torch.Tensor:
         """A tensor whose storage holds the value.
@@ -51,10 +74,10 @@ class Residual:
         if self._bring is not None:
             if self._near is not None:
                 return self._near
-            content = self._bring()
-            whole = content.storage_offset() == 0 and content.is_contiguous()
-            return content if whole else content.clone(memory_format=torch.contiguous_format)
-        assert self._guard is not None
+            with _torch.without_levels(), unseen():
+                content = self._bring()
+                whole = content.storage_offset() == 0 and content.is_contiguous()
+                return content if whole else content.clone(memory_format=torch.contiguous_format)
         if _torch.version(self._guard) != self._written:
             raise MutationError(
                 f"The output of {self.op} at {self.line}, which the region's policy keeps for the backward, was "
@@ -80,7 +103,7 @@ def _numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     size: tuple[int, ...] = (storage.nbytes() // dtype.itemsize,)
     stride: tuple[int, ...] = (1,)
     if layout is not None and layout.fills(tensor):
-        size, stride = layout.size, layout.stride
+        _, size, stride, *_ = layout.form
     with _torch.without_dispatch():
         if dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
             return alias(tensor).as_strided(size, stride, 0)  # shares the version counter, which hooks may look at

@@ -11,7 +11,7 @@ from . import _torch
 from ._determinism import fingerprint
 from ._errors import MutationError
 from ._kept import Kept
-from ._state import unseen
+from ._parts import bare
 
 
 class Slot:
@@ -49,12 +49,6 @@ class RecordedSlot(Slot):
         self.source: Any = None  # which value it is, in the record of the first run
         self.residual: Any = None  # that value is kept
         self.early = False  # it was saved before the operation filled it
-
-
-def residual_of(slot: Slot) -> torch.Tensor:
-    """What was saved, from the value that is kept."""
-    with _torch.without_levels(), unseen():
-        return slot.source.layout.of(slot.residual.get())
 
 
 class Stop(BaseException):
@@ -99,7 +93,7 @@ class Above:
     __slots__ = ("tensor",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = _torch.bare(tensor)  # itself, it could make a cycle
+        self.tensor = bare(tensor)  # itself, it could make a cycle
 
     def __call__(self) -> torch.Tensor:
         return self.tensor

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._torch import dispatch_modes, without_dispatch
+from ._torch import as_subclass, modes_that_see
 
 __all__ = ["disable_remat", "is_recomputing"]
 
@@ -154,10 +154,9 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, told apart from that of the user, who may read the result in ways that can't be seen."""
-    if not dispatch_modes():
+    if not modes_that_see():
         return tensor.detach()
     if type(tensor) in _PLAIN:
-        with without_dispatch():
-            return tensor.detach()
+        return as_subclass(torch.Tensor, tensor)
     with unseen():
         return tensor.detach()

@@ -11,6 +11,7 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
+import torch._C._dynamo.eval_frame as _eval_frame
 import torch._functorch.eager_transforms as _eager_transforms
 import torch._functorch.pyfunctorch as _pyfunctorch
 import torch._functorch.utils as _functorch_utils
@@ -23,10 +24,21 @@ import torch.utils._device as _device
 import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
 import torch.utils.checkpoint
-from torch.utils.checkpoint import SelectiveCheckpointContext
 
-# torch's own documentation has users import it from there.
-TorchDispatchMode = _python_dispatch.TorchDispatchMode
+_SKIP = _eval_frame._FrameAction.SKIP
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """A mode that sees operations. Dynamo leaves its code alone for good; torch's own wrapper says so in each call."""
+
+    supports_higher_order_operators = True
+    _should_skip_dynamo = classmethod(lambda cls: False)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        code = cls.__torch_dispatch__.__code__
+        _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+
 
 # --- saved-tensor hooks -------------------------------------------------------------------------------------------
 
@@ -44,8 +56,8 @@ hooks_enable = torch._C._autograd._saved_tensors_hooks_enable
 
 # -1 outside of a backward pass: then an unpack serves one reader and stores nothing.
 graph_task_id = torch._C._current_graph_task_id
-# With a graph that is kept, nodes don't release what they saved, so slots must let go by themselves.
 set_grad_enabled = torch._C._set_grad_enabled  # for each run again; the public ones take as long as an operation
+# With a graph that is kept, nodes don't release what they saved, so slots must let go by themselves.
 graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 current_node = torch._C._current_autograd_node
 # The ``GraphExecGroup`` in whose scope a backward runs; torch has the getter for those who build checkpoints.
@@ -123,6 +135,7 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 is_dead = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 unwrap_once = torch._C._functorch.get_unwrapped
+is_grad_wrapper = torch._C._functorch.is_gradtrackingtensor
 unwrap_grad = torch._C._functorch._unwrap_for_grad
 wrap_grad = torch._C._functorch._wrap_for_grad
 unwrap_batched = torch._C._functorch._unwrap_batched
@@ -160,40 +173,13 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def unpacks_once(unpack: Any) -> bool:
-    """Whether a hook is that of ``torch.utils.checkpoint``, which raises when a tensor is asked for twice."""
-    return getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
-
-
-def is_dual(tensor: torch.Tensor) -> bool:
-    """Whether a tensor carries a tangent of the active forward-mode level."""
-    return not tensor.is_inference() and fwAD.unpack_dual(tensor).tangent is not None
-
-
 # --- operations ---------------------------------------------------------------------------------------------------
 
 without_dispatch = torch._C._DisableTorchDispatch  # aliases of plain tensors are no business of any mode
-dispatch_modes = torch._C._len_torch_dispatch_stack  # to switch that is slower than the alias
-as_subclass = torch.Tensor._make_subclass  # an alias of a plain tensor; ``as_subclass`` would record it
+modes_that_see = torch._C._len_torch_dispatch_stack  # how many there are: most often none
+as_subclass = torch.Tensor._make_subclass  # an alias that no mode sees; ``as_subclass`` would record it
 without_overrides = torch._C.DisableTorchFunctionSubclass  # for tensors that watch what is done with them
 without_torch_function = torch._C.DisableTorchFunction  # the bookkeeping of operations is not the user's doing
-
-
-def is_wrapper_call(types: tuple[type, ...]) -> bool:
-    """Whether an operation is on tensors that are made of others (DTensor), by the protocol that torch has for them."""
-    return any(hasattr(cls, "__tensor_flatten__") for cls in types)
-
-
-def parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that such a tensor is made of."""
-    if is_plain(tensor):
-        return [tensor] if isinstance(tensor, torch.Tensor) else []  # DTensor lists its mesh too
-    return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether it is not made of others."""
-    return not hasattr(type(tensor), "__tensor_flatten__")
 
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # has shapes alone, so there is nothing to keep
@@ -203,14 +189,6 @@ has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can'
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor has the memory of this one (nothing public counts that)."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # the tensor and its storage in Python
-
-
-def selective_context(result: Any) -> SelectiveCheckpointContext:
-    """What torch's selective checkpoint gives a policy function; torch 2.11 knows no ``op_output``."""
-    try:
-        return SelectiveCheckpointContext(is_recompute=False, op_output=result)
-    except TypeError:
-        return SelectiveCheckpointContext(is_recompute=False)
 
 
 # --- torch's checkpoint -------------------------------------------------------------------------------------------
@@ -291,41 +269,13 @@ def set_device_mode(value: tuple[Any, Any, Any]) -> None:
         _overrides._push_mode(each)
 
 
-def lift(tensor: torch.Tensor) -> torch.Tensor:
-    """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps what may be changed in place."""
-    for interpreter in all_interpreters() if transforms_active() else ():
-        if interpreter.key() in (TransformType.Grad, TransformType.Jvp):
-            tensor = wrap_grad(tensor, interpreter.level())
-    return tensor
-
-
-def bottom(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor below all levels, which is what operations are run on in the end."""
-    while is_wrapped(tensor):
-        tensor = unwrap_once(tensor)
-    return tensor
-
-
-def requires_grad_somewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor requires grad at any of its levels; a batched or dual wrapper doesn't say."""
-    while not tensor.requires_grad and is_wrapped(tensor):
-        tensor = unwrap_once(tensor)
-    return tensor.requires_grad
-
-
-def bare(tensor: torch.Tensor) -> torch.Tensor:
-    """A grad-level wrapper without its history at that level; ``detach`` would cut it from those below too."""
-    if not torch._C._functorch.is_gradtrackingtensor(tensor):
-        return tensor
-    return wrap_grad(unwrap_once(tensor), level_of(tensor))
-
-
 # --- operators ----------------------------------------------------------------------------------------------------
 
 # What a policy is asked about; torch documents `torch.ops` but not the types of what stands there.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
+direct_call = attrgetter("_op")  # what an operator calls, without a frame of Python between
 operator_names = torch._C._dispatch_get_all_op_names  # for "did you mean"
 
 

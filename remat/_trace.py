@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _torch
 from ._determinism import user_line
 from ._errors import RecomputeMismatchError
+from ._parts import requires_grad_somewhere
 
 
 class Entry(NamedTuple):
@@ -42,7 +42,7 @@ class Trace:
             result = result[0]
         if isinstance(result, torch.Tensor):
             name = getattr(func, "__name__", None) or str(func)
-            followed = result.requires_grad or _torch.requires_grad_somewhere(result)
+            followed = result.requires_grad or requires_grad_somewhere(result)
             self.add(Entry._make((name, result.dtype, result.shape, followed)))
 
     def add(self, entry: Entry) -> None:

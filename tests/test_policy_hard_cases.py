@@ -230,6 +230,21 @@ def test_gradients_in_a_region(policy: str, outer: Any, program: str) -> None:
 
 @quiet
 @every_policy
+@pytest.mark.parametrize("program", ["residual_stream_in_place", "constants", "checkpointed_inside"])
+@pytest.mark.parametrize("outer", [None, policies.save_ops("aten.sin")], ids=repr)
+def test_nothing_is_left_of_regions_in_a_region(outer: Any, program: str, policy: str) -> None:
+    """Also where the run again of the outer one ends while the inner one decides what to keep."""
+
+    fn, x = PROGRAMS[program], argument(program)
+    inner = remat(fn, policy=POLICIES[policy])
+    for around in (lambda x: inner(x), lambda x: inner(x).sin()):
+        fn = remat(around, policy=outer)
+        gradient(fn, x)  # what is remembered of it may stay
+        assert leaked_bytes(gradient, fn, x) == 0
+
+
+@quiet
+@every_policy
 @pytest.mark.parametrize("program", ["in_place_chain", "constants", "several_results", "residual_stream_in_place"])
 def test_gradients_under_func(program: str, policy: str) -> None:
     fn, x = PROGRAMS[program], argument(program).detach()

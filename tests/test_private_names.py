@@ -22,6 +22,7 @@ ON_OBJECTS = {
     "_sequence_nr": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
     "_version": lambda: torch.ones(1),
     "_base": lambda: torch.ones(1),
+    "_op": lambda: torch.ops.aten.mm.default,
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_backward_hooks": lambda: torch.ones(1),
     "_post_accumulate_grad_hooks": lambda: torch.ones(1),

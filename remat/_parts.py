@@ -1,0 +1,64 @@
+"""Tensors that are made of others (DTensor), or wrap others (at the levels of ``torch.func``, and dual ones)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from . import _torch
+
+
+def is_wrapper_call(types: tuple[type, ...]) -> bool:
+    """Whether an operation is on tensors that are made of others, by the protocol that torch has for them."""
+    return any(hasattr(cls, "__tensor_flatten__") for cls in types)
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether it is not made of others."""
+    return type(tensor) is torch.Tensor or not hasattr(type(tensor), "__tensor_flatten__")
+
+
+def parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors below all levels that such a tensor is made of."""
+    if not isinstance(tensor, torch.Tensor):
+        return []  # DTensor lists its mesh too
+    tensor = bottom(tensor)
+    if is_plain(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
+
+
+def lift(tensor: torch.Tensor) -> torch.Tensor:
+    """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps what may be changed in place."""
+    for interpreter in _torch.all_interpreters() if _torch.transforms_active() else ():
+        if interpreter.key() in (_torch.TransformType.Grad, _torch.TransformType.Jvp):
+            tensor = _torch.wrap_grad(tensor, interpreter.level())
+    return tensor
+
+
+def bottom(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor below all levels, which is what operations are run on in the end."""
+    while _torch.is_wrapped(tensor):
+        tensor = _torch.unwrap_once(tensor)
+    return tensor
+
+
+def requires_grad_somewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires grad at any of its levels; a batched or dual wrapper doesn't say."""
+    while not tensor.requires_grad and _torch.is_wrapped(tensor):
+        tensor = _torch.unwrap_once(tensor)
+    return tensor.requires_grad
+
+
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """A grad-level wrapper without its history at that level; ``detach`` would cut it from those below too."""
+    if not _torch.is_grad_wrapper(tensor):
+        return tensor
+    return _torch.wrap_grad(_torch.unwrap_once(tensor), _torch.level_of(tensor))
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries a tangent of the active forward-mode level."""
+    return not tensor.is_inference() and fwAD.unpack_dual(tensor).tangent is not None

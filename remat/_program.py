@@ -1,0 +1,155 @@
+"""Programs: what the first run of a region did, in numbers, and what follows from that.
+
+A first run only writes a log. What follows from a log (which values change later, what can be put off, which operations
+have to run again) is the same for equal logs, so it is found once for all calls of a function that do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ._determinism import Line
+from ._facts import Facts, facts_of
+from ._plan import Plan, plan
+from ._policy import Verdict
+from ._torch import OpOverload, direct_call
+from ._values import UNTOLD, Layout
+
+
+class Entry(NamedTuple):
+    """What an operation of a first run did."""
+
+    key: tuple  # what it has in common with others that make the same
+    reads: tuple[int, ...]  # the values that it read,
+    outs: tuple[int, ...]  # those that it made, of new storages, then of those that it wrote to,
+    overwritten: tuple[int, ...]  # those that it overwrote,
+    tracked: tuple[int, ...]  # and those of its own that are differentiated
+    result: Any  # a description
+    under: tuple[bool, bool]  # whether it read what requires grad, whether grad mode was on
+    verdict: Verdict | None  # what becomes of what it made, as long as that has no names
+
+
+UNSEEN = Entry((None, None, None), (), (), (), (), None, (True, True), None)  # what wasn't watched
+
+_KNOWN = 8  # programs of a function that are remembered
+_PLANS = 64  # plans of a program
+
+
+class Step:
+    """An operation of a first run that made or changed a value; views aren't noted."""
+
+    __slots__ = (
+        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number",
+        "operands", "outs", "reads", "result",
+    )  # fmt: skip
+
+    def __init__(self, number: int, entry: Entry) -> None:
+        self.number = number
+        self.entry = entry
+        self.key, self.reads, self.outs, self.result = entry.key, entry.reads, entry.outs, entry.result
+        self.func = self.key[0]
+        self.facts = facts_of(self.func)
+        self.draws = self.key[1] is not None
+        # It has tensors for arguments, and else constants; it makes one tensor and does nothing else.
+        self.is_simple = type(self.result) is Layout and not (
+            self.facts.writes or self.facts.observes or self.facts.foreign or self.draws
+        )
+        self.operands: list[tuple[int, int, tuple | None]] = []  # position, value, form
+        self.constants: list[tuple[int, Any]] = []  # position, pattern
+        self.count = 0
+        rest = iter(self.key[3:])
+        for item in rest:
+            if type(item) is int:
+                self.operands.append((self.count, item, next(rest)))
+            else:
+                self.constants.append((self.count, item))
+            self.count += 1
+        self.is_simple &= len(self.operands) == len(self.reads) and type(self.func) is OpOverload
+        self.call = direct_call(self.func) if self.is_simple else self.func
+        self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
+
+
+class Program:
+    """A log, and what follows from it.
+
+    Python code may have read the values ``seen`` in ways that can't be seen. Operations were called at the ``lines``.
+    """
+
+    def __init__(self, log: list[Entry], seen: set[int], lines: Mapping[int, Line]) -> None:
+        self.log = log
+        self.lines = lines
+        self.seen = seen
+        self.steps = [Step(number, entry) for number, entry in enumerate(log)]
+        self.lazy = all(entry.under[1] for entry in log)  # else user code reads tensors in ways that can't be seen
+        self.overwritten = {number for entry in log for number in entry.overwritten}
+        # If not differentiated, or detached, user code may read it in ways that can't be seen.
+        self.waiting = {number for entry in log for number in entry.tracked if number not in seen}
+        for step in self.steps:
+            step.can_wait = (
+                step.result is not UNTOLD
+                and not (step.facts.writes or step.facts.observes or step.draws)
+                and self.overwritten.isdisjoint(step.reads)
+                and self.waiting.issuperset(step.outs)
+            )
+        self._plans: dict[tuple, Plan] = {}
+
+    @functools.cached_property
+    def makers(self) -> frozenset[Facts]:
+        """The operations that are steps."""
+        return frozenset(step.facts for step in self.steps)
+
+    @functools.cached_property
+    def by_key(self) -> dict[tuple, list[Step]]:
+        """The steps by what they have in common with others that make the same."""
+        found: dict[tuple, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.key, []).append(step)
+        return found
+
+    def plan(self, end: int, roots: Collection[int], available: Collection[int], leave: Callable[[Step], bool]) -> Plan:
+        """What it takes to have the ``roots`` again after the first ``end`` steps (see ``_plan.py``)."""
+        question = end, frozenset(roots), frozenset(available), leave
+        found = self._plans.get(question)
+        if found is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            found = self._plans[question] = plan(self.steps[:end], self.waiting, *question[1:])
+        return found
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it may be remembered: it has plain values alone, and not a function that holds who knows what."""
+        return all(isinstance(step.func, OpOverload) and _is_plain(step.key[1:]) for step in self.steps)
+
+
+class Programs:
+    """What the last first runs of a function did under a policy."""
+
+    def __init__(self) -> None:
+        self.known: list[Program] = []  # the last one first
+        self.complete = False  # the last one has kept all that autograd saved of it
+        self.varies = False  # that was so, and then it wasn't
+
+    def of(self, log: list[Entry], seen: set[int], lines: Mapping[int, Line]) -> Program:
+        """The program of a log: one that is known, else a new one. It is the first from now on."""
+        for i, program in enumerate(self.known):
+            if program.log == log and program.seen == seen:
+                if i:
+                    self.known.insert(0, self.known.pop(i))
+                return program
+        program = Program(log, seen, lines)
+        if program.lasts:
+            self.known.insert(0, program)
+            del self.known[_KNOWN:]
+        return program
+
+
+_PLAIN = (int, float, str, bool, type, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _is_plain(item: Any) -> bool:
+    return all(map(_is_plain, item)) if isinstance(item, tuple) else isinstance(item, _PLAIN)

@@ -1,0 +1,219 @@
+"""Which value each storage holds now, and what calls of operations have in common that make the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ._facts import tensors
+from ._residual import memory
+from ._state import unseen
+from ._values import New, holder, is_dense, place_of
+
+if TYPE_CHECKING:
+    from ._program import Step
+
+# Constants up to this size are compared, so that one can stand for another in a run again.
+CONSTANT_BYTES = 4096
+
+
+class Storages:
+    """The numbers of the values that storages hold. Keeps none of them alive.
+
+    Of each tensor that was met it is remembered on which storage it lies and how, as that takes long to find out.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # of numbers given so far
+        self.constants: dict[int, torch.Tensor | None] = {}  # made out of sight by the function; copies of small ones
+        self.tracked: set[int] = set()  # those of these that require grad
+        self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and its number
+        self._tensors: dict[int, tuple] = {}  # by the tensor's id: the same, its home, its form, the storage's id
+
+    def number(self) -> int:
+        """The number of a new value."""
+        self.count += 1
+        return self.count - 1
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """The number of what a tensor's storage holds, None for a storage that is not known."""
+        known = self._tensors.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[3] == id(tensor.untyped_storage()):
+            return known[1][1]
+        home = self._home(holder(tensor))
+        return None if home is None else home[1]
+
+    def enter(self, tensor: torch.Tensor) -> int:
+        """The number of what a tensor's storage holds, a new one if the storage is not known."""
+        storage = holder(tensor)
+        home = self._home(storage)
+        if home is None:
+            home = self._homes[id(storage)] = [weakref.ref(storage), self.number()]
+        return home[1]
+
+    def look(self, tensor: torch.Tensor) -> tuple[int | None, tuple | None]:
+        """The same, and the tensor's form."""
+        known = self._tensors.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[3] == id(tensor.untyped_storage()):
+            return known[1][1], known[2]
+        storage, form = place_of(tensor)
+        home = self._home(storage)
+        return (None if home is None else home[1]), form
+
+    def _home(self, storage: Any) -> list | None:
+        home = self._homes.get(id(storage))
+        return home if home is not None and home[0]() is storage else None
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage was met."""
+        try:
+            return self._home(tensor.untyped_storage()) is not None
+        except RuntimeError:
+            return self._home(tensor) is not None
+
+    def get(self, tensor: torch.Tensor) -> int:
+        """The number of what a tensor's storage holds; one that is not known comes from outside."""
+        return self._met(tensor)[1][1]
+
+    def bind(self, tensor: torch.Tensor, number: int) -> None:
+        """Note what the storage of a tensor holds from now on."""
+        storage, form = place_of(tensor)
+        self.put(storage, number)
+        self._remember(tensor, storage, form)
+
+    def put(self, storage: Any, number: int) -> None:
+        """The same with the storage."""
+        home = self._home(storage)
+        if home is None:
+            self._homes[id(storage)] = [weakref.ref(storage), number]
+        else:
+            home[1] = number
+
+    def add(self, new: New, number: int) -> None:
+        """Note what a storage holds that wasn't known, and the tensor on it."""
+        tensor, storage, form = new
+        key = id(storage)
+        self._homes[key] = home = [weakref.ref(storage), number]
+        if form is not None:
+            self._tensors[id(tensor)] = weakref.ref(tensor), home, form, key
+
+    def _remember(self, tensor: torch.Tensor, storage: Any, form: tuple | None) -> tuple:
+        key = id(storage)
+        known = weakref.ref(tensor), self._homes[key], form, key
+        if form is not None:
+            self._tensors[id(tensor)] = known
+        return known
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """It may lie in another way from now on."""
+        self._tensors.pop(id(tensor), None)
+
+    def new(self, result: Any) -> list[New]:
+        """The tensors of a result that have storages of their own, which aren't known."""
+        if isinstance(result, torch.Tensor):
+            return [] if self.knows(result) else [(result, *place_of(result))]
+        found: dict[int, New] = {}
+        for tensor in tensors(result):
+            storage, form = place_of(tensor)
+            if self._home(storage) is None:
+                found.setdefault(id(storage), (tensor, storage, form))
+        return [*found.values()]
+
+    def outside(self, known: Collection[int]) -> Storages:
+        """Those alone that are still there and hold other values than these: what is made out of sight."""
+        found = self.copy(but=known)
+        found._homes = {key: home for key, home in found._homes.items() if home[0]() is not None}
+        return found
+
+    def values(self) -> list[int]:
+        """What all storages hold that are still there."""
+        return [number for ref, number in self._homes.values() if ref() is not None]
+
+    def where(self, number: int) -> Any:
+        """The storage that holds a value, None if none does any more."""
+        return next((ref() for ref, held in self._homes.values() if held == number), None)
+
+    def copy(self, but: Collection[int] = ()) -> Storages:
+        """The same, to go on with, without those that hold certain values."""
+        found = Storages()
+        found.count, found.constants, found.tracked = self.count, self.constants.copy(), self.tracked.copy()
+        found._homes = {key: [*home] for key, home in self._homes.items() if home[1] not in but}
+        return found
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def key(self, func: Any, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
+        """What calls have in common that make the same; adds the values that are read, and their tensors."""
+        key = [func, draw, self._pattern(kwargs, reads, read) if kwargs else None]
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                known = self._tensors.get(id(argument))
+                if known is None or known[0]() is not argument or known[3] != id(argument.untyped_storage()):
+                    known = self._met(argument)
+                number = known[1][1]
+                reads.append(number)
+                read.append(argument)
+                key.append(number)
+                key.append(known[2])
+            else:
+                key.append(self._pattern(argument, reads, read))
+        return tuple(key)
+
+    def is_call_of(self, step: Step, args: tuple, kwargs: dict) -> bool:
+        """Whether a call of the step's operation, which must be simple, reads the same as the step: has its key."""
+        if len(args) != step.count:
+            return False
+        for position, number, form in step.operands:
+            tensor = args[position]
+            known = self._tensors.get(id(tensor))
+            if known is None or known[0]() is not tensor or known[3] != id(tensor.untyped_storage()):
+                if not isinstance(tensor, torch.Tensor):
+                    return False
+                known = self._met(tensor)
+            if known[1][1] != number or known[2] != form:
+                return False
+        if kwargs or step.key[2] is not None:
+            return self._pattern(kwargs, [], []) == step.key[2]
+        return not step.constants or all(self._pattern(args[i], [], []) == each for i, each in step.constants)
+
+    def _pattern(self, argument: Any, reads: list, read: list) -> Any:
+        """A call's argument with numbers for tensors, equal for calls that are the same."""
+        kind = type(argument)
+        if kind is int or kind is bool:
+            return kind, argument
+        if kind is float:
+            return argument.hex()  # tells zeros apart, and a NaN is itself
+        if isinstance(argument, torch.Tensor):
+            known = self._met(argument)
+            reads.append(known[1][1])
+            read.append(argument)
+            return known[1][1], known[2]
+        if kind is tuple or kind is list:
+            return tuple([self._pattern(item, reads, read) for item in argument])
+        if kind is dict:
+            return tuple([(key, self._pattern(item, reads, read)) for key, item in argument.items()])
+        return argument
+
+    def _met(self, tensor: torch.Tensor) -> tuple:
+        """What is remembered of a tensor from now on."""
+        storage, form = place_of(tensor)
+        if self._home(storage) is None:
+            number = self.number()
+            self.put(storage, number)
+            self.constants[number] = _constant(tensor)
+            if tensor.requires_grad:
+                self.tracked.add(number)
+        return self._remember(tensor, storage, form)
+
+
+def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a small one."""
+    if tensor.requires_grad or not is_dense(tensor) or tensor.device.type != "cpu":
+        return None
+    if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:
+        return None
+    with unseen():
+        return memory(tensor).clone()

@@ -1,0 +1,256 @@
+"""What is learnt from one call of a region to the next: it makes them faster, and changes nothing that they do."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import rand
+from torch import Tensor
+
+from benchmarks.measure import OpCounter, gc_disabled, held_bytes, peak_bytes
+from remat import _memory, checkpoint_name, policies, remat
+
+NAMES = policies.save_only_these_names("a", "b")
+POLICIES: dict[str, Any] = {
+    "matmuls": policies.save_matmuls,
+    "names": NAMES,
+    "names and matmuls": NAMES | policies.save_ops("aten.mm"),
+    "everything": policies.everything_saveable,
+    "everything but": policies.save_anything_except_these_names("b"),
+    "a predicate": policies.save_if(lambda ctx, op, *args, **kwargs: op is torch.ops.aten.mm.default),
+    "offloaded": policies.offload(policies.save_matmuls),
+}
+BY_NAME_ALONE = ("names", "everything", "everything but")
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The policy of a rematerialized function mentions the name")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> Iterator[None]:
+    """Functions of tests share their code."""
+    _memory._programs.clear()
+    yield
+    _memory._programs.clear()
+
+
+def run(fn: Callable, *args: Any) -> tuple[list[Tensor], Counter[str]]:
+    """The result and the gradients of a call, and the operations of its backward."""
+    tensors = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+    out = fn(*args)
+    with OpCounter() as counter:
+        grads = torch.autograd.grad(out.sum(), tensors, allow_unused=True)
+    return [out, *(g for g in grads if g is not None)], Counter({k: n for k, n in counter.counts.items() if n})
+
+
+def check(fn: Callable, policy: str, calls: list[tuple]) -> None:
+    """Each of the calls gives what the plain function gives, and runs again what it does where nothing is known.
+
+    With names alone the first call that keeps less than the one before it learns so too late, and runs all again.
+    """
+    expected = []
+    for args in calls:
+        _memory._programs.clear()
+        expected.append(run(remat(fn, policy=POLICIES[policy]), *args)[1])
+    _memory._programs.clear()
+    wrapped = remat(fn, policy=POLICIES[policy])
+    more = []
+    for args, counts in zip(calls, expected):
+        values, again = run(wrapped, *args)
+        for value, plain in zip(values, run(fn, *args)[0], strict=True):
+            assert torch.equal(value, plain)
+        if _work(again) != _work(counts):
+            more.append(args)
+    assert len(more) <= (policy in BY_NAME_ALONE)
+
+
+def _work(counts: Counter[str]) -> Counter[str]:
+    """Operations that aren't views."""
+    views = {"aten.detach", "aten.t", "aten.view", "aten.alias"}
+    return Counter({name: count for name, count in counts.items() if name not in views})
+
+
+def layers(x: Tensor, w: Tensor) -> Tensor:
+    h = checkpoint_name(torch.tanh(x @ w), "a")
+    h = checkpoint_name(torch.sin(h @ w.t()), "b") * 2.0
+    return torch.cos(h + x).exp()
+
+
+@every_policy
+def test_calls_that_do_the_same(policy: str) -> None:
+    args = rand(4, 4), rand(4, 4, seed=1)
+    check(layers, policy, [args] * 4)
+
+
+@every_policy
+def test_other_sizes_strides_and_dtypes(policy: str) -> None:
+    square, wide, other = rand(4, 4), rand(2, 4), rand(4, 4, seed=1)
+    turned = rand(4, 4, seed=2).detach().t().requires_grad_()
+    exact = square.detach().double().requires_grad_(), other.detach().double().requires_grad_()
+    calls: list[tuple] = [(square, other), (wide, other), (turned, other), (square, turned), exact, (square, square)]
+    check(layers, policy, calls * 2)
+
+
+@every_policy
+def test_what_is_differentiated_changes(policy: str) -> None:
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    calls = [(x, w), (x.detach(), w), (x, w.detach()), (x, w)]
+    check(layers, policy, calls * 2)
+
+
+BRANCHES: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
+    "another operation": lambda x, w, flag: torch.tanh(x @ w).sin() if flag else torch.sigmoid(x @ w).sin(),
+    "another argument": lambda x, w, flag: torch.tanh(x @ w if flag else w @ x).sin(),
+    "another constant": lambda x, w, flag: torch.tanh(x @ w * (2.0 if flag else 3.0)).sin(),
+    "another zero": lambda x, w, flag: torch.tanh(x @ w + (0.0 if flag else -0.0)).sin(),
+    "an int for a bool": lambda x, w, flag: torch.tanh(torch.add(x @ w, 1 if flag else True)).sin(),
+    "another order": lambda x, w, flag: (
+        torch.tanh(x @ w) * torch.sin(w @ x) if flag else torch.sin(w @ x) * torch.tanh(x @ w)
+    ),
+    "longer": lambda x, w, flag: torch.tanh(torch.tanh(x @ w) @ w) if flag else torch.tanh(x @ w),
+    "a view of it": lambda x, w, flag: torch.tanh(x @ (w.t() if flag else w)).sin(),
+    "part without grad": lambda x, w, flag: torch.tanh(no_grad(x, w, flag) * (x @ w)).sin(),
+    "a name": lambda x, w, flag: (checkpoint_name(torch.tanh(x @ w), "a" if flag else "other") @ w).sin(),
+    "a name for another": lambda x, w, flag: named(torch.tanh(x @ w), torch.sin(w @ x), flag),
+    "in place": lambda x, w, flag: torch.tanh(x @ w).mul(2).add_(1 if flag else 2).sin().exp(),
+    "in place or not": lambda x, w, flag: ((x @ w).mul_(2) if flag else (x @ w).mul(2)).exp(),
+    "detached": lambda x, w, flag: ((x @ w).detach() if flag else x @ w).sin() * (x @ w).exp(),
+    "several results": lambda x, w, flag: torch.cat([x @ w, torch.stack((x, w)).sum(0)][:: 1 if flag else -1]).sin(),
+}
+
+
+def no_grad(x: Tensor, w: Tensor, flag: bool) -> Tensor:
+    with torch.set_grad_enabled(flag):
+        return torch.sin(x @ w)
+
+
+def named(x: Tensor, y: Tensor, flag: bool) -> Tensor:
+    checkpoint_name(x if flag else y, "a")
+    return torch.exp(x @ y) * x * y
+
+
+@every_policy
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_calls_that_differ(branch: str, policy: str) -> None:
+    x, w = rand(3, 3), rand(3, 3, seed=1)
+    calls = [(x, w, flag) for flag in (True, True, False, False, True, False, True)]
+    check(BRANCHES[branch], policy, calls)
+
+
+@every_policy
+def test_random_programs(policy: str) -> None:
+    def fn(x: Tensor, w: Tensor, seed: int) -> Tensor:
+        choose = random.Random(seed)
+        values = [x, w]
+        for i in range(8):
+            a, b = choose.choices(values, k=2)
+            h = choose.choice([torch.mm, torch.add, torch.mul, lambda a, b: torch.sin(a), lambda a, b: a.t()])(a, b)
+            values.append(checkpoint_name(torch.tanh(h), "a") if choose.random() < 0.5 else h / (1 + i))
+        return torch.stack(values).sum(0)
+
+    calls = [(rand(3, 3), rand(3, 3, seed=1), random.Random(i).choice(range(12))) for i in range(60)]
+    check(fn, policy, calls)
+
+
+def test_the_default_dtype_changes() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w).to(torch.float64) * (torch.arange(3) / 2).double().sum()
+
+    x, w = rand(3, 3), rand(3, 3, seed=1)
+    wrapped = remat(fn, policy=policies.save_matmuls)
+    expected, _ = run(fn, x, w)
+    for dtype in (torch.float32, torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            for value, plain in zip(run(wrapped, x, w)[0], expected, strict=True):
+                torch.testing.assert_close(value, plain)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+# --- without the mode -------------------------------------------------------------------------------------------------
+
+
+def all_named(x: Tensor, w: Tensor, name: str = "a") -> Tensor:
+    for _ in range(3):
+        x = checkpoint_name(torch.tanh(x @ w), name)
+    return x
+
+
+def test_nothing_runs_again_where_all_is_named() -> None:
+    x, w = rand(3, 3), rand(3, 3, seed=1)
+    wrapped = remat(all_named, policy=NAMES)
+    for _ in range(3):
+        _, again = run(wrapped, x, w)
+        assert again["aten.tanh"] == 0 and again["aten.mm"] == 6  # the derivatives
+    with gc_disabled():
+        assert held_bytes(wrapped, x, w) == held_bytes(all_named, x, w)
+
+
+def test_a_name_that_is_missing_is_noticed() -> None:
+    x, w = rand(3, 3), rand(3, 3, seed=1)
+    expected, _ = run(all_named, x, w)
+    wrapped = remat(all_named, policy=NAMES)
+    counts = []
+    for name in ("a", "a", "other", "other", "a", "a", "other", "other"):
+        values, again = run(wrapped, x, w, name)
+        assert all(map(torch.equal, values, expected))
+        counts.append(again["aten.tanh"])
+    # The last tanh is the result, which nobody has to make again for others; each time it is known what to do.
+    assert counts[:2] == [0, 0] == counts[4:6] and counts[3] == counts[6] == counts[7] > 0
+
+
+def test_a_named_value_is_changed_in_place() -> None:
+    def fn(x: Tensor, w: Tensor, change: bool) -> Tensor:
+        h = checkpoint_name(torch.exp(x @ w), "a")
+        if change:
+            h = checkpoint_name(h.clone(), "b")
+            h.mul_(2)
+        return checkpoint_name(torch.tanh(checkpoint_name(h @ w, "a")), "b")
+
+    x, w = rand(3, 3), rand(3, 3, seed=1)
+    wrapped = remat(fn, policy=NAMES)
+    for change in (False, False, True, True, False):
+        for value, plain in zip(run(wrapped, x, w, change)[0], run(fn, x, w, change)[0], strict=True):
+            assert torch.equal(value, plain)
+
+
+def test_a_value_that_nobody_saves_is_not_held() -> None:
+    peaks: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = checkpoint_name(x + 1, "a")  # saves nothing
+        return checkpoint_name(x.exp(), "b")
+
+    x = rand(64, 64)
+    wrapped = remat(fn, policy=NAMES)
+    for _ in range(2):
+        peaks.append(peak_bytes(wrapped, x))
+    assert peaks[1] <= peaks[0] and peaks[1] <= 4 * x.nbytes
+
+
+def test_what_holds_who_knows_what_is_not_remembered() -> None:
+    def fn(x: Tensor, generator: torch.Generator | None) -> Tensor:
+        return torch.sin(x) * torch.rand(3, generator=generator)
+
+    x = rand(3)
+    for generator, count in ((torch.Generator(), 0), (None, 1)):
+        run(remat(fn, policy=policies.save_matmuls), x, generator)
+        found = [programs for by_policy in _memory._programs.values() for programs in by_policy.values()]
+        assert sum(len(programs.known) for programs in found) == count
+
+
+def test_few_are_remembered() -> None:
+    x = rand(3)
+    wrapped = remat(lambda x, factor: torch.sin(x) * factor, policy=policies.save_matmuls)
+    for factor in range(30):
+        run(wrapped, x, float(factor))
+    found = [programs for by_policy in _memory._programs.values() for programs in by_policy.values()]
+    assert 1 < sum(len(programs.known) for programs in found) < 10
