@@ -101,7 +101,7 @@ class Frame:
         found = self.known.get(id(tensor))
         if found is not None:
             kept, i = found
-            if _torch.is_unchanged(tensor, kept.versions[i]):
+            if _torch.version(tensor) == kept.versions[i]:
                 self.slots.append(None)
                 return found
         elif _torch.is_wrapped(tensor):
@@ -147,7 +147,7 @@ class Frame:
             kept, i = packed
             if not kept.packed and not kept.changed:
                 tensor = kept.tensors[i]
-                if _torch.is_unchanged(tensor, kept.versions[i]):
+                if _torch.version(tensor) == kept.versions[i]:
                     return tensor
             return self._as_reader(kept.get, i)
         if not isinstance(packed, Slot):
@@ -159,7 +159,7 @@ class Frame:
             group.take(packed)
         if value is None:
             value = self._as_reader(self._filled, packed)
-        if not _torch.is_unchanged(value, packed.version) or (packed.first and packed.has_changed()):
+        if _torch.version(value) != packed.version or (packed.first and packed.has_changed()):
             raise MutationError(
                 f"A captured tensor, or one that the region made, {fingerprint(value, 'metadata')}, was saved for the "
                 f"backward and then changed in place. This is an error without remat too, unless saved-tensor hooks "

@@ -23,7 +23,7 @@ from ._state import own_work, state
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region; a first run that finds something out is given up and started again."""
-    kinds = _torch.transform_kinds()
+    kinds = tuple([interpreter.key() for interpreter in _torch.interpreter_stack() or ()])
     if _torch.TransformType.Functionalize in kinds:
         return fn(*args, **kwargs)  # a trace is taken
     region = Region(fn, args, kwargs, options, memory)

@@ -48,7 +48,7 @@ class Kept:
         self.tensors: list[torch.Tensor | None] = list(tensors)
         self.name = name
         self.changing = changing
-        self.versions = _torch.versions(tensors)
+        self.versions = _versions(tensors)
         self.requires_grad = tuple(map(_requires_grad, tensors))
         self.leaf = tuple(map(_is_leaf, tensors))
         self.packed: dict[int, Handed] = {}  # what hooks around the region took over
@@ -102,7 +102,7 @@ class Kept:
         if self.grads is not None:
             self.accumulated = self.grads != _gradients(self.tensors)
             self.grads = None
-        versions = _torch.versions(self.tensors)  # type: ignore[arg-type]  # none has been let go of yet
+        versions = _versions(self.tensors)
         if versions == self.versions and not self.copies and not self.packed:
             return
         for i, (tensor, version) in enumerate(zip(self.tensors, versions)):
@@ -184,7 +184,7 @@ class Kept:
 
     def all_again(self) -> list[torch.Tensor]:
         """All of them for a run again."""
-        if self.packed or self.duals or self.changed or _torch.versions(self.tensors) != self.versions:  # type: ignore[arg-type]
+        if self.packed or self.duals or self.changed or _versions(self.tensors) != self.versions:
             return [self.again(i) for i in range(len(self))]
         return list(map(_cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
 
@@ -202,9 +202,6 @@ class Kept:
         if self.accumulated or i in self.duals or i in self.packed or i in self.changed or tensor is None:
             return self.again(i)
         return tensor
-
-
-NONE_KEPT = Kept([], str, set())
 
 
 def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
@@ -239,3 +236,13 @@ def _gradients(tensors: Sequence[Any]) -> list[tuple[int, int]]:
     """The identity and version of each leaf's ``.grad``."""
     grads = (t.grad for t in tensors if t.requires_grad and t.is_leaf)
     return [(0, 0) if g is None else (id(g), _torch.version(g)) for g in grads]
+
+
+def _versions(tensors: Sequence[Any]) -> list[int]:
+    try:
+        return list(map(_torch.raw_version, tensors))
+    except RuntimeError:
+        return [_torch.version(tensor) for tensor in tensors]
+
+
+NONE_KEPT = Kept([], str, set())

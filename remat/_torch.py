@@ -6,7 +6,7 @@ exist, so a new torch release that moves one fails in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -81,21 +81,7 @@ def version(tensor: torch.Tensor) -> int:
         return -1
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The version counters of several."""
-    try:
-        return list(map(version_of_saved, tensors))
-    except RuntimeError:
-        return [version(tensor) for tensor in tensors]
-
-
-def is_unchanged(tensor: torch.Tensor, before: int) -> bool:
-    """Whether a tensor has the version that it had."""
-    return before in (-1, tensor._version)
-
-
-# These two are asked of each saved tensor, and make no Python frame. Autograd saves no inference tensor.
-version_of_saved = attrgetter("_version")
+raw_version = attrgetter("_version")  # of many tensors, without a Python frame for each; inference tensors raise
 view_base = attrgetter("_base")  # what a view is a view of: a saved view of a region's input needs no recompute
 
 
@@ -120,13 +106,8 @@ current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 all_interpreters = _pyfunctorch.retrieve_all_functorch_interpreters
 
 
-def transform_kinds() -> tuple[Any, ...]:
-    """The kinds of the active levels, the bottom one first; without the Python objects that stand for levels."""
-    return tuple([interpreter.key() for interpreter in _interpreters() or ()])
-
-
 top_interpreter = torch._C._functorch.peek_interpreter_stack
-_interpreters = torch._C._functorch.get_interpreter_stack
+interpreter_stack = torch._C._functorch.get_interpreter_stack  # without the Python objects that stand for levels
 without_levels = _pyfunctorch.temporarily_clear_interpreter_stack
 TransformType = torch._C._functorch.TransformType
 current_level = torch._C._functorch.maybe_current_level

@@ -1255,3 +1255,20 @@ class TestErrors:
             grad(out, x)
         assert caught.type is kind or issubclass(caught.type, RuntimeError)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_an_inference_tensor_goes_into_a_region_in_a_region(made: str) -> None:
+    """It has no version, and the hooks of the outer region are given it."""
+
+    def ones() -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.ones(3)
+
+    given = ones()
+    scale = lambda x, c: (x * 2).sin() * c.shape[0]
+    fn = lambda inner: lambda x: inner(x.exp(), given if made == "outside" else ones()).cos()
+    x = torch.rand(3, requires_grad=True)
+    (expected,) = torch.autograd.grad(fn(scale)(x).sum(), x)
+    (found,) = torch.autograd.grad(remat(fn(remat(scale)))(x).sum(), x)
+    assert torch.equal(found, expected)
