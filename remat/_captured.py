@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ._classes import ClassReads, call_reads, class_reads, slots
 from ._code import CACHE, is_library, reads, wrapped
+from ._contents import copy_dict
 from ._generators import is_generator
 from ._places import (
     MISSING,
@@ -32,7 +33,7 @@ from ._places import (
     PartialArgs,
     Place,
 )
-from ._walk import Containers, Found, Visit, visits
+from ._walk import Containers, Found, Visit, own, visits
 
 __all__ = ["NOTHING", "Found", "find"]
 
@@ -59,6 +60,10 @@ def _reads_libraries_alone(fn: FunctionType) -> bool:
 
 class _Walk(Containers):
     """One breadth-first search: every object is visited once, and tuples once per place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded: set[int] = set()  # modules whose parameters are not the region's to keep
 
     def run(self) -> Found:
         seen, found, tensor, tuple_ = self.seen, self.places, _Walk.tensor, _Walk.tuple
@@ -198,7 +203,11 @@ class _Walk(Containers):
 
     def module(self, module: nn.Module, place: Place) -> None:
         state, seen, queue = module.__dict__, self.seen, self.queue
-        for held in (state.get("_parameters"), state.get("_buffers")):
+        cls: Any = type(module)
+        if _is_sharded(cls):
+            self.sharded.update(map(id, module.modules()))
+        sharded = id(module) in self.sharded
+        for held in (None if sharded else state.get("_parameters"), state.get("_buffers")):
             # Two modules may share it; TorchScript keeps something else there.
             if held and id(held) not in seen and isinstance(held, dict):
                 seen.add(id(held))
@@ -215,13 +224,17 @@ class _Walk(Containers):
             del names[: len(_BASE_STATE)]
         for name in names:
             visit = visits[type(state[name])]
-            if visit is not None and name not in _BASE_STATE:
+            if visit is not None and name not in _BASE_STATE and not (sharded and visit is _Walk.tensor):
                 queue.append((visit, state[name], Attribute(state, name, place)))
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             if state.get(name):
                 self.see(state[name], Attribute(state, name, place))
-        self.contents.append((state, state.copy(), place))
-        cls: Any = type(module)
+        if not sharded:
+            self.contents.append((state, state.copy(), place))
+        if not sharded and (own(cls) or issubclass(cls, _CONTAINERS)):  # code may add to these
+            for name in ("_parameters", "_buffers", "_modules"):
+                if isinstance(held := state.get(name), dict):
+                    self.contents.append((held, copy_dict(held), Attribute(state, name, place)))
         if (read := call_reads(cls)) is not None:
             self.of_class(read, place)
 
@@ -239,11 +252,18 @@ class _Walk(Containers):
         self.of_class(call_reads(cls), place)
 
 
+@functools.lru_cache(CACHE)
+def _is_sharded(cls: Any) -> bool:
+    """Whether FSDP says, in each run, what the modules below hold: it frees and exchanges their parameters."""
+    return any(base.__module__.startswith("torch.distributed.fsdp") for base in cls.__mro__)
+
+
 _DATA = frozenset([_Walk.tensor, _Walk.dict, _Walk.list, _Walk.tuple, _Walk.set, _Walk.context])
 _NAMED = frozenset([_Walk.namespace, _Walk.module, _Walk.instance])
 _WHEN_CALLED = ("__init__", "__call__", "forward")  # of a class; the last one by `autograd.Function.apply`
 _DEFAULTS = FunctionType.__dict__["__defaults__"]
 _KWDEFAULTS = FunctionType.__dict__["__kwdefaults__"]
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList, nn.Sequential)
 _BASE_STATE = list(vars(nn.Module()))  # read by name, or not by a forward
 
 

@@ -93,6 +93,7 @@ class Frame:
         self.known = {}
         self.operands.close()
         self.consts.close()
+        self.consts.forget_histories()
         if self.record is not None:
             self.record.close()
         return result
@@ -149,7 +150,7 @@ class Frame:
                 tensor = kept.tensors[i]
                 if _torch.version(tensor) == kept.versions[i]:
                     return tensor
-            return self._as_reader(kept.get, i)
+            return self._as_reader(kept.saved, i)
         if not isinstance(packed, Slot):
             return self._as_reader(packed)
         value = packed.value
@@ -180,15 +181,16 @@ class Frame:
     def _filled(self, wanted: Slot) -> torch.Tensor:
         """Run the region again. Outside of a backward pass only the wanted slot gets its value, for the moment."""
         with self.lock:
-            if wanted.value is not None:
-                return wanted.value  # another thread has run it
+            value = wanted.value
+            if value is not None:
+                return value  # another thread has run it
             running = current_scope()
             alive = [None if ref is None or (slot := ref()) is None or slot.residual else slot for ref in self.slots]
             if running is None:
                 alive = [slot if slot is wanted else None for slot in alive]
-            filler = Filler(self, alive)
+            filler = Filler(self, alive, wanted)
             filler.run()
-            value = wanted.value
+            value = filler.value
             if value is None:
                 raise RecomputeMismatchError(filler.too_few())
             if running is None:

@@ -14,6 +14,7 @@ from . import _torch
 from ._bottom import Call
 from ._hooks import is_hooks_refusal
 from ._intercept import FoundCaptured, Search, made_inside
+from ._left_behind import check_left_behind
 from ._levels import NeedsLevel, apply
 from ._memory import Memory
 from ._options import Options
@@ -40,7 +41,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                 with own_work():
                     outs = apply(region, operands, record)
                     draws = _draws(region)
-                    region.check_left_behind(outs)
+                    check_left_behind(region, outs)
                 if draws:
                     memory.known.draws = True
                 elif search.ends():

@@ -16,6 +16,7 @@ import torch.autograd.forward_ad as fwAD
 from torch.utils.hooks import RemovableHandle
 
 from . import _offload, _torch
+from ._determinism import checksum
 from ._errors import MutationError
 from ._handed import Handed, Hooks
 from ._hooks import drop_gradient_hooks
@@ -41,7 +42,7 @@ class Kept:
 
     __slots__ = (
         "accumulated", "changed", "changing", "copies", "duals", "grads", "hooks", "leaf", "name", "packed",
-        "requires_grad", "tensors", "versions",
+        "requires_grad", "sums", "tensors", "versions",
     )  # fmt: skip
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:
@@ -49,11 +50,13 @@ class Kept:
         self.name = name
         self.changing = changing
         self.versions = _versions(tensors)
+        # Inference tensors have no version, so what they hold is compared.
+        self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
         self.requires_grad = tuple(map(_requires_grad, tensors))
         self.leaf = tuple(map(_is_leaf, tensors))
         self.packed: dict[int, Handed] = {}  # what hooks around the region took over
         self.copies: dict[int, torch.Tensor] = {}
-        self.changed: dict[int, None] = {}  # the region itself has changed them
+        self.changed: dict[int, bool] = {}  # by the region itself; whether without a trace in the version counter
         self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
         self.grads: list[tuple[int, int]] | None = None
         self.hooks = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
@@ -115,19 +118,27 @@ class Kept:
                     f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
                 )
             else:
-                self.changed[i] = None
+                self.changed[i] = False
                 self.changing.add(self.name(i))
                 self.versions[i] = version
             if i in self.packed:
-                self.tensors[i] = None
+                if not self.changed.get(i):
+                    self.tensors[i] = None
                 if isinstance(offloaded := self.packed[i].packed, Offloaded):
                     offloaded.settle()
+
+    def forget_histories(self) -> None:
+        """Of captured tensors: theirs may lead to regions that ran before, which captured others, and so on."""
+        if not all(self.leaf):
+            for i, tensor in enumerate(self.tensors):
+                if tensor is not None and not self.leaf[i]:
+                    self.tensors[i] = _cut(tensor, self.requires_grad[i], leaf=False)
 
     def _settle(self, i: int, tensor: torch.Tensor) -> None:
         """Drop the copy of a tensor that did not change, or keep it where finding out would wait for the device."""
         copy = self.copies.get(i)
         if copy is not None and (tensor.device.type != "cpu" or _may_differ(copy, tensor)):
-            self.changed[i] = None
+            self.changed[i] = True
         else:
             self.copies.pop(i, None)
 
@@ -152,6 +163,16 @@ class Kept:
             return self.packed[i].get()
         return self.checked(i, self.tensors[i])
 
+    def saved(self, i: int) -> torch.Tensor:
+        """What autograd has saved, the i-th tensor: it doesn't see either what changes without a trace."""
+        if not self.changed.get(i):
+            return self.get(i)
+        tensor = self.tensors[i]
+        assert tensor is not None
+        if _torch.version(tensor) != self.versions[i]:
+            raise MutationError(self.message(i))
+        return tensor
+
     def checked(self, i: int, tensor: Any) -> torch.Tensor:
         """``tensor``, which is or was the i-th, or its copy if the region itself changed it."""
         if i in self.changed:
@@ -163,9 +184,12 @@ class Kept:
             with _torch.without_levels():
                 copy = self.copies[i].clone()
             return lift(copy)
-        if _torch.version(tensor) != self.versions[i]:
+        if _torch.version(tensor) != self.versions[i] or (self.sums and not self._holds_the_same(i, tensor)):
             raise MutationError(self.message(i))
         return tensor
+
+    def _holds_the_same(self, i: int, tensor: torch.Tensor) -> bool:
+        return i not in self.sums or checksum(tensor) == self.sums[i]
 
     def message(self, i: int) -> str:
         return (
@@ -184,7 +208,7 @@ class Kept:
 
     def all_again(self) -> list[torch.Tensor]:
         """All of them for a run again."""
-        if self.packed or self.duals or self.changed or _versions(self.tensors) != self.versions:
+        if self.packed or self.duals or self.changed or self.sums or _versions(self.tensors) != self.versions:
             return [self.again(i) for i in range(len(self))]
         return list(map(_cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
 
@@ -193,7 +217,9 @@ class Kept:
         return {
             id(tensor): self.message(i)
             for i, tensor in enumerate(self.tensors)
-            if tensor is not None and i not in self.changed and _torch.version(tensor) != self.versions[i]
+            if tensor is not None
+            and i not in self.changed
+            and (_torch.version(tensor) != self.versions[i] or (self.sums and not self._holds_the_same(i, tensor)))
         }
 
     def captured_again(self, i: int) -> torch.Tensor:
@@ -201,13 +227,15 @@ class Kept:
         tensor = self.tensors[i]
         if self.accumulated or i in self.duals or i in self.packed or i in self.changed or tensor is None:
             return self.again(i)
-        return tensor
+        if tensor.requires_grad is self.requires_grad[i]:
+            return tensor
+        return _cut(tensor, self.requires_grad[i], self.leaf[i])  # it was frozen since, or the other way round
 
 
 def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
     """What is not a leaf stays none: regions inside tell from it what to keep, in each run the same."""
     if not requires_grad:
-        return tensor
+        return tensor.detach() if tensor.requires_grad else tensor
     cut = tensor.detach().requires_grad_()
     if leaf:
         return cut

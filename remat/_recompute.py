@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +26,13 @@ if TYPE_CHECKING:
 class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
-    __slots__ = ("check", "count", "difference", "ending", "frame", "last", "root", "slots", "stopped")
+    __slots__ = (
+        "check", "count", "difference", "ending", "frame", "last", "root", "slots", "stopped", "value", "wanted",
+    )  # fmt: skip
 
-    def __init__(self, frame: Frame, slots: list[Slot | None]) -> None:
+    def __init__(self, frame: Frame, slots: list[Slot | None], wanted: Slot) -> None:
+        self.wanted = wanted
+        self.value: torch.Tensor | None = None  # of the wanted slot, which another thread may empty
         self.frame = frame
         self.root = frame.region.root
         self.check = frame.check
@@ -60,6 +65,8 @@ class Filler:
         contexts: list[Any] = []
         if _torch.transforms_active():
             contexts.append(_torch.without_levels())
+        if _torch.batched_backward_depth():
+            contexts.append(_outside_of_batched_backward())
         if not _torch.is_torch_function_enabled():
             contexts.append(_torch.torch_function_enabled())
         if _torch.hooks_disabled_message() is not None:
@@ -124,6 +131,8 @@ class Filler:
                 self.root.replay.late.fill([value])
             slot.version = _torch.version(value)
             slot.value = value  # last, as another thread may be waiting for it
+            if slot is self.wanted:
+                self.value = value
         # With a log, the operation that comes next tells more.
         if self.difference is not None and (self.frame.log is None or index >= self.last):
             raise RecomputeMismatchError(self.difference)
@@ -168,6 +177,16 @@ class Filler:
             f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} when "
             f"it was run again. {_ADVICE}"
         )
+
+
+@contextmanager
+def _outside_of_batched_backward() -> Iterator[None]:
+    depth = _torch.batched_backward_depth()
+    _torch.set_batched_backward_depth(0)
+    try:
+        yield
+    finally:
+        _torch.set_batched_backward_depth(depth)
 
 
 _ADVICE = (

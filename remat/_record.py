@@ -110,7 +110,7 @@ class Record(Keeping):
             self.lines.setdefault(made, line)
             entry, verdict = self.log[made], self.saveable.get(value, Verdict.RECOMPUTE)
             func = entry.key[0]
-            if _is_judged(entry.result, facts_of(func)):
+            if self._judge.by_name and _is_judged(entry.result, facts_of(func)):
                 asked = self._questions.get(made, (None, func, (), {}))
                 verdict = self._judge.on(asked, frozenset(self.names[value]))
             self._decide(value, verdict)

@@ -15,11 +15,10 @@ import torch
 
 from . import _torch, _tree
 from ._ambient import Ambient
-from ._arguments import take_apart, without_plain
+from ._arguments import take_apart
 from ._captured import NOTHING, Found, find
 from ._contents import is_put_back, snapshots
 from ._engine import mark
-from ._errors import CaptureError
 from ._intercept import Interceptor, made_inside
 from ._kept import NONE_KEPT, Kept
 from ._memory import Memory
@@ -126,6 +125,16 @@ class Region:
         self.places, self.bindings, self.captured = places, bindings, captured
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.known.changing)
         self.consts.watch_gradients()
+        if not self.kinds and not all(self.consts.leaf):
+            self._forget_histories(found)
+
+    def _forget_histories(self, found: Found) -> None:
+        """What is put back for a run again holds values alone, see ``Kept.forget_histories``; places have the rest."""
+        copies = {id(held): copy for held, copy, _ in self.contents}
+        for place, value in found.places:
+            if isinstance(value, torch.Tensor) and not value.is_leaf and id(place.holder) in copies:
+                copies[id(place.holder)][place.key] = value.detach()
+        self.cells = [(cell, t.detach() if isinstance(t, torch.Tensor) else t) for cell, t in self.cells]
 
     def _new_record(self, tensors: Iterable[torch.Tensor]) -> Record | None:
         """The record of the first run, unless nothing will be kept."""
@@ -144,30 +153,6 @@ class Region:
         suspects = {} if self.watch is None else self.watch.suspects
         self.watch = None
         return suspects
-
-    def check_left_behind(self, outs: Sequence[torch.Tensor]) -> None:
-        """After a first run: tensors that leave the function in another way than as results have lost their levels.
-
-        Raises:
-            CaptureError: it left one behind that a transform differentiates.
-        """
-        transform = _torch.TransformType
-        if self.watch is None or (self.kinds and transform.Grad not in self.kinds and transform.Jvp not in self.kinds):
-            return  # what vmap leaves behind is of no use without remat either
-        assert self.ambient is not None
-        if any(map(self.watch.has_lost, self.ambient.cached_since())):
-            raise CaptureError(
-                "A region under torch.func was the first to read a parametrized weight in `parametrize.cached()`, "
-                "where its derivatives would be lost. Read it before, as in `module.weight`, or leave the cache."
-            )
-        known = {id(t) for t in (*outs, *self.operands())}
-        values = [*self.given.searched(), *without_plain(value for _, value in self.outputs.entries)]
-        for place, value in find(self.fn, *values).places:
-            if isinstance(value, torch.Tensor) and id(value) not in known and self.watch.has_lost(value):
-                raise CaptureError(
-                    f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {place.path}, where its "
-                    f"derivatives would be lost. Return it from the function, or leave `.detach()` of it behind."
-                )
 
     def operands(self) -> list[torch.Tensor]:
         """The operands, as the caller of the region knows them."""

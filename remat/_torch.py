@@ -85,6 +85,18 @@ raw_version = attrgetter("_version")  # of many tensors, without a Python frame 
 view_base = attrgetter("_base")  # what a view is a view of: a saved view of a region's input needs no recompute
 
 
+def batched_backward_depth() -> int:
+    """How many ``torch.autograd.grad(..., is_grads_batched=True)`` run: they forbid random operations."""
+    torch._C._vmapmode_increment_nesting()
+    return torch._C._vmapmode_decrement_nesting()
+
+
+def set_batched_backward_depth(depth: int) -> None:
+    """A run again is part of none of them."""
+    while (now := batched_backward_depth()) != depth:
+        torch._C._vmapmode_increment_nesting() if now < depth else torch._C._vmapmode_decrement_nesting()
+
+
 # --- forward-mode levels ------------------------------------------------------------------------------------------
 
 

@@ -32,12 +32,22 @@ every_policy = pytest.mark.parametrize("policy", POLICIES)
 pytestmark = pytest.mark.filterwarnings("ignore:The policy of a rematerialized function mentions the name")
 
 
+def forget() -> None:
+    """All that is known of code."""
+    _memory._of_codes.clear()
+
+
+def remembered() -> list[Any]:
+    """What first runs of code did."""
+    return [programs for _, known in _memory._of_codes.values() for programs in known.programs.values()]
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_known() -> Iterator[None]:
     """Functions of tests share their code."""
-    _memory._programs.clear()
+    forget()
     yield
-    _memory._programs.clear()
+    forget()
 
 
 def run(fn: Callable, *args: Any) -> tuple[list[Tensor], Counter[str]]:
@@ -56,9 +66,9 @@ def check(fn: Callable, policy: str, calls: list[tuple]) -> None:
     """
     expected = []
     for args in calls:
-        _memory._programs.clear()
+        forget()
         expected.append(run(remat(fn, policy=POLICIES[policy]), *args)[1])
-    _memory._programs.clear()
+    forget()
     wrapped = remat(fn, policy=POLICIES[policy])
     more = []
     for args, counts in zip(calls, expected):
@@ -243,8 +253,7 @@ def test_what_holds_who_knows_what_is_not_remembered() -> None:
     x = rand(3)
     for generator, count in ((torch.Generator(), 0), (None, 1)):
         run(remat(fn, policy=policies.save_matmuls), x, generator)
-        found = [programs for by_policy in _memory._programs.values() for programs in by_policy.values()]
-        assert sum(len(programs.known) for programs in found) == count
+        assert sum(len(programs.known) for programs in remembered()) == count
 
 
 def test_few_are_remembered() -> None:
@@ -252,8 +261,7 @@ def test_few_are_remembered() -> None:
     wrapped = remat(lambda x, factor: torch.sin(x) * factor, policy=policies.save_matmuls)
     for factor in range(30):
         run(wrapped, x, float(factor))
-    found = [programs for by_policy in _memory._programs.values() for programs in by_policy.values()]
-    assert 1 < sum(len(programs.known) for programs in found) < 10
+    assert 1 < sum(len(programs.known) for programs in remembered()) < 10
 
 
 def test_dynamo_leaves_the_modes_alone() -> None:

@@ -1,0 +1,44 @@
+"""Tensors that leave a region in another way than as results, where a transform loses their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import _torch
+from ._arguments import without_plain
+from ._captured import find
+from ._errors import CaptureError
+from ._places import Place
+
+
+def check_left_behind(region: Any, outs: Sequence[torch.Tensor]) -> None:
+    """After a first run under torch.func: only results are wrapped for the levels again.
+
+    Raises:
+        CaptureError: the function left a tensor behind that a transform differentiates.
+    """
+    transform, watch, kinds = _torch.TransformType, region.watch, region.kinds
+    if watch is None or (kinds and transform.Grad not in kinds and transform.Jvp not in kinds):
+        return  # what vmap leaves behind is of no use without remat either
+    if any(map(watch.has_lost, region.ambient.cached_since())):
+        raise CaptureError(
+            "A region under torch.func was the first to read a parametrized weight in `parametrize.cached()`, "
+            "where its derivatives would be lost. Read it before, as in `module.weight`, or leave the cache."
+        )
+    known = {id(t) for t in (*outs, *region.operands())}
+    values = [*region.given.searched(), *without_plain(value for _, value in region.outputs.entries)]
+    for place, value in find(region.fn, *values).places:
+        lost = isinstance(value, torch.Tensor) and id(value) not in known and watch.has_lost(value)
+        if lost and not _is_made_anew(place):
+            raise CaptureError(
+                f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {place.path}, where its "
+                f"derivatives would be lost. Return it from the function, or leave `.detach()` of it behind."
+            )
+
+
+def _is_made_anew(place: Place) -> bool:
+    """Whether it is the list of an LSTM's or GRU's parameters, which each call makes anew where they have changed."""
+    return getattr(place.up, "key", None) == "_flat_weights"
