@@ -22,6 +22,7 @@ from ._handed import Handed, Hooks
 from ._hooks import drop_gradient_hooks
 from ._offload import Group, Offloaded
 from ._parts import is_dual, lift
+from ._state import alias
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
@@ -132,7 +133,7 @@ class Kept:
         if not all(self.leaf):
             for i, tensor in enumerate(self.tensors):
                 if tensor is not None and not self.leaf[i]:
-                    self.tensors[i] = _cut(tensor, self.requires_grad[i], leaf=False)
+                    self.tensors[i] = alias(tensor)
 
     def _settle(self, i: int, tensor: torch.Tensor) -> None:
         """Drop the copy of a tensor that did not change, or keep it where finding out would wait for the device."""
@@ -227,9 +228,11 @@ class Kept:
         tensor = self.tensors[i]
         if self.accumulated or i in self.duals or i in self.packed or i in self.changed or tensor is None:
             return self.again(i)
-        if tensor.requires_grad is self.requires_grad[i]:
-            return tensor
-        return _cut(tensor, self.requires_grad[i], self.leaf[i])  # it was frozen since, or the other way round
+        if tensor.requires_grad is not self.requires_grad[i]:  # it was frozen since, or has no history any more
+            tensor = _cut(tensor, self.requires_grad[i], self.leaf[i])
+            if not self.leaf[i]:
+                self.tensors[i] = tensor  # by which ``stale`` knows it
+        return tensor
 
 
 def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
