@@ -71,9 +71,10 @@ class Frame:
         self.outer = _torch.top_hooks(True)
         if self.outer is not None:
             owner = getattr(self.outer[0], "__self__", None)
-            which = _made_by_an_outer_region if isinstance(owner, (Frame, Filler)) else _has_history
-            self.operands.hand_over(self.outer)
-            self.consts.hand_over(self.outer, None if getattr(owner, "takes_all", False) else which)
+            in_region = isinstance(owner, (Frame, Filler))
+            which = _made_by_an_outer_region if in_region else _has_history
+            self.operands.hand_over(self.outer, to_region=in_region)
+            self.consts.hand_over(self.outer, None if getattr(owner, "takes_all", False) else which, in_region)
         elif self.options.offload_inputs and not self.region.root.kinds:  # torch.func's levels keep their inputs
             self.operands.offload()
         if self.record is not None:

@@ -60,6 +60,20 @@ class Handed:
             return tensor if self._stride is None else _laid_out(tensor, self._stride)
 
 
+class HandedToRegion:
+    """The same where the hooks are those of a region around: they give back what they were given."""
+
+    __slots__ = ("_unpack", "packed")
+
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks) -> None:
+        pack, self._unpack = hooks
+        self.packed = pack(tensor)
+
+    def get(self) -> torch.Tensor:
+        """The tensor."""
+        return self._unpack(self.packed)
+
+
 def _unpacks_once(unpack: Any) -> bool:
     """Whether a hook is that of ``torch.utils.checkpoint``, which raises when a tensor is asked for twice."""
     return getattr(unpack, "__module__", None) == "torch.utils.checkpoint"

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from . import _offload, _torch
 from ._determinism import checksum
 from ._errors import MutationError
-from ._handed import Handed, Hooks
+from ._handed import Handed, HandedToRegion, Hooks
 from ._hooks import drop_gradient_hooks
 from ._offload import Group, Offloaded
 from ._parts import is_dual, lift
@@ -55,7 +55,7 @@ class Kept:
         self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
         self.requires_grad = tuple(map(_requires_grad, tensors))
         self.leaf = tuple(map(_is_leaf, tensors))
-        self.packed: dict[int, Handed] = {}  # what hooks around the region took over
+        self.packed: dict[int, Handed | HandedToRegion] = {}  # what hooks around the region took over
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: dict[int, bool] = {}  # by the region itself; whether without a trace in the version counter
         self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
@@ -84,11 +84,14 @@ class Kept:
 
     # --- during the first run ---------------------------------------------------------------------------------------
 
-    def hand_over(self, hooks: Hooks, which: Callable[[torch.Tensor], bool] | None = None) -> None:
+    def hand_over(
+        self, hooks: Hooks, which: Callable[[torch.Tensor], bool] | None = None, to_region: bool = False
+    ) -> None:
         """Let the saved-tensor hooks around the region keep these tensors, as they keep what autograd saves."""
+        kind = HandedToRegion if to_region else Handed
         for i, tensor in enumerate(self.tensors):
             if tensor is not None and (which is None or which(tensor)):
-                self.packed[i] = Handed(tensor, hooks)
+                self.packed[i] = kind(tensor, hooks)
 
     def offload(self) -> None:
         """Let what was computed wait in host memory, as long as nobody else keeps it on its device."""
