@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from benchmarks.measure import gc_disabled
 
 
 def pytest_configure() -> None:
@@ -24,3 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seed() -> None:
     """The same random numbers in every test, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def collector_off() -> Iterator[None]:
+    """One collection for all tests of a file, not one for each measurement."""
+    with gc_disabled():
+        yield

@@ -6,12 +6,11 @@ What fairscale's documentation promises is the reference. Where fairscale itself
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import inspect
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,13 +42,7 @@ def fairscale() -> Any:
     return pytest.importorskip(FAIRSCALE)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_gc() -> Iterator[None]:
-    """Off for all tests, as each measurement would collect first."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("collector_off")
 
 
 def is_original(lib: Any) -> bool:

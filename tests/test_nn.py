@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import io
 import pickle
@@ -25,13 +24,7 @@ from remat import CaptureError, PolicyError, checkpoint_name, disable_remat, is_
 RUNS: list[bool] = []
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_gc() -> Iterator[None]:
-    """Off for all tests, as each measurement would collect first."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("collector_off")
 
 
 class Block(nn.Module):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 
-from benchmarks.measure import gc_disabled
 from benchmarks.policies import CASES, TRANSFORMS, Case, Figures, Row, Sizes, plain, program, table
 from remat import remat
 
@@ -21,11 +19,7 @@ LINEAR = 2 * POSITIONS * WIDTH * WIDTH  # floating-point operations of one linea
 SCORES = 2 * BATCH * TIME * TIME * WIDTH  # and of one of the two products of attention
 
 
-@pytest.fixture(scope="module", autouse=True)
-def collector_off() -> Iterator[None]:
-    """One collection for all, not one for each measurement."""
-    with gc_disabled():
-        yield
+pytestmark = pytest.mark.usefixtures("collector_off")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +19,7 @@ import remat
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, leaked_bytes, peak_bytes
 from remat import PolicyError, is_recomputing, policies
 
-
-@pytest.fixture(autouse=True, scope="module")
-def no_gc() -> Iterator[None]:
-    """Off for all tests, as each measurement would collect first."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("collector_off")
 
 
 def plain(functions: Any) -> Callable:
