@@ -4,7 +4,7 @@ The loop is `loop_for_torch.py`. It is run as it is, and with `torch.utils.check
 import. The losses of all steps and the trained parameters must be the same, to the last bit. A table shows memory and
 time of a training step, from runs in turn.
 
-    python examples/migrate_from_torch.py            # about half a minute on two cores
+    python examples/migrate_from_torch.py            # about 15 seconds on two cores
     python examples/migrate_from_torch.py --quick    # a few seconds
 """
 
