@@ -115,9 +115,8 @@ class Record(Keeping):
                 verdict = self._judge.on(asked, frozenset(self.names[value]))
             self._decide(value, verdict)
             self._hold(value, part)
-            for sibling in (
-                entry.outs if value in self.saveable else ()
-            ):  # else the operation would have to run for them
+            # Otherwise the operation would have to run for its other results.
+            for sibling in entry.outs if value in self.saveable else ():
                 if sibling not in self.saveable and sibling not in self.names and sibling in self._siblings:
                     self._decide(sibling, verdict)
                     self._hold(sibling, self._siblings[sibling])
