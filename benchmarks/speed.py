@@ -1,4 +1,4 @@
-"""How long rematerialized programs take on one thread, against plain torch and against torch's own checkpoint.
+"""How long rematerialized programs take on one thread, against plain torch and against torch's own checkpoints.
 
     python -m benchmarks.speed [--json] [--seconds 8]
 
@@ -27,8 +27,10 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import policies
 from benchmarks.measure import gc_disabled
+from benchmarks.policies import MATMULS, MM, torch_selective
 from benchmarks.report import report, verdict
-from remat import remat
+from remat import checkpoint_name, remat
+from remat.policies import save_matmuls, save_only_these_names
 
 __all__ = ["CASES", "Case", "Measurement", "Side", "main"]
 
@@ -57,6 +59,13 @@ def layers(x: Tensor, *weights: Tensor) -> Tensor:
     return x
 
 
+def named_layers(x: Tensor, *weights: Tensor) -> Tensor:
+    """The same with a name for each result."""
+    for i, weight in enumerate(weights):
+        x = checkpoint_name(torch.tanh(x @ weight), f"layer{i}")
+    return x
+
+
 def arguments(width: int, depth: int) -> list[Tensor]:
     """An input and weights."""
     generator = torch.Generator().manual_seed(0)
@@ -69,9 +78,9 @@ def forward(width: int, depth: int) -> Step:
     return lambda: layers(*leaves)
 
 
-def by_autograd(wrap: Wrapper, width: int = 8, depth: int = 10) -> Step:
+def by_autograd(wrap: Wrapper, width: int = 8, depth: int = 10, inside: Fn = layers) -> Step:
     """The gradient of the layers in one region."""
-    fn = wrap(layers)
+    fn = wrap(inside)
     leaves = [t.requires_grad_() for t in arguments(width, depth)]
     return lambda: torch.autograd.grad(fn(*leaves).sum(), leaves)
 
@@ -229,6 +238,24 @@ CASES: tuple[Case, ...] = (
         side(block, "func.grad", remat),
         side(block, "autograd.grad", torch_checkpoint),
         limit=1.1,
+    ),
+    Case(
+        "small region, save_matmuls: remat / torch selective",
+        side(by_autograd, remat(policy=save_matmuls)),
+        side(by_autograd, torch_selective([MM])),
+        limit=0.45,
+    ),
+    Case(
+        "small region, names: remat / torch selective",
+        side(by_autograd, remat(policy=save_only_these_names("layer*")), 8, 10, named_layers),
+        side(by_autograd, torch_selective([torch.ops.aten.tanh.default])),
+        limit=0.35,
+    ),
+    Case(
+        "the block, save_matmuls: remat / torch selective",
+        side(block, "autograd.grad", remat(policy=save_matmuls)),
+        side(block, "autograd.grad", torch_selective(MATMULS)),
+        limit=0.98,
     ),
     Case(
         "6 layers 1024 wide: remat / (plain + a forward)",
