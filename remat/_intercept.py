@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import _torch
 from ._errors import CaptureError, MutationError
-from ._facts import tensors
+from ._facts import mapped, tensors
 from ._parts import requires_grad_somewhere
 from ._state import state
 from ._trace import Trace
@@ -186,15 +186,13 @@ class Interceptor(TorchFunctionMode):
         raise FoundCaptured(watch.region, tensor)
 
     def _swap(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) in self.swaps:
-                self.unused.discard(id(value))
-                return self.swaps[id(value)]
-        elif type(value) in (tuple, list):
-            return type(value)(map(self._swap, value))
-        elif type(value) is dict:
-            return {key: self._swap(v) for key, v in value.items()}
-        return value
+        return mapped(self._swapped, value)
+
+    def _swapped(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.swaps:
+            return tensor
+        self.unused.discard(id(tensor))
+        return self.swaps[id(tensor)]
 
 
 def _tensors_of(args: Any, kwargs: Any) -> Iterable[torch.Tensor]:

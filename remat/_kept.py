@@ -52,7 +52,9 @@ class Kept:
         self.changing = changing
         self.versions = _versions(tensors)
         # Inference tensors have no version, so what they hold is compared.
-        self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
+        self.sums: dict[int, int] = {}
+        if -1 in self.versions:
+            self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
         self.requires_grad = tuple(map(_requires_grad, tensors))
         self.leaf = tuple(map(_is_leaf, tensors))
         self.packed: dict[int, Handed | HandedToRegion] = {}  # what hooks around the region took over
@@ -98,7 +100,8 @@ class Kept:
         self.hand_over((functools.partial(Offloaded, group=Group()), Offloaded.get), _is_activation)
 
     def is_as_before(self, i: int, tensor: torch.Tensor) -> bool:
-        return _torch.version(tensor) == self.versions[i]
+        same = _torch.version(tensor) == self.versions[i]
+        return same and (i not in self.sums or checksum(tensor) == self.sums[i])
 
     def close(self) -> None:
         """After the first run: let go of what isn't needed.
@@ -171,11 +174,7 @@ class Kept:
         """What autograd has saved, the i-th tensor: it doesn't see either what changes without a trace."""
         if not self.changed.get(i):
             return self.get(i)
-        tensor = self.tensors[i]
-        assert tensor is not None
-        if _torch.version(tensor) != self.versions[i]:
-            raise MutationError(self.message(i))
-        return tensor
+        return self._unchanged(i, self.tensors[i])
 
     def checked(self, i: int, tensor: Any) -> torch.Tensor:
         """``tensor``, which is or was the i-th, or its copy if the region itself changed it."""
@@ -188,12 +187,12 @@ class Kept:
             with _torch.without_levels():
                 copy = self.copies[i].clone()
             return lift(copy)
-        if _torch.version(tensor) != self.versions[i] or (self.sums and not self._holds_the_same(i, tensor)):
+        return self._unchanged(i, tensor)
+
+    def _unchanged(self, i: int, tensor: Any) -> torch.Tensor:
+        if not self.is_as_before(i, tensor):
             raise MutationError(self.message(i))
         return tensor
-
-    def _holds_the_same(self, i: int, tensor: torch.Tensor) -> bool:
-        return i not in self.sums or checksum(tensor) == self.sums[i]
 
     def message(self, i: int) -> str:
         return (
@@ -221,9 +220,7 @@ class Kept:
         return {
             id(tensor): self.message(i)
             for i, tensor in enumerate(self.tensors)
-            if tensor is not None
-            and i not in self.changed
-            and (_torch.version(tensor) != self.versions[i] or (self.sums and not self._holds_the_same(i, tensor)))
+            if tensor is not None and i not in self.changed and not self.is_as_before(i, tensor)
         }
 
     def captured_again(self, i: int) -> torch.Tensor:

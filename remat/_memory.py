@@ -51,27 +51,32 @@ def memory_of(fn: Any) -> Memory:
     """The memory of a module, and of its methods; a new one for any other function."""
     if torch.compiler.is_compiling():  # then none is used, and Dynamo has no `id` for code
         return Memory(Known())
-    if not isinstance(fn, torch.nn.Module) and not isinstance(getattr(fn, "__self__", None), torch.nn.Module):
-        subject = _subject(fn, 0)
-        return Memory(Known() if subject is None else _known_of(subject))
-    owner = fn if isinstance(fn, torch.nn.Module) else fn.__self__
-    memory = _of_modules.get(owner)
+    module = _module_of(fn)
+    if module is None:
+        return Memory(_known_of(_subject(fn, 0)))
+    memory = _of_modules.get(module)
     if memory is None:
-        memory = _of_modules[owner] = Memory(Known())
+        memory = _of_modules[module] = Memory(Known())
     return memory
+
+
+def _module_of(fn: Any) -> torch.nn.Module | None:
+    """The module that a function is, or is a method of."""
+    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else None
 
 
 def _subject(fn: Any, depth: int) -> Any:
     """The module or code that a function is about: what small wrappers call, which may be made anew for each call."""
-    if isinstance(fn, torch.nn.Module) or depth == _DEPTH:
-        return fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__code__", None)
+    module = _module_of(fn)
+    if module is not None:
+        return module
+    code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
+    if depth == _DEPTH:
+        return code
     if isinstance(fn, functools.partial):
         held = [item for arg in fn.args for item in (arg if isinstance(arg, tuple) else (arg,))]
         return _first(held, depth) or _subject(fn.func, depth + 1)
-    owner = getattr(fn, "__self__", None)
-    if isinstance(owner, torch.nn.Module):
-        return owner
-    code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
     if code is None:
         return None
     cells = []
@@ -92,12 +97,14 @@ def _first(held: list[Any], depth: int) -> Any:
 _DEPTH = 4
 
 
-def _known_of(code: Any) -> Known:
-    if isinstance(code, torch.nn.Module):
-        return memory_of(code).known
-    entry = _of_codes.get(id(code))
+def _known_of(subject: Any) -> Known:
+    if subject is None:
+        return Known()
+    if isinstance(subject, torch.nn.Module):
+        return memory_of(subject).known
+    entry = _of_codes.get(id(subject))
     if entry is None:
         if len(_of_codes) >= CACHE:
             _of_codes.clear()
-        entry = _of_codes[id(code)] = code, Known()
+        entry = _of_codes[id(subject)] = subject, Known()
     return entry[1]

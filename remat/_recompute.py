@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +98,7 @@ class Filler:
                 raise
         finally:
             _torch.pop_hooks()
-            drop_gradient_hooks((*frame.consts.tensors, *(t for _, t, _ in root.fixed)), hooks)
+            drop_gradient_hooks(chain(frame.consts.tensors, (t for _, t, _ in root.fixed)), hooks)
             again, root.replay = root.replay, None
             root.log, root.trace, root.plan = None, trace, None
         if not self.stopped:
