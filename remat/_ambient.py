@@ -10,12 +10,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from itertools import repeat
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch.backends import cuda as sdpa
 
 from . import _torch
+from ._bulk import call
 from ._generators import accelerator, global_generators, with_state
 
 
@@ -25,13 +28,12 @@ class Ambient:
     Generators are read and set past the dispatcher: no torch.func level or mode matters to them.
     """
 
-    __slots__ = ("_devices", "_every", "_generators", "_settings", "_states", "_weights")
+    __slots__ = ("_devices", "_every", "_generators", "_settings", "_states")
     _settings: list[Any]
     _devices: tuple[torch.device, ...]
     _generators: tuple[Any, ...]
     _every: tuple[Any, ...] | None  # generators that matter, with these among them
     _states: tuple[Any, ...]  # theirs
-    _weights: tuple[int, dict]
 
     @classmethod
     def capture(
@@ -43,12 +45,11 @@ class Ambient:
         """The state of now; the generators of `devices` only where the backend has started."""
         self = cls.__new__(cls)
         self._settings = _read_settings()
-        self._weights = _torch.parametrization_cache()
         self._devices, self._generators, self._every, self._states = (), (), None, ()
         if preserve_rng_state:
             self._devices, self._generators = tuple(devices), tuple(map(with_state, generators))
             self._every = global_generators(self._devices) + self._generators
-            self._states = tuple([each.get_state() for each in self._every])
+            self._states = tuple(map(_get_state, self._every))
         return self
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
@@ -71,28 +72,36 @@ class Ambient:
             for each, state in self._pairs()
         )
 
-    def cached_since(self) -> list[torch.Tensor]:
+    def cached_since(self) -> list[Any]:
         """The weights of parametrized modules that were computed since, and are held for others to read."""
-        return [weight for key, weight in _torch.parametrization_cache()[1].items() if key not in self._weights[1]]
+        before, now = self._settings[_WEIGHTS], _torch.cached_weights()
+        if now is None:
+            return []
+        return [weight for key, weight in now.weights.items() if before is None or key not in before.weights]
 
     def rewind(self) -> None:
         """Sets what a run moves on, the generators and the cached weights, back to the captured state."""
-        _torch.set_parametrization_cache(self._weights)
-        pairs = self._pairs()
-        try:
-            for each, state in pairs:
-                each.set_state(state)
-        except BaseException:
-            _call_all((each.set_state, state) for each, state in pairs)
-            raise
+        _torch.set_cached_weights(self._settings[_WEIGHTS])
+        self._set_generators(_UNKNOWN)
 
-    def _put(self, now: list[Any]) -> None:
+    def _put(self, settings: list[Any], states: Iterable[Any]) -> None:
+        """Sets all of it, where these are the settings and the states of the generators now."""
         try:
-            if now != self._settings:
-                settings = zip(_settings(), now, self._settings, strict=True)
-                _call_all((put, new) for (_, put), old, new in settings if old != new)
+            if settings is not self._settings and settings != self._settings:
+                changes = zip(_settings()[1], settings, self._settings, strict=True)
+                _call_all((put, new) for put, old, new in changes if old != new)
         finally:
-            self.rewind()
+            self._set_generators(states)
+
+    def _set_generators(self, now: Iterable[Any]) -> None:
+        triples = zip(self._every or (), self._states, now)
+        try:
+            for each, state, moved in triples:
+                if state is not moved:
+                    each.set_state(state)
+        except BaseException:
+            _call_all((each.set_state, state) for each, state, _ in triples)
+            raise
 
 
 class _Restored:
@@ -108,8 +117,9 @@ class _Restored:
         # Read anew, and not only what was captured: a backend or NumPy may have come since.
         self.before = state.capture(state._devices, state._generators, state._every is not None)
         torch.autocast_increment_nesting()  # as torch.autocast: casts are not kept beyond the run
+        known = self.before._every is state._every
         try:
-            state._put(self.before._settings)
+            state._put(self.before._settings, self.before._states if known else _UNKNOWN)
         except BaseException:
             self.__exit__()
             raise
@@ -117,7 +127,7 @@ class _Restored:
     def __exit__(self, *exception: Any) -> None:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        self.before._put(_read_settings())
+        self.before._put(_read_settings(), _UNKNOWN)
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
@@ -135,6 +145,10 @@ def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
         raise
 
 
+_get_state = methodcaller("get_state")
+_UNKNOWN = repeat(object())  # states that may have moved
+_WEIGHTS = 0  # which of the settings the cached weights are
+
 _SDPA_SETTERS = (
     sdpa.enable_flash_sdp,
     sdpa.enable_mem_efficient_sdp,
@@ -145,8 +159,10 @@ _SDPA_SETTERS = (
 
 
 @cache
-def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], Any], ...]]:
+    """What reads each setting, and what sets it."""
     settings: list[tuple[Any, Any]] = [
+        (_torch.cached_weights, _torch.set_cached_weights),
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
         (_torch.device_mode, _torch.set_device_mode),
@@ -161,12 +177,13 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     for kind in ("cpu", *(device.type for device in accelerator())):
         if torch.amp.is_autocast_available(kind):
             settings += [(partial(get, kind), partial(put, kind)) for get, put in autocast]
-    return settings
+    gets, puts = zip(*settings)
+    return gets, puts
 
 
 @cache
 def _autocast_switches() -> list[int]:
-    gets = [getattr(get, "func", get) for get, _ in _settings()]
+    gets = [getattr(get, "func", get) for get in _settings()[0]]
     return [i for i, get in enumerate(gets) if get is torch.is_autocast_enabled]
 
 
@@ -175,7 +192,7 @@ _last_settings: list[Any] = []
 
 def _read_settings() -> list[Any]:
     global _last_settings
-    settings, last = [get() for get, _ in _settings()], _last_settings
+    settings, last = list(map(call, _settings()[0])), _last_settings
     if settings == last:  # they seldom change, so that most regions have the same list
         return last
     _last_settings = settings

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -33,13 +35,14 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
     return Metadata((tensor.dtype, tensor.shape, tensor.device, None, values))
 
 
-def saved_fingerprint(tensor: torch.Tensor, node: Any, check: str) -> Any:
-    """The same of a tensor that is saved, with the kind of node that made it: another one tells of another path."""
-    if check == "metadata":
-        return tensor.dtype, tensor.shape, tensor.device, type(node)
-    if check == "none":
-        return None
-    return tensor.dtype, tensor.shape, tensor.device, type(node), checksum(tensor)
+_saved = attrgetter("dtype", "shape", "device", "grad_fn.__class__")
+
+# The same of a tensor that is saved, with the kind of node that made it: another one tells of another path.
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "metadata": _saved,
+    "values": lambda tensor: (*_saved(tensor), checksum(tensor)),
+    "none": lambda tensor: None,
+}
 
 
 def is_other(before: tuple, now: tuple) -> bool:

@@ -13,30 +13,34 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import count, repeat
 from typing import Any
 
 import torch
 
 from . import _torch
+from ._bulk import call
 from ._debug import OpLog
-from ._determinism import fingerprint, saved_fingerprint
+from ._determinism import LOOKS, fingerprint
 from ._errors import MutationError, RecomputeMismatchError
 from ._handed import Handed
 from ._hooks import check_hooks_are_allowed, hooks_allowed
 from ._kept import Kept
 from ._passes import current_group, current_scope
-from ._recompute import Filler
-from ._slots import Above, Found, RecordedSlot, Slot, View
+from ._recompute import Filler, Saved
+from ._slots import SERVED, Above, Found, RecordedSlot, Slot, View
 from ._state import alias, state
 from ._streams import current_streams
+from ._torch import is_wrapped, origin, raw_version, sequence_number
 
 
 class Frame:
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
-        "__weakref__", "check", "consts", "inside", "known", "lock", "log", "open", "operands", "options", "outer",
-        "policies", "read_inside", "record", "region", "slot", "slots", "start", "streams",
+        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "noted", "number",
+        "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot", "slots",
+        "start", "streams", "to_end",
     )  # fmt: skip
 
     def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any, read_inside: bool = False) -> None:
@@ -47,8 +51,13 @@ class Frame:
         self.consts = consts
         self.options = options
         self.read_inside = read_inside  # a backward pass inside reads the slots: they keep their values until its end
-        self.slots: list[Callable[[], Slot | None] | None] = []
+        self.slots: list[Any] = []  # one for each tensor that the region has saved, or ``SERVED``
+        self.refs: list[Callable[[], Any]] = []  # to the first of them, once these live as long as autograd's nodes
+        self.alone = False  # the values that are there belong to a pass that reads each once
+        self.number = -1  # of the node that made what was saved last
+        self.to_end = not options.early_stop  # a run again goes on to its end anyway
         self.check = options.determinism_check
+        self.look = LOOKS[self.check]
         self.lock = threading.RLock()
         self.open = True
         self.outer: tuple | None = None  # the hooks around the region
@@ -60,9 +69,10 @@ class Frame:
         self.policies = tuple(state.policies)
         self.record = None if root.ran else root.record
         self.slot = Slot if self.record is None else RecordedSlot
-        self.known = {id(t): (consts, i) for i, t in enumerate(consts.tensors)}
-        for i, t in enumerate(operands.tensors):
-            self.known[id(t)] = operands, i
+        self.noted = read_inside or self.record is not None or bool(root.kinds)
+        self.known: dict[int, tuple[Kept, int]] = {}
+        for kept in (consts, operands) if consts.tensors else (operands,):
+            self.known.update(zip(map(id, kept.tensors), zip(repeat(kept), count())))
 
     # --- the forward ------------------------------------------------------------------------------------------------
 
@@ -71,7 +81,7 @@ class Frame:
         self.outer = _torch.top_hooks(True)
         if self.outer is not None:
             owner = getattr(self.outer[0], "__self__", None)
-            in_region = isinstance(owner, (Frame, Filler))
+            in_region = isinstance(owner, (Frame, Filler, Saved))
             which = _made_by_an_outer_region if in_region else _has_history
             self.operands.hand_over(self.outer, to_region=in_region)
             self.consts.hand_over(self.outer, None if getattr(owner, "takes_all", False) else which, in_region)
@@ -82,13 +92,15 @@ class Frame:
         root = self.region.root
         root.log = self.log
         with hooks_allowed(whoever_forbids=root.ran):
-            _torch.push_hooks(self.pack, self.unpack)
+            _torch.push_hooks(self._pack_and_note if self.noted else self.pack, self.unpack)
             try:
                 result = call(*args)
             finally:
                 _torch.pop_hooks()
                 root.log = None
         self.open = False
+        if type(result) is torch.Tensor and self._ends_with(result.grad_fn):
+            self.to_end = True
         if self.read_inside:
             self.clear()
         self.known = {}
@@ -103,30 +115,52 @@ class Frame:
         found = self.known.get(id(tensor))
         if found is not None:
             kept, i = found
-            if _torch.version(tensor) == kept.versions[i]:
-                self.slots.append(None)
+            before = kept.versions[i]
+            if before < 0 or raw_version(tensor) == before:
+                self.slots.append(SERVED)
                 return found
-        elif _torch.is_wrapped(tensor):
-            if self.record is not None:
-                self.record.needs(tensor)
-            return Above(tensor)
-        base, node = _torch.view_base(tensor), tensor.grad_fn
-        if base is not None or node is None or _torch.sequence_number(node) < self.start:
+        base, node = origin(tensor)
+        number = -1 if node is None else sequence_number(node)
+        if base is not None or number < self.start:
             served = None if found else self._served(tensor, base, node)
             if served is not None:
-                self.slots.append(None)
+                self.slots.append(SERVED)
                 return served
+        self.number = number
         slot = self.slot()
-        slot.fingerprint = saved_fingerprint(tensor, node, self.check)
+        slot.fingerprint = self.look(tensor)
         slot.first = slot.value = None
         if node is None and not tensor.requires_grad:
             slot.watch(tensor)
-        if self.record is not None:
-            self.record.saved(tensor, slot)
+        else:
+            slot.version = raw_version(tensor)
+        self.slots.append(slot)
+        return slot
+
+    def _ends_with(self, node: Any) -> bool:
+        """Whether the last thing that autograd has seen is that a node saved what it made: there is nothing to skip."""
+        return node is not None and sequence_number(node) == self.number == _torch.next_sequence_number() - 1
+
+    def _pack_and_note(self, tensor: torch.Tensor) -> Any:
+        """The same where a record must know of it, or with levels of torch.func, of which others save tensors too.
+
+        There a slot may lead to kept values, so that it must go with the node.
+        """
+        record = self.record
+        if is_wrapped(tensor) and id(tensor) not in self.known:
+            if record is not None:
+                record.needs(tensor)
+            return Above(tensor)
+        packed = self.pack(tensor)
+        slot = self.slots.pop()
+        self.refs.append(weakref.ref(slot))
+        if slot is SERVED:
+            return packed
+        if record is not None:
+            record.saved(tensor, slot)
         if self.read_inside:
             slot.value = alias(tensor)
             slot.version = _torch.version(slot.value)
-        self.slots.append(weakref.ref(slot))
         return slot
 
     def _served(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Callable[[], torch.Tensor] | None:
@@ -144,13 +178,23 @@ class Frame:
     # --- the backward -----------------------------------------------------------------------------------------------
 
     def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Slot):
+            value = packed.value
+            if value is not None and self.alone and packed.first is None and raw_version(value) == packed.version:
+                return value
+        elif type(packed) is tuple:
+            kept, i = packed
+            if kept.as_they_were:
+                tensor = kept.tensors[i]
+                if raw_version(tensor) == kept.versions[i]:
+                    return tensor
+        return self._unpacked(packed)
+
+    def _unpacked(self, packed: Any) -> torch.Tensor:
+        """The same with all that may be the case."""
         self.inside |= self.open
         if type(packed) is tuple:
             kept, i = packed
-            if not kept.packed and not kept.changed:
-                tensor = kept.tensors[i]
-                if _torch.version(tensor) == kept.versions[i]:
-                    return tensor
             return self._as_reader(kept.saved, i)
         if not isinstance(packed, Slot):
             return self._as_reader(packed)
@@ -186,9 +230,13 @@ class Frame:
             if value is not None:
                 return value  # another thread has run it
             running = current_scope()
-            alive = [None if ref is None or (slot := ref()) is None or slot.residual else slot for ref in self.slots]
+            self._release()
+            alive = list(map(call, self.refs))
             if running is None:
-                alive = [slot if slot is wanted else None for slot in alive]
+                alive = [slot if slot is wanted else SERVED for slot in alive]
+            elif self.record is not None:
+                alive = [SERVED if slot and slot.residual else slot for slot in alive]
+            self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
             filler = Filler(self, alive, wanted)
             filler.run()
             value = filler.value
@@ -200,11 +248,21 @@ class Frame:
                 running.frames.append(weakref.ref(self))
             return value
 
+    def _release(self) -> None:
+        """From now on a slot lives as long as a node of autograd needs it."""
+        self.refs += map(weakref.ref, self.slots)
+        self.slots.clear()
+
+    def truncate(self, count: int) -> None:
+        """Forget what was saved after the first ``count`` tensors."""
+        del self.slots[max(0, count - len(self.refs)) :]
+        del self.refs[count:]
+
     def clear(self) -> None:
         """Let go of the values that a backward pass got and did not use up."""
         with self.lock:
-            for ref in self.slots:
-                if ref is not None and (slot := ref()) is not None:
+            for ref in self.refs:
+                if slot := ref():
                     slot.value = None
 
 
@@ -213,14 +271,12 @@ def mark() -> Callable[[], None]:
     hooks = _torch.top_hooks(True)
     around = None if hooks is None else getattr(hooks[0], "__self__", None)
     if isinstance(around, Frame):
-        return functools.partial(_truncate, around, len(around.slots))
+        return functools.partial(around.truncate, len(around.refs) + len(around.slots))
+    if isinstance(around, Saved):
+        return functools.partial(around.__delitem__, slice(len(around), None))
     if isinstance(around, Filler):
         return functools.partial(setattr, around, "count", around.count)
     return _nothing
-
-
-def _truncate(frame: Frame, count: int) -> None:
-    del frame.slots[count:]
 
 
 def _nothing() -> None:

@@ -10,10 +10,13 @@ import random
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from itertools import chain
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from ._bulk import call
 
 
 @cache
@@ -33,7 +36,8 @@ def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
 
 @cache
 def _host_generators(with_numpy: bool) -> tuple[Any, ...]:
-    return (torch.default_generator, _python, _numpy()) if with_numpy else (torch.default_generator, _python)
+    slow = _Slow(_python, _numpy()) if with_numpy else _Slow(_python)
+    return torch.default_generator, slow
 
 
 def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
@@ -73,38 +77,58 @@ def with_state(generator: Any) -> Any:
     return generator
 
 
-class _Slow:
-    """A generator whose state is slow to read (Python's 8 us, NumPy's 30), and the last reading.
+_Reader = Callable[[], Any]
 
-    Nearly always it has not moved since, as the memory of its object tells in 1 us. A state is
-    `(memory, state)`; `memory` gives None where that isn't known to hold all of the state.
+
+class _Source(NamedTuple):
+    """A generator whose state is slow to read (Python's 8 us, NumPy's 30).
+
+    `find` says what reads the memory by which it is known whether it has moved; among it must be which object it is, as
+    another one may take its place. It finds nothing if the memory isn't known to hold all of the state.
     """
 
-    def __init__(self, read: Callable, write: Callable, memory: Callable[[], Any]) -> None:
-        self._read, self._write, self._memory = read, write, memory
-        self._last: tuple[Any, Any] = (None, None)
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    find: Callable[[], tuple[_Reader, ...]]
 
-    def get_state(self) -> tuple[Any, Any]:
-        now, last = self._memory(), self._last
-        if now is not None and now == last[0]:
-            return last
+
+class _Slow:
+    """Such generators, and the last reading: nearly always they have not moved since, as their memory tells in 1 us.
+
+    A state is `(memory, states)`.
+    """
+
+    def __init__(self, *sources: _Source) -> None:
+        self._sources = sources
+        self._readers: tuple[_Reader, ...] = ()
+        self._last: tuple[tuple | None, list[Any]] = (None, [])
+
+    def get_state(self) -> tuple[tuple | None, list[Any]]:
+        last = self._last
+        return last if tuple(map(call, self._readers)) == last[0] else self._moved()
+
+    def _moved(self) -> tuple[tuple | None, list[Any]]:
+        now = self._memory()
         while True:
-            state = (now, self._read())
+            state = now, [source.read() for source in self._sources]
             now = self._memory()
             if now == state[0]:  # else another thread has drawn meanwhile
                 self._last = state
                 return state
 
-    def set_state(self, state: tuple[Any, Any]) -> None:
-        if state[0] is None or state[0] != self._memory():
-            self._write(state[1])
+    def _memory(self) -> tuple | None:
+        found = [source.find() for source in self._sources]
+        self._readers = tuple(chain(*found)) if all(found) else ()
+        return tuple(map(call, self._readers)) or None
+
+    def set_state(self, state: tuple[tuple | None, list[Any]]) -> None:
+        if state[0] is None or state[0] != tuple(map(call, self._readers)):
+            for source, value in zip(self._sources, state[1]):
+                source.write(value)
             self._last = state
 
 
-_Read = Callable[[], bytes]
-
-
-def _reader(obj: Any, part: slice = slice(None)) -> _Read:
+def _reader(obj: Any, part: slice = slice(None)) -> _Reader:
     """Reads what an object holds in its own memory, beyond the header; or a part of that."""
     header = object.__basicsize__
     start, stop, _ = part.indices(type(obj).__basicsize__ - header)
@@ -126,39 +150,30 @@ def _telling_part(new: Any, draw: Callable[[], Any]) -> slice:
 
 
 _python_part = _telling_part(new := random.Random(0), new.random)
-_python_last: tuple[Any, _Read] = (new, _reader(new, _python_part))
 
 
-def _python_memory() -> tuple[bytes, float | None]:
-    global _python_last
-    generator, read = _python_last
-    if generator is not random.getstate.__self__:  # type: ignore[attr-defined]
-        generator = random.getstate.__self__  # type: ignore[attr-defined]
-        read = _reader(generator, _python_part)
-        _python_last = generator, read
-    return read(), generator.gauss_next
+def _of_python() -> tuple[_Reader, ...]:
+    generator = random.getstate.__self__  # type: ignore[attr-defined]
+    which, normal = partial(getattr, random, "getstate"), partial(getattr, generator, "gauss_next")
+    return which, normal, _reader(generator, _python_part)
 
 
-_python = _Slow(random.getstate, random.setstate, _python_memory)
+_python = _Source(random.getstate, random.setstate, _of_python)
 
 
 @cache
-def _numpy() -> _Slow:
+def _numpy() -> _Source:
     import numpy.random as np_random
 
     state: Any = vars(np_random)["get_state"].__self__  # beside the bits, half a pair of normals
 
     new = np_random.MT19937(0)
     part = _telling_part(new, new.random_raw)
-    last, read_bits, read_rest = new, _reader(new, part), _reader(state)
 
-    def memory() -> tuple[bytes, bytes] | None:
-        nonlocal last, read_bits
+    def find() -> tuple[_Reader, ...]:
         bits = state._bit_generator
-        if bits is not last:
-            if type(bits) is not np_random.MT19937:  # another may keep its state elsewhere
-                return None
-            read_bits, last = _reader(bits, part), bits
-        return read_bits(), read_rest()
+        if type(bits) is not np_random.MT19937:  # another may keep its state elsewhere
+            return ()
+        return partial(getattr, state, "_bit_generator"), _reader(state), _reader(bits, part)
 
-    return _Slow(partial(np_random.get_state, legacy=False), np_random.set_state, memory)
+    return _Source(partial(np_random.get_state, legacy=False), np_random.set_state, find)

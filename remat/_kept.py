@@ -42,8 +42,8 @@ class Kept:
     """
 
     __slots__ = (
-        "accumulated", "changed", "changing", "copies", "duals", "grads", "hooks", "leaf", "name", "packed",
-        "requires_grad", "sums", "tensors", "versions",
+        "accumulated", "as_they_were", "changed", "changing", "copies", "duals", "grads", "hooks", "leaf", "name",
+        "packed", "requires_grad", "sums", "tensors", "versions",
     )  # fmt: skip
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:
@@ -63,6 +63,7 @@ class Kept:
         self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
         self.grads: list[tuple[int, int]] | None = None
         self.hooks = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
+        self.as_they_were = False  # the first run is over and has not changed any; nobody else keeps one
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
         if changing or not all(self.requires_grad):
             for i, tensor in enumerate(tensors):
@@ -114,6 +115,7 @@ class Kept:
             self.grads = None
         versions = _versions(self.tensors)
         if versions == self.versions and not self.copies and not self.packed:
+            self.as_they_were = not self.sums
             return
         for i, (tensor, version) in enumerate(zip(self.tensors, versions)):
             assert tensor is not None
@@ -133,6 +135,7 @@ class Kept:
                     self.tensors[i] = None
                 if isinstance(offloaded := self.packed[i].packed, Offloaded):
                     offloaded.settle()
+        self.as_they_were = not (self.changed or self.copies or self.packed or self.sums)
 
     def forget_histories(self) -> None:
         """Of captured tensors: theirs may lead to regions that ran before, which captured others, and so on."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import chain, compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,38 +13,45 @@ import torch.autograd.forward_ad as fwAD
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch
-from ._determinism import describe, is_other, saved_fingerprint, user_line
+from ._determinism import describe, is_other, user_line
 from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks, hooks_allowed
 from ._parts import bare
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward
 from ._streams import resumed
+from ._torch import modes_that_see, raw_version
 
 if TYPE_CHECKING:
     from ._engine import Frame
+
+
+class Saved(list[torch.Tensor]):
+    """What a run again has saved, where its ``append`` is the hook: regions inside know by the owner who is around."""
 
 
 class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "check", "count", "difference", "ending", "frame", "last", "root", "slots", "stopped", "value", "wanted",
+        "alias", "count", "difference", "ending", "frame", "last", "look", "root", "slots", "stopped", "value",
+        "wanted",
     )  # fmt: skip
 
-    def __init__(self, frame: Frame, slots: list[Slot | None], wanted: Slot) -> None:
+    def __init__(self, frame: Frame, slots: list[Any], wanted: Slot) -> None:
         self.wanted = wanted
         self.value: torch.Tensor | None = None  # of the wanted slot, which another thread may empty
         self.frame = frame
         self.root = frame.region.root
-        self.check = frame.check
+        self.look = frame.look
+        self.alias: Callable[[torch.Tensor], torch.Tensor] = alias
         self.slots = slots
         self.count = 0
         self.stopped = False
         self.ending: int | None = None  # after so many steps it stops
         self.difference: str | None = None
         self.last = len(slots) - 1
-        while slots[self.last] is None:
+        while not slots[self.last]:
             self.last -= 1
 
     def run(self) -> None:
@@ -79,6 +87,20 @@ class Filler:
         return contexts
 
     def _run(self) -> None:
+        frame = self.frame
+        if frame.noted or frame.policies or frame.log is not None or modes_that_see():
+            return self._run_under(self._pack_and_tell)
+        self.alias = torch.Tensor.detach
+        intact = frame.operands.as_they_were and frame.consts.as_they_were
+        if frame.to_end and intact and not frame.inside and None not in self.slots:
+            saved = Saved()
+            self._run_under(saved.append, saved)
+            if self._filled_at_once(saved):
+                return
+            self.count = 0
+        self._run_under(self.pack)  # it says what the difference is, if it is there again
+
+    def _run_under(self, pack: Callable[[torch.Tensor], Any], saved: Sized = ()) -> None:
         frame, root = self.frame, self.root
         frame.consts.accumulated |= frame.inside
         operands = frame.operands.all_again()
@@ -86,9 +108,9 @@ class Filler:
         result = None
         replay = root.log = None if frame.log is None else frame.log.replay()
         if frame.record is not None and frame.record.tells:
-            root.plan = frame.record.plan(slot for slot in self.slots if slot is not None)
+            root.plan = frame.record.plan(slot for slot in self.slots if slot)
         hooks = RemovableHandle.next_id
-        _torch.push_hooks(self.pack, _same)
+        _torch.push_hooks(pack, _same)
         try:
             with as_in_forward(frame.policies, filling=frame.open):
                 result = frame.region.call_again(operands)
@@ -101,59 +123,92 @@ class Filler:
             drop_gradient_hooks(chain(frame.consts.tensors, (t for _, t, _ in root.fixed)), hooks)
             again, root.replay = root.replay, None
             root.log, root.trace, root.plan = None, trace, None
-        if not self.stopped:
+        if not (self.stopped or (saved and frame.options.early_stop)):
+            self.count = self.count or len(saved)
             self._check_end(result, replay)
         del operands, result
         if again is not None:
             again.finish()
 
+    def _filled_at_once(self, saved: Saved) -> bool:
+        """Fill the slots after a run that had no reason to stop; False if it saved other tensors, or changed one."""
+        if len(saved) != len(self.slots):
+            return False
+        slots, chosen = list(filter(None, self.slots)), list(compress(saved, self.slots))
+        before, now = list(map(_fingerprint, slots)), list(map(self.look, chosen))
+        if before != now and any(map(is_other, before, now)):
+            return False
+        if list(map(_torch.version, chosen)) != list(map(_version, slots)):  # changed after it was saved
+            return False
+        values = list(map(torch.Tensor.detach, chosen))
+        self.value = values[slots.index(self.wanted)]
+        for slot, value in zip(slots, values):
+            slot.value = value
+        return True
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _torch.is_wrapped(tensor):
-            return bare(tensor)
         index = self.count
-        if self.stopped or (self.ending is not None and self._position() >= self.ending):
-            self.stopped = True
-            raise Stop
         self.count = index + 1
         if index >= len(self.slots):
-            if self.check != "none" and not self.frame.open:
-                raise RecomputeMismatchError(self._too_many())
-            return alias(tensor)
+            return self._one_more(tensor)
         slot = self.slots[index]
-        if slot is None:
-            # A leaf refers to nothing, so it may stay itself. This is read only by a backward pass inside.
-            value = tensor if tensor.is_leaf else alias(tensor)
-        else:
-            value = alias(tensor)
-            fingerprint = saved_fingerprint(tensor, tensor.grad_fn, self.check)
-            if fingerprint != slot.fingerprint and is_other(slot.fingerprint, fingerprint):
-                self.difference = self.difference or self._differs(index, slot.fingerprint, fingerprint)
-            if self.root.replay is not None:
-                self.root.replay.late.fill([value])
-            slot.version = _torch.version(value)
-            slot.value = value  # last, as another thread may be waiting for it
-            if slot is self.wanted:
-                self.value = value
-        # With a log, the operation that comes next tells more.
-        if self.difference is not None and (self.frame.log is None or index >= self.last):
-            raise RecomputeMismatchError(self.difference)
-        if index == self.last and self.frame.options.early_stop:
-            # The operation that runs now may fill what it has saved: then it must run to its end.
-            early = [slot.source.after for slot in self.slots[max(0, index - 2) : index + 1] if slot and slot.early]
-            self.ending = max(early, default=None)
-            self.stopped = self.ending is None
-            if self.stopped:
-                raise Stop
+        if not slot:  # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
+            return tensor if tensor.is_leaf else alias(tensor)
+        value = self.alias(tensor)
+        if self.look(tensor) != slot.fingerprint:
+            self._compare(index, slot.fingerprint, self.look(tensor))
+        slot.version = raw_version(value) if slot.first is None else _torch.version(value)
+        slot.value = value  # last, as another thread may be waiting for it
+        if slot is self.wanted:
+            self.value = value
+        if index == self.last:
+            self._end()
         return value
 
-    def _position(self) -> int:
+    def _pack_and_tell(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same where levels of torch.func, or a run that skips operations, have to do with it."""
+        if _torch.is_wrapped(tensor):
+            return bare(tensor)
         replay = self.root.replay
-        return 0 if replay is None else replay.position
+        if self.ending is not None and replay is not None and replay.position >= self.ending:
+            self._stop()
+        if replay is not None and self.count < len(self.slots) and self.slots[self.count]:
+            replay.late.fill([tensor])
+        return self.pack(tensor)
+
+    def _one_more(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.stopped:
+            raise Stop
+        if self.frame.check != "none" and not self.frame.open:
+            raise RecomputeMismatchError(self._too_many())
+        return alias(tensor)
+
+    def _compare(self, index: int, before: tuple, now: tuple) -> None:
+        if is_other(before, now):
+            self.difference = self.difference or self._differs(index, before, now)
+            if self.frame.log is None:  # else the operation that comes next tells more
+                raise RecomputeMismatchError(self.difference)
+
+    def _end(self) -> None:
+        """All slots are filled."""
+        if self.difference is not None:
+            raise RecomputeMismatchError(self.difference)
+        if self.frame.options.early_stop:
+            # The operation that runs now may fill what it has saved: then it must run to its end.
+            early = [slot.source.after for slot in self.slots[max(0, self.last - 2) :] if slot and slot.early]
+            self.ending = max(early, default=None)
+            if self.ending is None:
+                self._stop()
+
+    def _stop(self) -> None:
+        self.stopped = True
+        self.count = len(self.slots)
+        raise Stop
 
     def _check_end(self, result: Any, replay: Any) -> None:
         if replay is not None:
             replay.check_end()
-        if self.check == "none" or self.frame.open:
+        if self.frame.check == "none" or self.frame.open:
             return
         if self.difference is not None:
             raise RecomputeMismatchError(self.difference)
@@ -195,6 +250,9 @@ _ADVICE = (
     "are random or not reproducible, a cache, or saved-tensor hooks around that change values; "
     "`remat(..., debug=True)` shows the first operation that differs."
 )
+
+
+_fingerprint, _version = attrgetter("fingerprint"), attrgetter("version")
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ from ._errors import MutationError
 from ._kept import Kept
 from ._parts import bare
 
+SERVED: Any = frozenset()  # stands in a list of slots for what needs none; it is false, and weak references to it work
+
 
 class Slot:
     """Stands for one saved tensor; the value is there only while a backward pass needs it."""
@@ -30,7 +32,8 @@ class Slot:
 
     def watch(self, tensor: torch.Tensor) -> None:
         """What requires no grad may be captured, from where it was not found: then a change of it must be seen."""
-        self.first = weakref.ref(tensor), _torch.version(tensor)
+        self.version = _torch.version(tensor)
+        self.first = weakref.ref(tensor), self.version
 
     def has_changed(self) -> bool:
         """Whether the saved tensor itself is still there and was changed in place, an error without remat too."""

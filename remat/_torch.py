@@ -82,7 +82,8 @@ def version(tensor: torch.Tensor) -> int:
 
 
 raw_version = attrgetter("_version")  # of many tensors, without a Python frame for each; inference tensors raise
-view_base = attrgetter("_base")  # what a view is a view of: a saved view of a region's input needs no recompute
+# What a view is a view of: a saved view of a region's input needs no recompute. And the node that made a tensor.
+origin = attrgetter("_base", "grad_fn")
 
 
 def batched_backward_depth() -> int:
@@ -116,8 +117,6 @@ set_forward_grad_enabled = fwAD._set_fwd_grad_enabled  # autograd.Function switc
 transforms_active = torch._C._are_functorch_transforms_active
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 all_interpreters = _pyfunctorch.retrieve_all_functorch_interpreters
-
-
 top_interpreter = torch._C._functorch.peek_interpreter_stack
 interpreter_stack = torch._C._functorch.get_interpreter_stack  # without the Python objects that stand for levels
 without_levels = _pyfunctorch.temporarily_clear_interpreter_stack
@@ -202,15 +201,24 @@ def checkpoint_settings(debug: bool, early_stop: bool) -> tuple[bool, bool]:
 REPLICATE = "_replicate_for_data_parallel"  # the method by which ``DataParallel`` makes a copy for each device
 
 
-def parametrization_cache() -> tuple[int, dict]:
-    """How often ``parametrize.cached()`` is entered, and what it has computed so far."""
-    return _parametrize._cache_enabled, dict(_parametrize._cache)
+class CachedWeights:
+    """What ``parametrize.cached()`` has computed so far, and how often it is entered."""
+
+    def __init__(self) -> None:
+        self.depth, self.weights = _parametrize._cache_enabled, dict(_parametrize._cache)
 
 
-def set_parametrization_cache(value: tuple[int, dict]) -> None:
+def cached_weights() -> CachedWeights | None:
+    """Those of now; None where it is not entered."""
+    return CachedWeights() if _parametrize._cache_enabled else None
+
+
+def set_cached_weights(value: CachedWeights | None) -> None:
     """Put back what it had computed: it has no public name."""
-    if value[0] or _parametrize._cache_enabled:
-        _parametrize._cache_enabled, _parametrize._cache = value[0], dict(value[1])
+    if value is not None:
+        _parametrize._cache_enabled, _parametrize._cache = value.depth, dict(value.weights)
+    elif _parametrize._cache_enabled:
+        _parametrize._cache_enabled, _parametrize._cache = 0, {}
 
 
 # --- pytrees ------------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ class TestEarlyStop:
                 h = h * 0
             finally:
                 finished.append(1)
-            return h
+            return h * 2
 
         runs: list = []
         out = remat(counted(f, runs))(x, w)
