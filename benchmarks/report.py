@@ -6,12 +6,15 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = ["KIB", "MIB", "Row", "environment", "report", "verdict"]
+__all__ = ["KIB", "MIB", "Row", "environment", "installed", "report", "verdict"]
 
 KIB, MIB = 2**10, 2**20
 
@@ -49,6 +52,14 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
 
 
+def installed(package: str | None, row: str) -> bool:
+    """Whether a row has the package that it needs, if it needs one; says so if it hasn't."""
+    if package is None or find_spec(package) is not None:
+        return True
+    print(f"{row}: left out, as {package} is not installed (pip install 'remat[benchmarks]')", file=sys.stderr)
+    return False
+
+
 def verdict(row: Row) -> str:
     """The last word of a row."""
     return "pass" if row.passed else "FAIL"
@@ -62,10 +73,15 @@ def report(
 ) -> int:
     """Measures the rows that the command line asks for and prints them; returns the exit status."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON into this file as well")
     options = parser.parse_args(argv)
     rows = measure(options)
+    text = json.dumps({**environment(), "rows": [row.as_json() for row in rows]}, indent=2)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text + "\n")
     if options.json:
-        print(json.dumps({**environment(), "rows": [row.as_json() for row in rows]}, indent=2))
+        print(text)
     else:
         print(", ".join(f"{key} {value}" for key, value in environment().items()))
         print(table(rows))
