@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from benchmarks.measure import peak_bytes
-from benchmarks.report import MIB, report, verdict
+from benchmarks.report import MIB, parse, report, verdict
 from benchmarks.wrappers import Wrapper, plain, torch_checkpoint
 from remat import remat
 
@@ -200,7 +200,7 @@ def table(measurements: Sequence[Measurement]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case and prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.memory", description="Peak memory of rematerialized programs.")
-    return report(parser, lambda options: [case.measure() for case in CASES], table, argv)
+    return report(parse(parser, argv), [case.measure() for case in CASES], table)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.layers import arguments, layers, marked_products, marked_tanhs, named_layers
-from benchmarks.report import installed, report
+from benchmarks.report import installed, parse, report
 from benchmarks.wrappers import MM, Fn, torch_checkpoint, torch_remat_checkpoint, torch_selective
 from remat import remat
 from remat.policies import save_matmuls, save_only_these_names
@@ -142,7 +142,7 @@ def _cells(row: Row, figure: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case and prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.overhead", description="What a region takes beside its tensors.")
-    return report(parser, lambda options: [case.measure() for case in CASES], table, argv)
+    return report(parse(parser, argv), [case.measure() for case in CASES], table)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 from benchmarks.measure import PeakMemory, count_flops, gc_disabled
-from benchmarks.report import KIB, report, verdict
+from benchmarks.report import KIB, parse, report, verdict
 from benchmarks.wrappers import (
     ATTENTION,
     LINEAR,
@@ -268,12 +268,10 @@ def _cells(row: Row, figure: str, unit: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case under every transform and prints the tables; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.policies", description="What policies keep and run again.")
-
-    def rows(options: argparse.Namespace) -> list[Row]:
-        with gc_disabled():
-            return [case.measure(transform, Sizes()) for transform in TRANSFORMS for case in CASES]
-
-    return report(parser, rows, table, argv)
+    options = parse(parser, argv)
+    with gc_disabled():
+        rows = [case.measure(transform, Sizes()) for transform in TRANSFORMS for case in CASES]
+    return report(options, rows, table)
 
 
 if __name__ == "__main__":

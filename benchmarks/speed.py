@@ -30,7 +30,7 @@ from torch.func import grad
 from benchmarks import policies
 from benchmarks.layers import arguments, layers, marked_products, named_layers
 from benchmarks.measure import gc_disabled
-from benchmarks.report import installed, report, verdict
+from benchmarks.report import installed, parse, report, verdict
 from benchmarks.wrappers import (
     MATMULS,
     MM,
@@ -282,13 +282,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case that can be and prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.speed", description="Time of rematerialized programs.")
     parser.add_argument("--seconds", type=float, default=8.0, help="for each row (default: 8)")
-
-    def rows(options: argparse.Namespace) -> list[Measurement]:
-        torch.set_num_threads(1)
-        with gc_disabled():
-            return [case.measure(options.seconds) for case in CASES if installed(case.package, case.name)]
-
-    return report(parser, rows, table, argv)
+    options = parse(parser, argv)
+    torch.set_num_threads(1)
+    with gc_disabled():
+        rows = [case.measure(options.seconds) for case in CASES if installed(case.package, case.name)]
+    return report(options, rows, table)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.report import installed, report
+from benchmarks.report import installed, parse, report
 
 
 @dataclass
@@ -23,8 +23,9 @@ class Row:
 
 
 def run(argv: list[str], *passed: bool) -> int:
-    rows = [Row(each) for each in passed]
-    return report(argparse.ArgumentParser(), lambda options: rows, lambda rows: f"{len(rows)} rows", argv)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=int, default=3)
+    return report(parse(parser, argv), [Row(each) for each in passed], lambda rows: f"{len(rows)} rows")
 
 
 def test_a_row_that_fails_is_the_exit_status(capsys: pytest.CaptureFixture) -> None:
@@ -38,7 +39,8 @@ def test_one_run_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.C
     run(["--output", str(path)], True)
     assert capsys.readouterr().out.endswith("1 rows\n")
     written = json.loads(path.read_text())
-    assert written["rows"] == [{"passed": True}] and written["torch"] == torch.__version__
+    assert written["rows"] == [{"passed": True}] and written["options"] == {"size": 3}
+    assert written["torch"] == torch.__version__
     run(["--json"], True)
     assert json.loads(capsys.readouterr().out) == written
 
