@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -169,6 +170,7 @@ def allocated_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
     >>> allocated_bytes(lambda x: x.tanh().tanh(), x)
     2048
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells on stderr that it starts and stops
     with gc_disabled(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         fn(*args)
     events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
