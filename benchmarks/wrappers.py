@@ -62,11 +62,12 @@ def torch_selective_by_count(*saved: tuple[Op, int]) -> Wrapper:
     """The same for what some calls of operators make: `(op, i)` is the `i`-th call of `op`."""
 
     def contexts() -> Any:
-        calls: Counter[Op] = Counter()
+        calls: Counter[tuple[Op, bool]] = Counter()
 
         def verdict_on(ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            call = (op, calls[op])
-            calls[op] += 1
+            run = op, ctx.is_recompute
+            call = op, calls[run]
+            calls[run] += 1
             return CheckpointPolicy.MUST_SAVE if call in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(verdict_on)

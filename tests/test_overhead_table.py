@@ -33,10 +33,10 @@ def holding(size: int) -> Callable:
 
 def test_what_a_graph_holds_counts() -> None:
     nothing, small, large = overhead(layers), overhead(holding(1000)), overhead(holding(5000))
-    assert abs(nothing.python_bytes) < 100 and nothing.objects == 0
+    assert abs(nothing.python_bytes) < 100 and abs(nothing.objects) < 0.1
     assert large.python_bytes - small.python_bytes == pytest.approx(4000, abs=100)
     assert small.python_bytes > sys.getsizeof(bytearray(1000))
-    assert small.objects == large.objects >= 1
+    assert small.objects == pytest.approx(large.objects, abs=0.1) and small.objects > 0.9
 
 
 def test_data_of_tensors_does_not_count() -> None:
