@@ -3,10 +3,10 @@
     python -m benchmarks.gpu [--json] [--output FILE] [--picture FILE.svg] [--device cpu --layers 2 --width 64 ...]
 
 The step is forward and backward of decoder blocks (causal attention, an MLP) with a mean of squares on top. Every row
-has the same weights and input. All rows run in turn, many times: a row's time is the median of its steps, and its ratio
-the median of those to the plain step of the same turn. Its memory is the most that is allocated in a step, the weights'
-gradients included, weights and input not. On a GPU the times are CUDA events and the bytes those of torch's caching
-allocator. On the CPU, for which the sizes must be much smaller, all runs on one thread.
+has the same weights and input. Its step and the plain one run in pairs, many times: a row's ratio is the median of
+those of its pairs. Its memory is the most that is allocated in a step, the weights' gradients included, weights and
+input not. On a GPU the times are CUDA events and the bytes those of torch's caching allocator. On the CPU, for which
+the sizes must be much smaller, all runs on one thread.
 
 "names" keeps the projections to queries, keys and values, and attention's result. "offload" keeps them in host memory;
 torch's counterpart, `save_on_cpu`, does so with all that the plain block saves. On the CPU, whose memory is the host's,
@@ -248,20 +248,19 @@ def measure(options: argparse.Namespace, candidates: Sequence[Candidate] = CANDI
     del expected
     with gc_disabled():
         peaks = [step.peak_bytes() for step in steps]
-        rounds = [[step.ms() for step in steps] for _ in range(options.rounds)]
-    times = list(zip(*rounds))
+        rounds = [[(steps[0].ms(), step.ms()) for step in steps] for _ in range(options.rounds)]
     return [
         Row(
             family=candidate.family,
             policy=candidate.policy,
             peak_bytes=peak,
-            ms=statistics.median(own),
-            ratio=statistics.median(mine / first for mine, first in zip(own, times[0])),
+            ms=statistics.median(own for _, own in pairs),
+            ratio=statistics.median(own / first for first, own in pairs),
             loss_error=off[0],
             gradient_error=max(off[1:]),
             tolerance=TOLERANCE[dtype],
         )
-        for candidate, peak, own, off in zip(candidates, peaks, times, errors)
+        for candidate, peak, pairs, off in zip(candidates, peaks, zip(*rounds), errors)
     ]
 
 

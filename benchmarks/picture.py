@@ -23,10 +23,10 @@ class Point(Protocol):
 # Each family has a colour, a marker and a side for its labels, as points of two families often lie on each other.
 STYLES = [
     ("black", "s", (8, -3), "left"),
-    ("tab:red", "o", (8, 3), "left"),
-    ("tab:blue", "x", (-8, -10), "right"),
-    ("tab:green", "^", (8, -9), "left"),
-    ("tab:purple", "v", (-8, 4), "right"),
+    ("tab:red", "o", (8, -3), "left"),
+    ("tab:blue", "x", (0, 8), "center"),
+    ("tab:green", "^", (0, -14), "center"),
+    ("tab:purple", "v", (-8, -3), "right"),
 ]
 
 
