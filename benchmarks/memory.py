@@ -1,6 +1,6 @@
 """Peak memory of rematerialized programs, against plain torch and against torch's own checkpoint.
 
-    python -m benchmarks.memory [--json]
+    python -m benchmarks.memory [--json] [--output FILE]
 
 The network is 16 regions of 4 x (matmul, tanh), 64 wide. Its loss is the sum of its outputs, which
 keeps nothing itself; gradients are with respect to the weights unless the row says otherwise. Each
@@ -14,17 +14,16 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vmap
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import peak_bytes
-from benchmarks.report import MIB, report, verdict
+from benchmarks.report import MIB, parse, report, verdict
+from benchmarks.wrappers import Wrapper, plain, torch_checkpoint
 from remat import remat
 
 __all__ = ["CASES", "Case", "Measurement", "main"]
@@ -32,8 +31,6 @@ __all__ = ["CASES", "Case", "Measurement", "main"]
 REGIONS, DEPTH, WIDTH = 16, 4, 64
 
 Weights: TypeAlias = list[list[Tensor]]
-Region: TypeAlias = Callable[[Tensor, list[Tensor]], Tensor]
-Wrapper: TypeAlias = Callable[[Region], Region]
 Program: TypeAlias = Callable[[Weights, Tensor], Any]
 
 
@@ -42,16 +39,6 @@ def region(x: Tensor, weights: list[Tensor]) -> Tensor:
     for weight in weights:
         x = torch.tanh(x @ weight)
     return x
-
-
-def plain(fn: Region) -> Region:
-    """The region as it is."""
-    return fn
-
-
-def torch_checkpoint(fn: Region) -> Region:
-    """The region under torch's own non-reentrant checkpoint."""
-    return partial(checkpoint, fn, use_reentrant=False)
 
 
 def network(wrap: Wrapper) -> Callable[[Weights, Tensor], Tensor]:
@@ -213,7 +200,7 @@ def table(measurements: Sequence[Measurement]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case and prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.memory", description="Peak memory of rematerialized programs.")
-    return report(parser, lambda options: [case.measure() for case in CASES], table, argv)
+    return report(parse(parser, argv), [case.measure() for case in CASES], table)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a transformer block keeps and runs again under each policy, against torch's selective checkpoint.
 
-    python -m benchmarks.policies [--json]
+    python -m benchmarks.policies [--json] [--output FILE]
 
 A row shows the bytes that are alive when the forward has ended, inputs and weights not counted, and the floating-point
 operations that the program runs beyond those of the block without rematerialization. The 256 KiB of the block's output
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,31 +27,30 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.measure import PeakMemory, count_flops, gc_disabled
-from benchmarks.report import KIB, report, verdict
+from benchmarks.report import KIB, parse, report, verdict
+from benchmarks.wrappers import (
+    ATTENTION,
+    LINEAR,
+    MATMULS,
+    MM,
+    Wrapper,
+    plain,
+    save_everything,
+    torch_checkpoint,
+    torch_selective,
+    torch_selective_by_count,
+)
 from remat import checkpoint_name, policies, remat
 
-__all__ = ["CASES", "TRANSFORMS", "Case", "Figures", "Row", "Sizes", "main", "plain", "program", "table"]
+__all__ = ["CASES", "TRANSFORMS", "Case", "Figures", "Row", "Sizes", "main", "program", "table"]
 
-aten = torch.ops.aten
-MM, ADDMM, GELU, NORM = aten.mm.default, aten.addmm.default, aten.gelu.default, aten.native_layer_norm.default
-LINEAR = [MM, ADDMM]
-MATMULS = [*LINEAR, aten.bmm.default, aten.baddbmm.default]
-ATTENTION = [  # one of them on each device
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-]
+GELU, NORM = torch.ops.aten.gelu.default, torch.ops.aten.native_layer_norm.default
 HEADS = 4
 MFLOP = 10**6
 
-Op: TypeAlias = torch._ops.OpOverload
 Weights: TypeAlias = dict[str, Tensor]
-Block: TypeAlias = Callable[[Weights, Tensor], Tensor]
-Wrapper: TypeAlias = Callable[[Block], Block]
 Loss: TypeAlias = Callable[[Weights, Tensor], Tensor]
 Program: TypeAlias = Callable[[Weights, Tensor], Any]
 
@@ -92,43 +90,6 @@ class Sizes:
 
 
 # --- the programs -------------------------------------------------------------------------------------------------
-
-
-def plain(fn: Block) -> Block:
-    """The block as it is."""
-    return fn
-
-
-def torch_checkpoint(fn: Block) -> Block:
-    """The block under torch's own non-reentrant checkpoint."""
-    return partial(checkpoint, fn, use_reentrant=False)
-
-
-def torch_selective(saved: Any) -> Wrapper:
-    """The same with a selection: a list of operators, or a function as `create_selective_checkpoint_contexts` takes."""
-    contexts = partial(create_selective_checkpoint_contexts, saved)
-    return lambda fn: partial(checkpoint, fn, use_reentrant=False, context_fn=contexts)
-
-
-def torch_selective_by_count(*saved: tuple[Op, int]) -> Wrapper:
-    """The same for what some calls of operators make: `(op, i)` is the `i`-th call of `op`."""
-
-    def contexts() -> Any:
-        calls: Counter[Op] = Counter()
-
-        def verdict_on(ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            call = (op, calls[op])
-            calls[op] += 1
-            return CheckpointPolicy.MUST_SAVE if call in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(verdict_on)
-
-    return lambda fn: partial(checkpoint, fn, use_reentrant=False, context_fn=contexts)
-
-
-def save_everything(ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """For torch's selective checkpoint."""
-    return CheckpointPolicy.MUST_SAVE
 
 
 def autograd_grad(loss: Loss) -> Program:
@@ -249,7 +210,7 @@ class Case:
 
 QKV = [(MM, i) for i in range(3)]
 MIXED = [(op, 0) for op in ATTENTION]
-HIDDEN = [(ADDMM, 0)]
+HIDDEN = [(torch.ops.aten.addmm.default, 0)]
 
 CASES: tuple[Case, ...] = (
     Case("none", None, torch_checkpoint),
@@ -307,12 +268,10 @@ def _cells(row: Row, figure: str, unit: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case under every transform and prints the tables; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.policies", description="What policies keep and run again.")
-
-    def rows(options: argparse.Namespace) -> list[Row]:
-        with gc_disabled():
-            return [case.measure(transform, Sizes()) for transform in TRANSFORMS for case in CASES]
-
-    return report(parser, rows, table, argv)
+    options = parse(parser, argv)
+    with gc_disabled():
+        rows = [case.measure(transform, Sizes()) for transform in TRANSFORMS for case in CASES]
+    return report(options, rows, table)
 
 
 if __name__ == "__main__":

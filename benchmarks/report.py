@@ -6,12 +6,15 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = ["KIB", "MIB", "Row", "environment", "report", "verdict"]
+__all__ = ["KIB", "MIB", "Row", "environment", "installed", "parse", "report", "verdict"]
 
 KIB, MIB = 2**10, 2**20
 
@@ -32,12 +35,13 @@ R = TypeVar("R", bound=Row)
 
 def environment() -> dict[str, str]:
     """What the numbers may depend on."""
-    return {
+    about = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": f"{_cpu()} x {os.cpu_count()}",
     }
+    return {**about, "gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else about
 
 
 def _cpu() -> str:
@@ -49,23 +53,36 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
 
 
+def installed(package: str | None, row: str) -> bool:
+    """Whether a row has the package that it needs, if it needs one; says so if it hasn't."""
+    if package is None or find_spec(package) is not None:
+        return True
+    print(f"{row}: left out, as {package} is not installed (pip install 'remat[benchmarks]')", file=sys.stderr)
+    return False
+
+
 def verdict(row: Row) -> str:
     """The last word of a row."""
     return "pass" if row.passed else "FAIL"
 
 
-def report(
-    parser: argparse.ArgumentParser,
-    measure: Callable[[argparse.Namespace], Sequence[R]],
-    table: Callable[[Sequence[R]], str],
-    argv: Sequence[str] | None = None,
-) -> int:
-    """Measures the rows that the command line asks for and prints them; returns the exit status."""
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with the options that all benchmarks have."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_args(argv)
-    rows = measure(options)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON into this file as well")
+    return parser.parse_args(argv)
+
+
+def report(options: argparse.Namespace, rows: Sequence[R], table: Callable[[Sequence[R]], str]) -> int:
+    """Prints the rows as the command line wants them; returns the exit status."""
+    asked = {name: value for name, value in vars(options).items() if name not in ("json", "output")}
+    about = {**environment(), "options": asked, "rows": [row.as_json() for row in rows]}
+    text = json.dumps(about, indent=2, default=str)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text + "\n")
     if options.json:
-        print(json.dumps({**environment(), "rows": [row.as_json() for row in rows]}, indent=2))
+        print(text)
     else:
         print(", ".join(f"{key} {value}" for key, value in environment().items()))
         print(table(rows))

@@ -1,12 +1,16 @@
-"""How long rematerialized programs take on one thread, against plain torch and against torch's own checkpoints.
+"""How long rematerialized programs take on one thread, against plain torch and other checkpoints.
 
-    python -m benchmarks.speed [--json] [--seconds 8]
+    python -m benchmarks.speed [--json] [--output FILE] [--seconds 8]
 
 A row compares two sides. Their programs run in turn, many times, and the row is the ratio of the two medians, so that
 a machine with other work slows both sides alike. The garbage collector is off: a full collection looks at all objects
 of torch, and takes longer than most programs here, whichever of them it hits. Every program is a forward and a
 backward, if the row doesn't say otherwise. "Small" regions are 10 x (matmul, tanh) on 8 x 8, where nearly all time is
 overhead; "the block" is the transformer block of `benchmarks.policies`. The exit status is 1 if a row misses its limit.
+
+The others are torch's own checkpoints and Meta's `torch_remat`, in which a function marks what is kept of it. All have
+their defaults: torch's and remat put random generators back for the second run, `torch_remat` doesn't. Its rows are
+left out where it isn't installed.
 """
 
 from __future__ import annotations
@@ -21,55 +25,31 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.func import grad
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks import policies
+from benchmarks.layers import arguments, layers, marked_products, named_layers
 from benchmarks.measure import gc_disabled
-from benchmarks.policies import MATMULS, MM, torch_selective
-from benchmarks.report import report, verdict
-from remat import checkpoint_name, remat
+from benchmarks.report import installed, parse, report, verdict
+from benchmarks.wrappers import (
+    MATMULS,
+    MM,
+    Fn,
+    Wrapper,
+    plain,
+    torch_checkpoint,
+    torch_remat_checkpoint,
+    torch_selective,
+)
+from remat import remat
 from remat.policies import save_matmuls, save_only_these_names
 
 __all__ = ["CASES", "Case", "Measurement", "Side", "main"]
 
-Fn: TypeAlias = Callable[..., Tensor]
-Wrapper: TypeAlias = Callable[[Fn], Fn]
 Step: TypeAlias = Callable[[], Any]
 
 
-def plain(fn: Fn) -> Fn:
-    """The function as it is."""
-    return fn
-
-
-def torch_checkpoint(fn: Fn) -> Fn:
-    """The function under torch's own non-reentrant checkpoint."""
-    return partial(checkpoint, fn, use_reentrant=False)
-
-
 # --- the programs ---------------------------------------------------------------------------------------------------
-
-
-def layers(x: Tensor, *weights: Tensor) -> Tensor:
-    """Layers between which nothing needs to be kept."""
-    for weight in weights:
-        x = torch.tanh(x @ weight)
-    return x
-
-
-def named_layers(x: Tensor, *weights: Tensor) -> Tensor:
-    """The same with a name for each result."""
-    for i, weight in enumerate(weights):
-        x = checkpoint_name(torch.tanh(x @ weight), f"layer{i}")
-    return x
-
-
-def arguments(width: int, depth: int) -> list[Tensor]:
-    """An input and weights."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(width, width, generator=generator) / width**0.5 for _ in range(1 + depth)]
 
 
 def forward(width: int, depth: int) -> Step:
@@ -83,6 +63,11 @@ def by_autograd(wrap: Wrapper, width: int = 8, depth: int = 10, inside: Fn = lay
     fn = wrap(inside)
     leaves = [t.requires_grad_() for t in arguments(width, depth)]
     return lambda: torch.autograd.grad(fn(*leaves).sum(), leaves)
+
+
+def by_marks(depth: int) -> Step:
+    """The gradient of layers whose products `torch_remat` keeps."""
+    return by_autograd(torch_remat_checkpoint, depth=depth, inside=marked_products(depth))
 
 
 def by_func(wrap: Wrapper, width: int = 8, depth: int = 10) -> Step:
@@ -175,6 +160,7 @@ class Case:
     numerator: Side
     denominator: Side
     limit: float
+    package: str | None = None  # what else has to be installed
 
     def measure(self, seconds: float) -> Measurement:
         """Runs all programs in turn for about as long."""
@@ -263,6 +249,20 @@ CASES: tuple[Case, ...] = (
         Side((partial(by_autograd, plain, 1024, 6), partial(forward, 1024, 6))),
         limit=1 / 0.97,
     ),
+    Case(
+        "small region: remat / torch_remat",
+        side(by_autograd, remat),
+        side(by_autograd, torch_remat_checkpoint),
+        limit=0.9,
+        package="torch_remat",
+    ),
+    Case(
+        "50 kept matmuls: remat / torch_remat",
+        side(by_autograd, remat(policy=save_matmuls), 8, 50),
+        side(by_marks, 50),
+        limit=0.5,
+        package="torch_remat",
+    ),
 )
 
 
@@ -279,16 +279,14 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every case and prints the table; returns the exit status."""
+    """Measures every case that can be and prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.speed", description="Time of rematerialized programs.")
     parser.add_argument("--seconds", type=float, default=8.0, help="for each row (default: 8)")
-
-    def rows(options: argparse.Namespace) -> list[Measurement]:
-        torch.set_num_threads(1)
-        with gc_disabled():
-            return [case.measure(options.seconds) for case in CASES]
-
-    return report(parser, rows, table, argv)
+    options = parse(parser, argv)
+    torch.set_num_threads(1)
+    with gc_disabled():
+        rows = [case.measure(options.seconds) for case in CASES if installed(case.package, case.name)]
+    return report(options, rows, table)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from benchmarks import measure
 from benchmarks.measure import (
     OpCounter,
     PeakMemory,
+    allocated_bytes,
     assert_freed_without_gc,
     count_ops,
     gc_disabled,
@@ -281,6 +282,25 @@ def test_nothing_is_left_after_any_order_of_grad(order: int, x: Tensor) -> None:
         f = (lambda g: lambda x: g(x).sum())(grad(f))
     assert peak_bytes(f, x) >= 2 * N
     assert leaked_bytes(f, x) == 0
+
+
+# the allocator
+
+
+def test_the_allocator_gives_what_the_dispatcher_sees(x: Tensor) -> None:
+    def step(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.tanh().tanh().sum(), x)[0]
+
+    x.requires_grad_()
+    assert allocated_bytes(step, x) == peak_bytes(step, x) == 3 * N + 2 * SCALAR
+    assert allocated_bytes(lambda x: x.view(-1), x) == 0
+
+
+def test_the_allocator_knows_what_is_used_within_a_kernel(x: Tensor) -> None:
+    def within(x: Tensor) -> Tensor:
+        return torch.linalg.inv(x @ x.T + torch.eye(ROWS))
+
+    assert allocated_bytes(within, x) > peak_bytes(within, x)
 
 
 # ops

@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.policies import CASES, TRANSFORMS, Case, Figures, Row, Sizes, plain, program, table
+from benchmarks.policies import CASES, TRANSFORMS, Case, Figures, Row, Sizes, program, table
+from benchmarks.wrappers import plain
 from remat import remat
 
 SIZES = Sizes(batch=2, time=16, width=32)

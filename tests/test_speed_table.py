@@ -5,16 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.layers import arguments, layers, marked_products, marked_tanhs, named_layers
+from benchmarks.measure import count_ops, held_bytes
 from benchmarks.speed import CASES, Case, table
+from benchmarks.wrappers import Fn, torch_remat_checkpoint
+from remat import remat
+from remat.policies import save_matmuls, save_only_these_names
 
 SAME = [case for case in CASES if case.numerator.factor == case.denominator.factor]
+WITH_PACKAGES = [case for case in CASES if case.package is not None]
 
 
 @pytest.mark.parametrize("case", SAME, ids=lambda case: case.name)
 def test_both_sides_have_the_same_gradients(case: Case) -> None:
+    need(case)
     gradients = [leaves(side.programs[0]()()) for side in (case.numerator, case.denominator)]
     assert len(gradients[0]) == len(gradients[1]) > 0
     assert all(map(torch.equal, *gradients))
+
+
+def need(case: Case) -> None:
+    if case.package is not None:
+        pytest.importorskip(case.package)
 
 
 def leaves(result) -> list[torch.Tensor]:
@@ -22,6 +34,41 @@ def leaves(result) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     return [leaf for each in (result.values() if isinstance(result, dict) else result) for leaf in leaves(each)]
+
+
+@pytest.mark.parametrize(
+    "case, runs",
+    list(zip(WITH_PACKAGES, [(2 * 10 + 2 * 10, 2 * 10), (50 + 2 * 50, 2 * 50)])),
+    ids=[case.name for case in WITH_PACKAGES],
+)
+def test_both_sides_run_the_same(case: Case, runs: tuple[int, int]) -> None:
+    """Each layer's product and its `tanh`, what isn't kept of them again, and two products for its gradients."""
+    need(case)
+    for side in (case.numerator, case.denominator):
+        step = side.programs[0]()
+        step()
+        ops = count_ops(step)
+        assert (ops["aten.mm"], ops["aten.tanh"]) == runs
+        assert ops["aten.tanh_backward"] == runs[1] // 2
+
+
+@pytest.mark.parametrize("kept", ["nothing", "products", "tanhs"])
+def test_both_sides_keep_the_same(kept: str) -> None:
+    pytest.importorskip("torch_remat")
+    depth, activation = 10, 8 * 8 * 4
+    ours, theirs = {
+        "nothing": lambda: (remat(layers), layers),
+        "products": lambda: (remat(layers, policy=save_matmuls), marked_products(depth)),
+        "tanhs": lambda: (remat(named_layers, policy=save_only_these_names("layer*")), marked_tanhs(depth)),
+    }[kept]()
+    tensors = [t.requires_grad_() for t in arguments(8, depth)]
+
+    def held(fn: Fn) -> int:
+        fn(*tensors)
+        return held_bytes(fn, *tensors)
+
+    expected = {"nothing": 1, "products": 1 + depth, "tanhs": depth}[kept] * activation
+    assert held(ours) == held(torch_remat_checkpoint(theirs)) == expected
 
 
 def test_the_table_has_every_row() -> None:

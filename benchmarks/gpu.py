@@ -1,0 +1,319 @@
+"""Memory and time of a training step of a transformer, rematerialized in many ways: by remat, torch and its compiler.
+
+    python -m benchmarks.gpu [--json] [--output FILE] [--picture FILE.svg] [--device cpu --layers 2 --width 64 ...]
+
+The step is forward and backward of decoder blocks (causal attention, an MLP) with a mean of squares on top. Every row
+has the same weights and input. Its step and the plain one run in pairs, many times: a row's ratio is the median of
+those of its pairs. Its memory is the most that is allocated in a step, the weights' gradients included, weights and
+input not. On a GPU the times are CUDA events and the bytes those of torch's caching allocator. On the CPU, for which
+the sizes must be much smaller, all runs on one thread.
+
+"names" keeps the projections to queries, keys and values, and attention's result. "offload" keeps them in host memory;
+torch's counterpart, `save_on_cpu`, does so with all that the plain block saves. On the CPU, whose memory is the host's,
+it saves nothing, and isn't in the picture. "budget" is what torch's compiler may keep, as a part of what it wants to.
+
+The exit status is 1 if a row's loss or gradients are further from those of a more exact type than twice what the plain
+step's are: compiled code rounds elsewhere. Without a GPU, and without `--device cpu`, it says so and does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.measure import allocated_bytes, gc_disabled
+from benchmarks.picture import draw
+from benchmarks.report import MIB, environment, installed, parse, report, verdict
+from benchmarks.wrappers import (
+    ATTENTION,
+    MATMULS,
+    MM,
+    Fn,
+    Wrapper,
+    plain,
+    torch_checkpoint,
+    torch_selective,
+    torch_selective_by_count,
+)
+from remat import checkpoint_name, policies, remat
+
+__all__ = ["CANDIDATES", "Block", "Candidate", "Row", "main", "measure", "table"]
+
+# In which type the results are taken that rounding is told by, for each type that a step may have.
+EXACT = {"bfloat16": torch.float32, "float16": torch.float32, "float32": torch.float64}
+
+
+class Block(nn.Module):
+    """A decoder block: causal attention, then an MLP, each after a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, time, width)` to the same."""
+        qkv = checkpoint_name(self.qkv(self.norm1(x)), "qkv")
+        heads = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in qkv.chunk(3, dim=-1))
+        mixed = checkpoint_name(F.scaled_dot_product_attention(*heads, is_causal=True), "attention")
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+# --- the rows ---------------------------------------------------------------------------------------------------------
+
+Build: TypeAlias = Callable[[Sequence[Block], str], Fn]
+KEPT = policies.save_only_these_names("qkv", "attention")
+
+
+def eager(wrap: Wrapper) -> Build:
+    """The blocks one after the other, each of them wrapped."""
+
+    def build(blocks: Sequence[Block], backend: str) -> Fn:
+        wrapped = [wrap(block) for block in blocks]
+
+        def network(x: Tensor) -> Tensor:
+            for block in wrapped:
+                x = block(x)
+            return x
+
+        return network
+
+    return build
+
+
+def compiled(wrap: Wrapper = plain, budget: float = 1.0) -> Build:
+    """The same, compiled as a whole, with a budget of what the compiler may keep: 1 is all that it wants to."""
+
+    def build(blocks: Sequence[Block], backend: str) -> Fn:
+        compiler = torch._dynamo.lookup_backend(backend)
+
+        # A backend of its own for each row: what is compiled already is taken for another row that has the same one.
+        def within_budget(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+            with torch._functorch.config.patch(activation_memory_budget=budget):
+                return compiler(graph, inputs)
+
+        return torch.compile(eager(wrap)(blocks, backend), backend=within_budget, fullgraph=True)
+
+    return build
+
+
+def torch_offload(fn: Fn) -> Fn:
+    """The function with all that autograd saves of it in host memory."""
+
+    def offloaded(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda):
+            return fn(x)
+
+    return offloaded
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the blocks: whose it is, and what it keeps."""
+
+    family: str
+    policy: str
+    build: Build
+
+
+CANDIDATES: tuple[Candidate, ...] = (
+    Candidate("plain", "none", eager(plain)),
+    Candidate("remat", "full", eager(remat)),
+    Candidate("remat", "save_matmuls", eager(partial(remat, policy=policies.save_matmuls))),
+    Candidate("remat", "names", eager(partial(remat, policy=KEPT))),
+    Candidate("remat", "offload", eager(partial(remat, policy=policies.offload(KEPT)))),
+    Candidate("torch", "full", eager(torch_checkpoint)),
+    Candidate("torch", "save_matmuls", eager(torch_selective(MATMULS))),
+    Candidate("torch", "names", eager(torch_selective_by_count((MM, 0), *((op, 0) for op in ATTENTION)))),
+    Candidate("torch", "offload", eager(torch_offload)),
+    Candidate("torch.compile", "none", compiled()),
+    Candidate("torch.compile", "budget 0.5", compiled(budget=0.5)),
+    Candidate("torch.compile", "budget 0.2", compiled(budget=0.2)),
+    Candidate("torch.compile of remat", "full", compiled(remat)),
+    Candidate("torch.compile of remat", "save_matmuls", compiled(partial(remat, policy=policies.save_matmuls))),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a step takes, and how far its loss and its gradients are from exact ones."""
+
+    family: str
+    policy: str
+    peak_bytes: int
+    ms: float
+    ratio: float
+    loss_error: float
+    gradient_error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is as exact as it has to be."""
+        return self.loss_error <= self.tolerance and self.gradient_error <= self.tolerance
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {**asdict(self), "passed": self.passed}
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """A forward and a backward of a candidate."""
+
+    def __init__(self, net: Fn, blocks: nn.ModuleList, x: Tensor) -> None:
+        self.net, self.blocks, self.x = net, blocks, x
+
+    def __call__(self) -> Tensor:
+        loss = self.net(self.x).float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def forget(self) -> None:
+        """Lets the gradients go."""
+        self.blocks.zero_grad(set_to_none=True)
+
+    def results(self) -> list[Tensor]:
+        """The loss and the gradients."""
+        loss = self()
+        gradients = [parameter.grad for parameter in self.blocks.parameters()]
+        self.forget()
+        return [loss, *gradients]
+
+    def peak_bytes(self) -> int:
+        """The most that is allocated at once."""
+        if not self.x.is_cuda:
+            peak = allocated_bytes(self)
+        else:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        self.forget()
+        return peak
+
+    def ms(self) -> float:
+        """How long it takes."""
+        if not self.x.is_cuda:
+            start = time.perf_counter()
+            self()
+            taken = (time.perf_counter() - start) * 1e3
+        else:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda.synchronize()
+            events[0].record()
+            self()
+            events[1].record()
+            torch.cuda.synchronize()
+            taken = events[0].elapsed_time(events[1])
+        self.forget()
+        return taken
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """How far a tensor is off, as a part of what it should be."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def exact_results(blocks: nn.ModuleList, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The loss and the gradients in a more exact type, in little memory."""
+    blocks = copy.deepcopy(blocks).to(dtype)
+    return Step(eager(remat)(blocks, ""), blocks, x.to(dtype)).results()
+
+
+def measure(options: argparse.Namespace, candidates: Sequence[Candidate] = CANDIDATES) -> list[Row]:
+    """Runs all candidates, of which the first is the one that the others are compared with."""
+    torch.compiler.reset()  # what was compiled before counts towards the limit of recompilations
+    torch.manual_seed(0)
+    where = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    blocks = nn.ModuleList(Block(options.width, options.heads) for _ in range(options.layers)).to(**where)
+    x = torch.randn(options.batch, options.time, options.width, **where)
+    steps = [Step(each.build(blocks, options.backend), blocks, x) for each in candidates]
+
+    exact = exact_results(blocks, x, EXACT[options.dtype])
+    errors = [[error(*pair) for pair in zip(step.results(), exact)] for step in steps]
+    del exact
+    with gc_disabled():
+        peaks = [step.peak_bytes() for step in steps]
+        rounds = [[(steps[0].ms(), step.ms()) for step in steps] for _ in range(options.rounds)]
+    return [
+        Row(
+            family=candidate.family,
+            policy=candidate.policy,
+            peak_bytes=peak,
+            ms=statistics.median(own for _, own in pairs),
+            ratio=statistics.median(own / first for first, own in pairs),
+            loss_error=off[0],
+            gradient_error=max(off[1:]),
+            tolerance=2 * max(errors[0]),
+        )
+        for candidate, peak, pairs, off in zip(candidates, peaks, zip(*rounds), errors)
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text."""
+    names = [f"{row.family}: {row.policy}" for row in rows]
+    width = max(map(len, names))
+    head = f"{'one training step':<{width}}  {'peak, MiB':>10}  {'ms':>9}  {'ratio':>6}  {'gradients off by':>16}"
+    lines = [
+        f"{name:<{width}}  {row.peak_bytes / MIB:>10.1f}  {row.ms:>9.2f}  {row.ratio:>6.3f}"
+        f"  {row.gradient_error:>16.1e}  {verdict(row)}"
+        for name, row in zip(names, rows)
+    ]
+    return "\n".join([head, *lines])
+
+
+def title(options: argparse.Namespace) -> str:
+    """What was run, and where."""
+    about = environment()
+    device = about["gpu"] if options.device == "cuda" else f"one thread of a CPU ({about['cpu']})"
+    sizes = f"{options.layers} blocks, width {options.width}, {options.heads} heads, {options.batch} x {options.time}"
+    return f"{sizes}, {options.dtype}\n{device}, torch {about['torch']}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures every candidate and prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description="Memory against time of a training step.")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    for name, default in {"layers": 24, "width": 1024, "heads": 16, "batch": 8, "time": 1024, "rounds": 10}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--dtype", choices=EXACT, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: inductor)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory against time into this SVG file")
+    options = parse(parser, argv)
+    on_gpu = options.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        print("benchmarks.gpu: no GPU, so nothing was measured (--device cpu runs small sizes)", file=sys.stderr)
+        return 0
+    if options.picture is not None and not installed("matplotlib", "--picture"):
+        return 2
+    if not on_gpu:
+        torch.set_num_threads(1)
+    rows = measure(options)
+    if options.picture is not None:
+        draw([row for row in rows if on_gpu or row.policy != "offload"], options.picture, title(options))
+    return report(options, rows, table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
