@@ -16,7 +16,7 @@ import torch
 from . import _torch, _tree
 from ._ambient import Ambient
 from ._arguments import take_apart
-from ._captured import NOTHING, Found, find
+from ._captured import NOTHING, Found
 from ._contents import is_put_back, snapshots
 from ._engine import mark
 from ._intercept import Interceptor, made_inside
@@ -30,6 +30,7 @@ from ._plan import Plan
 from ._rebound import rebound
 from ._record import Record
 from ._recorder import Open, Recorder
+from ._remembered import Remembered, unchanged, walk
 from ._replay import Replay
 from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
@@ -46,7 +47,7 @@ class Region:
     __slots__ = (
         "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "contents", "devices", "fixed",
         "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options", "outputs",
-        "places", "plan", "ran", "record", "replay", "swapped", "trace", "undo_record", "watch",
+        "places", "plan", "ran", "record", "replay", "swapped", "trace", "undo_record", "walk", "watch",
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
@@ -54,7 +55,8 @@ class Region:
         self.options = options
         self.memory = memory
         self.given, self.arguments = take_apart(args, kwargs)
-        found = find(fn, *self.given.searched())
+        found = walk(fn, self.given.searched(), memory)
+        self.walk = found if type(found) is Remembered else None
         self.found: Found | None = found
         self.cells = found.cells
         self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)] if found.contents else ()
@@ -123,6 +125,8 @@ class Region:
                 places.append(place)
         self.holders, self.fixed = found.holders(), fixed
         self.places, self.bindings, self.captured = places, bindings, captured
+        if not tensors:
+            return
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.known.changing)
         self.consts.watch_gradients()
         if not self.kinds and not all(self.consts.leaf):
@@ -245,6 +249,8 @@ class Region:
     def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if not (self.contents or self.holders or self.bindings or self.places or self.cells):
             return None
+        if self.walk is not None and not self.bindings and self.walk.holds():
+            return unchanged(self.walk)
         values = [*snapshots(self.contents), *self.holders, *((place, operands[i]) for place, i in self.bindings)]
         values += zip(self.places, captured)
         return rebound(values, cells=self.cells)
