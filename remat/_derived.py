@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from . import _torch
 from ._parts import requires_grad_somewhere
 
 Tensors = Sequence[torch.Tensor]
-Pull = Callable[[Tensors], list]
+Pull = Callable[[Tensors], Sequence]
 
 
 class Derived(ABC):
@@ -200,9 +201,9 @@ class Pullback(Derived):
             outs = self.chosen(self.inner.run(inputs))
         heads = [t for t, needs in zip(inputs, self.needs) if needs]
 
-        def pull(cotangents: Tensors) -> list:
+        def pull(cotangents: Tensors) -> Sequence:
             create = followed or (record and any(map(requires_grad_somewhere, cotangents)))
-            return gradients(outs, [out.requires_grad for out in outs], heads, cotangents, create)
+            return gradients(outs, [out.requires_grad for out in outs], heads, cotangents, create, retain=True)
 
         return pull
 
@@ -217,22 +218,14 @@ def gradients(
     heads: Tensors,
     cotangents: Tensors,
     create: bool,
-    retain: bool = True,
-) -> list:
+    retain: bool,
+) -> Sequence[Any]:
     """``torch.autograd.grad``, with None for each head that the outputs don't depend on."""
-    pairs = [(out, cotangent) for out, cotangent, d in zip(outs, cotangents, depends) if d]
-    if not pairs:
+    outs, cotangents = tuple(compress(outs, depends)), tuple(compress(cotangents, depends))
+    if not outs:
         return [None] * len(heads)
-    return list(
-        torch.autograd.grad(
-            [out for out, _ in pairs],
-            list(heads),
-            [cotangent for _, cotangent in pairs],
-            retain_graph=retain,
-            create_graph=create,
-            allow_unused=True,
-        )
-    )
+    # Unused heads are allowed, and nothing is accumulated.
+    return _torch.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False)
 
 
 def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
