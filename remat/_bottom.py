@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from operator import is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ._parts import is_dual
 from ._trace import Trace
 
 Tensors = Sequence[torch.Tensor]
+_requires_grad, _is_inference = attrgetter("requires_grad"), methodcaller("is_inference")
 
 
 class Call:
@@ -96,7 +97,7 @@ class Tape:
 def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted: Sequence[bool] | None) -> list:
     """Run a region, or what transforms made of it, on plain operands."""
     root = region.root
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+    recorded = torch.is_grad_enabled() and any(map(_requires_grad, operands))
     dual = _torch.dual_level_active() and any(map(is_dual, operands))
     if root.ran:
         with hooks_allowed(whoever_forbids=True):
@@ -106,7 +107,7 @@ def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted:
 
 def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool, dual: bool) -> list:
     root = region.root
-    inference = any(t.is_inference() for t in operands)  # autograd can't record these
+    inference = any(map(_is_inference, operands))  # autograd can't record these
     follows = wanted is not None and any(wanted) and not inference
     inputs = operands
     if follows and call.tape_fits:  # what is followed below, by autograd itself, stays as it is

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | N
 
     ``wanted`` are the operands that a ``grad`` level above follows. At the level ``skip`` nothing is followed.
     """
-    operands = [_torch.unwrap_if_dead(t) for t in operands]
+    operands = list(map(_torch.unwrap_if_dead, operands))
     if not _torch.transforms_active():
         return run_at_bottom(region, operands, call, wanted)
     interpreter = _torch.current_interpreter()
@@ -147,19 +148,47 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
 
 def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Any, skip: int) -> list:
     level = interpreter.level()
-    followed = [_torch.level_of(t) == level and t.requires_grad for t in operands]
-    if not torch.is_grad_enabled():
-        followed = [False] * len(operands)
+    followed = [False] * len(operands)
+    if level != skip and torch.is_grad_enabled():
+        followed = [t.requires_grad and _torch.level_of(t) == level for t in operands]
     region = _graded(region, level, tuple(followed))
-    if level == skip or not any(followed):
-        values = [_torch.unwrap_grad(t, level) for t in operands]
-        with interpreter.lower():
-            outs = apply(region, values, call, wanted, skip)
-        return [_torch.wrap_grad(t, level) for t in outs]
+    if not any(followed):
+        with _below(interpreter):
+            outs = apply(region, _values(operands, level), call, wanted, skip)
+        return _wrapped(outs, level)
     wanted = followed if wanted is None else [a or b for a, b in zip(followed, wanted)]
     job = Job(region, call, interpreter, wanted, skip)
-    with _torch.single_level_functions_allowed():
+    allowed = _torch.single_level_functions_allowed()
+    _torch.allow_single_level_functions(True)
+    try:
         return list(RegionNode.apply(job, *operands))  # type: ignore[attr-defined]
+    finally:
+        _torch.allow_single_level_functions(allowed)
+
+
+def _values(operands: Tensors, level: int) -> list[torch.Tensor]:
+    return list(map(_torch.unwrap_grad, operands, repeat(level)))
+
+
+def _wrapped(values: Tensors, level: int) -> list[torch.Tensor]:
+    return list(map(_torch.wrap_grad, values, repeat(level)))
+
+
+class _Below:
+    """Without the top level."""
+
+    __slots__ = ("top",)
+
+    def __enter__(self) -> None:
+        self.top = _torch.pop_level()
+
+    def __exit__(self, *exception: Any) -> None:
+        _torch.push_level(self.top)
+
+
+def _below(interpreter: Any) -> Any:
+    """Below a ``grad`` level, where autograd is on or off as it was around that level."""
+    return _Below() if interpreter.prev_grad_mode() == torch.is_grad_enabled() else interpreter.lower()
 
 
 def _graded(region: Any, level: int, followed: tuple[bool, ...]) -> Any:
@@ -200,11 +229,11 @@ class RegionNode(_torch.SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, job: Job, *operands: torch.Tensor) -> tuple:
         level = job.level
-        values = [_torch.unwrap_grad(t, level) for t in operands]
+        values = _values(operands, level)
         first = not job.region.root.ran
-        with torch.enable_grad(), _torch.set_forward_grad_enabled(True), job.interpreter.lower():
+        with torch.enable_grad(), _torch.set_forward_grad_enabled(True), _below(job.interpreter):
             outs = apply(job.region, values, job.call, job.wanted, job.skip)
-        wrapped = tuple(_torch.wrap_grad(t, level) for t in outs)
+        wrapped = tuple(_wrapped(outs, level))
         job.interpreter = None
         # Attributes, not save_for_backward, which would keep them until the level ends; changes are seen at the bottom.
         ctx.job, ctx.operands = job, operands

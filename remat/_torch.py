@@ -120,6 +120,8 @@ all_interpreters = _pyfunctorch.retrieve_all_functorch_interpreters
 
 top_interpreter = torch._C._functorch.peek_interpreter_stack
 interpreter_stack = torch._C._functorch.get_interpreter_stack  # without the Python objects that stand for levels
+pop_level = torch._C._functorch.pop_dynamic_layer_stack  # a level's own context is a generator, which is slow
+push_level = torch._C._functorch.push_dynamic_layer_stack
 without_levels = _pyfunctorch.temporarily_clear_interpreter_stack
 TransformType = torch._C._functorch.TransformType
 current_level = torch._C._functorch.maybe_current_level
@@ -139,7 +141,8 @@ grad_level = _eager_transforms.grad_increment_nesting
 allow_requires_grad = _eager_transforms.enable_inplace_requires_grad
 # One Function node at one level, not at all of them: what torch uses for its own Functions under torch.func.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
-single_level_functions_allowed = _functorch_utils.enable_single_level_autograd_function
+single_level_functions_allowed = _functorch_utils.get_single_level_autograd_function_allowed
+allow_single_level_functions = _functorch_utils.set_single_level_autograd_function_allowed
 # The backward that torch.func.grad runs itself: nobody can reach its graph (see ``_proof.py``).
 func_grad_engine_call = _eager_transforms._autograd_grad
 engine_call = torch.autograd.graph._engine_run_backward
