@@ -45,9 +45,9 @@ class Call:
         if self.kept is None:
             return list(operands)
         kept, known = self.kept, len(self.operands)
-        if len(operands) >= known and all(map(is_, operands, self.operands)) and not kept.changed and not kept.sums:
-            if list(map(_torch.raw_version, self.operands)) == kept.versions:
-                return list(operands)
+        unchanged = not (kept.changed or kept.sums) and list(map(_torch.raw_version, self.operands)) == kept.versions
+        if unchanged and len(operands) >= known and all(map(is_, operands, self.operands)):
+            return list(operands)
         same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
         return [kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
 
@@ -116,15 +116,16 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     if region.uses_func and recorded and not dual:
         return list(PlainNode.apply(region, call, *operands))
     _observe(root, inputs, follows)
+    enabled = torch.enable_grad() if follows and not torch.is_grad_enabled() else nullcontext()
     if region.uses_func:
-        with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
+        with enabled:
             outs = region.run(inputs)
         call.close(root)
         if root.record is not None:
             root.record.close_without_slots()
     elif recorded or follows or (torch.is_grad_enabled() and not inference):
         frame = Frame(region, call.kept, root.consts, root.options)
-        with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
+        with enabled:
             try:
                 outs = frame.run(region.run, inputs)
             except RuntimeError as error:

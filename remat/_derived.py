@@ -17,7 +17,7 @@ from . import _torch
 from ._parts import requires_grad_somewhere
 
 Tensors = Sequence[torch.Tensor]
-Pull = Callable[[Tensors], Sequence]
+Pull = Callable[[Tensors], list]
 
 
 class Derived(ABC):
@@ -201,7 +201,7 @@ class Pullback(Derived):
             outs = self.chosen(self.inner.run(inputs))
         heads = [t for t, needs in zip(inputs, self.needs) if needs]
 
-        def pull(cotangents: Tensors) -> Sequence:
+        def pull(cotangents: Tensors) -> list:
             create = followed or (record and any(map(requires_grad_somewhere, cotangents)))
             return gradients(outs, [out.requires_grad for out in outs], heads, cotangents, create, retain=True)
 
@@ -219,13 +219,13 @@ def gradients(
     cotangents: Tensors,
     create: bool,
     retain: bool,
-) -> Sequence[Any]:
+) -> list:
     """``torch.autograd.grad``, with None for each head that the outputs don't depend on."""
     outs, cotangents = tuple(compress(outs, depends)), tuple(compress(cotangents, depends))
     if not outs:
         return [None] * len(heads)
     # Unused heads are allowed, and nothing is accumulated.
-    return _torch.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False)
+    return list(_torch.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False))
 
 
 def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Watch:
         """Whether a tensor was made inside, and is differentiated there."""
         inside = self._is_seen(tensor) and id(tensor) not in self.suspects
         # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
-        dual = _torch.TransformType.Jvp in self.region.kinds and _torch.is_dead(tensor)
+        dual = _torch.JVP in self.region.kinds and _torch.is_dead(tensor)
         return inside and (dual or requires_grad_somewhere(tensor))
 
     def is_captured(self, tensor: torch.Tensor) -> bool:

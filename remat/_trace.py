@@ -79,13 +79,15 @@ class Retrace(Trace):
                 self.position = i + 1
                 return
         raise RecomputeMismatchError(
-            f"The region called {_shown(entry)} at {user_line()} when it was run again, and not there in its forward. {_ADVICE}"
+            f"The region called {_shown(entry)} at {user_line()} when it was run again, and not there in its forward. "
+            f"{_ADVICE}"
         )
 
     def end(self) -> None:
         if self.next_due is not None:
             raise RecomputeMismatchError(
-                f"The region called {_shown(self.next_due)} in its forward, and not there when it was run again. {_ADVICE}"
+                f"The region called {_shown(self.next_due)} in its forward, and not there when it was run again. "
+                f"{_ADVICE}"
             )
 
 
