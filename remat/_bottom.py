@@ -111,7 +111,8 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     follows = wanted is not None and any(wanted) and not inference
     inputs = operands
     if follows and call.tape_fits:  # what is followed below, by autograd itself, stays as it is
-        inputs = [_cut(t, w and not (recorded and t.requires_grad)) for t, w in zip(operands, wanted)]
+        cut = wanted if not recorded else [w and not t.requires_grad for t, w in zip(operands, wanted)]
+        inputs = [t.detach().requires_grad_() if each else t for t, each in zip(operands, cut)]
     call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.known.changing)
     if region.uses_func and recorded and not dual:
         return list(PlainNode.apply(region, call, *operands))
@@ -177,10 +178,6 @@ _CHANGES = (
 
 def _names(root: Any) -> Any:
     return lambda i: root.name(i) if i < root.arity else f"the derivative of {root.name(i % max(root.arity, 1))}"
-
-
-def _cut(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_() if wanted else tensor
 
 
 class PlainNode(torch.autograd.Function):

@@ -56,8 +56,7 @@ class Watch:
         self.seen.update(zip(map(id, tensors), map(weakref.ref, tensors)))
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
-        ref = self.seen.get(id(tensor))
-        return ref is not None and ref() is tensor
+        return self.seen.get(id(tensor), _gone)() is tensor
 
     def has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""
@@ -142,17 +141,16 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.swaps:
             args, kwargs = self._swap(args), self._swap(kwargs)
-        read = args if not kwargs and set(map(type, args)) == _TENSOR else (*tensors(args), *tensors(kwargs))
         watch = self.watch
         if watch is not None:
             seen = watch.seen
+            read = args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs))
             for tensor in read:
-                ref = seen.get(id(tensor))
-                if (ref is None or ref() is not tensor) and watch.is_captured(tensor):
+                if seen.get(id(tensor), _gone)() is not tensor and watch.is_captured(tensor):
                     self._give_up(watch, tensor)
         result = func(*args, **kwargs)
         if self.stale and tensors(result):
-            for tensor in read:
+            for tensor in tensors((args, kwargs)):
                 if id(tensor) in self.stale:
                     raise MutationError(self.stale[id(tensor)])
         if watch is not None:
@@ -199,6 +197,10 @@ class Interceptor(TorchFunctionMode):
             return tensor
         self.unused.discard(id(tensor))
         return self.swaps[id(tensor)]
+
+
+def _gone() -> None:
+    """What a reference to a tensor that isn't there gives."""
 
 
 _TENSOR = {torch.Tensor}
