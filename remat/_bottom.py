@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ._parts import is_dual
 from ._trace import Trace
 
 Tensors = Sequence[torch.Tensor]
+_requires_grad, _is_inference = attrgetter("requires_grad"), methodcaller("is_inference")
 
 
 class Call:
@@ -43,6 +45,9 @@ class Call:
         if self.kept is None:
             return list(operands)
         kept, known = self.kept, len(self.operands)
+        unchanged = not (kept.changed or kept.sums) and list(map(_torch.raw_version, self.operands)) == kept.versions
+        if unchanged and len(operands) >= known and all(map(is_, operands, self.operands)):
+            return list(operands)
         same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
         return [kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
 
@@ -92,7 +97,7 @@ class Tape:
 def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted: Sequence[bool] | None) -> list:
     """Run a region, or what transforms made of it, on plain operands."""
     root = region.root
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+    recorded = torch.is_grad_enabled() and any(map(_requires_grad, operands))
     dual = _torch.dual_level_active() and any(map(is_dual, operands))
     if root.ran:
         with hooks_allowed(whoever_forbids=True):
@@ -102,24 +107,26 @@ def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted:
 
 def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool, dual: bool) -> list:
     root = region.root
-    inference = any(t.is_inference() for t in operands)  # autograd can't record these
+    inference = any(map(_is_inference, operands))  # autograd can't record these
     follows = wanted is not None and any(wanted) and not inference
     inputs = operands
     if follows and call.tape_fits:  # what is followed below, by autograd itself, stays as it is
-        inputs = [_cut(t, w and not (recorded and t.requires_grad)) for t, w in zip(operands, wanted)]
+        cut = wanted if not recorded else [w and not t.requires_grad for t, w in zip(operands, wanted)]
+        inputs = [t.detach().requires_grad_() if each else t for t, each in zip(operands, cut)]
     call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.known.changing)
     if region.uses_func and recorded and not dual:
         return list(PlainNode.apply(region, call, *operands))
     _observe(root, inputs, follows)
+    enabled = torch.enable_grad() if follows and not torch.is_grad_enabled() else nullcontext()
     if region.uses_func:
-        with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
+        with enabled:
             outs = region.run(inputs)
         call.close(root)
         if root.record is not None:
             root.record.close_without_slots()
     elif recorded or follows or (torch.is_grad_enabled() and not inference):
         frame = Frame(region, call.kept, root.consts, root.options)
-        with torch.set_grad_enabled(torch.is_grad_enabled() or follows):
+        with enabled:
             try:
                 outs = frame.run(region.run, inputs)
             except RuntimeError as error:
@@ -171,10 +178,6 @@ _CHANGES = (
 
 def _names(root: Any) -> Any:
     return lambda i: root.name(i) if i < root.arity else f"the derivative of {root.name(i % max(root.arity, 1))}"
-
-
-def _cut(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_() if wanted else tensor
 
 
 class PlainNode(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ class Pullback(Derived):
 
         def pull(cotangents: Tensors) -> list:
             create = followed or (record and any(map(requires_grad_somewhere, cotangents)))
-            return gradients(outs, [out.requires_grad for out in outs], heads, cotangents, create)
+            return gradients(outs, [out.requires_grad for out in outs], heads, cotangents, create, retain=True)
 
         return pull
 
@@ -217,22 +218,14 @@ def gradients(
     heads: Tensors,
     cotangents: Tensors,
     create: bool,
-    retain: bool = True,
+    retain: bool,
 ) -> list:
     """``torch.autograd.grad``, with None for each head that the outputs don't depend on."""
-    pairs = [(out, cotangent) for out, cotangent, d in zip(outs, cotangents, depends) if d]
-    if not pairs:
+    outs, cotangents = tuple(compress(outs, depends)), tuple(compress(cotangents, depends))
+    if not outs:
         return [None] * len(heads)
-    return list(
-        torch.autograd.grad(
-            [out for out, _ in pairs],
-            list(heads),
-            [cotangent for _, cotangent in pairs],
-            retain_graph=retain,
-            create_graph=create,
-            allow_unused=True,
-        )
-    )
+    # Unused heads are allowed, and nothing is accumulated.
+    return list(_torch.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False))
 
 
 def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:

@@ -24,8 +24,8 @@ from ._state import own_work, state
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region; a first run that finds something out is given up and started again."""
-    kinds = tuple([interpreter.key() for interpreter in _torch.interpreter_stack() or ()])
-    if _torch.TransformType.Functionalize in kinds:
+    kinds = tuple([interpreter.key().value for interpreter in _torch.interpreter_stack() or ()])
+    if _torch.FUNCTIONALIZE in kinds:
         return fn(*args, **kwargs)  # a trace is taken
     region = Region(fn, args, kwargs, options, memory)
     region.kinds = kinds
@@ -68,7 +68,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
 
 def _draws(region: Region) -> bool:
     """Whether the region, as is found out now, draws random numbers under a ``grad`` level, see ``_graded``."""
-    if region.memory.known.draws or _torch.TransformType.Grad not in region.kinds:
+    if region.memory.known.draws or _torch.GRAD not in region.kinds:
         return False
     assert region.ambient is not None
     return region.ambient.moved()

@@ -7,7 +7,7 @@ only when it is used.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -47,21 +47,22 @@ class Watch:
         self.made(inside)
         self.suspects: dict[int, torch.Tensor] = {}
         # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
-        self.wrappers = {id(w) for t in operands for w in _chain(t) if _torch.is_wrapped(w)}
+        self.wrappers: set[int] = set()
+        while operands := list(filter(_torch.is_wrapped, operands)):
+            self.wrappers.update(map(id, operands))
+            operands = list(map(_torch.unwrap_once, operands))
 
-    def made(self, result: Any) -> None:
-        for tensor in (result,) if type(result) is torch.Tensor else tensors(result):
-            self.seen[id(tensor)] = weakref.ref(tensor)
+    def made(self, tensors: Collection[torch.Tensor]) -> None:
+        self.seen.update(zip(map(id, tensors), map(weakref.ref, tensors)))
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
-        ref = self.seen.get(id(tensor))
-        return ref is not None and ref() is tensor
+        return self.seen.get(id(tensor), _gone)() is tensor
 
     def has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""
         inside = self._is_seen(tensor) and id(tensor) not in self.suspects
         # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
-        dual = _torch.TransformType.Jvp in self.region.kinds and _torch.is_dead(tensor)
+        dual = _torch.JVP in self.region.kinds and _torch.is_dead(tensor)
         return inside and (dual or requires_grad_somewhere(tensor))
 
     def is_captured(self, tensor: torch.Tensor) -> bool:
@@ -78,7 +79,7 @@ class Watch:
                 self.suspects[id(tensor)] = tensor
         elif self.plain_too and tensor.requires_grad:
             self.suspects[id(tensor)] = tensor
-        self.made(tensor)
+        self.made([tensor])
         return False
 
 
@@ -143,17 +144,20 @@ class Interceptor(TorchFunctionMode):
         watch = self.watch
         if watch is not None:
             seen = watch.seen
-            for tensor in _tensors_of(args, kwargs):
-                ref = seen.get(id(tensor))
-                if (ref is None or ref() is not tensor) and watch.is_captured(tensor):
+            read = args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs))
+            for tensor in read:
+                if seen.get(id(tensor), _gone)() is not tensor and watch.is_captured(tensor):
                     self._give_up(watch, tensor)
         result = func(*args, **kwargs)
         if self.stale and tensors(result):
-            for tensor in _tensors_of(args, kwargs):
+            for tensor in tensors((args, kwargs)):
                 if id(tensor) in self.stale:
                     raise MutationError(self.stale[id(tensor)])
         if watch is not None:
-            watch.made(result)
+            if type(result) is torch.Tensor:  # most are, and each call of another function would be felt here
+                seen[id(result)] = weakref.ref(result)
+            else:
+                watch.made(tensors(result))
         if self.trace is not None and _torch.current_level() == self.level:  # not what an inner transform calls
             self.trace.note(func, result)
         return result
@@ -195,17 +199,14 @@ class Interceptor(TorchFunctionMode):
         return self.swaps[id(tensor)]
 
 
-def _tensors_of(args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """The tensors of a call, in which the arguments mostly are tensors."""
-    if not kwargs and set(map(type, args)) == _TENSOR:
-        return args
-    return (*tensors(args), *tensors(kwargs))
+def _gone() -> None:
+    """What a reference to a tensor that isn't there gives."""
 
 
 _TENSOR = {torch.Tensor}
 
 
-def made_inside(tensors: Any) -> None:
+def made_inside(tensors: Collection[torch.Tensor]) -> None:
     """Tell all regions that run now that these tensors aren't captured."""
     for interceptor in state.interceptors:
         if interceptor.watch is not None:

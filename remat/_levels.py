@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,18 +28,18 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | N
 
     ``wanted`` are the operands that a ``grad`` level above follows. At the level ``skip`` nothing is followed.
     """
-    operands = [_torch.unwrap_if_dead(t) for t in operands]
+    operands = list(map(_torch.unwrap_if_dead, operands))
     if not _torch.transforms_active():
         return run_at_bottom(region, operands, call, wanted)
-    interpreter = _torch.current_interpreter()
-    kind = interpreter.key()
-    if kind == _torch.TransformType.Vmap:
-        return _at_vmap(interpreter, region, operands, call, wanted, skip)
-    if kind == _torch.TransformType.Jvp:
-        return _at_jvp(interpreter, region, operands, call, wanted, skip)
-    if kind == _torch.TransformType.Grad:
+    interpreter = _torch.top_interpreter()
+    kind = interpreter.key().value
+    if kind == _torch.GRAD:
         return _at_grad(interpreter, region, operands, call, wanted, skip)
-    raise RuntimeError(f"remat does not know the torch.func transform {kind}.")
+    if kind == _torch.VMAP:
+        return _at_vmap(_torch.current_interpreter(), region, operands, call, wanted, skip)
+    if kind == _torch.JVP:
+        return _at_jvp(_torch.current_interpreter(), region, operands, call, wanted, skip)
+    raise RuntimeError(f"remat does not know the torch.func transform {interpreter.key()}.")
 
 
 class NeedsLevel(BaseException):
@@ -147,19 +148,48 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
 
 def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Any, skip: int) -> list:
     level = interpreter.level()
-    followed = [_torch.level_of(t) == level and t.requires_grad for t in operands]
-    if not torch.is_grad_enabled():
-        followed = [False] * len(operands)
+    followed = [False] * len(operands)
+    if level != skip and torch.is_grad_enabled():
+        followed = [t.requires_grad and _torch.level_of(t) == level for t in operands]
     region = _graded(region, level, tuple(followed))
-    if level == skip or not any(followed):
-        values = [_torch.unwrap_grad(t, level) for t in operands]
-        with interpreter.lower():
-            outs = apply(region, values, call, wanted, skip)
-        return [_torch.wrap_grad(t, level) for t in outs]
+    if not any(followed):
+        with _Below(interpreter, torch.is_grad_enabled()):
+            outs = apply(region, _values(operands, level), call, wanted, skip)
+        return _wrapped(outs, level)
     wanted = followed if wanted is None else [a or b for a, b in zip(followed, wanted)]
-    job = Job(region, call, interpreter, wanted, skip)
-    with _torch.single_level_functions_allowed():
+    job = Job(region, call, level, wanted, skip)
+    allowed = _torch.single_level_functions_allowed()
+    _torch.allow_single_level_functions(True)
+    try:
         return list(RegionNode.apply(job, *operands))  # type: ignore[attr-defined]
+    finally:
+        _torch.allow_single_level_functions(allowed)
+
+
+def _values(operands: Tensors, level: int) -> list[torch.Tensor]:
+    return list(map(_torch.unwrap_grad, operands, repeat(level)))
+
+
+def _wrapped(values: Tensors, level: int) -> list[torch.Tensor]:
+    return list(map(_torch.wrap_grad, values, repeat(level)))
+
+
+class _Below:
+    """Without the top level, a ``grad`` one; autograd is off if it was off around that level."""
+
+    __slots__ = ("before", "recorded", "top")
+
+    def __init__(self, interpreter: Any, recorded: bool) -> None:
+        self.recorded = recorded and _torch.grad_interpreter(interpreter).prevGradMode()
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        _torch.set_grad_enabled(self.recorded)
+        self.top = _torch.pop_level()
+
+    def __exit__(self, *exception: Any) -> None:
+        _torch.push_level(self.top)
+        _torch.set_grad_enabled(self.before)
 
 
 def _graded(region: Any, level: int, followed: tuple[bool, ...]) -> Any:
@@ -172,9 +202,9 @@ def _graded(region: Any, level: int, followed: tuple[bool, ...]) -> Any:
     if root.ran or isinstance(region, Pullback):
         return region
     below = root.kinds[: level - 1]
-    if _torch.TransformType.Vmap in below or _torch.TransformType.Jvp in below or root.memory.known.draws:
+    if _torch.VMAP in below or _torch.JVP in below or root.memory.known.draws:
         return Graded(region, followed)
-    if _torch.TransformType.Vmap in root.kinds and root.ambient.casts:
+    if _torch.VMAP in root.kinds and root.ambient.casts:
         return Graded(region, (False,) * len(followed))
     return region
 
@@ -182,13 +212,12 @@ def _graded(region: Any, level: int, followed: tuple[bool, ...]) -> Any:
 class Job:
     """What a node is to do: a region and what its call knows. ``thread`` is where the forward ran."""
 
-    __slots__ = ("call", "interpreter", "level", "region", "skip", "thread", "wanted")
+    __slots__ = ("call", "level", "region", "skip", "thread", "wanted")
 
-    def __init__(self, region: Any, call: Call, interpreter: Any, wanted: Any, skip: int) -> None:
+    def __init__(self, region: Any, call: Call, level: int, wanted: Any, skip: int) -> None:
         self.region = region
         self.call = call
-        self.interpreter = interpreter
-        self.level = interpreter.level()
+        self.level = level
         self.wanted = wanted
         self.skip = skip
         self.thread = threading.get_ident()
@@ -200,12 +229,11 @@ class RegionNode(_torch.SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, job: Job, *operands: torch.Tensor) -> tuple:
         level = job.level
-        values = [_torch.unwrap_grad(t, level) for t in operands]
+        values = _values(operands, level)
         first = not job.region.root.ran
-        with torch.enable_grad(), _torch.set_forward_grad_enabled(True), job.interpreter.lower():
+        with _torch.set_forward_grad_enabled(True), _Below(_torch.top_interpreter(), True):
             outs = apply(job.region, values, job.call, job.wanted, job.skip)
-        wrapped = tuple(_torch.wrap_grad(t, level) for t in outs)
-        job.interpreter = None
+        wrapped = tuple(_wrapped(outs, level))
         # Attributes, not save_for_backward, which would keep them until the level ends; changes are seen at the bottom.
         ctx.job, ctx.operands = job, operands
         ctx.set_materialize_grads(False)

@@ -32,8 +32,8 @@ def parts(tensor: Any) -> list[torch.Tensor]:
 
 def lift(tensor: torch.Tensor) -> torch.Tensor:
     """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps what may be changed in place."""
-    for interpreter in _torch.all_interpreters() if _torch.transforms_active() else ():
-        if interpreter.key() in (_torch.TransformType.Grad, _torch.TransformType.Jvp):
+    for interpreter in _torch.interpreter_stack() or ():
+        if interpreter.key().value in (_torch.GRAD, _torch.JVP):
             tensor = _torch.wrap_grad(tensor, interpreter.level())
     return tensor
 

@@ -30,7 +30,7 @@ def nobody_reads_the_graph(level: int, saved: Sequence[torch.Tensor], thread: in
     if not alive or not _torch.transforms_active():
         return False
     interpreter = _torch.top_interpreter()
-    if interpreter.key() != _torch.TransformType.Grad or interpreter.level() != level:
+    if interpreter.key().value != _torch.GRAD or interpreter.level() != level:
         return False
     call = _nearest_engine_call(sys._getframe(1))
     if call is None and threading.get_ident() != thread:

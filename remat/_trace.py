@@ -7,28 +7,30 @@ differentiated may differ, as a function may log in one of its runs only.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
+from . import _torch
 from ._determinism import user_line
 from ._errors import RecomputeMismatchError
 from ._parts import requires_grad_somewhere
 
+# One call: the function, its result's dtype and shape, and whether that is differentiated. Few runs are compared, so it
+# is a plain tuple, and names are looked up later.
+Entry: TypeAlias = tuple[Any, torch.dtype, tuple[int, ...], bool]
 
-class Entry(NamedTuple):
-    """One call: what is compared, and whether its result is differentiated."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    followed: bool
+def _same(a: Entry, b: Entry) -> bool:
+    return a[1:3] == b[1:3] and _name(a) == _name(b)
 
-    def same(self, other: Entry) -> bool:
-        return self[:3] == other[:3]
 
-    def __str__(self) -> str:
-        return f"{self.name} -> {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+def _name(entry: Entry) -> str:
+    return getattr(entry[0], "__name__", None) or str(entry[0])
+
+
+def _shown(entry: Entry) -> str:
+    return f"{_name(entry)} -> {str(entry[1]).removeprefix('torch.')}{list(entry[2])}"
 
 
 class Trace:
@@ -41,12 +43,8 @@ class Trace:
         while isinstance(result, (tuple, list)) and result:
             result = result[0]
         if isinstance(result, torch.Tensor):
-            name = getattr(func, "__name__", None) or str(func)
-            followed = result.requires_grad or requires_grad_somewhere(result)
-            self.add(Entry._make((name, result.dtype, result.shape, followed)))
-
-    def add(self, entry: Entry) -> None:
-        self.entries.append(entry)
+            followed = result.requires_grad or (_torch.is_wrapped(result) and requires_grad_somewhere(result))
+            self.entries.append((func, result.dtype, result.shape, followed))
 
     def end(self) -> None:
         """The run is over."""
@@ -63,26 +61,33 @@ class Retrace(Trace):
         super().__init__()
         self.all = first.entries
         self.position = 0  # up to where this run's calls were found in the first one
-        self.due = iter([entry for entry in first.entries if entry.followed])
+        self.due = iter([entry for entry in first.entries if entry[3]])
         self.next_due = next(self.due, None)
 
-    def add(self, entry: Entry) -> None:
-        if self.next_due is not None and self.next_due.same(entry):
+    def note(self, func: Any, result: Any) -> None:
+        super().note(func, result)
+        while self.entries:
+            self._compare(self.entries.pop())
+
+    def _compare(self, entry: Entry) -> None:
+        if self.next_due is not None and _same(self.next_due, entry):
             self.next_due = next(self.due, None)
-        if not entry.followed:
+        if not entry[3]:
             return
         for i in range(self.position, len(self.all)):
-            if self.all[i].same(entry):
+            if _same(self.all[i], entry):
                 self.position = i + 1
                 return
         raise RecomputeMismatchError(
-            f"The region called {entry} at {user_line()} when it was run again, and not there in its forward. {_ADVICE}"
+            f"The region called {_shown(entry)} at {user_line()} when it was run again, and not there in its forward. "
+            f"{_ADVICE}"
         )
 
     def end(self) -> None:
         if self.next_due is not None:
             raise RecomputeMismatchError(
-                f"The region called {self.next_due} in its forward, and not there when it was run again. {_ADVICE}"
+                f"The region called {_shown(self.next_due)} in its forward, and not there when it was run again. "
+                f"{_ADVICE}"
             )
 
 
