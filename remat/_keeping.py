@@ -50,6 +50,7 @@ class Keeping:
         self.watched = True  # its operations are seen
         self.slots_tell = True  # what autograd saved is known
         self.inputs: list[int] = []  # of the operands and the captured tensors
+        self.offsets: tuple[int, ...] = ()  # of these, if each has a storage of its own
         self.wanted: list[int] = []  # what autograd saved
         self.storages = Storages()
         self.log: list[Entry] = []
@@ -162,7 +163,7 @@ class Keeping:
     def _keep_what_is_needed(self, missing: list[Source], above: int) -> None:
         """Of what these slots, and levels above, are made from again."""
         self.program = program = self._programs.of(self.log, self.seen, self.lines)
-        self.log = program.log
+        self.log, program.offsets = program.log, self.offsets
         needed = [value for source in missing for value in source.values]
         self.wanted += needed
         needed += self.wanted[:above]

@@ -16,7 +16,7 @@ from ._determinism import Line
 from ._facts import Facts, facts_of
 from ._plan import Plan, plan
 from ._policy import Verdict
-from ._torch import OpOverload, direct_call
+from ._torch import OpOverload, TensorGuards, direct_call
 from ._values import UNTOLD, Layout
 
 
@@ -43,8 +43,8 @@ class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number",
-        "operands", "outs", "reads", "result",
+        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "guard", "is_simple", "key",
+        "number", "operands", "outs", "reads", "result",
     )  # fmt: skip
 
     def __init__(self, number: int, entry: Entry) -> None:
@@ -70,7 +70,11 @@ class Step:
             self.count += 1
         self.is_simple &= len(self.operands) == len(self.reads) and type(self.func) is OpOverload
         self.call = direct_call(self.func) if self.is_simple else self.func
+        self.guard: TensorGuards | None = None  # of its operands and its result, if it reads originals and nothing else
         self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
+
+
+END = Step(-1, UNSEEN)  # no operation is this step
 
 
 class Program:
@@ -84,6 +88,8 @@ class Program:
         self.lines = lines
         self.seen = seen
         self.steps = [Step(number, entry) for number, entry in enumerate(log)]
+        self.path = [*self.steps, END]
+        self.offsets: tuple[int, ...] = ()  # of the inputs of the last run
         self.lazy = all(entry.under[1] for entry in log)  # else user code reads tensors in ways that can't be seen
         self.overwritten = {number for entry in log for number in entry.overwritten}
         # If not differentiated, or detached, user code may read it in ways that can't be seen.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,14 +16,15 @@ from ._facts import Facts, facts_of
 from ._judge import Question, question
 from ._keeping import Keeping, Source
 from ._memory import Memory
-from ._parts import is_plain, parts
+from ._parts import all_parts, is_plain, parts
 from ._policy import Policy, Verdict
-from ._program import UNSEEN, Entry, Step
+from ._program import END, UNSEEN, Entry, Step
 from ._residual import memory
 from ._state import unseen
-from ._torch import is_wrapped
+from ._torch import TensorGuards, is_wrapped
 from ._values import UNTOLD, Layout, holder, is_as_it_lies, place_of, template
 
+_requires_grad = attrgetter("requires_grad")
 DETACH = torch.ops.aten.detach.default
 
 
@@ -35,25 +38,35 @@ class Record(Keeping):
         self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
         self._versions: dict[int, int] = {}  # of the tensors that were met, where operations aren't seen
-        self._guide: list[Step] = []  # what the last run did, if this one may do the same
+        self._path: list[Step] = [END]  # what the last run did, if this one may do the same
+        self.step = END  # what comes next on it
         self._known_lines: Mapping[int, Line] = {}
         self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
         self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
         """Note which values come in."""
-        storages = self.storages
-        for tensor in inputs:
-            wrapped = is_wrapped(tensor)
-            for part in parts(tensor):
-                value = storages.enter(part)
-                if wrapped or tensor.requires_grad:
-                    storages.tracked.add(value)
-                self._flags |= part.requires_grad
-                self.inputs.append(value)
-        known = self._programs.known
-        if known and self._flags and not self._judge.asks and not self.all_lines:
-            self._guide, self._known_lines = known[0].steps, known[0].lines
+        tensors, storages, known = [*inputs], self.storages, self._programs.known
+        self.offsets = storages.enter_all(tensors) if all_parts(tensors) is tensors else ()
+        if self.offsets:
+            self.inputs = [*range(len(tensors))]
+            storages.tracked.update(compress(self.inputs, map(_requires_grad, tensors)))
+            self._flags = bool(storages.tracked)
+        else:
+            for tensor in tensors:
+                self._enter(tensor)
+        if known and self._flags and known[0].offsets == self.offsets and not (self._judge.asks or self.all_lines):
+            self._path, self._known_lines = known[0].path, known[0].lines
+            self.step = self._path[0]
+
+    def _enter(self, tensor: torch.Tensor) -> None:
+        wrapped = is_wrapped(tensor)
+        for part in parts(tensor):
+            value = self.storages.enter(part)
+            if wrapped or tensor.requires_grad:
+                self.storages.tracked.add(value)
+            self._flags |= part.requires_grad
+            self.inputs.append(value)
 
     def look_away(self) -> bool:
         """Whether the first run's operations needn't be seen, by what the last one needed. From now on they aren't.
@@ -153,13 +166,14 @@ class Record(Keeping):
 
     def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""
-        storages, count = self.storages, self.storages.count
+        storages = self.storages
+        count = len(storages.originals)
         new = storages.new(result)
         reads: list[int] = []
         read: list[torch.Tensor] = []
         if new or facts.writes or facts.observes:
             key = storages.key(func, draw, args, kwargs, reads, read)
-            if count != storages.count:
+            if count != len(storages.originals):
                 new = storages.new(result)  # it may be a view of what is known only now
         if not new and not facts.writes and not facts.observes:
             self._made_a_view(facts, args)
@@ -187,6 +201,7 @@ class Record(Keeping):
                 self.saveable[value] = verdict
         under = differentiated, torch.is_grad_enabled()
         self.log.append(Entry(key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, under, verdict))
+        self.step = self._path[min(number + 1, len(self._path) - 1)]
         if overwritten:
             self._saved_early(number, dict(zip(overwritten, outs[len(new) :])))
         if verdict is not None or self.all_lines:
@@ -198,13 +213,38 @@ class Record(Keeping):
         if len(self._held) >= self._enough:
             self._let_go_of_unneeded()
 
-    def expected(self) -> Step | None:
-        """What the last run did in this place."""
-        number = len(self.log)
-        return self._guide[number] if number < len(self._guide) else None
-
     def ran_as(self, step: Step, args: tuple, kwargs: dict, result: Any) -> bool:
         """Whether an operation did what a simple step did; then it is noted. To compare is faster than to describe."""
+        if step.guard is not None and not kwargs and self._is_guarded(step, args, result):
+            self.storages.is_made(self.storages.number(), result)
+        elif not self._is_alike(step, args, kwargs, result):
+            return False
+        entry, number = step.entry, step.number
+        self.step = self._path[number + 1]
+        self.log.append(entry)
+        self.made[step.outs[0]] = number
+        if entry.verdict is not None:
+            self.saveable[step.outs[0]] = entry.verdict
+            self.lines[number] = self._known_lines[number]
+        elif not self.saveable.keys().isdisjoint(step.reads):
+            for position, read, _ in step.operands:
+                if read in self.saveable:
+                    self._hold(read, args[position])
+            if len(self._held) >= self._enough:
+                self._let_go_of_unneeded()
+        return True
+
+    def _is_guarded(self, step: Step, args: tuple, result: Any) -> bool:
+        """Whether it read the originals of the values that the step reads, and these and its result are as they were."""
+        return (
+            step.outs[0] == len(self.storages.originals)
+            and self.storages.are_originals(step, args)
+            and step.guard.check(*args, result)
+            and step.entry.under[1] is torch.is_grad_enabled()
+        )
+
+    def _is_alike(self, step: Step, args: tuple, kwargs: dict, result: Any) -> bool:
+        """The same by what is known of storages."""
         storages = self.storages
         if not storages.is_call_of(step, args, kwargs):
             return False
@@ -217,23 +257,14 @@ class Record(Keeping):
         storage, form = place_of(result)
         if (
             form != step.result.form
-            or value != storages.count
+            or value != len(storages.originals)
             or entry.under != (differentiated, torch.is_grad_enabled())
             or storages.knows(result)
         ):
             return False
         storages.add((result, storage, step.result.form), storages.number())
-        self.made[value] = number = len(self.log)
-        self.log.append(entry)
-        if entry.verdict is not None:
-            self.saveable[value] = entry.verdict
-            self.lines[number] = self._known_lines[number]
-        elif self.saveable:
-            for position, read, _ in step.operands:
-                if read in self.saveable:
-                    self._hold(read, args[position])
-            if len(self._held) >= self._enough:
-                self._let_go_of_unneeded()
+        if step.guard is None and step.key[2] is None and _is_dense_call(step) and storages.are_originals(step, args):
+            step.guard = TensorGuards(*args, result, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         return True
 
     def _made_a_view(self, facts: Facts, args: tuple) -> None:
@@ -288,6 +319,10 @@ class Record(Keeping):
         super().let_go()
         self._siblings.clear()
         self._questions.clear()
+
+
+def _is_dense_call(step: Step) -> bool:
+    return all(form is not None for _, _, form in step.operands)
 
 
 def _is_judged(result: Any, facts: Facts) -> bool:

@@ -42,11 +42,12 @@ class Recorder(Open, DispatchMode):
         if types and is_wrapper_call(types):
             return NotImplemented  # what it runs on the tensors inside comes by
         kwargs = kwargs or {}
-        if state.filling or state.unseen:
-            return func(*args, **kwargs)
         record = self.record
-        step = record.expected()
-        if step is not None and step.func is func and step.is_simple:
+        if state.filling or state.unseen:
+            record.storages.meet()
+            return func(*args, **kwargs)
+        step = record.step
+        if step.func is func and step.is_simple:
             result = step.call(*args, **kwargs)
             with without_torch_function():
                 if not record.ran_as(step, args, kwargs, result):

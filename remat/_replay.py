@@ -14,14 +14,14 @@ import torch
 from ._errors import RecomputeMismatchError
 from ._facts import Facts, facts_of, tensors
 from ._late import Late, LateCall
-from ._parts import is_wrapper_call, parts
+from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
 from ._program import Step
 from ._record import Record
 from ._residual import Residual, memory
 from ._state import state, unseen
 from ._torch import DispatchMode, without_torch_function
-from ._values import Argument, Layout, holder
+from ._values import Argument, Layout
 
 
 class Replay(DispatchMode):
@@ -31,6 +31,7 @@ class Replay(DispatchMode):
         super().__init__()
         self.record = record
         self.plan = plan
+        self.path = record.program.path
         self.position = 0  # of the step that should come next
         self.draws = 0
         self.late = Late()
@@ -38,13 +39,23 @@ class Replay(DispatchMode):
         self.storages = record.storages.copy()
         # What is kept, for the given steps, as far as it must be brought here first.
         self.brought: dict[int, torch.Tensor] = {}
+        self.at_hand: dict[int, Residual] = {}  # the same for simple steps, if it is here and stays as it is
         for number in sorted(plan.given):
-            for value in record.program.steps[number].outs:
+            step = self.path[number]
+            for value in step.outs:
                 residual = record.kept(value)
-                if residual is not None and residual.is_elsewhere:
+                if residual is None:
+                    continue
+                if residual.is_elsewhere:
                     self.brought[value] = residual.get()
-        for value, part in zip(record.inputs, [part for tensor in inputs for part in parts(tensor)]):
-            self.storages.bind(part, value)
+                elif step.is_simple and value not in record.program.overwritten:
+                    self.at_hand[number] = residual
+        tensors = all_parts(inputs)
+        if record.offsets:
+            self.storages.enter_again(record.inputs, tensors)
+        else:
+            for value, part in zip(record.inputs, tensors):
+                self.storages.bind(part, value)
 
     def __enter__(self) -> Replay:
         state.policies.append(self.record.policy)
@@ -59,13 +70,13 @@ class Replay(DispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         if self.late.running or state.unseen:
+            self.storages.meet()
             return self.late.mark(func(*args, **kwargs))
-        steps = self.record.program.steps
-        step = steps[self.position] if self.position < len(steps) else None
-        if step is None or step.func is not func or not self._is_next(step, args, kwargs):
+        step = self.path[self.position]
+        if step.func is not func or not self._is_next(step, args, kwargs):
             return self._any(func, args, kwargs)
+        self.position += 1
         with without_torch_function():
-            self.position += 1
             if step.number not in self.plan.run:
                 read = [args[position] for position, _, _ in step.operands]
                 if step.number in self.plan.given:
@@ -75,11 +86,13 @@ class Replay(DispatchMode):
             if self.late:
                 self.late.fill([args[position] for position, _, _ in step.operands])
         result = step.call(*args, **kwargs)
-        with without_torch_function():
-            self.storages.add((result, holder(result), step.result.form), step.outs[0])
+        self.storages.is_made(step.outs[0], result)
         return result
 
     def _is_next(self, step: Step, args: tuple, kwargs: dict) -> bool:
+        """Whether this is a call of a step, which must be simple."""
+        if step.guard is not None and not kwargs and self.storages.are_originals(step, args):
+            return True
         with without_torch_function():
             return step.is_simple and self.storages.is_call_of(step, args, kwargs)
 
@@ -88,6 +101,7 @@ class Replay(DispatchMode):
         facts, record, storages = facts_of(func), self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
             if not self.late and not facts.reshapes:
+                storages.meet()
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
@@ -187,12 +201,11 @@ class Replay(DispatchMode):
 
     def _give(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """The result of an operation, from what was kept of it."""
-        if step.is_simple and self.record.program.overwritten.isdisjoint(step.outs):
-            residual = self.record.kept(step.outs[0])
-            if residual is not None and not residual.is_elsewhere:
-                tensor = residual.on(step.result)
-                self.storages.add((tensor, tensor.untyped_storage(), step.result.form), step.outs[0])
-                return tensor
+        residual = self.at_hand.get(step.number)
+        if residual is not None:
+            result = residual.on(step.result)
+            self.storages.is_made(step.outs[0], result)
+            return result
         with unseen():
             return self._give_parts(step, args, kwargs, read)
 
