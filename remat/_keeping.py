@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,12 +29,16 @@ from ._values import Layout, layouts
 
 
 class Source:
-    """Where a tensor that autograd saved comes from: values, its layout if it may be kept, the steps so far."""
+    """Where a tensor that autograd saved comes from: values, its layout if it may be kept, the steps so far.
 
-    __slots__ = ("after", "layout", "values")
+    ``value`` is the one that may be kept, ``original`` the one that the tensor is the original of.
+    """
 
-    def __init__(self, values: list[int], layout: Layout | None, after: int) -> None:
-        self.values, self.layout, self.after = values, layout, after
+    __slots__ = ("after", "layout", "original", "value", "values")
+
+    def __init__(self, values: list[int], layout: Layout | None, after: int, original: int | None = None) -> None:
+        self.values, self.layout, self.after, self.original = values, layout, after, original
+        self.value = values[0] if layout is not None else None
 
 
 class Keeping:
@@ -65,6 +70,7 @@ class Keeping:
         self._judge = judge_of(policy)
         self._programs = _programs_of(memory, self._judge)
         self._slots: list[tuple[weakref.ref, Source]] = []
+        self._follows = False  # so far it did what the last run did
         self._loans: dict[int, weakref.ref[Residual]] = {}  # what is kept, as long as somebody owns it
         self._own: dict[int, Residual] = {}  # what more needs than the slots that own it
         self._lent: dict[int, Residual] = {}  # in the first run: each is kept once, whether or not what owns it lives
@@ -99,6 +105,8 @@ class Keeping:
             layout = made.result
             if type(layout) is not Layout:
                 layout = next((layout for layout in layouts(made.result) if made.outs[layout.i] == value), None)
+            elif form is None and self.storages.originals[value]() is tensor:
+                form = layout.form
             maker = made.key[0] or "an operation", self.lines.get(number, "a line that isn't known")
             residual = Residual(tensor, form, maker, layout, offload, self.outer, self._group)
             self._loans[value] = weakref.ref(residual)
@@ -118,8 +126,10 @@ class Keeping:
             del held[value]
         self._enough = len(held) + max(4, len(held), count // 16)
 
-    def _there(self) -> set[int]:
+    def _there(self) -> Set[int]:
         """What is held, or kept as long as somebody owns it."""
+        if not self._held and len(self._own) == len(self._loans):
+            return self._own.keys()
         return {*self._held, *(value for value, ref in self._loans.items() if ref() is not None)}
 
     # --- the end of the first run -------------------------------------------------------------------------------------
@@ -141,13 +151,12 @@ class Keeping:
         above = len(self.wanted)  # levels of torch.func that are above want these
         missing = []
         for ref, source in self._slots:
-            slot = ref()
+            slot, value = ref(), source.value
             if slot is None and self.outer is None:
                 continue  # else what is handed over must not depend on it
-            value = source.values[0] if source.layout is not None else None
-            if value is not None and value not in self._lent and value in self._held:
+            if value in self._held and value not in self._lent:
                 self._lend(value, self._held[value])  # it was saved before it got its name
-            if value is None or value not in self._lent:
+            if value not in self._lent:
                 missing.append(source)
                 continue
             self.wanted.append(value)
@@ -164,14 +173,13 @@ class Keeping:
         """Of what these slots, and levels above, are made from again."""
         self.program = program = self._programs.of(self.log, self.seen, self.lines)
         self.log, program.offsets = program.log, self.offsets
-        needed = [value for source in missing for value in source.values]
-        self.wanted += needed
-        needed += self.wanted[:above]
-        end = len(self.log)
-        if self.slots_tell and not above:
-            end = max((source.after for source in missing), default=0)
-        used = program.plan(end, needed, self._there(), always if self.slots_tell else never).used
-        for value in sorted(used):
+        if not self._follows:
+            program.sources = [source for _, source in self._slots]
+        wanted, end = tuple(self.wanted[:above]), None if self.slots_tell and not above else len(self.log)
+        plan = program.plan(tuple(missing), wanted, end, self._there(), always if self.slots_tell else never)
+        for source in missing:
+            self.wanted += source.values
+        for value in sorted(plan.used):
             self._own[value] = self.kept(value) or self._lend(value, self._held[value])
 
     def let_go(self) -> None:
@@ -203,13 +211,13 @@ class Keeping:
 
     def plan(self, slots: Iterable[Any] | None = None) -> Plan:
         """What runs again to fill these slots, or all that there were."""
-        wanted, end = self.wanted, len(self.log)
-        if slots is not None:
-            sources = [slot.source for slot in slots]
-            wanted = [value for source in sources for value in source.values]
-            end = max(source.after for source in sources)
-        lazy = self.slots_tell and self.program.lazy
-        return self.program.plan(end, wanted, self._there(), can_wait if lazy else never)
+        leave = can_wait if self.slots_tell and self.program.lazy else never
+        if slots is None:
+            return self.program.plan((), tuple(self.wanted), len(self.log), self._there(), leave)
+        return self.program.plan(tuple(map(_source, slots)), (), None, self._there(), leave)
+
+
+_source = attrgetter("source")
 
 
 def _is_used(held: dict[int, torch.Tensor], value: int) -> bool:

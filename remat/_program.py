@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,9 @@ from ._plan import Plan, plan
 from ._policy import Verdict
 from ._torch import OpOverload, TensorGuards, direct_call
 from ._values import UNTOLD, Layout
+
+if TYPE_CHECKING:
+    from ._keeping import Source
 
 
 class Entry(NamedTuple):
@@ -102,6 +106,7 @@ class Program:
                 and self.waiting.issuperset(step.outs)
             )
         self._plans: dict[tuple, Plan] = {}
+        self.sources: list[Source] = []  # what autograd saved of the last run
 
     @functools.cached_property
     def makers(self) -> frozenset[Facts]:
@@ -116,14 +121,28 @@ class Program:
             found.setdefault(step.key, []).append(step)
         return found
 
-    def plan(self, end: int, roots: Collection[int], available: Collection[int], leave: Callable[[Step], bool]) -> Plan:
-        """What it takes to have the ``roots`` again after the first ``end`` steps (see ``_plan.py``)."""
-        question = end, frozenset(roots), frozenset(available), leave
-        found = self._plans.get(question)
+    def plan(
+        self,
+        sources: tuple[Source, ...],
+        wanted: tuple[int, ...],
+        end: int | None,
+        available: Collection[int],
+        leave: Callable[[Step], bool],
+    ) -> Plan:
+        """What it takes to have these again after the first ``end`` steps, or when the last source was saved."""
+        asked = sources, wanted, end, frozenset(available), leave
+        found = self._plans.get(asked)
         if found is None:
+            roots = frozenset(chain(wanted, *(source.values for source in sources)))
+            if end is None:
+                end = max((source.after for source in sources), default=0)
+            question = end, roots, *asked[3:]
+            found = self._plans.get(question)
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            found = self._plans[question] = plan(self.steps[:end], self.waiting, *question[1:])
+            if found is None:
+                found = self._plans[question] = plan(self.steps[:end], self.waiting, *question[1:])
+            self._plans[asked] = found
         return found
 
     @property

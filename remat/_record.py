@@ -40,6 +40,7 @@ class Record(Keeping):
         self._versions: dict[int, int] = {}  # of the tensors that were met, where operations aren't seen
         self._path: list[Step] = [END]  # what the last run did, if this one may do the same
         self.step = END  # what comes next on it
+        self._sources: list[Source] = []  # what autograd saved of it
         self._known_lines: Mapping[int, Line] = {}
         self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
         self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
@@ -57,7 +58,8 @@ class Record(Keeping):
                 self._enter(tensor)
         if known and self._flags and known[0].offsets == self.offsets and not (self._judge.asks or self.all_lines):
             self._path, self._known_lines = known[0].path, known[0].lines
-            self.step = self._path[0]
+            self._sources, self.step = known[0].sources, self._path[0]
+            self._follows = True
 
     def _enter(self, tensor: torch.Tensor) -> None:
         wrapped = is_wrapped(tensor)
@@ -82,18 +84,31 @@ class Record(Keeping):
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
         after = len(self.log)
+        if self._follows and len(self._slots) < len(self._sources):
+            source = self._sources[len(self._slots)]
+            value = source.original
+            if value is not None and source.after == after and self.storages.originals[value]() is tensor:
+                slot.source = source
+                if value in self.saveable:
+                    slot.residual = self._lend(value, tensor, source.layout.form)
+                self._slots.append((weakref.ref(slot), source))
+                return
+        self._follows = False
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
         if not self.watched and form is not None:
             value = self._met(tensor, value)
         if value is not None and form is not None and is_as_it_lies(form):
             may_be_kept = value in self.saveable or self._judge.by_name
-            slot.source = Source([value], Layout(0, form) if may_be_kept else None, after)
+            layout = Layout(0, form) if may_be_kept else None
+            slot.source = Source([value], layout, after)
             if value in self.saveable:
                 slot.residual = self._lend(value, tensor, form)
             elif not self.watched:
                 self.empty.add(value)
             elif self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
                 self._siblings[value] = tensor
+            elif self.storages.originals[value]() is tensor:
+                slot.source.original = value
         else:
             found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
             slot.source = Source([value for value, _ in found], None, after)
@@ -201,6 +216,7 @@ class Record(Keeping):
                 self.saveable[value] = verdict
         under = differentiated, torch.is_grad_enabled()
         self.log.append(Entry(key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, under, verdict))
+        self._follows &= self.log[number] == self.step.entry
         self.step = self._path[min(number + 1, len(self._path) - 1)]
         if overwritten:
             self._saved_early(number, dict(zip(overwritten, outs[len(new) :])))
