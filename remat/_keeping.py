@@ -41,6 +41,9 @@ class Source:
         self.value = values[0] if layout is not None else None
 
 
+NOWHERE = Source([], None, 0)
+
+
 class Keeping:
     """The log of a first run, and which of its values are held and kept."""
 
@@ -77,6 +80,9 @@ class Keeping:
         self._held: dict[int, torch.Tensor] = {}
         self._enough = 12  # held values, before the next look which of them are needed
         self._group: Group | None = None
+
+    def catch_up(self) -> None:
+        """Note what is only counted so far."""
 
     def kept(self, value: int) -> Residual | None:
         """What is kept of a value, if it still is."""
@@ -115,6 +121,7 @@ class Keeping:
 
     def _let_go_of_unneeded(self) -> None:
         """In the middle of a run: of what has been read, and whose readers have made nothing that is still there."""
+        self.catch_up()
         held, count = self._held, len(self.log)
         there = {value for value in self.storages.values() if value not in held or _is_used(held, value)}
         saved = [value for ref, source in self._slots if ref() is not None for value in source.values]
@@ -137,6 +144,7 @@ class Keeping:
     def close(self) -> None:
         """Decide what else is kept, and let go of the rest."""
         self.open = False
+        self.catch_up()
         try:
             complete = self._decide_what_is_kept()
         finally:  # the run again of a region around may end here
@@ -180,7 +188,7 @@ class Keeping:
         for source in missing:
             self.wanted += source.values
         for value in sorted(plan.used):
-            self._own[value] = self.kept(value) or self._lend(value, self._held[value])
+            self._own[value] = self._lent.get(value) or self._lend(value, self._held[value])
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""

@@ -47,8 +47,8 @@ class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "guard", "is_simple", "key",
-        "number", "operands", "outs", "reads", "result",
+        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "graded", "guard", "is_simple",
+        "key", "next", "number", "operands", "outs", "reads", "result", "to_hold",
     )  # fmt: skip
 
     def __init__(self, number: int, entry: Entry) -> None:
@@ -75,6 +75,9 @@ class Step:
         self.is_simple &= len(self.operands) == len(self.reads) and type(self.func) is OpOverload
         self.call = direct_call(self.func) if self.is_simple else self.func
         self.guard: TensorGuards | None = None  # of its operands and its result, if it reads originals and nothing else
+        self.next: Step = self  # and then, in its program
+        self.to_hold: list[tuple[int, int]] = []  # by position: what may be kept that it reads, if it may not
+        self.graded = entry.under[1]  # whether grad mode was on
         self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
 
 
@@ -92,13 +95,21 @@ class Program:
         self.lines = lines
         self.seen = seen
         self.steps = [Step(number, entry) for number, entry in enumerate(log)]
-        self.path = [*self.steps, END]
+        self.path = [*self.steps, Step(len(log), UNSEEN)]
         self.offsets: tuple[int, ...] = ()  # of the inputs of the last run
         self.lazy = all(entry.under[1] for entry in log)  # else user code reads tensors in ways that can't be seen
         self.overwritten = {number for entry in log for number in entry.overwritten}
         # If not differentiated, or detached, user code may read it in ways that can't be seen.
         self.waiting = {number for entry in log for number in entry.tracked if number not in seen}
+        self.made: dict[int, int] = {}  # for each value that an operation made, which one
+        self.saveable: dict[int, Verdict] = {}  # what the policy lets be kept, names aside
         for step in self.steps:
+            step.next = self.path[step.number + 1]
+            self.made.update(dict.fromkeys(step.outs, step.number))
+            if step.entry.verdict is not None:
+                self.saveable.update(dict.fromkeys(step.outs, step.entry.verdict))
+            else:
+                step.to_hold = [(i, value) for i, value, _ in step.operands if value in self.saveable]
             step.can_wait = (
                 step.result is not UNTOLD
                 and not (step.facts.writes or step.facts.observes or step.draws)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -14,14 +14,14 @@ from . import _torch
 from ._determinism import Line, user_line
 from ._facts import Facts, facts_of
 from ._judge import Question, question
-from ._keeping import Keeping, Source
+from ._keeping import NOWHERE, Keeping, Source
 from ._memory import Memory
 from ._parts import all_parts, is_plain, parts
 from ._policy import Policy, Verdict
-from ._program import END, UNSEEN, Entry, Step
+from ._program import END, UNSEEN, Entry, Program, Step
 from ._residual import memory
 from ._state import unseen
-from ._torch import TensorGuards, is_wrapped
+from ._torch import guard_of, is_wrapped
 from ._values import UNTOLD, Layout, holder, is_as_it_lies, place_of, template
 
 _requires_grad = attrgetter("requires_grad")
@@ -38,10 +38,10 @@ class Record(Keeping):
         self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
         self._versions: dict[int, int] = {}  # of the tensors that were met, where operations aren't seen
-        self._path: list[Step] = [END]  # what the last run did, if this one may do the same
-        self.step = END  # what comes next on it
-        self._sources: list[Source] = []  # what autograd saved of it
-        self._known_lines: Mapping[int, Line] = {}
+        self._last: Program | None = None  # what the last run did, if this one may do the same
+        self._path: list[Step] = [END]  # its steps
+        self.step = END  # what comes next of these
+        self._sources: Iterator[Source] = iter(())  # what autograd saved of it
         self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
         self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
 
@@ -57,9 +57,8 @@ class Record(Keeping):
             for tensor in tensors:
                 self._enter(tensor)
         if known and self._flags and known[0].offsets == self.offsets and not (self._judge.asks or self.all_lines):
-            self._path, self._known_lines = known[0].path, known[0].lines
-            self._sources, self.step = known[0].sources, self._path[0]
-            self._follows = True
+            self._last, self._path, self._follows = known[0], known[0].path, True
+            self._sources, self.step = iter(known[0].sources), self._path[0]
 
     def _enter(self, tensor: torch.Tensor) -> None:
         wrapped = is_wrapped(tensor)
@@ -83,17 +82,19 @@ class Record(Keeping):
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
-        after = len(self.log)
-        if self._follows and len(self._slots) < len(self._sources):
-            source = self._sources[len(self._slots)]
-            value = source.original
-            if value is not None and source.after == after and self.storages.originals[value]() is tensor:
+        if self._follows:
+            source = next(self._sources, NOWHERE)
+            value, after = source.original, source.after
+            if value is not None and after == self.step.number and self.storages.originals[value]() is tensor:
                 slot.source = source
-                if value in self.saveable:
-                    slot.residual = self._lend(value, tensor, source.layout.form)
                 self._slots.append((weakref.ref(slot), source))
+                if source.layout is not None:
+                    self.catch_up()
+                    if value in self.saveable:
+                        slot.residual = self._lend(value, tensor, source.layout.form)
                 return
-        self._follows = False
+        self.catch_up()
+        self._follows, after = False, len(self.log)
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
         if not self.watched and form is not None:
             value = self._met(tensor, value)
@@ -118,6 +119,7 @@ class Record(Keeping):
 
     def needs(self, tensor: torch.Tensor) -> None:
         """Autograd at a level of torch.func saved a tensor, and will in a run again."""
+        self.catch_up()
         for part in parts(tensor):
             value = self.storages.find(part)
             if value is not None:
@@ -126,6 +128,7 @@ class Record(Keeping):
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """A tensor of the region was named."""
+        self.catch_up()
         self.named.setdefault(name, line)
         for part in parts(tensor):
             value = self.storages.find(part)
@@ -172,6 +175,7 @@ class Record(Keeping):
 
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """An operation is about to write: copy what must not be lost."""
+        self.catch_up()
         for tensor in facts.written(args, kwargs):
             value = self.storages.get(tensor)
             reads_it = self._judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
@@ -181,6 +185,7 @@ class Record(Keeping):
 
     def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""
+        self.catch_up()
         storages = self.storages
         count = len(storages.originals)
         new = storages.new(result)
@@ -229,38 +234,66 @@ class Record(Keeping):
         if len(self._held) >= self._enough:
             self._let_go_of_unneeded()
 
-    def ran_as(self, step: Step, args: tuple, kwargs: dict, result: Any) -> bool:
-        """Whether an operation did what a simple step did; then it is noted. To compare is faster than to describe."""
-        if step.guard is not None and not kwargs and self._is_guarded(step, args, result):
-            self.storages.is_made(self.storages.number(), result)
-        elif not self._is_alike(step, args, kwargs, result):
+    def goes_on(self, step: Step, args: tuple, result: Any) -> bool:
+        """Whether an operation did what the last run's next step did, with the originals; noted is the result alone."""
+        storages = self.storages
+        if (
+            step.guard is None
+            or step.outs[0] != len(storages.originals)
+            or not storages.are_originals(step, args)
+            or not step.guard.check(*args, result)
+            or torch.is_grad_enabled() is not step.graded
+        ):
             return False
-        entry, number = step.entry, step.number
-        self.step = self._path[number + 1]
-        self.log.append(entry)
-        self.made[step.outs[0]] = number
-        if entry.verdict is not None:
-            self.saveable[step.outs[0]] = entry.verdict
-            self.lines[number] = self._known_lines[number]
-        elif not self.saveable.keys().isdisjoint(step.reads):
-            for position, read, _ in step.operands:
-                if read in self.saveable:
-                    self._hold(read, args[position])
-            if len(self._held) >= self._enough:
-                self._let_go_of_unneeded()
+        storages.is_next(result)
+        self.step = step.next
+        if step.to_hold or self.names:
+            self._hold_what_it_read(step, args)
         return True
 
-    def _is_guarded(self, step: Step, args: tuple, result: Any) -> bool:
-        """Whether it read the originals of the values that the step reads, and these and its result are as they were."""
-        return (
-            step.outs[0] == len(self.storages.originals)
-            and self.storages.are_originals(step, args)
-            and step.guard.check(*args, result)
-            and step.entry.under[1] is torch.is_grad_enabled()
-        )
+    def _hold_what_it_read(self, step: Step, args: tuple) -> None:
+        if self.names:  # these decide too
+            self.catch_up()
+            reads = step.operands if step.entry.verdict is None else ()
+            to_hold = [(position, value) for position, value, _ in reads if value in self.saveable]
+        else:
+            to_hold = step.to_hold
+        for position, value in to_hold:
+            if value not in self.overwritten:
+                self._held.setdefault(value, args[position])
+        if len(self._held) >= self._enough:
+            self._let_go_of_unneeded()
+
+    def catch_up(self) -> None:
+        """Note the steps that it went along."""
+        start, end = len(self.log), self.step.number
+        if self._last is None or start >= end:
+            return
+        if not start and end == len(self._path) - 1:
+            self.log, self.made, self.lines = [*self._last.log], self._last.made.copy(), {**self._last.lines}
+            self.saveable = self._last.saveable.copy()
+            return
+        for step in self._path[start:end]:
+            value = step.outs[0]
+            self.log.append(step.entry)
+            self.made[value] = step.number
+            if step.entry.verdict is not None:
+                self.saveable[value] = step.entry.verdict
+                self.lines[step.number] = self._last.lines[step.number]
+
+    def ran_as(self, step: Step, args: tuple, kwargs: dict, result: Any) -> bool:
+        """The same for a simple step by what is known of storages; it is noted in full."""
+        self.catch_up()
+        if not self._is_alike(step, args, kwargs, result):
+            return False
+        self.step = step.next
+        self.catch_up()
+        if step.entry.verdict is None:
+            self._hold_what_it_read(step, args)
+        return True
 
     def _is_alike(self, step: Step, args: tuple, kwargs: dict, result: Any) -> bool:
-        """The same by what is known of storages."""
+        """Whether it read and made the same. To compare is faster than to describe."""
         storages = self.storages
         if not storages.is_call_of(step, args, kwargs):
             return False
@@ -279,8 +312,8 @@ class Record(Keeping):
         ):
             return False
         storages.add((result, storage, step.result.form), storages.number())
-        if step.guard is None and step.key[2] is None and _is_dense_call(step) and storages.are_originals(step, args):
-            step.guard = TensorGuards(*args, result, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if step.guard is None and _is_of_tensors(step) and storages.are_originals(step, args):
+            step.guard = guard_of(*args, result)
         return True
 
     def _made_a_view(self, facts: Facts, args: tuple) -> None:
@@ -337,8 +370,9 @@ class Record(Keeping):
         self._questions.clear()
 
 
-def _is_dense_call(step: Step) -> bool:
-    return all(form is not None for _, _, form in step.operands)
+def _is_of_tensors(step: Step) -> bool:
+    """Whether its arguments are dense tensors and nothing else."""
+    return step.key[2] is None and not step.constants and all(form is not None for _, _, form in step.operands)
 
 
 def _is_judged(result: Any, facts: Facts) -> bool:

@@ -32,7 +32,7 @@ class Replay(DispatchMode):
         self.record = record
         self.plan = plan
         self.path = record.program.path
-        self.position = 0  # of the step that should come next
+        self.step = self.path[0]  # what should come next
         self.draws = 0
         self.late = Late()
         self.undrawn: list[LateCall] = []  # what would have drawn random numbers
@@ -50,12 +50,17 @@ class Replay(DispatchMode):
                     self.brought[value] = residual.get()
                 elif step.is_simple and value not in record.program.overwritten:
                     self.at_hand[number] = residual
-        tensors = all_parts(inputs)
+        tensors = all_parts([*inputs])
         if record.offsets:
             self.storages.enter_again(record.inputs, tensors)
         else:
             for value, part in zip(record.inputs, tensors):
                 self.storages.bind(part, value)
+
+    @property
+    def position(self) -> int:
+        """The number of steps that came, or were left out."""
+        return self.step.number
 
     def __enter__(self) -> Replay:
         state.policies.append(self.record.policy)
@@ -66,33 +71,54 @@ class Replay(DispatchMode):
         state.policies.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        step, storages = self.step, self.storages
+        if (
+            step.func is not func
+            or step.guard is None
+            or kwargs
+            or not storages.are_originals(step, args)
+            or self.late.running
+            or state.unseen
+        ):
+            return self._otherwise(func, types, args, kwargs or {})
+        residual = self.at_hand.get(step.number)
+        if residual is not None:
+            with without_torch_function():
+                result = residual.on(step.result)
+        elif step.number in self.plan.run:
+            if self.late:
+                self.late.fill(args)
+            result = step.call(*args)
+        else:
+            return self._otherwise(func, types, args, {})
+        self.step = step.next
+        storages.is_made(step.outs[0], result)
+        return result
+
+    def _otherwise(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation that isn't known by the originals that it reads."""
         if types and is_wrapper_call(types):
             return NotImplemented
-        kwargs = kwargs or {}
         if self.late.running or state.unseen:
             self.storages.meet()
             return self.late.mark(func(*args, **kwargs))
-        step = self.path[self.position]
+        step = self.step
         if step.func is not func or not self._is_next(step, args, kwargs):
             return self._any(func, args, kwargs)
-        self.position += 1
+        self.step = step.next
         with without_torch_function():
+            read = [args[position] for position, _, _ in step.operands]
             if step.number not in self.plan.run:
-                read = [args[position] for position, _, _ in step.operands]
                 if step.number in self.plan.given:
                     return self._give(step, args, kwargs, read)
                 if step.can_wait:
                     return self._put_off(step, args, kwargs, read)
-            if self.late:
-                self.late.fill([args[position] for position, _, _ in step.operands])
+            self.late.fill(read)
         result = step.call(*args, **kwargs)
         self.storages.is_made(step.outs[0], result)
         return result
 
     def _is_next(self, step: Step, args: tuple, kwargs: dict) -> bool:
-        """Whether this is a call of a step, which must be simple."""
-        if step.guard is not None and not kwargs and self.storages.are_originals(step, args):
-            return True
         with without_torch_function():
             return step.is_simple and self.storages.is_call_of(step, args, kwargs)
 
@@ -167,18 +193,18 @@ class Replay(DispatchMode):
         """The step of the first run that is the same function of the same values."""
         program, reads = self.record.program, list[int]()
         key = self.storages.key(func, draw, args, kwargs, reads, read)
-        if self.position < len(program.steps):
-            step = program.steps[self.position]
-            if step.key != key and step.func is func and self._stand_in(step, reads, read):
+        step = self.step
+        if step.func is func:
+            if step.key != key and self._stand_in(step, reads, read):
                 key = self.storages.key(func, draw, args, kwargs, [], [])
             if step.key == key:
-                self.position += 1
+                self.step = step.next
                 return step
         found = program.by_key.get(key)
         if found is None:
             return None
         step = next((step for step in found if step.number >= self.position), found[0])
-        self.position = step.number + 1
+        self.step = step.next
         return step
 
     def _stand_in(self, step: Step, reads: list[int], read: list[torch.Tensor]) -> bool:

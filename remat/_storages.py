@@ -45,6 +45,11 @@ class Storages:
         self.originals[number] = weakref.ref(tensor)
         self._unmet.append(number)
 
+    def is_next(self, tensor: torch.Tensor) -> None:
+        """The same of a new value."""
+        self._unmet.append(len(self.originals))
+        self.originals.append(weakref.ref(tensor))
+
     def meet(self) -> None:
         """Note what storages the originals lie on, before another tensor may be all that is left of one."""
         unmet, self._unmet = self._unmet, []
@@ -66,7 +71,7 @@ class Storages:
         if len(set(map(id, storages))) < len(storages):
             return ()
         self.enter_again(range(len(tensors)), tensors)
-        return tuple(map(torch.Tensor.storage_offset, tensors))
+        return tuple([int(tensor.storage_offset()) for tensor in tensors])
 
     def enter_again(self, numbers: Sequence[int], tensors: list[torch.Tensor]) -> None:
         """The same with numbers that are known, none of them twice."""
@@ -208,7 +213,7 @@ class Storages:
 
     def are_originals(self, step: Step, args: tuple) -> bool:
         """Whether a call of the step's operation reads nothing but the originals of the values that the step reads."""
-        if len(args) != step.count or step.constants:
+        if len(args) != step.count:
             return False
         for tensor, value in zip(args, step.reads):
             if self.originals[value]() is not tensor:
