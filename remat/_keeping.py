@@ -24,21 +24,24 @@ from ._policy import Policy, Verdict
 from ._program import Entry, Program, Programs
 from ._residual import Residual
 from ._storages import Storages
-from ._torch import is_shared
+from ._torch import TensorGuards, is_shared
 from ._values import Layout, layouts
 
 
 class Source:
     """Where a tensor that autograd saved comes from: values, its layout if it may be kept, the steps so far.
 
-    ``value`` is the one that may be kept, ``original`` the one that the tensor is the original of.
+    ``value`` is the one that may be kept, ``original`` the one that the tensor is the original of. Such a source is
+    true of the next run too, if the tensor is that again.
     """
 
-    __slots__ = ("after", "layout", "original", "value", "values")
+    __slots__ = ("after", "guard", "layout", "original", "value", "values")
 
-    def __init__(self, values: list[int], layout: Layout | None, after: int, original: int | None = None) -> None:
-        self.values, self.layout, self.after, self.original = values, layout, after, original
+    def __init__(self, values: list[int], layout: Layout | None, after: int) -> None:
+        self.values, self.layout, self.after = values, layout, after
         self.value = values[0] if layout is not None else None
+        self.original: int | None = None
+        self.guard: TensorGuards | None = None  # where operations aren't seen, of a tensor that is new
 
 
 NOWHERE = Source([], None, 0)
@@ -173,7 +176,10 @@ class Keeping:
         complete = not missing and not above
         self._programs.varies |= self._programs.complete and not complete
         self._programs.complete = complete
-        if self.watched:
+        if not self.watched:
+            if not self._follows:
+                self._programs.sources = [source for _, source in self._slots]
+        else:
             self._keep_what_is_needed(missing, above)
         return complete
 

@@ -168,6 +168,7 @@ class Programs:
     def __init__(self) -> None:
         self.known: list[Program] = []  # the last one first
         self.complete = False  # the last one has kept all that autograd saved of it
+        self.sources: list[Source] = []  # what autograd saved of the last one that wasn't watched
         self.varies = False  # that was so, and then it wasn't
 
     def of(self, log: list[Entry], seen: set[int], lines: Mapping[int, Line]) -> Program:

@@ -77,21 +77,24 @@ class Record(Keeping):
         """
         programs, judge = self._programs, self._judge
         if programs.complete and not programs.varies and judge.by_name_alone and self._flags and self.outer is None:
-            self.watched = False
+            self.watched, self._follows, self._sources = False, True, iter(programs.sources)
+            self._last, self._path, self.step = None, [END], END
         return not self.watched
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
         if self._follows:
             source = next(self._sources, NOWHERE)
-            value, after = source.original, source.after
-            if value is not None and after == self.step.number and self.storages.originals[value]() is tensor:
+            if self._is_of(source, tensor) if self.watched else self._is_of_unseen(source, tensor):
                 slot.source = source
                 self._slots.append((weakref.ref(slot), source))
-                if source.layout is not None:
+                value = source.value
+                if value is not None:
                     self.catch_up()
                     if value in self.saveable:
                         slot.residual = self._lend(value, tensor, source.layout.form)
+                    elif not self.watched:
+                        self.empty.add(value)
                 return
         self.catch_up()
         self._follows, after = False, len(self.log)
@@ -102,6 +105,8 @@ class Record(Keeping):
             may_be_kept = value in self.saveable or self._judge.by_name
             layout = Layout(0, form) if may_be_kept else None
             slot.source = Source([value], layout, after)
+            if not self.watched:
+                self._guard(slot.source, tensor)
             if value in self.saveable:
                 slot.residual = self._lend(value, tensor, form)
             elif not self.watched:
@@ -117,6 +122,13 @@ class Record(Keeping):
                 self._hold(*each)  # the function itself makes of it what was saved
         self._slots.append((weakref.ref(slot), slot.source))
 
+    def _is_of(self, source: Source, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that was saved is what it was in the last run, as all so far was."""
+        value = source.original
+        return (
+            value is not None and source.after == self.step.number and self.storages.originals[value]() is tensor
+        )
+
     def needs(self, tensor: torch.Tensor) -> None:
         """Autograd at a level of torch.func saved a tensor, and will in a run again."""
         self.catch_up()
@@ -131,7 +143,9 @@ class Record(Keeping):
         self.catch_up()
         self.named.setdefault(name, line)
         for part in parts(tensor):
-            value = self.storages.find(part)
+            value = self.storages.newest(part)
+            if value is None:
+                value = self.storages.find(part)
             if not self.watched:
                 value = self._met(part, value)
             made = None if value is None else self.made.get(value)
@@ -159,11 +173,35 @@ class Record(Keeping):
             return value
         value = self.storages.number()
         self.storages.bind(tensor, value)
+        self.storages.originals[value] = weakref.ref(tensor)
+        self._made_unseen(value, version)
+        return value
+
+    def _made_unseen(self, value: int, version: int) -> None:
         self._versions[value] = version
         self.made[value] = len(self.log)
         self.log.append(UNSEEN)
         self._decide(value, self._judge.on((None, None, (), {})))
-        return value
+
+    def _guard(self, source: Source, tensor: torch.Tensor) -> None:
+        """Where operations aren't seen: the source will do for such a tensor that is as new in the next run."""
+        (value,) = source.values
+        if self.storages.originals[value]() is tensor and tensor.storage_offset() == 0:
+            source.original, source.guard = value, guard_of(tensor)
+
+    def _is_of_unseen(self, source: Source, tensor: torch.Tensor) -> bool:
+        """Where operations aren't seen, whether it is: a tensor that wasn't met holds a new value."""
+        value, originals = source.original, self.storages.originals
+        if value is None or value > len(originals):
+            return False
+        version = _torch.version(tensor)
+        if value < len(originals):
+            return originals[value]() is tensor and self._versions.get(value) == version
+        if not source.guard.check(tensor) or tensor.storage_offset() != 0:
+            return False
+        self.storages.is_next(tensor)
+        self._made_unseen(value, version)
+        return True
 
     def _decide(self, value: int, verdict: Verdict) -> None:
         if verdict is not Verdict.RECOMPUTE:

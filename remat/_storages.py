@@ -45,6 +45,11 @@ class Storages:
         self.originals[number] = weakref.ref(tensor)
         self._unmet.append(number)
 
+    def newest(self, tensor: torch.Tensor) -> int | None:
+        """The number of the newest value, if this is its original: the one that users name most."""
+        last = len(self.originals) - 1
+        return last if last >= 0 and self.originals[last]() is tensor else None
+
     def is_next(self, tensor: torch.Tensor) -> None:
         """The same of a new value."""
         self._unmet.append(len(self.originals))
