@@ -106,9 +106,6 @@ class Keeping:
         """Keep a value, for whoever owns what this returns: ``tensor`` is on its storage, in this form."""
         residual = self.kept(value)
         if residual is None:
-            offload = self.saveable[value] is Verdict.OFFLOAD
-            if offload and self._group is None:
-                self._group = Group()
             number = self.made[value]
             made = self.log[number]
             layout = made.result
@@ -116,8 +113,13 @@ class Keeping:
                 layout = next((layout for layout in layouts(made.result) if made.outs[layout.i] == value), None)
             elif form is None and self.storages.originals[value]() is tensor:
                 form = layout.form
-            maker = made.key[0] or "an operation", self.lines.get(number, "a line that isn't known")
-            residual = Residual(tensor, form, maker, layout, offload, self.outer, self._group)
+            residual = Residual(made.key[0], self.lines.get(number))
+            if self.outer is None and self.saveable[value] is Verdict.SAVE:
+                residual.stay(tensor, form)
+            else:
+                if self.outer is None and self._group is None:
+                    self._group = Group()
+                residual.go(tensor, form, layout, self.outer, self._group)
             self._loans[value] = weakref.ref(residual)
             self._lent[value] = residual
         return residual

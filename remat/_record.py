@@ -125,9 +125,7 @@ class Record(Keeping):
     def _is_of(self, source: Source, tensor: torch.Tensor) -> bool:
         """Whether a tensor that was saved is what it was in the last run, as all so far was."""
         value = source.original
-        return (
-            value is not None and source.after == self.step.number and self.storages.originals[value]() is tensor
-        )
+        return value is not None and source.after == self.step.number and self.storages.originals[value]() is tensor
 
     def needs(self, tensor: torch.Tensor) -> None:
         """Autograd at a level of torch.func saved a tensor, and will in a run again."""
@@ -197,7 +195,7 @@ class Record(Keeping):
         version = _torch.version(tensor)
         if value < len(originals):
             return originals[value]() is tensor and self._versions.get(value) == version
-        if not source.guard.check(tensor) or tensor.storage_offset() != 0:
+        if source.guard is None or not source.guard.check(tensor) or tensor.storage_offset() != 0:
             return False
         self.storages.is_next(tensor)
         self._made_unseen(value, version)
@@ -276,10 +274,9 @@ class Record(Keeping):
         """Whether an operation did what the last run's next step did, with the originals; noted is the result alone."""
         storages = self.storages
         if (
-            step.guard is None
-            or step.outs[0] != len(storages.originals)
+            step.outs[0] != len(storages.originals)
             or not storages.are_originals(step, args)
-            or not step.guard.check(*args, result)
+            or not step.guard.check(*args, result)  # type: ignore[union-attr]
             or torch.is_grad_enabled() is not step.graded
         ):
             return False
