@@ -88,11 +88,11 @@ class Record(Keeping):
             if self._is_of(source, tensor) if self.watched else self._is_of_unseen(source, tensor):
                 slot.source = source
                 self._slots.append((weakref.ref(slot), source))
-                value = source.value
-                if value is not None:
+                value, layout = source.value, source.layout
+                if value is not None and layout is not None:
                     self.catch_up()
                     if value in self.saveable:
-                        slot.residual = self._lend(value, tensor, source.layout.form)
+                        slot.residual = self._lend(value, tensor, layout.form)
                     elif not self.watched:
                         self.empty.add(value)
                 return

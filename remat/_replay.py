@@ -20,7 +20,7 @@ from ._program import Step
 from ._record import Record
 from ._residual import Residual, memory
 from ._state import state, unseen
-from ._torch import DispatchMode, without_torch_function
+from ._torch import DispatchMode, transforms_active, without_torch_function
 from ._values import Argument, Layout
 
 
@@ -39,8 +39,19 @@ class Replay(DispatchMode):
         self.storages = record.storages.copy()
         # What is kept, for the given steps, as far as it must be brought here first.
         self.brought: dict[int, torch.Tensor] = {}
-        self.at_hand: dict[int, Residual] = {}  # the same for simple steps, if it is here and stays as it is
-        for number in sorted(plan.given):
+        self.at_hand: dict[int, torch.Tensor] = {}  # results of simple steps, if they are here and stay as they are
+        with without_torch_function():
+            self._bring()
+        tensors = all_parts([*inputs])
+        if record.offsets:
+            self.storages.enter_again(record.inputs, tensors)
+        else:
+            for value, part in zip(record.inputs, tensors):
+                self.storages.bind(part, value)
+
+    def _bring(self) -> None:
+        record, levels = self.record, transforms_active()
+        for number in sorted(self.plan.given):
             step = self.path[number]
             for value in step.outs:
                 residual = record.kept(value)
@@ -48,14 +59,8 @@ class Replay(DispatchMode):
                     continue
                 if residual.is_elsewhere:
                     self.brought[value] = residual.get()
-                elif step.is_simple and value not in record.program.overwritten:
-                    self.at_hand[number] = residual
-        tensors = all_parts([*inputs])
-        if record.offsets:
-            self.storages.enter_again(record.inputs, tensors)
-        else:
-            for value, part in zip(record.inputs, tensors):
-                self.storages.bind(part, value)
+                elif step.is_simple and not levels and value not in record.program.overwritten:
+                    self.at_hand[number] = residual.on(step.result)
 
     @property
     def position(self) -> int:
@@ -81,16 +86,13 @@ class Replay(DispatchMode):
             or state.unseen
         ):
             return self._otherwise(func, types, args, kwargs or {})
-        residual = self.at_hand.get(step.number)
-        if residual is not None:
-            with without_torch_function():
-                result = residual.on(step.result)
-        elif step.number in self.plan.run:
+        result = self.at_hand.pop(step.number, None)
+        if result is None:
+            if step.number not in self.plan.run:
+                return self._otherwise(func, types, args, {})
             if self.late:
                 self.late.fill(args)
             result = step.call(*args)
-        else:
-            return self._otherwise(func, types, args, {})
         self.step = step.next
         storages.is_made(step.outs[0], result)
         return result
@@ -227,9 +229,8 @@ class Replay(DispatchMode):
 
     def _give(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """The result of an operation, from what was kept of it."""
-        residual = self.at_hand.get(step.number)
-        if residual is not None:
-            result = residual.on(step.result)
+        result = self.at_hand.pop(step.number, None)
+        if result is not None:
             self.storages.is_made(step.outs[0], result)
             return result
         with unseen():
