@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Set
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -163,7 +164,9 @@ class Keeping:
         warn_of_unseen(self.own_names, self.named, self.memory)
         above = len(self.wanted)  # levels of torch.func that are above want these
         missing = []
-        for ref, source in self._slots:
+        if not self._lent and not self.names:
+            missing = [source for ref, source in self._slots if self.outer is not None or ref() is not None]
+        for ref, source in self._slots if self._lent or self.names else ():
             slot, value = ref(), source.value
             if slot is None and self.outer is None:
                 continue  # else what is handed over must not depend on it
@@ -193,8 +196,7 @@ class Keeping:
             program.sources = [source for _, source in self._slots]
         wanted, end = tuple(self.wanted[:above]), None if self.slots_tell and not above else len(self.log)
         plan = program.plan(tuple(missing), wanted, end, self._there(), always if self.slots_tell else never)
-        for source in missing:
-            self.wanted += source.values
+        self.wanted += chain.from_iterable(map(_values, missing))
         for value in sorted(plan.used):
             self._own[value] = self._lent.get(value) or self._lend(value, self._held[value])
 
@@ -233,7 +235,7 @@ class Keeping:
         return self.program.plan(tuple(map(_source, slots)), (), None, self._there(), leave)
 
 
-_source = attrgetter("source")
+_source, _values = attrgetter("source"), attrgetter("values")
 
 
 def _is_used(held: dict[int, torch.Tensor], value: int) -> bool:

@@ -85,7 +85,12 @@ class Record(Keeping):
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
         if self._follows:
             source = next(self._sources, NOWHERE)
-            if self._is_of(source, tensor) if self.watched else self._is_of_unseen(source, tensor):
+            value = source.original
+            if (
+                value is not None and source.after == self.step.number and self.storages.originals[value]() is tensor
+                if self.watched
+                else self._is_of_unseen(source, tensor)
+            ):
                 slot.source = source
                 self._slots.append((weakref.ref(slot), source))
                 value, layout = source.value, source.layout
@@ -121,11 +126,6 @@ class Record(Keeping):
             for each in found:
                 self._hold(*each)  # the function itself makes of it what was saved
         self._slots.append((weakref.ref(slot), slot.source))
-
-    def _is_of(self, source: Source, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that was saved is what it was in the last run, as all so far was."""
-        value = source.original
-        return value is not None and source.after == self.step.number and self.storages.originals[value]() is tensor
 
     def needs(self, tensor: torch.Tensor) -> None:
         """Autograd at a level of torch.func saved a tensor, and will in a run again."""
@@ -197,7 +197,8 @@ class Record(Keeping):
             return originals[value]() is tensor and self._versions.get(value) == version
         if source.guard is None or not source.guard.check(tensor) or tensor.storage_offset() != 0:
             return False
-        self.storages.is_next(tensor)
+        self.storages.unmet.append(value)
+        originals.append(weakref.ref(tensor))
         self._made_unseen(value, version)
         return True
 
@@ -272,31 +273,31 @@ class Record(Keeping):
 
     def goes_on(self, step: Step, args: tuple, result: Any) -> bool:
         """Whether an operation did what the last run's next step did, with the originals; noted is the result alone."""
-        storages = self.storages
+        storages, originals = self.storages, self.storages.originals
         if (
-            step.outs[0] != len(storages.originals)
+            step.outs[0] != len(originals)
             or not storages.are_originals(step, args)
             or not step.guard.check(*args, result)  # type: ignore[union-attr]
             or torch.is_grad_enabled() is not step.graded
         ):
             return False
-        storages.is_next(result)
+        storages.unmet.append(len(originals))
+        originals.append(weakref.ref(result))
         self.step = step.next
         if step.to_hold or self.names:
             self._hold_what_it_read(step, args)
         return True
 
     def _hold_what_it_read(self, step: Step, args: tuple) -> None:
+        held, to_hold = self._held, step.to_hold
         if self.names:  # these decide too
             self.catch_up()
             reads = step.operands if step.entry.verdict is None else ()
             to_hold = [(position, value) for position, value, _ in reads if value in self.saveable]
-        else:
-            to_hold = step.to_hold
         for position, value in to_hold:
-            if value not in self.overwritten:
-                self._held.setdefault(value, args[position])
-        if len(self._held) >= self._enough:
+            if value not in held and value not in self.overwritten:
+                held[value] = args[position]
+        if len(held) >= self._enough:
             self._let_go_of_unneeded()
 
     def catch_up(self) -> None:

@@ -29,7 +29,7 @@ class Storages:
 
     def __init__(self) -> None:
         self.originals: list[Callable[[], torch.Tensor | None]] = []  # by number, weak, as long as they are unchanged
-        self._unmet: list[int] = []  # values of which no more is noted yet than the original
+        self.unmet: list[int] = []  # values of which no more is noted yet than the original
         self.constants: dict[int, torch.Tensor | None] = {}  # made out of sight by the function; copies of small ones
         self.tracked: set[int] = set()  # those of these that require grad
         self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and its number
@@ -43,21 +43,16 @@ class Storages:
     def is_made(self, number: int, tensor: torch.Tensor) -> None:
         """Note that a value was made as a tensor, of which more is noted when that is asked for."""
         self.originals[number] = weakref.ref(tensor)
-        self._unmet.append(number)
+        self.unmet.append(number)
 
     def newest(self, tensor: torch.Tensor) -> int | None:
         """The number of the newest value, if this is its original: the one that users name most."""
         last = len(self.originals) - 1
         return last if last >= 0 and self.originals[last]() is tensor else None
 
-    def is_next(self, tensor: torch.Tensor) -> None:
-        """The same of a new value."""
-        self._unmet.append(len(self.originals))
-        self.originals.append(weakref.ref(tensor))
-
     def meet(self) -> None:
         """Note what storages the originals lie on, before another tensor may be all that is left of one."""
-        unmet, self._unmet = self._unmet, []
+        unmet, self.unmet = self.unmet, []
         for number in unmet:
             tensor = self.originals[number]()
             if tensor is not None:
@@ -81,7 +76,7 @@ class Storages:
     def enter_again(self, numbers: Sequence[int], tensors: list[torch.Tensor]) -> None:
         """The same with numbers that are known, none of them twice."""
         self.originals[: len(tensors)] = map(weakref.ref, tensors)
-        self._unmet += numbers
+        self.unmet += numbers
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The number of what a tensor's storage holds, None for a storage that is not known."""
@@ -109,7 +104,7 @@ class Storages:
         return (None if home is None else home[1]), form
 
     def _home(self, storage: Any) -> list | None:
-        if self._unmet:
+        if self.unmet:
             self.meet()
         home = self._homes.get(id(storage))
         return home if home is not None and home[0]() is storage else None
