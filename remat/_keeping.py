@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -22,7 +22,7 @@ from ._names import warn_of_unseen
 from ._offload import Group
 from ._plan import Plan, always, can_wait, never, plan
 from ._policy import Policy, Verdict
-from ._program import Entry, Program, Programs
+from ._program import END, Entry, Program, Programs, Step
 from ._residual import Residual
 from ._storages import Storages
 from ._torch import TensorGuards, is_shared
@@ -77,7 +77,12 @@ class Keeping:
         self._judge = judge_of(policy)
         self._programs = _programs_of(memory, self._judge)
         self._slots: list[tuple[weakref.ref, Source]] = []
+        self._last: Program | None = None  # what the last run did, if this one may do the same
+        self._path: list[Step] = [END]  # its steps
+        self.step = END  # what comes next of these
+        self._sources: Iterator[Source] = iter(())  # what autograd saved of it
         self._follows = False  # so far it did what the last run did
+        self._retold = False  # autograd saved other values than then
         self._loans: dict[int, weakref.ref[Residual]] = {}  # what is kept, as long as somebody owns it
         self._own: dict[int, Residual] = {}  # what more needs than the slots that own it
         self._lent: dict[int, Residual] = {}  # in the first run: each is kept once, whether or not what owns it lives
@@ -86,7 +91,21 @@ class Keeping:
         self._group: Group | None = None
 
     def catch_up(self) -> None:
-        """Note what is only counted so far."""
+        """Note the steps that it went along."""
+        start, end = len(self.log), self.step.number
+        if self._last is None or start >= end:
+            return
+        if not start and end == len(self._path) - 1:
+            self.log, self.made, self.lines = [*self._last.log], self._last.made.copy(), {**self._last.lines}
+            self.saveable = self._last.saveable.copy()
+            return
+        for step in self._path[start:end]:
+            value = step.outs[0]
+            self.log.append(step.entry)
+            self.made[value] = step.number
+            if step.entry.verdict is not None:
+                self.saveable[value] = step.entry.verdict
+                self.lines[step.number] = self._last.lines[step.number]
 
     def kept(self, value: int) -> Residual | None:
         """What is kept of a value, if it still is."""
@@ -182,18 +201,19 @@ class Keeping:
         self._programs.varies |= self._programs.complete and not complete
         self._programs.complete = complete
         if not self.watched:
-            if not self._follows:
-                self._programs.sources = [source for _, source in self._slots]
+            self._programs.sources = self._retell(self._programs.sources)
         else:
             self._keep_what_is_needed(missing, above)
         return complete
+
+    def _retell(self, sources: list[Source]) -> list[Source]:
+        return [source for _, source in self._slots] if self._retold else sources
 
     def _keep_what_is_needed(self, missing: list[Source], above: int) -> None:
         """Of what these slots, and levels above, are made from again."""
         self.program = program = self._programs.of(self.log, self.seen, self.lines)
         self.log, program.offsets = program.log, self.offsets
-        if not self._follows:
-            program.sources = [source for _, source in self._slots]
+        program.sources = self._retell(program.sources)
         wanted, end = tuple(self.wanted[:above]), None if self.slots_tell and not above else len(self.log)
         plan = program.plan(tuple(missing), wanted, end, self._there(), always if self.slots_tell else never)
         self.wanted += chain.from_iterable(map(_values, missing))
