@@ -106,7 +106,7 @@ class Record(Saved):
             or torch.is_grad_enabled() is not step.graded
         ):
             return False
-        storages.unmet.append(len(originals))
+        storages.unmet[len(originals)] = step.result.form
         originals.append(weakref.ref(result))
         self.step = step.next
         if step.to_hold or self.names:

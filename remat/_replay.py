@@ -91,10 +91,11 @@ class Replay(DispatchMode):
             if step.number not in self.plan.run:
                 return self._otherwise(func, types, args, {})
             if self.late:
-                self.late.fill(args)
+                with without_torch_function():
+                    self.late.fill(args)
             result = step.call(*args)
         self.step = step.next
-        storages.is_made(step.outs[0], result)
+        storages.is_made(step.outs[0], result, step.result.form)
         return result
 
     def _otherwise(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
@@ -117,7 +118,7 @@ class Replay(DispatchMode):
                     return self._put_off(step, args, kwargs, read)
             self.late.fill(read)
         result = step.call(*args, **kwargs)
-        self.storages.is_made(step.outs[0], result)
+        self.storages.is_made(step.outs[0], result, step.result.form)
         return result
 
     def _is_next(self, step: Step, args: tuple, kwargs: dict) -> bool:
@@ -229,10 +230,12 @@ class Replay(DispatchMode):
 
     def _give(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """The result of an operation, from what was kept of it."""
-        result = self.at_hand.pop(step.number, None)
-        if result is not None:
-            self.storages.is_made(step.outs[0], result)
-            return result
+        if step.is_simple and self.record.program.overwritten.isdisjoint(step.outs):
+            residual = self.record.kept(step.outs[0])
+            if residual is not None and not residual.is_elsewhere:
+                result = residual.on(step.result)
+                self.storages.is_made(step.outs[0], result, step.result.form)
+                return result
         with unseen():
             return self._give_parts(step, args, kwargs, read)
 

@@ -190,7 +190,7 @@ class Saved(Keeping):
             return originals[value]() is tensor and self._versions.get(value) == version
         if source.guard is None or not source.guard.check(tensor) or tensor.storage_offset() != 0:
             return False
-        self.storages.unmet.append(value)
+        self.storages.unmet[value] = None
         originals.append(weakref.ref(tensor))
         self._made_unseen(value, version)
         return True

@@ -29,7 +29,7 @@ class Storages:
 
     def __init__(self) -> None:
         self.originals: list[Callable[[], torch.Tensor | None]] = []  # by number, weak, as long as they are unchanged
-        self.unmet: list[int] = []  # values of which no more is noted yet than the original
+        self.unmet: dict[int, tuple | None] = {}  # values of which no more is noted yet than the original; its form
         self.constants: dict[int, torch.Tensor | None] = {}  # made out of sight by the function; copies of small ones
         self.tracked: set[int] = set()  # those of these that require grad
         self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and its number
@@ -40,10 +40,10 @@ class Storages:
         self.originals.append(_gone)
         return len(self.originals) - 1
 
-    def is_made(self, number: int, tensor: torch.Tensor) -> None:
-        """Note that a value was made as a tensor, of which more is noted when that is asked for."""
+    def is_made(self, number: int, tensor: torch.Tensor, form: tuple) -> None:
+        """Note that a value was made as a tensor of this form, of which more is noted when that is asked for."""
         self.originals[number] = weakref.ref(tensor)
-        self.unmet.append(number)
+        self.unmet[number] = form
 
     def newest(self, tensor: torch.Tensor) -> int | None:
         """The number of the newest value, if this is its original: the one that users name most."""
@@ -52,12 +52,14 @@ class Storages:
 
     def meet(self) -> None:
         """Note what storages the originals lie on, before another tensor may be all that is left of one."""
-        unmet, self.unmet = self.unmet, []
-        for number in unmet:
+        if not self.unmet:
+            return
+        unmet, self.unmet = self.unmet, {}
+        for number, form in unmet.items():
             tensor = self.originals[number]()
             if tensor is not None:
-                storage, form = place_of(tensor)
-                self.add((tensor, storage, form), number)
+                new = place_of(tensor) if form is None else (tensor.untyped_storage(), form)
+                self.add((tensor, *new), number)
 
     def enter_all(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         """Number tensors, in order, as the originals of their values; returns their offsets.
@@ -76,7 +78,7 @@ class Storages:
     def enter_again(self, numbers: Sequence[int], tensors: list[torch.Tensor]) -> None:
         """The same with numbers that are known, none of them twice."""
         self.originals[: len(tensors)] = map(weakref.ref, tensors)
-        self.unmet += numbers
+        self.unmet.update(dict.fromkeys(numbers))
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The number of what a tensor's storage holds, None for a storage that is not known."""
