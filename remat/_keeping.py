@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,20 +22,30 @@ from ._names import warn_of_unseen
 from ._offload import Group
 from ._plan import Plan, always, can_wait, never, plan
 from ._policy import Policy, Verdict
-from ._program import Entry, Program, Programs
+from ._program import END, Entry, Program, Programs, Step
 from ._residual import Residual
 from ._storages import Storages
-from ._torch import is_shared
+from ._torch import TensorGuards, is_shared
 from ._values import Layout, layouts
 
 
 class Source:
-    """Where a tensor that autograd saved comes from: values, its layout if it may be kept, the steps so far."""
+    """Where a tensor that autograd saved comes from: values, its layout if it may be kept, the steps so far.
 
-    __slots__ = ("after", "layout", "values")
+    ``value`` is the one that may be kept, ``original`` the one that the tensor is the original of. Such a source is
+    true of the next run too, if the tensor is that again.
+    """
+
+    __slots__ = ("after", "guard", "layout", "original", "value", "values")
 
     def __init__(self, values: list[int], layout: Layout | None, after: int) -> None:
         self.values, self.layout, self.after = values, layout, after
+        self.value = values[0] if layout is not None else None
+        self.original: int | None = None
+        self.guard: TensorGuards | None = None  # where operations aren't seen, of a tensor that is new
+
+
+NOWHERE = Source([], None, 0)
 
 
 class Keeping:
@@ -50,6 +62,7 @@ class Keeping:
         self.watched = True  # its operations are seen
         self.slots_tell = True  # what autograd saved is known
         self.inputs: list[int] = []  # of the operands and the captured tensors
+        self.offsets: tuple[int, ...] = ()  # of these, if each has a storage of its own
         self.wanted: list[int] = []  # what autograd saved
         self.storages = Storages()
         self.log: list[Entry] = []
@@ -64,12 +77,35 @@ class Keeping:
         self._judge = judge_of(policy)
         self._programs = _programs_of(memory, self._judge)
         self._slots: list[tuple[weakref.ref, Source]] = []
+        self._last: Program | None = None  # what the last run did, if this one may do the same
+        self._path: list[Step] = [END]  # its steps
+        self.step = END  # what comes next of these
+        self._sources: Iterator[Source] = iter(())  # what autograd saved of it
+        self._follows = False  # so far it did what the last run did
+        self._retold = False  # autograd saved other values than then
         self._loans: dict[int, weakref.ref[Residual]] = {}  # what is kept, as long as somebody owns it
         self._own: dict[int, Residual] = {}  # what more needs than the slots that own it
         self._lent: dict[int, Residual] = {}  # in the first run: each is kept once, whether or not what owns it lives
         self._held: dict[int, torch.Tensor] = {}
         self._enough = 12  # held values, before the next look which of them are needed
         self._group: Group | None = None
+
+    def catch_up(self) -> None:
+        """Note the steps that it went along."""
+        start, end = len(self.log), self.step.number
+        if self._last is None or start >= end:
+            return
+        if not start and end == len(self._path) - 1:
+            self.log, self.made, self.lines = [*self._last.log], self._last.made.copy(), {**self._last.lines}
+            self.saveable = self._last.saveable.copy()
+            return
+        for step in self._path[start:end]:
+            value = step.outs[0]
+            self.log.append(step.entry)
+            self.made[value] = step.number
+            if step.entry.verdict is not None:
+                self.saveable[value] = step.entry.verdict
+                self.lines[step.number] = self._last.lines[step.number]
 
     def kept(self, value: int) -> Residual | None:
         """What is kept of a value, if it still is."""
@@ -90,22 +126,27 @@ class Keeping:
         """Keep a value, for whoever owns what this returns: ``tensor`` is on its storage, in this form."""
         residual = self.kept(value)
         if residual is None:
-            offload = self.saveable[value] is Verdict.OFFLOAD
-            if offload and self._group is None:
-                self._group = Group()
             number = self.made[value]
             made = self.log[number]
             layout = made.result
             if type(layout) is not Layout:
                 layout = next((layout for layout in layouts(made.result) if made.outs[layout.i] == value), None)
-            maker = made.key[0] or "an operation", self.lines.get(number, "a line that isn't known")
-            residual = Residual(tensor, form, maker, layout, offload, self.outer, self._group)
+            elif form is None and self.storages.originals[value]() is tensor:
+                form = layout.form
+            residual = Residual(made.key[0], self.lines.get(number))
+            if self.outer is None and self.saveable[value] is Verdict.SAVE:
+                residual.stay(tensor, form)
+            else:
+                if self.outer is None and self._group is None:
+                    self._group = Group()
+                residual.go(tensor, form, layout, self.outer, self._group)
             self._loans[value] = weakref.ref(residual)
             self._lent[value] = residual
         return residual
 
     def _let_go_of_unneeded(self) -> None:
         """In the middle of a run: of what has been read, and whose readers have made nothing that is still there."""
+        self.catch_up()
         held, count = self._held, len(self.log)
         there = {value for value in self.storages.values() if value not in held or _is_used(held, value)}
         saved = [value for ref, source in self._slots if ref() is not None for value in source.values]
@@ -117,8 +158,10 @@ class Keeping:
             del held[value]
         self._enough = len(held) + max(4, len(held), count // 16)
 
-    def _there(self) -> set[int]:
+    def _there(self) -> Set[int]:
         """What is held, or kept as long as somebody owns it."""
+        if not self._held and len(self._own) == len(self._loans):
+            return self._own.keys()
         return {*self._held, *(value for value, ref in self._loans.items() if ref() is not None)}
 
     # --- the end of the first run -------------------------------------------------------------------------------------
@@ -126,6 +169,7 @@ class Keeping:
     def close(self) -> None:
         """Decide what else is kept, and let go of the rest."""
         self.open = False
+        self.catch_up()
         try:
             complete = self._decide_what_is_kept()
         finally:  # the run again of a region around may end here
@@ -139,14 +183,15 @@ class Keeping:
         warn_of_unseen(self.own_names, self.named, self.memory)
         above = len(self.wanted)  # levels of torch.func that are above want these
         missing = []
-        for ref, source in self._slots:
-            slot = ref()
+        if not self._lent and not self.names:
+            missing = [source for ref, source in self._slots if self.outer is not None or ref() is not None]
+        for ref, source in self._slots if self._lent or self.names else ():
+            slot, value = ref(), source.value
             if slot is None and self.outer is None:
                 continue  # else what is handed over must not depend on it
-            value = source.values[0] if source.layout is not None else None
-            if value is not None and value not in self._lent and value in self._held:
+            if value in self._held and value not in self._lent:
                 self._lend(value, self._held[value])  # it was saved before it got its name
-            if value is None or value not in self._lent:
+            if value not in self._lent:
                 missing.append(source)
                 continue
             self.wanted.append(value)
@@ -155,23 +200,25 @@ class Keeping:
         complete = not missing and not above
         self._programs.varies |= self._programs.complete and not complete
         self._programs.complete = complete
-        if self.watched:
+        if not self.watched:
+            self._programs.sources = self._retell(self._programs.sources)
+        else:
             self._keep_what_is_needed(missing, above)
         return complete
+
+    def _retell(self, sources: list[Source]) -> list[Source]:
+        return [source for _, source in self._slots] if self._retold else sources
 
     def _keep_what_is_needed(self, missing: list[Source], above: int) -> None:
         """Of what these slots, and levels above, are made from again."""
         self.program = program = self._programs.of(self.log, self.seen, self.lines)
-        self.log = program.log
-        needed = [value for source in missing for value in source.values]
-        self.wanted += needed
-        needed += self.wanted[:above]
-        end = len(self.log)
-        if self.slots_tell and not above:
-            end = max((source.after for source in missing), default=0)
-        used = program.plan(end, needed, self._there(), always if self.slots_tell else never).used
-        for value in sorted(used):
-            self._own[value] = self.kept(value) or self._lend(value, self._held[value])
+        self.log, program.offsets = program.log, self.offsets
+        program.sources = self._retell(program.sources)
+        wanted, end = tuple(self.wanted[:above]), None if self.slots_tell and not above else len(self.log)
+        plan = program.plan(tuple(missing), wanted, end, self._there(), always if self.slots_tell else never)
+        self.wanted += chain.from_iterable(map(_values, missing))
+        for value in sorted(plan.used):
+            self._own[value] = self._lent.get(value) or self._lend(value, self._held[value])
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""
@@ -202,13 +249,13 @@ class Keeping:
 
     def plan(self, slots: Iterable[Any] | None = None) -> Plan:
         """What runs again to fill these slots, or all that there were."""
-        wanted, end = self.wanted, len(self.log)
-        if slots is not None:
-            sources = [slot.source for slot in slots]
-            wanted = [value for source in sources for value in source.values]
-            end = max(source.after for source in sources)
-        lazy = self.slots_tell and self.program.lazy
-        return self.program.plan(end, wanted, self._there(), can_wait if lazy else never)
+        leave = can_wait if self.slots_tell and self.program.lazy else never
+        if slots is None:
+            return self.program.plan((), tuple(self.wanted), len(self.log), self._there(), leave)
+        return self.program.plan(tuple(map(_source, slots)), (), None, self._there(), leave)
+
+
+_source, _values = attrgetter("source"), attrgetter("values")
 
 
 def _is_used(held: dict[int, torch.Tensor], value: int) -> bool:

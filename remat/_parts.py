@@ -20,6 +20,16 @@ def is_plain(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor or not hasattr(type(tensor), "__tensor_flatten__")
 
 
+def all_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The plain tensors below all levels that such tensors are made of, most often these themselves."""
+    if _PLAIN.issuperset(map(type, tensors)) and True not in map(_torch.is_wrapped, tensors):
+        return tensors
+    return [part for tensor in tensors for part in parts(tensor)]
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 def parts(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors below all levels that such a tensor is made of."""
     if not isinstance(tensor, torch.Tensor):

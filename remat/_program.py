@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,8 +17,11 @@ from ._determinism import Line
 from ._facts import Facts, facts_of
 from ._plan import Plan, plan
 from ._policy import Verdict
-from ._torch import OpOverload, direct_call
+from ._torch import OpOverload, TensorGuards, direct_call
 from ._values import UNTOLD, Layout
+
+if TYPE_CHECKING:
+    from ._keeping import Source
 
 
 class Entry(NamedTuple):
@@ -43,8 +47,8 @@ class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number",
-        "operands", "outs", "reads", "result",
+        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "graded", "guard", "is_simple",
+        "key", "next", "number", "operands", "outs", "reads", "result", "to_hold",
     )  # fmt: skip
 
     def __init__(self, number: int, entry: Entry) -> None:
@@ -70,7 +74,14 @@ class Step:
             self.count += 1
         self.is_simple &= len(self.operands) == len(self.reads) and type(self.func) is OpOverload
         self.call = direct_call(self.func) if self.is_simple else self.func
+        self.guard: TensorGuards | None = None  # of its operands and its result, if it reads originals and nothing else
+        self.next: Step = self  # and then, in its program
+        self.to_hold: list[tuple[int, int]] = []  # by position: what may be kept that it reads, if it may not
+        self.graded = entry.under[1]  # whether grad mode was on
         self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
+
+
+END = Step(-1, UNSEEN)  # no operation is this step
 
 
 class Program:
@@ -84,11 +95,21 @@ class Program:
         self.lines = lines
         self.seen = seen
         self.steps = [Step(number, entry) for number, entry in enumerate(log)]
+        self.path = [*self.steps, Step(len(log), UNSEEN)]
+        self.offsets: tuple[int, ...] = ()  # of the inputs of the last run
         self.lazy = all(entry.under[1] for entry in log)  # else user code reads tensors in ways that can't be seen
         self.overwritten = {number for entry in log for number in entry.overwritten}
         # If not differentiated, or detached, user code may read it in ways that can't be seen.
         self.waiting = {number for entry in log for number in entry.tracked if number not in seen}
+        self.made: dict[int, int] = {}  # for each value that an operation made, which one
+        self.saveable: dict[int, Verdict] = {}  # what the policy lets be kept, names aside
         for step in self.steps:
+            step.next = self.path[step.number + 1]
+            self.made.update(dict.fromkeys(step.outs, step.number))
+            if step.entry.verdict is not None:
+                self.saveable.update(dict.fromkeys(step.outs, step.entry.verdict))
+            else:
+                step.to_hold = [(i, value) for i, value, _ in step.operands if value in self.saveable]
             step.can_wait = (
                 step.result is not UNTOLD
                 and not (step.facts.writes or step.facts.observes or step.draws)
@@ -96,6 +117,7 @@ class Program:
                 and self.waiting.issuperset(step.outs)
             )
         self._plans: dict[tuple, Plan] = {}
+        self.sources: list[Source] = []  # what autograd saved of the last run
 
     @functools.cached_property
     def makers(self) -> frozenset[Facts]:
@@ -110,14 +132,28 @@ class Program:
             found.setdefault(step.key, []).append(step)
         return found
 
-    def plan(self, end: int, roots: Collection[int], available: Collection[int], leave: Callable[[Step], bool]) -> Plan:
-        """What it takes to have the ``roots`` again after the first ``end`` steps (see ``_plan.py``)."""
-        question = end, frozenset(roots), frozenset(available), leave
-        found = self._plans.get(question)
+    def plan(
+        self,
+        sources: tuple[Source, ...],
+        wanted: tuple[int, ...],
+        end: int | None,
+        available: Collection[int],
+        leave: Callable[[Step], bool],
+    ) -> Plan:
+        """What it takes to have these again after the first ``end`` steps, or when the last source was saved."""
+        asked = sources, wanted, end, frozenset(available), leave
+        found = self._plans.get(asked)
         if found is None:
+            roots = frozenset(chain(wanted, *(source.values for source in sources)))
+            if end is None:
+                end = max((source.after for source in sources), default=0)
+            question = end, roots, *asked[3:]
+            found = self._plans.get(question)
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            found = self._plans[question] = plan(self.steps[:end], self.waiting, *question[1:])
+            if found is None:
+                found = self._plans[question] = plan(self.steps[:end], self.waiting, *question[1:])
+            self._plans[asked] = found
         return found
 
     @property
@@ -132,6 +168,7 @@ class Programs:
     def __init__(self) -> None:
         self.known: list[Program] = []  # the last one first
         self.complete = False  # the last one has kept all that autograd saved of it
+        self.sources: list[Source] = []  # what autograd saved of the last one that wasn't watched
         self.varies = False  # that was so, and then it wasn't
 
     def of(self, log: list[Entry], seen: set[int], lines: Mapping[int, Line]) -> Program:

@@ -1,149 +1,42 @@
-"""The record of a first run under a policy: its operations, what autograd saved of them, and the names of values."""
+"""The record of a first run under a policy: its operations, compared with those of the last run or described."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from . import _torch
-from ._determinism import Line, user_line
-from ._facts import Facts, facts_of
-from ._judge import Question, question
-from ._keeping import Keeping, Source
+from ._determinism import user_line
+from ._facts import Facts
+from ._judge import question
+from ._keeping import Source
 from ._memory import Memory
-from ._parts import is_plain, parts
 from ._policy import Policy, Verdict
-from ._program import UNSEEN, Entry, Step
+from ._program import Entry, Step
 from ._residual import memory
+from ._saved import Saved, is_judged
 from ._state import unseen
-from ._torch import is_wrapped
-from ._values import UNTOLD, Layout, holder, is_as_it_lies, place_of, template
+from ._torch import guard_of
+from ._values import holder, place_of, template
 
+_requires_grad = attrgetter("requires_grad")
 DETACH = torch.ops.aten.detach.default
 
 
-class Record(Keeping):
+class Record(Saved):
     """What is known of a region's first run."""
 
     def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str] = (), lines: bool = False) -> None:
-        super().__init__(policy, memory, own_names)
-        self.all_lines = lines  # note where each operation is called, not only where it may matter
+        super().__init__(policy, memory, own_names, lines)
         self.drawing: set[Facts] = set()  # operations of other libraries that were seen to draw random numbers
         self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
-        self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
-        self._versions: dict[int, int] = {}  # of the tensors that were met, where operations aren't seen
-        self._guide: list[Step] = []  # what the last run did, if this one may do the same
-        self._known_lines: Mapping[int, Line] = {}
-        self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
-        self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
-
-    def bind(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Note which values come in."""
-        storages = self.storages
-        for tensor in inputs:
-            wrapped = is_wrapped(tensor)
-            for part in parts(tensor):
-                value = storages.enter(part)
-                if wrapped or tensor.requires_grad:
-                    storages.tracked.add(value)
-                self._flags |= part.requires_grad
-                self.inputs.append(value)
-        known = self._programs.known
-        if known and self._flags and not self._judge.asks and not self.all_lines:
-            self._guide, self._known_lines = known[0].steps, known[0].lines
-
-    def look_away(self) -> bool:
-        """Whether the first run's operations needn't be seen, by what the last one needed. From now on they aren't.
-
-        If a policy goes by names alone and lets all be kept that autograd saves, nothing runs again. Should that be
-        different this time, then all runs again for what is missing.
-        """
-        programs, judge = self._programs, self._judge
-        if programs.complete and not programs.varies and judge.by_name_alone and self._flags and self.outer is None:
-            self.watched = False
-        return not self.watched
-
-    def saved(self, tensor: torch.Tensor, slot: Any) -> None:
-        """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
-        after = len(self.log)
-        value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
-        if not self.watched and form is not None:
-            value = self._met(tensor, value)
-        if value is not None and form is not None and is_as_it_lies(form):
-            may_be_kept = value in self.saveable or self._judge.by_name
-            slot.source = Source([value], Layout(0, form) if may_be_kept else None, after)
-            if value in self.saveable:
-                slot.residual = self._lend(value, tensor, form)
-            elif not self.watched:
-                self.empty.add(value)
-            elif self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
-                self._siblings[value] = tensor
-        else:
-            found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
-            slot.source = Source([value for value, _ in found], None, after)
-            for each in found:
-                self._hold(*each)  # the function itself makes of it what was saved
-        self._slots.append((weakref.ref(slot), slot.source))
-
-    def needs(self, tensor: torch.Tensor) -> None:
-        """Autograd at a level of torch.func saved a tensor, and will in a run again."""
-        for part in parts(tensor):
-            value = self.storages.find(part)
-            if value is not None:
-                self.wanted.append(value)
-                self._hold(value, part)
-
-    def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
-        """A tensor of the region was named."""
-        self.named.setdefault(name, line)
-        for part in parts(tensor):
-            value = self.storages.find(part)
-            if not self.watched:
-                value = self._met(part, value)
-            made = None if value is None else self.made.get(value)
-            if value is None or made is None:
-                continue  # it was there before
-            self.names.setdefault(value, {}).setdefault(name, line)
-            self.lines.setdefault(made, line)
-            entry, verdict = self.log[made], self.saveable.get(value, Verdict.RECOMPUTE)
-            func = entry.key[0]
-            if self._judge.by_name and _is_judged(entry.result, facts_of(func)):
-                asked = self._questions.get(made, (None, func, (), {}))
-                verdict = self._judge.on(asked, frozenset(self.names[value]))
-            self._decide(value, verdict)
-            self._hold(value, part)
-            # Otherwise the operation would have to run for its other results.
-            for sibling in entry.outs if value in self.saveable else ():
-                if sibling not in self.saveable and sibling not in self.names and sibling in self._siblings:
-                    self._decide(sibling, verdict)
-                    self._hold(sibling, self._siblings[sibling])
-
-    def _met(self, tensor: torch.Tensor, value: int | None) -> int:
-        """Where operations aren't seen: a storage that isn't known, or has changed, holds a new value."""
-        version = _torch.version(tensor)
-        if value is not None and self._versions.setdefault(value, version) == version:
-            return value
-        value = self.storages.number()
-        self.storages.bind(tensor, value)
-        self._versions[value] = version
-        self.made[value] = len(self.log)
-        self.log.append(UNSEEN)
-        self._decide(value, self._judge.on((None, None, (), {})))
-        return value
-
-    def _decide(self, value: int, verdict: Verdict) -> None:
-        if verdict is not Verdict.RECOMPUTE:
-            self.saveable[value] = verdict
-        else:
-            self.saveable.pop(value, None)
-
-    # --- the operations -----------------------------------------------------------------------------------------------
 
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """An operation is about to write: copy what must not be lost."""
+        self.catch_up()
         for tensor in facts.written(args, kwargs):
             value = self.storages.get(tensor)
             reads_it = self._judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
@@ -153,20 +46,22 @@ class Record(Keeping):
 
     def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""
-        storages, count = self.storages, self.storages.count
+        self.catch_up()
+        storages = self.storages
+        count = len(storages.originals)
         new = storages.new(result)
         reads: list[int] = []
         read: list[torch.Tensor] = []
         if new or facts.writes or facts.observes:
             key = storages.key(func, draw, args, kwargs, reads, read)
-            if count != storages.count:
+            if count != len(storages.originals):
                 new = storages.new(result)  # it may be a view of what is known only now
         if not new and not facts.writes and not facts.observes:
             self._made_a_view(facts, args)
             return
         number = len(self.log)
         outcome = template(result, new, read)
-        verdict = self._verdict(number, facts, args, kwargs, result) if _is_judged(outcome, facts) else None
+        verdict = self._verdict(number, facts, args, kwargs, result) if is_judged(outcome, facts) else None
         if self._flags:
             differentiated = True in [tensor.requires_grad for tensor in read]
         else:
@@ -187,6 +82,8 @@ class Record(Keeping):
                 self.saveable[value] = verdict
         under = differentiated, torch.is_grad_enabled()
         self.log.append(Entry(key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, under, verdict))
+        self._follows = self._follows and self.log[number] == self.step.entry
+        self.step = self._path[min(number + 1, len(self._path) - 1)]
         if overwritten:
             self._saved_early(number, dict(zip(overwritten, outs[len(new) :])))
         if verdict is not None or self.all_lines:
@@ -198,13 +95,49 @@ class Record(Keeping):
         if len(self._held) >= self._enough:
             self._let_go_of_unneeded()
 
-    def expected(self) -> Step | None:
-        """What the last run did in this place."""
-        number = len(self.log)
-        return self._guide[number] if number < len(self._guide) else None
+    def goes_on(self, step: Step, args: tuple, result: Any) -> bool:
+        """Whether an operation did what the last run's next step did, with the originals; noted is the result alone."""
+        storages, originals = self.storages, self.storages.originals
+        if (
+            not self._follows
+            or step.outs[0] != len(originals)
+            or not storages.are_originals(step, args)
+            or not step.guard.check(*args, result)  # type: ignore[union-attr]
+            or torch.is_grad_enabled() is not step.graded
+        ):
+            return False
+        storages.unmet[len(originals)] = step.result.form
+        originals.append(weakref.ref(result))
+        self.step = step.next
+        if step.to_hold or self.names:
+            self._hold_what_it_read(step, args)
+        return True
+
+    def _hold_what_it_read(self, step: Step, args: tuple) -> None:
+        held, to_hold = self._held, step.to_hold
+        if self.names or not self._follows:  # these decide too, or what made it was another operation
+            self.catch_up()
+            reads = step.operands if step.entry.verdict is None else ()
+            to_hold = [(position, value) for position, value, _ in reads if value in self.saveable]
+        for position, value in to_hold:
+            if value not in held and value not in self.overwritten:
+                held[value] = args[position]
+        if len(held) >= self._enough:
+            self._let_go_of_unneeded()
 
     def ran_as(self, step: Step, args: tuple, kwargs: dict, result: Any) -> bool:
-        """Whether an operation did what a simple step did; then it is noted. To compare is faster than to describe."""
+        """The same for a simple step by what is known of storages; it is noted in full."""
+        self.catch_up()
+        if not self._is_alike(step, args, kwargs, result):
+            return False
+        self.step = step.next
+        self.catch_up()
+        if step.entry.verdict is None:
+            self._hold_what_it_read(step, args)
+        return True
+
+    def _is_alike(self, step: Step, args: tuple, kwargs: dict, result: Any) -> bool:
+        """Whether it read and made the same. To compare is faster than to describe."""
         storages = self.storages
         if not storages.is_call_of(step, args, kwargs):
             return False
@@ -217,23 +150,14 @@ class Record(Keeping):
         storage, form = place_of(result)
         if (
             form != step.result.form
-            or value != storages.count
+            or value != len(storages.originals)
             or entry.under != (differentiated, torch.is_grad_enabled())
             or storages.knows(result)
         ):
             return False
         storages.add((result, storage, step.result.form), storages.number())
-        self.made[value] = number = len(self.log)
-        self.log.append(entry)
-        if entry.verdict is not None:
-            self.saveable[value] = entry.verdict
-            self.lines[number] = self._known_lines[number]
-        elif self.saveable:
-            for position, read, _ in step.operands:
-                if read in self.saveable:
-                    self._hold(read, args[position])
-            if len(self._held) >= self._enough:
-                self._let_go_of_unneeded()
+        if step.guard is None and _is_of_tensors(step) and storages.are_originals(step, args):
+            step.guard = guard_of(*args, result)
         return True
 
     def _made_a_view(self, facts: Facts, args: tuple) -> None:
@@ -283,16 +207,10 @@ class Record(Keeping):
                 slot.source, slot.early = Source([written[source.values[0]]], source.layout, number + 1), True
                 self._slots[i] = ref, slot.source
 
-    def let_go(self) -> None:
-        """Drop what is only held: it has a history, which may lead to here."""
-        super().let_go()
-        self._siblings.clear()
-        self._questions.clear()
 
-
-def _is_judged(result: Any, facts: Facts) -> bool:
-    """Whether the policy has a say: not where the result can't be described, or is nothing yet."""
-    return result is not UNTOLD and not facts.makes_nothing
+def _is_of_tensors(step: Step) -> bool:
+    """Whether its arguments are dense tensors and nothing else."""
+    return step.key[2] is None and not step.constants and all(form is not None for _, _, form in step.operands)
 
 
 def _is_differentiable(tensor: torch.Tensor) -> bool:

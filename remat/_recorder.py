@@ -7,6 +7,7 @@ from typing import Any
 from ._ambient import Ambient
 from ._facts import Facts, facts_of, tensors
 from ._parts import is_wrapper_call
+from ._program import Step
 from ._record import Record
 from ._state import state
 from ._torch import DispatchMode, without_torch_function
@@ -39,18 +40,27 @@ class Recorder(Open, DispatchMode):
         self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        record = self.record
+        step = record.step
+        if step.func is not func or step.guard is None or types or kwargs or state.filling or state.unseen:
+            return self._otherwise(func, types, args, kwargs or {})
+        result = step.call(*args)
+        if not record.goes_on(step, args, result):
+            self._note(step, args, {}, result)
+        return result
+
+    def _otherwise(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation that isn't what is expected, or the first time that it is."""
         if types and is_wrapper_call(types):
             return NotImplemented  # what it runs on the tensors inside comes by
-        kwargs = kwargs or {}
-        if state.filling or state.unseen:
-            return func(*args, **kwargs)
         record = self.record
-        step = record.expected()
-        if step is not None and step.func is func and step.is_simple:
+        if state.filling or state.unseen:
+            record.storages.meet()
+            return func(*args, **kwargs)
+        step = record.step
+        if step.func is func and step.is_simple:
             result = step.call(*args, **kwargs)
-            with without_torch_function():
-                if not record.ran_as(step, args, kwargs, result):
-                    record.ran(func, step.facts, args, kwargs, result, self._draw(step.facts, args, kwargs))
+            self._note(step, args, kwargs, result)
             return result
         facts = facts_of(func)
         if facts.writes or facts.foreign:
@@ -59,6 +69,12 @@ class Recorder(Open, DispatchMode):
         with without_torch_function():
             record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
         return result
+
+    def _note(self, step: Step, args: tuple, kwargs: dict, result: Any) -> None:
+        with without_torch_function():
+            if not self.record.ran_as(step, args, kwargs, result):
+                draw = self._draw(step.facts, args, kwargs)
+                self.record.ran(step.func, step.facts, args, kwargs, result, draw)
 
     def _carefully(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """An operation that writes to what may be needed, or may draw without saying so."""

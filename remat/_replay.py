@@ -14,14 +14,14 @@ import torch
 from ._errors import RecomputeMismatchError
 from ._facts import Facts, facts_of, tensors
 from ._late import Late, LateCall
-from ._parts import is_wrapper_call, parts
+from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
 from ._program import Step
 from ._record import Record
 from ._residual import Residual, memory
 from ._state import state, unseen
-from ._torch import DispatchMode, without_torch_function
-from ._values import Argument, Layout, holder
+from ._torch import DispatchMode, transforms_active, without_torch_function
+from ._values import Argument, Layout
 
 
 class Replay(DispatchMode):
@@ -31,20 +31,41 @@ class Replay(DispatchMode):
         super().__init__()
         self.record = record
         self.plan = plan
-        self.position = 0  # of the step that should come next
+        self.path = record.program.path
+        self.step = self.path[0]  # what should come next
         self.draws = 0
         self.late = Late()
         self.undrawn: list[LateCall] = []  # what would have drawn random numbers
         self.storages = record.storages.copy()
         # What is kept, for the given steps, as far as it must be brought here first.
         self.brought: dict[int, torch.Tensor] = {}
-        for number in sorted(plan.given):
-            for value in record.program.steps[number].outs:
+        self.at_hand: dict[int, torch.Tensor] = {}  # results of simple steps, if they are here and stay as they are
+        with without_torch_function():
+            self._bring()
+        tensors = all_parts([*inputs])
+        if record.offsets:
+            self.storages.enter_again(record.inputs, tensors)
+        else:
+            for value, part in zip(record.inputs, tensors):
+                self.storages.bind(part, value)
+
+    def _bring(self) -> None:
+        record, levels = self.record, transforms_active()
+        for number in sorted(self.plan.given):
+            step = self.path[number]
+            for value in step.outs:
                 residual = record.kept(value)
-                if residual is not None and residual.is_elsewhere:
+                if residual is None:
+                    continue
+                if residual.is_elsewhere:
                     self.brought[value] = residual.get()
-        for value, part in zip(record.inputs, [part for tensor in inputs for part in parts(tensor)]):
-            self.storages.bind(part, value)
+                elif step.is_simple and not levels and value not in record.program.overwritten:
+                    self.at_hand[number] = residual.on(step.result)
+
+    @property
+    def position(self) -> int:
+        """The number of steps that came, or were left out."""
+        return self.step.number
 
     def __enter__(self) -> Replay:
         state.policies.append(self.record.policy)
@@ -55,28 +76,49 @@ class Replay(DispatchMode):
         state.policies.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        step, storages = self.step, self.storages
+        if (
+            step.func is not func
+            or step.guard is None
+            or kwargs
+            or not storages.are_originals(step, args)
+            or self.late.running
+            or state.unseen
+        ):
+            return self._otherwise(func, types, args, kwargs or {})
+        result = self.at_hand.pop(step.number, None)
+        if result is None:
+            if step.number not in self.plan.run:
+                return self._otherwise(func, types, args, {})
+            if self.late:
+                with without_torch_function():
+                    self.late.fill(args)
+            result = step.call(*args)
+        self.step = step.next
+        storages.is_made(step.outs[0], result, step.result.form)
+        return result
+
+    def _otherwise(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation that isn't known by the originals that it reads."""
         if types and is_wrapper_call(types):
             return NotImplemented
-        kwargs = kwargs or {}
         if self.late.running or state.unseen:
+            self.storages.meet()
             return self.late.mark(func(*args, **kwargs))
-        steps = self.record.program.steps
-        step = steps[self.position] if self.position < len(steps) else None
-        if step is None or step.func is not func or not self._is_next(step, args, kwargs):
+        step = self.step
+        if step.func is not func or not self._is_next(step, args, kwargs):
             return self._any(func, args, kwargs)
+        self.step = step.next
         with without_torch_function():
-            self.position += 1
+            read = [args[position] for position, _, _ in step.operands]
             if step.number not in self.plan.run:
-                read = [args[position] for position, _, _ in step.operands]
                 if step.number in self.plan.given:
                     return self._give(step, args, kwargs, read)
                 if step.can_wait:
                     return self._put_off(step, args, kwargs, read)
-            if self.late:
-                self.late.fill([args[position] for position, _, _ in step.operands])
+            self.late.fill(read)
         result = step.call(*args, **kwargs)
-        with without_torch_function():
-            self.storages.add((result, holder(result), step.result.form), step.outs[0])
+        self.storages.is_made(step.outs[0], result, step.result.form)
         return result
 
     def _is_next(self, step: Step, args: tuple, kwargs: dict) -> bool:
@@ -88,6 +130,7 @@ class Replay(DispatchMode):
         facts, record, storages = facts_of(func), self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
             if not self.late and not facts.reshapes:
+                storages.meet()
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
@@ -153,18 +196,18 @@ class Replay(DispatchMode):
         """The step of the first run that is the same function of the same values."""
         program, reads = self.record.program, list[int]()
         key = self.storages.key(func, draw, args, kwargs, reads, read)
-        if self.position < len(program.steps):
-            step = program.steps[self.position]
-            if step.key != key and step.func is func and self._stand_in(step, reads, read):
+        step = self.step
+        if step.func is func:
+            if step.key != key and self._stand_in(step, reads, read):
                 key = self.storages.key(func, draw, args, kwargs, [], [])
             if step.key == key:
-                self.position += 1
+                self.step = step.next
                 return step
         found = program.by_key.get(key)
         if found is None:
             return None
         step = next((step for step in found if step.number >= self.position), found[0])
-        self.position = step.number + 1
+        self.step = step.next
         return step
 
     def _stand_in(self, step: Step, reads: list[int], read: list[torch.Tensor]) -> bool:
@@ -190,9 +233,9 @@ class Replay(DispatchMode):
         if step.is_simple and self.record.program.overwritten.isdisjoint(step.outs):
             residual = self.record.kept(step.outs[0])
             if residual is not None and not residual.is_elsewhere:
-                tensor = residual.on(step.result)
-                self.storages.add((tensor, tensor.untyped_storage(), step.result.form), step.outs[0])
-                return tensor
+                result = residual.on(step.result)
+                self.storages.is_made(step.outs[0], result, step.result.form)
+                return result
         with unseen():
             return self._give_parts(step, args, kwargs, read)
 

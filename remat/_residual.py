@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,10 +15,8 @@ from ._state import alias, unseen
 from ._values import form_of
 
 if TYPE_CHECKING:
+    from ._determinism import Line
     from ._values import Layout
-
-
-Maker: TypeAlias = tuple[Any, Any]  # an operation and where it was called
 
 
 class Residual:
@@ -26,20 +24,20 @@ class Residual:
 
     __slots__ = ("__weakref__", "_bring", "_form", "_guard", "_near", "_written", "line", "op")
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        form: tuple | None,
-        maker: Maker,
-        layout: Layout | None,
-        offload: bool,
-        outer: Hooks | None,
-        group: Group | None,
-    ) -> None:
-        self.op, self.line = maker
+    def __init__(self, op: Any, line: Line | None) -> None:
+        self.op, self.line = op, line  # what made it, and where that was called
         self._bring: Callable[[], torch.Tensor] | None = None
-        if outer is None and not (offload and not _offload.in_host_memory(tensor)):
-            self._guard, self._written, self._form = alias(tensor), _torch.version(tensor), form or form_of(tensor)
+
+    def stay(self, tensor: torch.Tensor, form: tuple | None) -> None:
+        """It is kept where it is."""
+        self._guard, self._written, self._form = alias(tensor), _torch.version(tensor), form or form_of(tensor)
+
+    def go(
+        self, tensor: torch.Tensor, form: tuple | None, layout: Layout | None, outer: Hooks | None, group: Group | None
+    ) -> None:
+        """It is kept by the hooks around, or in host memory."""
+        if outer is None and _offload.in_host_memory(tensor):
+            self.stay(tensor, form)
             return
         with unseen():
             self._near: torch.Tensor | None = alias(tensor)  # as long as the region runs for the first time
@@ -79,8 +77,9 @@ class Residual:
                 whole = content.storage_offset() == 0 and content.is_contiguous()
                 return content if whole else content.clone(memory_format=torch.contiguous_format)
         if _torch.version(self._guard) != self._written:
+            op, line = self.op or "an operation", self.line or "a line that isn't known"
             raise MutationError(
-                f"The output of {self.op} at {self.line}, which the region's policy keeps for the backward, was "
+                f"The output of {op} at {line}, which the region's policy keeps for the backward, was "
                 f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."
             )
         return self._guard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +23,13 @@ CONSTANT_BYTES = 4096
 class Storages:
     """The numbers of the values that storages hold. Keeps none of them alive.
 
-    Of each tensor that was met it is remembered on which storage it lies and how, as that takes long to find out.
+    Of each tensor that was met it is remembered on which storage it lies and how, as that takes long to find out. Not
+    even that is needed where a value is read from the very tensor that it was made as, its *original*.
     """
 
     def __init__(self) -> None:
-        self.count = 0  # of numbers given so far
+        self.originals: list[Callable[[], torch.Tensor | None]] = []  # by number, weak, as long as they are unchanged
+        self.unmet: dict[int, tuple | None] = {}  # values of which no more is noted yet than the original; its form
         self.constants: dict[int, torch.Tensor | None] = {}  # made out of sight by the function; copies of small ones
         self.tracked: set[int] = set()  # those of these that require grad
         self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and its number
@@ -35,8 +37,48 @@ class Storages:
 
     def number(self) -> int:
         """The number of a new value."""
-        self.count += 1
-        return self.count - 1
+        self.originals.append(_gone)
+        return len(self.originals) - 1
+
+    def is_made(self, number: int, tensor: torch.Tensor, form: tuple) -> None:
+        """Note that a value was made as a tensor of this form, of which more is noted when that is asked for."""
+        self.originals[number] = weakref.ref(tensor)
+        self.unmet[number] = form
+
+    def newest(self, tensor: torch.Tensor) -> int | None:
+        """The number of the newest value, if this is its original: the one that users name most."""
+        last = len(self.originals) - 1
+        return last if last >= 0 and self.originals[last]() is tensor else None
+
+    def meet(self) -> None:
+        """Note what storages the originals lie on, before another tensor may be all that is left of one."""
+        if not self.unmet:
+            return
+        unmet, self.unmet = self.unmet, {}
+        for number, form in unmet.items():
+            tensor = self.originals[number]()
+            if tensor is not None:
+                new = place_of(tensor) if form is None else (tensor.untyped_storage(), form)
+                self.add((tensor, *new), number)
+
+    def enter_all(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+        """Number tensors, in order, as the originals of their values; returns their offsets.
+
+        There are none, and nothing is numbered, if some have no storage or share it.
+        """
+        try:
+            storages = list(map(torch.Tensor.untyped_storage, tensors))
+        except RuntimeError:
+            return ()
+        if len(set(map(id, storages))) < len(storages):
+            return ()
+        self.enter_again(range(len(tensors)), tensors)
+        return tuple([int(tensor.storage_offset()) for tensor in tensors])
+
+    def enter_again(self, numbers: Sequence[int], tensors: list[torch.Tensor]) -> None:
+        """The same with numbers that are known, none of them twice."""
+        self.originals[: len(tensors)] = map(weakref.ref, tensors)
+        self.unmet.update(dict.fromkeys(numbers))
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The number of what a tensor's storage holds, None for a storage that is not known."""
@@ -64,6 +106,8 @@ class Storages:
         return (None if home is None else home[1]), form
 
     def _home(self, storage: Any) -> list | None:
+        if self.unmet:
+            self.meet()
         home = self._homes.get(id(storage))
         return home if home is not None and home[0]() is storage else None
 
@@ -90,6 +134,7 @@ class Storages:
         if home is None:
             self._homes[id(storage)] = [weakref.ref(storage), number]
         else:
+            self.originals[home[1]] = _gone
             home[1] = number
 
     def add(self, new: New, number: int) -> None:
@@ -98,7 +143,8 @@ class Storages:
         key = id(storage)
         self._homes[key] = home = [weakref.ref(storage), number]
         if form is not None:
-            self._tensors[id(tensor)] = weakref.ref(tensor), home, form, key
+            self.originals[number] = ref = weakref.ref(tensor)
+            self._tensors[id(tensor)] = ref, home, form, key
 
     def _remember(self, tensor: torch.Tensor, storage: Any, form: tuple | None) -> tuple:
         key = id(storage)
@@ -109,6 +155,9 @@ class Storages:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """It may lie in another way from now on."""
+        number = self.find(tensor)
+        if number is not None:
+            self.originals[number] = _gone
         self._tensors.pop(id(tensor), None)
 
     def new(self, result: Any) -> list[New]:
@@ -130,6 +179,7 @@ class Storages:
 
     def values(self) -> list[int]:
         """What all storages hold that are still there."""
+        self.meet()
         return [number for ref, number in self._homes.values() if ref() is not None]
 
     def where(self, number: int) -> Any:
@@ -137,9 +187,10 @@ class Storages:
         return next((ref() for ref, held in self._homes.values() if held == number), None)
 
     def copy(self, but: Collection[int] = ()) -> Storages:
-        """The same, to go on with, without those that hold certain values."""
+        """The same, to go on with, without those that hold certain values, and without originals."""
         found = Storages()
-        found.count, found.constants, found.tracked = self.count, self.constants.copy(), self.tracked.copy()
+        found.originals = [_gone] * len(self.originals)
+        found.constants, found.tracked = self.constants.copy(), self.tracked.copy()
         found._homes = {key: [*home] for key, home in self._homes.items() if home[1] not in but}
         return found
 
@@ -161,6 +212,16 @@ class Storages:
             else:
                 key.append(self._pattern(argument, reads, read))
         return tuple(key)
+
+    def are_originals(self, step: Step, args: tuple) -> bool:
+        """Whether a call of the step's operation reads nothing but the originals of the values that the step reads."""
+        if len(args) != step.count:
+            return False
+        originals = self.originals
+        for tensor, value in zip(args, step.reads):  # noqa: SIM110, all() would take twice as long
+            if originals[value]() is not tensor:
+                return False
+        return True
 
     def is_call_of(self, step: Step, args: tuple, kwargs: dict) -> bool:
         """Whether a call of the step's operation, which must be simple, reads the same as the step: has its key."""
@@ -207,6 +268,10 @@ class Storages:
             if tensor.requires_grad:
                 self.tracked.add(number)
         return self._remember(tensor, storage, form)
+
+
+def _gone() -> None:
+    """What a weak reference to a tensor says that is no longer there."""
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -280,3 +280,90 @@ def test_dynamo_leaves_the_modes_alone() -> None:
     values, _ = run(remat(fn, policy=policies.save_matmuls), x, w)
     assert not compiled  # under a mode Dynamo gives way; what it would find here is the mode itself
     assert all(map(torch.equal, values, run(fn, x, w)[0]))
+
+
+# --- calls that go along with the last one, until they don't ------------------------------------------------------
+
+
+def in_turn(*kinds: tuple) -> list[tuple]:
+    """Each kind of call so often that the next of its kind would only be compared, then another."""
+    return [args for kind in (*kinds, *kinds) for args in [kind] * 4]
+
+
+def branches(x: Tensor, w: Tensor, which: int) -> Tensor:
+    h = checkpoint_name(x @ w, "a")
+    if which == 1:
+        h = w @ x  # the same operation on the same tensors
+    if which == 2:
+        h.t_()
+    if which == 3:
+        h.mul_(2.0)
+    if which == 4:
+        h = h.detach()
+    if which == 5:
+        h = h.view(-1)[::2].view(2, 4).repeat(2, 1)
+    h = checkpoint_name(torch.tanh(h), "b")
+    with torch.set_grad_enabled(which != 6):
+        h = h @ w if which != 7 else w @ h
+    return torch.tanh(h).sin() @ x
+
+
+@every_policy
+@pytest.mark.parametrize("which", range(1, 8))
+def test_another_branch_after_calls_that_did_the_same(policy: str, which: int) -> None:
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    check(branches, policy, in_turn((x, w, 0), (x, w, which)))
+
+
+@every_policy
+def test_other_inputs_after_calls_that_did_the_same(policy: str) -> None:
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    base = rand(8, 4, seed=2).detach()
+    upper, lower = (part.requires_grad_() for part in base.detach().split(4))
+    others = [(w, x), (x, x), (upper, w), (lower, w), (upper, lower), (x, w.detach()), (x.detach(), w)]
+    check(layers, policy, in_turn((x, w), *others))
+    double = rand(4, 4, dtype=torch.float32), rand(4, 4, seed=1, dtype=torch.float32)
+    check(layers, policy, in_turn((x, w), double, (x.detach().t().requires_grad_(), w)))
+
+
+def around(x: Tensor, w: Tensor) -> Tensor:
+    """It reads more of a storage than the tensor that it is given."""
+    whole = x.as_strided((4, 4), (4, 1), 0)
+    return torch.tanh(torch.tanh(whole @ w) @ x @ w)
+
+
+@every_policy
+def test_inputs_that_lie_elsewhere_on_their_storage(policy: str) -> None:
+    base, w = rand(8, 4, grad=False), rand(4, 4, seed=1)
+    check(around, policy, in_turn((base[:4], w), (base[4:], w)))
+
+
+def through_views(x: Tensor, w: Tensor) -> Tensor:
+    """Of what products make only views are left."""
+    h = torch.tanh((x @ w).view(2, 8).t().reshape(8, 2))
+    return torch.tanh((h.reshape(4, 4) @ w).t()).exp()
+
+
+@every_policy
+def test_views_are_all_that_is_left_of_a_value(policy: str) -> None:
+    check(through_views, policy, in_turn((rand(4, 4), rand(4, 4, seed=1))))
+
+
+def test_memory_of_calls_that_do_the_same() -> None:
+    """What is held of a later run is what was held of the first one."""
+    x, ws = rand(64, 64), [rand(64, 64, seed=i) for i in range(8)]
+
+    def chain(x: Tensor, *ws: Tensor) -> Tensor:
+        for w in ws:
+            x = checkpoint_name(torch.tanh(x @ w), "a").sin()
+        return x
+
+    for policy in ("matmuls", "names", "names and matmuls"):
+        forget()
+        wrapped = remat(chain, policy=POLICIES[policy])
+        figures = []
+        for _ in range(4):
+            with gc_disabled():
+                figures.append((peak_bytes(lambda: wrapped(x, *ws).sum()), held_bytes(lambda: wrapped(x, *ws))))
+        first, *later = figures
+        assert all(figure[0] <= first[0] and figure[1] <= first[1] for figure in later)

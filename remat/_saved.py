@@ -1,0 +1,213 @@
+"""What comes into a first run under a policy, what autograd saves of it, and what is named."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from itertools import compress
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from . import _torch
+from ._determinism import Line
+from ._facts import Facts, facts_of
+from ._judge import Question
+from ._keeping import NOWHERE, Keeping, Source
+from ._memory import Memory
+from ._parts import all_parts, is_plain, parts
+from ._policy import Policy, Verdict
+from ._program import END, UNSEEN
+from ._torch import guard_of, is_wrapped
+from ._values import UNTOLD, Layout, is_as_it_lies
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Saved(Keeping):
+    """The part of a record that is told from tensors and not from operations."""
+
+    def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str], lines: bool) -> None:
+        super().__init__(policy, memory, own_names)
+        self.all_lines = lines  # note where each operation is called, not only where it may matter
+        self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
+        self._versions: dict[int, int] = {}  # of the tensors that were met, where operations aren't seen
+        self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
+        self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
+
+    def bind(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Note which values come in."""
+        tensors, storages, known = [*inputs], self.storages, self._programs.known
+        self.offsets = storages.enter_all(tensors) if all_parts(tensors) is tensors else ()
+        if self.offsets:
+            self.inputs = [*range(len(tensors))]
+            storages.tracked.update(compress(self.inputs, map(_requires_grad, tensors)))
+            self._flags = bool(storages.tracked)
+        else:
+            for tensor in tensors:
+                self._enter(tensor)
+        if known and self._flags and known[0].offsets == self.offsets and not (self._judge.asks or self.all_lines):
+            self._last, self._path, self._follows = known[0], known[0].path, True
+            self._sources, self.step = iter(known[0].sources), self._path[0]
+
+    def _enter(self, tensor: torch.Tensor) -> None:
+        wrapped = is_wrapped(tensor)
+        for part in parts(tensor):
+            value = self.storages.enter(part)
+            if wrapped or tensor.requires_grad:
+                self.storages.tracked.add(value)
+            self._flags |= part.requires_grad
+            self.inputs.append(value)
+
+    def look_away(self) -> bool:
+        """Whether the first run's operations needn't be seen, by what the last one needed. From now on they aren't.
+
+        If a policy goes by names alone and lets all be kept that autograd saves, nothing runs again. Should that be
+        different this time, then all runs again for what is missing.
+        """
+        programs, judge = self._programs, self._judge
+        if programs.complete and not programs.varies and judge.by_name_alone and self._flags and self.outer is None:
+            self.watched, self._follows, self._sources = False, True, iter(programs.sources)
+            self._last, self._path, self.step = None, [END], END
+        return not self.watched
+
+    def saved(self, tensor: torch.Tensor, slot: Any) -> None:
+        """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
+        if self._follows:
+            source = next(self._sources, NOWHERE)
+            value = source.original
+            if (
+                value is not None and source.after == self.step.number and self.storages.originals[value]() is tensor
+                if self.watched
+                else self._is_of_unseen(source, tensor)
+            ):
+                slot.source = source
+                self._slots.append((weakref.ref(slot), source))
+                value, layout = source.value, source.layout
+                if value is not None and layout is not None:
+                    self.catch_up()
+                    if value in self.saveable:
+                        slot.residual = self._lend(value, tensor, layout.form)
+                    elif not self.watched:
+                        self.empty.add(value)
+                return
+        self.catch_up()
+        self._follows &= self.watched
+        after = len(self.log)
+        value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
+        if not self.watched and form is not None:
+            value = self._met(tensor, value)
+        if value is not None and form is not None and is_as_it_lies(form):
+            may_be_kept = value in self.saveable or self._judge.by_name
+            layout = Layout(0, form) if may_be_kept else None
+            slot.source = Source([value], layout, after)
+            if not self.watched:
+                self._guard(slot.source, tensor)
+            if value in self.saveable:
+                slot.residual = self._lend(value, tensor, form)
+            elif not self.watched:
+                self.empty.add(value)
+            elif self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
+                self._siblings[value] = tensor
+            elif self.storages.originals[value]() is tensor:
+                slot.source.original = value
+        else:
+            found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
+            slot.source = Source([value for value, _ in found], None, after)
+            for each in found:
+                self._hold(*each)  # the function itself makes of it what was saved
+        self._retold |= slot.source.original is not None
+        self._slots.append((weakref.ref(slot), slot.source))
+
+    def needs(self, tensor: torch.Tensor) -> None:
+        """Autograd at a level of torch.func saved a tensor, and will in a run again."""
+        self.catch_up()
+        for part in parts(tensor):
+            value = self.storages.find(part)
+            if value is not None:
+                self.wanted.append(value)
+                self._hold(value, part)
+
+    def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
+        """A tensor of the region was named."""
+        self.catch_up()
+        self.named.setdefault(name, line)
+        for part in parts(tensor):
+            value = self.storages.newest(part)
+            if value is None:
+                value = self.storages.find(part)
+            if not self.watched:
+                value = self._met(part, value)
+            made = None if value is None else self.made.get(value)
+            if value is None or made is None:
+                continue  # it was there before
+            self.names.setdefault(value, {}).setdefault(name, line)
+            self.lines.setdefault(made, line)
+            entry, verdict = self.log[made], self.saveable.get(value, Verdict.RECOMPUTE)
+            func = entry.key[0]
+            if self._judge.by_name and is_judged(entry.result, facts_of(func)):
+                asked = self._questions.get(made, (None, func, (), {}))
+                verdict = self._judge.on(asked, frozenset(self.names[value]))
+            self._decide(value, verdict)
+            self._hold(value, part)
+            # Otherwise the operation would have to run for its other results.
+            for sibling in entry.outs if value in self.saveable else ():
+                if sibling not in self.saveable and sibling not in self.names and sibling in self._siblings:
+                    self._decide(sibling, verdict)
+                    self._hold(sibling, self._siblings[sibling])
+
+    def _met(self, tensor: torch.Tensor, value: int | None) -> int:
+        """Where operations aren't seen: a storage that isn't known, or has changed, holds a new value."""
+        version = _torch.version(tensor)
+        if value is not None and self._versions.setdefault(value, version) == version:
+            return value
+        value = self.storages.number()
+        self.storages.bind(tensor, value)
+        self.storages.originals[value] = weakref.ref(tensor)
+        self._made_unseen(value, version)
+        return value
+
+    def _made_unseen(self, value: int, version: int) -> None:
+        self._versions[value] = version
+        self.made[value] = len(self.log)
+        self.log.append(UNSEEN)
+        self._decide(value, self._judge.on((None, None, (), {})))
+
+    def _guard(self, source: Source, tensor: torch.Tensor) -> None:
+        """Where operations aren't seen: the source will do for such a tensor that is as new in the next run."""
+        (value,) = source.values
+        if self.storages.originals[value]() is tensor and tensor.storage_offset() == 0:
+            source.original, source.guard = value, guard_of(tensor)
+
+    def _is_of_unseen(self, source: Source, tensor: torch.Tensor) -> bool:
+        """Where operations aren't seen, whether it is: a tensor that wasn't met holds a new value."""
+        value, originals = source.original, self.storages.originals
+        if value is None or value > len(originals):
+            return False
+        version = _torch.version(tensor)
+        if value < len(originals):
+            return originals[value]() is tensor and self._versions.get(value) == version
+        if source.guard is None or not source.guard.check(tensor) or tensor.storage_offset() != 0:
+            return False
+        self.storages.unmet[value] = None
+        originals.append(weakref.ref(tensor))
+        self._made_unseen(value, version)
+        return True
+
+    def _decide(self, value: int, verdict: Verdict) -> None:
+        if verdict is not Verdict.RECOMPUTE:
+            self.saveable[value] = verdict
+        else:
+            self.saveable.pop(value, None)
+
+    def let_go(self) -> None:
+        """Drop what is only held: it has a history, which may lead to here."""
+        super().let_go()
+        self._siblings.clear()
+        self._questions.clear()
+
+
+def is_judged(result: Any, facts: Facts) -> bool:
+    """Whether the policy has a say: not where the result can't be described, or is nothing yet."""
+    return result is not UNTOLD and not facts.makes_nothing
