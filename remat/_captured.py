@@ -35,7 +35,7 @@ from ._places import (
 )
 from ._walk import Containers, Found, Visit, own, visits
 
-__all__ = ["NOTHING", "Found", "find", "only_functions"]
+__all__ = ["NOTHING", "Found", "find"]
 
 _BUDGET = 100_000  # objects visited per call
 
@@ -56,21 +56,6 @@ def _reads_libraries_alone(fn: FunctionType) -> bool:
     names = None if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or fn.__dict__ else reads(fn)
     scope = fn.__globals__
     return names is not None and all(name not in scope or id(scope[name]) in _libraries for name in names.globals)
-
-
-def only_functions(found: Found) -> tuple[list[FunctionType], list[Any]] | None:
-    """The functions of a walk, and what wraps functions, if it has met nothing else that leads anywhere."""
-    if found is NOTHING or found.places or found.contents:
-        return None
-    functions, wrappers = [], []
-    for visit, value, _ in found.queue:
-        if visit is _Walk.function:
-            functions.append(value)
-        elif visit is _Walk.wrapper and "__wrapped__" in vars(value):
-            wrappers.append(value)
-        elif visit is not _Walk.builtin:
-            return None
-    return functions, wrappers
 
 
 class _Walk(Containers):

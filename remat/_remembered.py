@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from types import CellType, FunctionType
+from types import BuiltinMethodType, CellType, FunctionType
 from typing import Any
 
 from ._bulk import call
-from ._captured import find, only_functions
+from ._captured import NOTHING, find
 from ._code import reads
 from ._memory import Memory
-from ._walk import Found
+from ._walk import Found, visits
 
 _parts = attrgetter("__code__", "__closure__", "__defaults__", "__kwdefaults__")
 _attributes = attrgetter("__dict__")
@@ -89,6 +89,21 @@ def walk(fn: Any, leaves: list[Any], memory: Memory) -> Found:
     if last is not None and last[0] is fn and last[1].holds():
         return last[1]
     found = find(fn)
-    parts = only_functions(found)
+    parts = _only_functions(found)
     memory.walk = None if parts is None else (fn, Remembered(found, *parts))
     return found
+
+
+def _only_functions(found: Found) -> tuple[list[FunctionType], list[Any]] | None:
+    """The functions of a walk, and what wraps functions, if it has met nothing else that leads anywhere."""
+    if found is NOTHING or found.places or found.contents:
+        return None
+    functions, wrappers = [], []
+    for visit, value, _ in found.queue:
+        if visit is visits[FunctionType]:
+            functions.append(value)
+        elif visit is visits.wrapper and "__wrapped__" in vars(value):
+            wrappers.append(value)
+        elif visit is not visits[BuiltinMethodType]:
+            return None
+    return functions, wrappers

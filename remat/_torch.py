@@ -148,7 +148,6 @@ allow_single_level_functions = _functorch_utils.set_single_level_autograd_functi
 # The backward that torch.func.grad runs itself: nobody can reach its graph (see ``_proof.py``).
 func_grad_engine_call = _eager_transforms._autograd_grad
 engine_call = torch.autograd.graph._engine_run_backward
-
 # What grad_fn's number is compared with: everything that a region records has a larger one.
 next_sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -158,12 +157,9 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
     return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
 
 
-def tracing() -> bool:
+def tracing(mode: Any = torch._C._get_dispatch_mode, proxy: Any = torch._C._TorchDispatchModeKey.PROXY) -> bool:
     """Whether a trace is taken by ``make_fx`` or ``torch.export``: then a region is inlined."""
-    return _dispatch_mode(_PROXY) is not None
-
-
-_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+    return mode(proxy) is not None
 
 
 def exporting() -> bool:
@@ -178,7 +174,6 @@ modes_that_see = torch._C._len_torch_dispatch_stack  # how many there are: most 
 as_subclass = torch.Tensor._make_subclass  # an alias that no mode sees; ``as_subclass`` would record it
 without_overrides = torch._C.DisableTorchFunctionSubclass  # for tensors that watch what is done with them
 without_torch_function = torch._C.DisableTorchFunction  # the bookkeeping of operations is not the user's doing
-
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # has shapes alone, so there is nothing to keep
 has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can't read them as plain memory
@@ -208,23 +203,20 @@ REPLICATE = "_replicate_for_data_parallel"  # the method by which ``DataParallel
 
 
 class CachedWeights:
-    """What ``parametrize.cached()`` has computed so far, and how often it is entered."""
+    """What ``parametrize.cached()`` has computed so far, and how often it is entered: that has no public name."""
 
     def __init__(self) -> None:
         self.depth, self.weights = _parametrize._cache_enabled, dict(_parametrize._cache)
 
 
 def cached_weights() -> CachedWeights | None:
-    """Those of now; None where it is not entered."""
     return CachedWeights() if _parametrize._cache_enabled else None
 
 
 def set_cached_weights(value: CachedWeights | None) -> None:
-    """Put back what it had computed: it has no public name."""
-    if value is not None:
-        _parametrize._cache_enabled, _parametrize._cache = value.depth, dict(value.weights)
-    elif _parametrize._cache_enabled:
-        _parametrize._cache_enabled, _parametrize._cache = 0, {}
+    if value is not None or _parametrize._cache_enabled:
+        depth, weights = (value.depth, dict(value.weights)) if value is not None else (0, {})
+        _parametrize._cache_enabled, _parametrize._cache = depth, weights
 
 
 # --- pytrees ------------------------------------------------------------------------------------------------------
@@ -254,14 +246,11 @@ def device_mode() -> tuple[Any, Any, Any]:
 
     ``torch.get_default_device`` can't tell "none" from "cpu", and makes a tensor to answer.
     """
-    if not torch._C._len_torch_function_stack() and _device.CURRENT_DEVICE is None:
+    if not (depth := torch._C._len_torch_function_stack()) and _device.CURRENT_DEVICE is None:
         return None, None, None
-    mode = torch._C._get_function_stack_at(0) if torch._C._len_torch_function_stack() else None
-    return (
-        mode if isinstance(mode, _device.DeviceContext) else None,
-        _device.CURRENT_DEVICE,  # for Dynamo
-        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),  # of set_default_device
-    )
+    mode = torch._C._get_function_stack_at(0) if depth else None
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # of set_default_device
+    return mode if isinstance(mode, _device.DeviceContext) else None, _device.CURRENT_DEVICE, default  # Dynamo's
 
 
 def set_device_mode(value: tuple[Any, Any, Any]) -> None:
@@ -286,9 +275,7 @@ direct_call = attrgetter("_op")  # what an operator calls, without a frame of Py
 # Whether tensors are of the same type, dtype, device, sizes and strides as others were, and equally require grad, is
 # what Dynamo's guards ask. By attributes that takes ten times as long.
 TensorGuards = torch._C._dynamo.guards.TensorGuards
-guard_of: Callable[..., TensorGuards] = functools.partial(
-    TensorGuards, dynamic_dims_sizes=None, dynamic_dims_strides=None
-)
+guard_of: Any = functools.partial(TensorGuards, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 operator_names = torch._C._dispatch_get_all_op_names  # for "did you mean"
 
 
