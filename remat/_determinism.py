@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+
+from ._torch import NO_VERSION, raw_version, saved_look
 
 CHECKS = ("metadata", "values", "none")
 
@@ -35,30 +36,39 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
     return Metadata((tensor.dtype, tensor.shape, tensor.device, None, values))
 
 
-_saved = attrgetter("dtype", "shape", "device", "grad_fn.__class__")
-
-# The same of a tensor that is saved, with the kind of node that made it: another one tells of another path.
+# The same of a tensor that is saved, with the kind of node that made it, as another one tells of another path, and with
+# its version. Inference tensors have none: for them this is a RuntimeError.
 LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "metadata": _saved,
-    "values": lambda tensor: (*_saved(tensor), checksum(tensor)),
-    "none": lambda tensor: None,
+    "metadata": saved_look,
+    "values": lambda tensor: (*saved_look(tensor), checksum(tensor)),
+    "none": lambda tensor: (None, None, None, type(None), raw_version(tensor)),
 }
+
+
+def look_at(tensor: torch.Tensor, check: str) -> tuple:
+    """The same, also of an inference tensor."""
+    try:
+        return LOOKS[check](tensor)
+    except RuntimeError:
+        look = tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), NO_VERSION
+        return (*look, checksum(tensor)) if check == "values" else look
 
 
 def is_other(before: tuple, now: tuple) -> bool:
     """Whether two fingerprints of a saved tensor that aren't equal tell of another path.
 
-    A tensor without a maker may be what a backward pass inside the region has cut from its history, and the maker may
-    be an autograd Function of a class that is made anew in each run.
+    Versions may differ: that of a view of a tensor outside is that tensor's. A tensor without a maker may be what a
+    backward pass inside the region has cut from its history, and the maker may be an autograd Function of a class that
+    is made anew in each run.
     """
     makers = {before[3], now[3]}
     same_maker = type(None) in makers or len({maker.__name__ for maker in makers}) == 1
-    return before[:3] != now[:3] or before[4:] != now[4:] or not same_maker
+    return before[:3] != now[:3] or before[5:] != now[5:] or not same_maker
 
 
 def describe(saved: tuple) -> str:
     """A fingerprint of a saved tensor in words."""
-    dtype, shape, device, maker, *values = saved
+    dtype, shape, device, maker, _, *values = saved
     name = None if maker is type(None) else maker.__name__
     return str(Metadata((dtype, shape, device, name, values[0] if values else None)))
 

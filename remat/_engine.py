@@ -128,12 +128,11 @@ class Frame:
                 return served
         self.number = number
         slot = self.slot()
-        slot.fingerprint = self.look(tensor)
         slot.first = slot.value = None
         if node is None and not tensor.requires_grad:
-            slot.watch(tensor)
+            slot.watch(tensor, self.check)
         else:
-            slot.version = raw_version(tensor)
+            slot.fingerprint = self.look(tensor)
         self.slots.append(slot)
         return slot
 

@@ -13,14 +13,14 @@ import torch.autograd.forward_ad as fwAD
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch
-from ._determinism import describe, is_other, user_line
+from ._determinism import describe, is_other, look_at, user_line
 from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks, hooks_allowed
 from ._parts import bare
 from ._slots import Slot, Stop
-from ._state import alias, as_in_forward
+from ._state import alias, as_in_forward, state
 from ._streams import resumed
-from ._torch import modes_that_see, raw_version
+from ._torch import modes_that_see
 
 if TYPE_CHECKING:
     from ._engine import Frame
@@ -112,7 +112,10 @@ class Filler:
         hooks = RemovableHandle.next_id
         _torch.push_hooks(pack, _same)
         try:
-            with as_in_forward(frame.policies, filling=frame.open):
+            if frame.policies or frame.open or state.policies or state.unseen or state.filling:
+                with as_in_forward(frame.policies, filling=frame.open):
+                    result = frame.region.call_again(operands)
+            else:
                 result = frame.region.call_again(operands)
         except (Stop, Exception):
             # TorchScript makes another exception of a stop; and it may be another region's.
@@ -135,15 +138,18 @@ class Filler:
         if len(saved) != len(self.slots):
             return False
         slots, chosen = list(filter(None, self.slots)), list(compress(saved, self.slots))
-        before, now = list(map(_fingerprint, slots)), list(map(self.look, chosen))
-        if before != now and any(map(is_other, before, now)):
+        before = list(map(_fingerprint, slots))
+        try:
+            now = list(map(self.look, chosen))
+        except RuntimeError:  # an inference tensor
             return False
-        if list(map(_torch.version, chosen)) != list(map(_version, slots)):  # changed after it was saved
+        if before != now and (any(map(is_other, before, now)) or any(map(_is_changed, before, now))):
             return False
         values = list(map(torch.Tensor.detach, chosen))
         self.value = values[slots.index(self.wanted)]
-        for slot, value in zip(slots, values):
-            slot.value = value
+        for slot, look, value in zip(slots, now, values):
+            slot.version = look[4]
+            slot.value = value  # last, as another thread may be waiting for it
         return True
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -155,9 +161,11 @@ class Filler:
         if not slot:  # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
             return tensor if tensor.is_leaf else alias(tensor)
         value = self.alias(tensor)
-        if self.look(tensor) != slot.fingerprint:
-            self._compare(index, slot.fingerprint, self.look(tensor))
-        slot.version = raw_version(value) if slot.first is None else _torch.version(value)
+        watched = slot.first is not None
+        now = look_at(tensor, self.frame.check) if watched else self.look(tensor)
+        if now != slot.fingerprint:
+            self._compare(index, slot.fingerprint, now)
+        slot.version = _torch.version(value) if watched else now[4]
         slot.value = value  # last, as another thread may be waiting for it
         if slot is self.wanted:
             self.value = value
@@ -252,7 +260,12 @@ _ADVICE = (
 )
 
 
-_fingerprint, _version = attrgetter("fingerprint"), attrgetter("version")
+_fingerprint = attrgetter("fingerprint")
+
+
+def _is_changed(before: tuple, now: tuple) -> bool:
+    """Whether a tensor was changed in place after it was saved."""
+    return before[4] != now[4]
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

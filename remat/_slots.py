@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._determinism import fingerprint
+from ._determinism import fingerprint, look_at
 from ._errors import MutationError
 from ._kept import Kept
 from ._parts import bare
@@ -30,10 +30,10 @@ class Slot:
     value: torch.Tensor | None
     version: int
 
-    def watch(self, tensor: torch.Tensor) -> None:
+    def watch(self, tensor: torch.Tensor, check: str) -> None:
         """What requires no grad may be captured, from where it was not found: then a change of it must be seen."""
-        self.version = _torch.version(tensor)
-        self.first = weakref.ref(tensor), self.version
+        self.fingerprint = look_at(tensor, check)
+        self.first = weakref.ref(tensor), _torch.version(tensor)
 
     def has_changed(self) -> bool:
         """Whether the saved tensor itself is still there and was changed in place, an error without remat too."""

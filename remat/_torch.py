@@ -79,12 +79,14 @@ def version(tensor: torch.Tensor) -> int:
     try:
         return tensor._version
     except RuntimeError:
-        return -1
+        return NO_VERSION
 
 
+NO_VERSION = -1
 raw_version = attrgetter("_version")  # of many tensors, without a Python frame for each; inference tensors raise
 # What a view is a view of: a saved view of a region's input needs no recompute. And the node that made a tensor.
 origin = attrgetter("_base", "grad_fn")
+saved_look = attrgetter("dtype", "shape", "device", "grad_fn.__class__", "_version")  # all in one call
 
 
 def batched_backward_depth() -> int:
@@ -237,8 +239,7 @@ sdpa_enabled = (
     torch._C._get_math_sdp_allow_fp16_bf16_reduction,
 )
 # Which attention kernel is tried first; only `sdpa_kernel(..., set_priority=True)` sets it in public.
-sdpa_priority = torch._C._get_sdp_priority_order
-set_sdpa_priority = torch._C._set_sdp_priority_order
+sdpa_priority, set_sdpa_priority = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
 
 
 def device_mode() -> tuple[Any, Any, Any]:
