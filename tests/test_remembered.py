@@ -1,0 +1,205 @@
+"""The search for captured tensors is not made again where a function reads the same functions as before."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import _remembered, is_recomputing, remat
+
+
+def double(x: Tensor) -> Tensor:
+    return (x * 2).sin()
+
+
+def triple(x: Tensor) -> Tensor:
+    return (x * 3).sin()
+
+
+helper = double
+
+
+def reads_a_global(x: Tensor) -> Tensor:
+    return helper(x).exp()
+
+
+def reads_another(x: Tensor) -> Tensor:
+    return reads_a_global(x).cos()
+
+
+def gradient(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    (result,) = torch.autograd.grad(fn(x).sum(), x)
+    return result
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.linspace(-1, 1, 5, requires_grad=True)
+
+
+class Searches:
+    """Counts the searches."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *roots: Any) -> Any:
+        self.count += 1
+        return self.find(*roots)
+
+    find = staticmethod(_remembered.find)
+
+
+@pytest.fixture
+def searches() -> Any:
+    counter = Searches()
+    with mock.patch.object(_remembered, "find", counter):
+        yield counter
+
+
+def make_nested(inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: inner(torch.sin(x))
+
+
+def test_a_function_that_reads_functions_is_searched_once(x: Tensor, searches: Searches) -> None:
+    fn = remat(make_nested(remat(make_nested(remat(double)))))
+    expected = gradient(make_nested(make_nested(double)), x)
+    gradient(fn, x)  # the first search also finds out which Python modules are libraries
+    gradient(fn, x)
+    before = searches.count
+    for _ in range(3):
+        assert torch.equal(gradient(fn, x), expected)
+    assert searches.count - before == 3 * 2  # `double` itself, in both runs: it reads nothing
+
+
+def test_a_function_that_captures_a_tensor_is_searched_each_time(x: Tensor, searches: Searches) -> None:
+    w = torch.full((5,), 2.0)
+    fn = remat(lambda x: (x * w).sin())
+    for i in range(1, 4):
+        gradient(fn, x)
+        assert searches.count == i
+
+
+def test_another_global_from_one_call_to_the_next(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = remat(reads_another)
+    for used in (double, double, triple, triple, double):
+        monkeypatch.setitem(globals(), "helper", used)
+        assert torch.equal(gradient(fn, x), gradient(reads_another, x))
+
+
+def test_another_global_between_the_runs(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = remat(reads_another)
+    for _ in range(3):
+        gradient(fn, x)
+    expected = gradient(reads_another, x)
+    out = fn(x).sum()
+    monkeypatch.setitem(globals(), "helper", triple)
+    assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+    assert helper is triple  # as the caller has left it
+
+
+def test_a_tensor_that_a_global_holds_later(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.full((5,), 2.0, requires_grad=True)
+    fn = remat(reads_another)
+    for _ in range(3):
+        gradient(fn, x)
+    monkeypatch.setitem(globals(), "helper", lambda x: (x * w).sin())
+    for _ in range(2):
+        out = fn(x).sum()
+        with torch.no_grad():
+            before = w.clone()
+            w.add_(1)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            torch.autograd.grad(out, x)
+        with torch.no_grad():
+            w.copy_(before)
+        assert torch.equal(gradient(fn, x), gradient(reads_another, x))
+
+
+def test_other_defaults_attributes_code_and_what_is_wrapped(x: Tensor) -> None:
+    def scaled(x: Tensor, scale: Any = 2.0) -> Tensor:
+        return (x * scale).sin()
+
+    inner = remat(scaled)
+
+    def fn(x: Tensor) -> Tensor:
+        return inner(x).exp() * getattr(scaled, "factor", 1.0)
+
+    def plain(x: Tensor) -> Tensor:
+        return scaled(x).exp() * getattr(scaled, "factor", 1.0)
+
+    region = remat(fn)
+    for _ in range(3):
+        assert torch.equal(gradient(region, x), gradient(plain, x))
+    w = torch.full((5,), 4.0)
+    scaled.__defaults__ = (w,)
+    assert torch.equal(gradient(region, x), gradient(plain, x))
+    out = region(x).sum()
+    w.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        torch.autograd.grad(out, x)
+    scaled.__defaults__ = (3.0,)
+    scaled.factor = torch.full((5,), 0.5)  # type: ignore[attr-defined]
+    assert torch.equal(gradient(region, x), gradient(plain, x))
+    scaled.__code__ = (lambda x, scale=2.0: (x * scale).cos()).__code__
+    assert torch.equal(gradient(region, x), gradient(plain, x))
+
+
+def test_what_a_run_again_binds_is_put_back(x: Tensor) -> None:
+    used = double
+    calls = []
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal used
+        y = used(x)
+        calls.append(is_recomputing())
+        if is_recomputing():
+            used = triple
+        return y.exp() * 2
+
+    region = remat(fn, early_stop=False)
+    for _ in range(3):
+        gradient(region, x)
+        assert used is double
+    assert calls == [False, True] * 3
+
+
+def test_a_counter_in_a_closure_counts_each_call_once(x: Tensor) -> None:
+    count = 0
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return double(x) * count
+
+    region = remat(fn)
+    for i in range(1, 5):
+        out = region(x).sum()
+        assert count == i
+        expected = torch.autograd.grad((double(x) * i).sum(), x)[0]
+        count += 10  # between the runs
+        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+        assert count == i + 10
+        count -= 10
+
+
+def test_nothing_is_kept_alive(x: Tensor) -> None:
+    inner = make_nested(double)
+    fn = remat(make_nested(inner))
+    for _ in range(3):
+        gradient(fn, x)
+    watched = weakref.ref(inner)
+    gc.collect()
+    gc.disable()
+    try:
+        del fn, inner
+        assert watched() is None
+    finally:
+        gc.enable()
