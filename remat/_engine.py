@@ -198,8 +198,9 @@ class Frame:
         if not isinstance(packed, Slot):
             return self._as_reader(packed)
         value = packed.value
-        if value is None and packed.residual is not None:
-            return self._as_reader(packed.residual.on, packed.source.layout)
+        if value is None and (residual := packed.residual) is not None:
+            layout = packed.source.layout
+            return self._as_reader(residual.on, layout) if residual.is_elsewhere else residual.on(layout)
         if state.reader is None and (group := current_group()) is not None:
             group.take(packed)
         if value is None:
