@@ -195,5 +195,6 @@ def _read_settings() -> list[Any]:
     settings, last = list(map(call, _settings()[0])), _last_settings
     if settings == last:  # they seldom change, so that most regions have the same list
         return last
-    _last_settings = settings
+    if settings[_WEIGHTS] is None:  # else these would be kept alive
+        _last_settings = settings
     return settings

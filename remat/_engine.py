@@ -27,7 +27,7 @@ from ._handed import Handed
 from ._hooks import check_hooks_are_allowed, hooks_allowed
 from ._kept import Kept
 from ._passes import current_group, current_scope
-from ._recompute import Filler, Saved
+from ._recompute import Filler
 from ._slots import SERVED, Above, Found, RecordedSlot, Slot, View
 from ._state import alias, state
 from ._streams import current_streams
@@ -38,9 +38,9 @@ class Frame:
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
-        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "noted", "number",
-        "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot", "slots",
-        "start", "streams", "to_end",
+        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "noted", "open",
+        "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot", "slots",
+        "start", "streams",
     )  # fmt: skip
 
     def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any, read_inside: bool = False) -> None:
@@ -54,8 +54,6 @@ class Frame:
         self.slots: list[Any] = []  # one for each tensor that the region has saved, or ``SERVED``
         self.refs: list[Callable[[], Any]] = []  # to the first of them, once these live as long as autograd's nodes
         self.alone = False  # the values that are there belong to a pass that reads each once
-        self.number = -1  # of the node that made what was saved last
-        self.to_end = not options.early_stop  # a run again goes on to its end anyway
         self.check = options.determinism_check
         self.look = LOOKS[self.check]
         self.lock = threading.RLock()
@@ -81,7 +79,7 @@ class Frame:
         self.outer = _torch.top_hooks(True)
         if self.outer is not None:
             owner = getattr(self.outer[0], "__self__", None)
-            in_region = isinstance(owner, (Frame, Filler, Saved))
+            in_region = isinstance(owner, (Frame, Filler))
             which = _made_by_an_outer_region if in_region else _has_history
             self.operands.hand_over(self.outer, to_region=in_region)
             self.consts.hand_over(self.outer, None if getattr(owner, "takes_all", False) else which, in_region)
@@ -99,8 +97,6 @@ class Frame:
                 _torch.pop_hooks()
                 root.log = None
         self.open = False
-        if type(result) is torch.Tensor and self._ends_with(result.grad_fn):
-            self.to_end = True
         if self.read_inside:
             self.clear()
         self.known = {}
@@ -120,13 +116,11 @@ class Frame:
                 self.slots.append(SERVED)
                 return found
         base, node = origin(tensor)
-        number = -1 if node is None else sequence_number(node)
-        if base is not None or number < self.start:
+        if base is not None or node is None or sequence_number(node) < self.start:
             served = None if found else self._served(tensor, base, node)
             if served is not None:
                 self.slots.append(SERVED)
                 return served
-        self.number = number
         slot = self.slot()
         slot.first = slot.value = None
         if node is None and not tensor.requires_grad:
@@ -135,10 +129,6 @@ class Frame:
             slot.fingerprint = self.look(tensor)
         self.slots.append(slot)
         return slot
-
-    def _ends_with(self, node: Any) -> bool:
-        """Whether the last thing that autograd has seen is that a node saved what it made: there is nothing to skip."""
-        return node is not None and sequence_number(node) == self.number == _torch.next_sequence_number() - 1
 
     def _pack_and_note(self, tensor: torch.Tensor) -> Any:
         """The same where a record must know of it, or with levels of torch.func, of which others save tensors too.
@@ -272,8 +262,6 @@ def mark() -> Callable[[], None]:
     around = None if hooks is None else getattr(hooks[0], "__self__", None)
     if isinstance(around, Frame):
         return functools.partial(around.truncate, len(around.refs) + len(around.slots))
-    if isinstance(around, Saved):
-        return functools.partial(around.__delitem__, slice(len(around), None))
     if isinstance(around, Filler):
         return functools.partial(setattr, around, "count", around.count)
     return _nothing

@@ -132,7 +132,9 @@ def _reader(obj: Any, part: slice = slice(None)) -> _Reader:
     """Reads what an object holds in its own memory, beyond the header; or a part of that."""
     header = object.__basicsize__
     start, stop, _ = part.indices(type(obj).__basicsize__ - header)
-    return memoryview((ctypes.c_char * (stop - start)).from_address(id(obj) + header + start)).tobytes
+    memory: Any = (ctypes.c_char * (stop - start)).from_address(id(obj) + header + start)
+    memory.owner = obj  # which must live as long
+    return memoryview(memory).tobytes
 
 
 def _telling_part(new: Any, draw: Callable[[], Any]) -> slice:

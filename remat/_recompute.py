@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain, compress
-from operator import attrgetter
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +25,11 @@ if TYPE_CHECKING:
     from ._engine import Frame
 
 
-class Saved(list[torch.Tensor]):
-    """What a run again has saved, where its ``append`` is the hook: regions inside know by the owner who is around."""
-
-
 class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "alias", "count", "difference", "ending", "frame", "last", "look", "root", "slots", "stopped", "value",
+        "count", "difference", "ending", "frame", "last", "look", "root", "slots", "stopped", "value",
         "wanted",
     )  # fmt: skip
 
@@ -44,7 +39,6 @@ class Filler:
         self.frame = frame
         self.root = frame.region.root
         self.look = frame.look
-        self.alias: Callable[[torch.Tensor], torch.Tensor] = alias
         self.slots = slots
         self.count = 0
         self.stopped = False
@@ -87,20 +81,6 @@ class Filler:
         return contexts
 
     def _run(self) -> None:
-        frame = self.frame
-        if frame.noted or frame.policies or frame.log is not None or modes_that_see():
-            return self._run_under(self._pack_and_tell)
-        self.alias = torch.Tensor.detach
-        intact = frame.operands.as_they_were and frame.consts.as_they_were
-        if frame.to_end and intact and not frame.inside and None not in self.slots:
-            saved = Saved()
-            self._run_under(saved.append, saved)
-            if self._filled_at_once(saved):
-                return
-            self.count = 0
-        self._run_under(self.pack)  # it says what the difference is, if it is there again
-
-    def _run_under(self, pack: Callable[[torch.Tensor], Any], saved: Sized = ()) -> None:
         frame, root = self.frame, self.root
         frame.consts.accumulated |= frame.inside
         operands = frame.operands.all_again()
@@ -110,7 +90,7 @@ class Filler:
         if frame.record is not None and frame.record.tells:
             root.plan = frame.record.plan(slot for slot in self.slots if slot)
         hooks = RemovableHandle.next_id
-        _torch.push_hooks(pack, _same)
+        _torch.push_hooks(self._pack_and_tell if frame.noted else self.pack, _same)
         try:
             if frame.policies or frame.open or state.policies or state.unseen or state.filling:
                 with as_in_forward(frame.policies, filling=frame.open):
@@ -126,31 +106,11 @@ class Filler:
             drop_gradient_hooks(chain(frame.consts.tensors, (t for _, t, _ in root.fixed)), hooks)
             again, root.replay = root.replay, None
             root.log, root.trace, root.plan = None, trace, None
-        if not (self.stopped or (saved and frame.options.early_stop)):
-            self.count = self.count or len(saved)
+        if not self.stopped:
             self._check_end(result, replay)
         del operands, result
         if again is not None:
             again.finish()
-
-    def _filled_at_once(self, saved: Saved) -> bool:
-        """Fill the slots after a run that had no reason to stop; False if it saved other tensors, or changed one."""
-        if len(saved) != len(self.slots):
-            return False
-        slots, chosen = list(filter(None, self.slots)), list(compress(saved, self.slots))
-        before = list(map(_fingerprint, slots))
-        try:
-            now = list(map(self.look, chosen))
-        except RuntimeError:  # an inference tensor
-            return False
-        if before != now and (any(map(is_other, before, now)) or any(map(_is_changed, before, now))):
-            return False
-        values = list(map(torch.Tensor.detach, chosen))
-        self.value = values[slots.index(self.wanted)]
-        for slot, look, value in zip(slots, now, values):
-            slot.version = look[4]
-            slot.value = value  # last, as another thread may be waiting for it
-        return True
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self.count
@@ -160,7 +120,7 @@ class Filler:
         slot = self.slots[index]
         if not slot:  # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
             return tensor if tensor.is_leaf else alias(tensor)
-        value = self.alias(tensor)
+        value = alias(tensor) if modes_that_see() else tensor.detach()
         watched = slot.first is not None
         now = look_at(tensor, self.frame.check) if watched else self.look(tensor)
         if now != slot.fingerprint:
@@ -258,14 +218,6 @@ _ADVICE = (
     "are random or not reproducible, a cache, or saved-tensor hooks around that change values; "
     "`remat(..., debug=True)` shows the first operation that differs."
 )
-
-
-_fingerprint = attrgetter("fingerprint")
-
-
-def _is_changed(before: tuple, now: tuple) -> bool:
-    """Whether a tensor was changed in place after it was saved."""
-    return before[4] != now[4]
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

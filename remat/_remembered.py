@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from types import BuiltinMethodType, CellType, FunctionType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ._bulk import call
 from ._captured import NOTHING, find
 from ._code import reads
 from ._memory import Memory
+from ._places import MISSING
 from ._walk import Found, visits
 
 _parts = attrgetter("__code__", "__closure__", "__defaults__", "__kwdefaults__")
@@ -20,11 +21,16 @@ _attributes = attrgetter("__dict__")
 _contents = attrgetter("cell_contents")
 _wrapped = attrgetter("__wrapped__")
 
+_SMALL = frozenset([
+    type(None), bool, int, float, complex, str, bytes, type, CodeType, FunctionType, BuiltinFunctionType, ModuleType,
+])  # fmt: skip
+
 
 class Remembered(Found):
     """A walk through functions and through what wraps functions, and all that decided where it went.
 
-    It has met no tensor, so that it keeps none alive.
+    Raises:
+        ValueError: a closure cell is empty.
     """
 
     __slots__ = ("_before", "_cells", "_functions", "_globals", "_held", "_wrappers")
@@ -37,7 +43,7 @@ class Remembered(Found):
         closures = [fn.__closure__ for fn in functions if fn.__closure__]
         self._cells: list[CellType] = list(chain(*closures))
         names = [(fn.__globals__, names.globals) for fn in functions if (names := reads(fn)) is not None]
-        self._globals: list[Callable] = [partial(scope.get, name) for scope, each in names for name in each]
+        self._globals: list[Callable] = [partial(scope.get, name, MISSING) for scope, each in names for name in each]
         self._before = self._now()
 
     def holders(self) -> list[tuple[Any, Any]]:
@@ -55,6 +61,16 @@ class Remembered(Found):
             return False
         before = self._before
         return len(now) == len(before) and all(map(is_, now, before)) and not any(map(_attributes, self._functions))
+
+    def keeps(self, memory: Memory) -> bool:
+        """Whether it would keep anything alive that may be large, or ``memory`` itself."""
+        own = any(getattr(each, "_memory", None) is memory for each in self._wrappers)
+        return own or not all(map(self._is_small, self._before))
+
+    def _is_small(self, value: Any) -> bool:
+        if type(value) is tuple:
+            return all(type(item) is CellType or self._is_small(item) for item in value)
+        return type(value) in _SMALL or any(value is each for each in self._wrappers)
 
     def put_back(self) -> None:
         """Undo what has been bound to something else since."""
@@ -85,13 +101,25 @@ def walk(fn: Any, leaves: list[Any], memory: Memory) -> Found:
     """What ``find(fn, *leaves)`` finds."""
     if leaves or type(fn) is not FunctionType:
         return find(fn, *leaves)
-    last = memory.walk
-    if last is not None and last[0] is fn and last[1].holds():
-        return last[1]
-    found = find(fn)
+    last, memory.walk = memory.walk, None
+    if last is None or last[0] is not fn or not last[1].holds():
+        found = find(fn)
+        last = _to_remember(found, fn, memory)
+        if last is None:
+            return found
+    memory.walk = last
+    return last[1]
+
+
+def _to_remember(found: Found, fn: FunctionType, memory: Memory) -> tuple[FunctionType, Remembered] | None:
     parts = _only_functions(found)
-    memory.walk = None if parts is None else (fn, Remembered(found, *parts))
-    return found
+    if parts is None:
+        return None
+    try:
+        walk = Remembered(found, *parts)
+    except ValueError:
+        return None
+    return None if walk.keeps(memory) else (fn, walk)
 
 
 def _only_functions(found: Found) -> tuple[list[FunctionType], list[Any]] | None:
@@ -104,6 +132,6 @@ def _only_functions(found: Found) -> tuple[list[FunctionType], list[Any]] | None
             functions.append(value)
         elif visit is visits.wrapper and "__wrapped__" in vars(value):
             wrappers.append(value)
-        elif visit is not visits[BuiltinMethodType]:
+        elif visit is not visits[BuiltinFunctionType]:
             return None
     return functions, wrappers

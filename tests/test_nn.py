@@ -531,6 +531,15 @@ def test_cached_parametrizations(inside: bool, where: Any, policy: Any) -> None:
         assert_same(other, results[0])
 
 
+def test_cached_weights_are_freed() -> None:
+    up = nn.Linear(4, 4)
+    parametrize.register_parametrization(up, "weight", Exp())
+    region, x = remat.remat(lambda x: up(x).sin().exp()), torch.ones(4, 4, requires_grad=True)
+    with assert_freed_without_gc() as watch, parametrize.cached():
+        watch(up.weight)
+        region(x).sum().backward()
+
+
 def test_cached_parametrizations_under_torch_func() -> None:
     def grads(model: nn.Module, before: bool) -> Any:
         class Twice(nn.Module):

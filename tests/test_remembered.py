@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -200,6 +201,71 @@ def test_nothing_is_kept_alive(x: Tensor) -> None:
     gc.disable()
     try:
         del fn, inner
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_a_closure_cell_that_is_empty(x: Tensor) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return later(x) if x.dim() > 1 else double(x).exp()
+
+    region = remat(fn)
+    for _ in range(3):
+        assert torch.equal(gradient(region, x), gradient(fn, x))
+
+    def later(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    row = x.detach()[None].requires_grad_()
+    for _ in range(3):
+        assert torch.equal(gradient(region, row), gradient(later, row))
+
+
+def test_a_global_that_is_none_and_then_something(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "def fn(x):\n    return (x if SCALE is None else x * SCALE).sin().exp()"
+    scope: dict[str, Any] = {"__name__": "user", "SCALE": 2.0}
+    exec(code, scope)
+    region = remat(scope["fn"])
+    for value in (2.0, None, None):
+        scope["SCALE"] = value
+        out, expected = region(x).sum(), gradient(scope["fn"], x)
+        scope["SCALE"] = 3.0
+        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+        assert scope["SCALE"] == 3.0
+
+
+@pytest.mark.parametrize("holds", ["array", "pullback"])
+def test_what_a_global_held_is_not_kept_alive(x: Tensor, holds: str) -> None:
+    scope: dict[str, Any] = {"__name__": "user"}
+    exec("def fn(x):\n    return (x.sin() if HELD is None else x.cos()).exp()", scope)
+    if holds == "array":
+        scope["HELD"] = held = np.zeros(8)
+        watched = weakref.ref(held)
+    else:
+        held = torch.ones(8)
+        watched = weakref.ref(held.untyped_storage())
+        scope["HELD"] = torch.func.vjp(torch.mul, torch.ones(8), held)[1]
+    del held
+    region = remat(scope["fn"])
+    for _ in range(3):
+        gradient(region, x)
+    scope["HELD"] = None
+    gc.collect()
+    assert watched() is None
+    assert torch.equal(gradient(region, x), gradient(scope["fn"], x))
+
+
+def test_a_function_that_calls_its_own_region(x: Tensor) -> None:
+    scope: dict[str, Any] = {"__name__": "user", "remat": remat}
+    exec("def g(x, n=2):\n    return x.exp() if n == 0 else f(x.sin(), n - 1)\nf = remat(g)", scope)
+    for _ in range(3):
+        gradient(scope["f"], x)
+    watched = weakref.ref(scope["f"])
+    gc.collect()
+    gc.disable()
+    try:
+        del scope["f"]
         assert watched() is None
     finally:
         gc.enable()
