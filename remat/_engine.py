@@ -227,11 +227,13 @@ class Frame:
             elif self.record is not None:
                 alive = [SERVED if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
-            filler = Filler(self, alive, wanted)
+            filler = Filler(self, alive)
             filler.run()
-            value = filler.value
+            value = wanted.value
             if value is None:
-                raise RecomputeMismatchError(filler.too_few())
+                if alive.index(wanted) >= filler.count:
+                    raise RecomputeMismatchError(filler.too_few())
+                return self._filled(wanted)  # another thread has let go of it meanwhile
             if running is None:
                 wanted.value = None
             else:
@@ -263,7 +265,7 @@ def mark() -> Callable[[], None]:
     if isinstance(around, Frame):
         return functools.partial(around.truncate, len(around.refs) + len(around.slots))
     if isinstance(around, Filler):
-        return functools.partial(setattr, around, "count", around.count)
+        return functools.partial(around.go_back, around.count)
     return _nothing
 
 

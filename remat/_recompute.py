@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,24 +30,19 @@ class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "count", "difference", "ending", "frame", "last", "look", "root", "slots", "stopped", "value",
-        "wanted",
+        "difference", "ending", "frame", "last", "look", "rest", "root", "slots", "stopped",
     )  # fmt: skip
 
-    def __init__(self, frame: Frame, slots: list[Any], wanted: Slot) -> None:
-        self.wanted = wanted
-        self.value: torch.Tensor | None = None  # of the wanted slot, which another thread may empty
+    def __init__(self, frame: Frame, slots: list[Any]) -> None:
         self.frame = frame
         self.root = frame.region.root
         self.look = frame.look
         self.slots = slots
-        self.count = 0
+        self.rest: Any = iter(slots)
         self.stopped = False
         self.ending: int | None = None  # after so many steps it stops
         self.difference: str | None = None
-        self.last = len(slots) - 1
-        while not slots[self.last]:
-            self.last -= 1
+        self.last = next(filter(None, reversed(slots)))
 
     def run(self) -> None:
         contexts = self._contexts()
@@ -112,24 +108,32 @@ class Filler:
         if again is not None:
             again.finish()
 
+    @property
+    def count(self) -> int:
+        """How many tensors it has saved so far, of those that were expected."""
+        return len(self.slots) - length_hint(self.rest)
+
+    def go_back(self, count: int) -> None:
+        """Forget what was saved after the first ``count`` tensors."""
+        self.rest = iter(self.slots)
+        self.rest.__setstate__(count)
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        index = self.count
-        self.count = index + 1
-        if index >= len(self.slots):
-            return self._one_more(tensor)
-        slot = self.slots[index]
+        slot = next(self.rest, _ONE_MORE)
         if not slot:  # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
+            if slot is _ONE_MORE:
+                self._check_more()
             return tensor if tensor.is_leaf else alias(tensor)
         value = alias(tensor) if modes_that_see() else tensor.detach()
-        watched = slot.first is not None
-        now = look_at(tensor, self.frame.check) if watched else self.look(tensor)
+        try:
+            now = self.look(tensor)
+        except RuntimeError:  # an inference tensor
+            now = look_at(value, self.frame.check)
         if now != slot.fingerprint:
-            self._compare(index, slot.fingerprint, now)
-        slot.version = _torch.version(value) if watched else now[4]
+            self._compare(slot, now)
+        slot.version = now[4]
         slot.value = value  # last, as another thread may be waiting for it
-        if slot is self.wanted:
-            self.value = value
-        if index == self.last:
+        if slot is self.last:
             self._end()
         return value
 
@@ -140,20 +144,21 @@ class Filler:
         replay = self.root.replay
         if self.ending is not None and replay is not None and replay.position >= self.ending:
             self._stop()
-        if replay is not None and self.count < len(self.slots) and self.slots[self.count]:
-            replay.late.fill([tensor])
+        if replay is not None and replay.late:
+            count = self.count
+            if count < len(self.slots) and self.slots[count]:
+                replay.late.fill([tensor])
         return self.pack(tensor)
 
-    def _one_more(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _check_more(self) -> None:
         if self.stopped:
             raise Stop
         if self.frame.check != "none" and not self.frame.open:
             raise RecomputeMismatchError(self._too_many())
-        return alias(tensor)
 
-    def _compare(self, index: int, before: tuple, now: tuple) -> None:
-        if is_other(before, now):
-            self.difference = self.difference or self._differs(index, before, now)
+    def _compare(self, slot: Slot, now: tuple) -> None:
+        if is_other(slot.fingerprint, now):
+            self.difference = self.difference or self._differs(self.count - 1, slot.fingerprint, now)
             if self.frame.log is None:  # else the operation that comes next tells more
                 raise RecomputeMismatchError(self.difference)
 
@@ -163,14 +168,15 @@ class Filler:
             raise RecomputeMismatchError(self.difference)
         if self.frame.options.early_stop:
             # The operation that runs now may fill what it has saved: then it must run to its end.
-            early = [slot.source.after for slot in self.slots[max(0, self.last - 2) :] if slot and slot.early]
+            latest = self.slots[max(0, self.count - 3) : self.count]
+            early = [slot.source.after for slot in latest if slot and slot.early]
             self.ending = max(early, default=None)
             if self.ending is None:
                 self._stop()
 
     def _stop(self) -> None:
         self.stopped = True
-        self.count = len(self.slots)
+        self.rest = iter(())
         raise Stop
 
     def _check_end(self, result: Any, replay: Any) -> None:
@@ -218,6 +224,9 @@ _ADVICE = (
     "are random or not reproducible, a cache, or saved-tensor hooks around that change values; "
     "`remat(..., debug=True)` shows the first operation that differs."
 )
+
+
+_ONE_MORE: Any = ()  # false, as what stands for a tensor that is served
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:
