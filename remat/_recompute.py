@@ -180,7 +180,7 @@ class Filler:
         replay = self.root.replay
         if self.ending is not None and replay is not None and replay.position >= self.ending:
             self._stop()
-        if replay is not None and self.count < len(self.slots) and self.slots[self.count]:
+        if replay is not None and replay.late and self.count < len(self.slots) and self.slots[self.count]:
             replay.late.fill([tensor])
         return self.pack(tensor)
 

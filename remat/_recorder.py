@@ -7,7 +7,7 @@ from typing import Any
 from ._ambient import Ambient
 from ._facts import Facts, facts_of, tensors
 from ._parts import is_wrapper_call
-from ._program import Step
+from ._program import Step, View
 from ._record import Record
 from ._state import state
 from ._torch import DispatchMode, without_torch_function
@@ -45,7 +45,7 @@ class Recorder(Open, DispatchMode):
         if step.func is not func or step.guard is None or types or kwargs or state.filling or state.unseen:
             return self._otherwise(func, types, args, kwargs or {})
         result = step.call(*args)
-        if not record.goes_on(step, args, result):
+        if not (record.goes_on_by if step.is_view else record.goes_on)(step, args, result):
             self._note(step, args, {}, result)
         return result
 
@@ -57,7 +57,7 @@ class Recorder(Open, DispatchMode):
         if state.filling or state.unseen:
             record.storages.meet()
             return func(*args, **kwargs)
-        step = record.step
+        step = record.due
         if step.func is func and step.is_simple:
             result = step.call(*args, **kwargs)
             self._note(step, args, kwargs, result)
@@ -70,11 +70,11 @@ class Recorder(Open, DispatchMode):
             record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
         return result
 
-    def _note(self, step: Step, args: tuple, kwargs: dict, result: Any) -> None:
+    def _note(self, step: Step | View, args: tuple, kwargs: dict, result: Any) -> None:
         with without_torch_function():
-            if not self.record.ran_as(step, args, kwargs, result):
-                draw = self._draw(step.facts, args, kwargs)
-                self.record.ran(step.func, step.facts, args, kwargs, result, draw)
+            if isinstance(step, View) or not step.is_simple or not self.record.ran_as(step, args, kwargs, result):
+                facts = facts_of(step.func)
+                self.record.ran(step.func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
 
     def _carefully(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """An operation that writes to what may be needed, or may draw without saying so."""

@@ -16,7 +16,7 @@ from ._facts import Facts, facts_of, tensors
 from ._late import Late, LateCall
 from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
-from ._program import Step
+from ._program import Step, View
 from ._record import Record
 from ._residual import Residual, memory
 from ._state import state, unseen
@@ -32,7 +32,7 @@ class Replay(DispatchMode):
         self.record = record
         self.plan = plan
         self.path = record.program.path
-        self.step = self.path[0]  # what should come next
+        self.step: Step | View = record.program.start.next  # what should come next
         self.draws = 0
         self.late = Late()
         self.undrawn: list[LateCall] = []  # what would have drawn random numbers
@@ -81,11 +81,18 @@ class Replay(DispatchMode):
             step.func is not func
             or step.guard is None
             or kwargs
-            or not storages.are_originals(step, args)
+            or not (storages.shows if step.is_view else storages.are_originals)(step, args)
             or self.late.running
             or state.unseen
         ):
             return self._otherwise(func, types, args, kwargs or {})
+        if step.is_view:
+            if self.late:
+                return self._otherwise(func, types, args, {})
+            result = step.call(*args)
+            self.step = step.next
+            storages.is_shown(step, result)
+            return result
         result = self.at_hand.pop(step.number, None)
         if result is None:
             if step.number not in self.plan.run:
@@ -95,7 +102,11 @@ class Replay(DispatchMode):
                     self.late.fill(args)
             result = step.call(*args)
         self.step = step.next
-        storages.is_made(step.outs[0], result, step.result.form)
+        if step.is_simple:
+            storages.is_made(step.outs[0], result, step.result.form)
+        else:
+            for value, layout, each in zip(step.outs, step.layouts, result):
+                storages.is_made(value, each, layout.form)
         return result
 
     def _otherwise(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
@@ -105,7 +116,7 @@ class Replay(DispatchMode):
         if self.late.running or state.unseen:
             self.storages.meet()
             return self.late.mark(func(*args, **kwargs))
-        step = self.step
+        step = self.path[self.step.number]
         if step.func is not func or not self._is_next(step, args, kwargs):
             return self._any(func, args, kwargs)
         self.step = step.next
@@ -129,6 +140,8 @@ class Replay(DispatchMode):
         """An operation that isn't simple, or doesn't come in its turn."""
         facts, record, storages = facts_of(func), self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
+            if self.step.is_view and self.step.func is func:
+                self.step = self.step.next
             if not self.late and not facts.reshapes:
                 storages.meet()
                 return func(*args, **kwargs)
@@ -196,7 +209,7 @@ class Replay(DispatchMode):
         """The step of the first run that is the same function of the same values."""
         program, reads = self.record.program, list[int]()
         key = self.storages.key(func, draw, args, kwargs, reads, read)
-        step = self.step
+        step = self.path[self.step.number]
         if step.func is func:
             if step.key != key and self._stand_in(step, reads, read):
                 key = self.storages.key(func, draw, args, kwargs, [], [])
