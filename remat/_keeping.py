@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ._calls import Calls
 from ._determinism import Line
 from ._judge import Judge, judge_of
 from ._memory import Memory
@@ -22,9 +23,9 @@ from ._names import warn_of_unseen
 from ._offload import Group
 from ._plan import Plan, always, can_wait, never, plan
 from ._policy import Policy, Verdict
-from ._program import END, Entry, Known, Program, Programs, Step, View
+from ._program import END, Entry, Known, Program, Programs, Step
 from ._residual import Residual
-from ._storages import Storages
+from ._storages import gone
 from ._torch import TensorGuards, is_shared
 from ._values import Layout, layouts
 
@@ -64,7 +65,7 @@ class Keeping:
         self.inputs: list[int] = []  # of the operands and the captured tensors
         self.offsets: tuple[int, ...] = ()  # of these, if each has a storage of its own
         self.wanted: list[int] = []  # what autograd saved
-        self.storages = Storages()
+        self.storages = Calls()
         self.log: list[Entry] = []
         self.made: dict[int, int] = {}  # for each value that an operation made, which one
         self.lines: dict[int, Line] = {}  # for operations, where they were called
@@ -79,9 +80,9 @@ class Keeping:
         self._slots: list[tuple[weakref.ref, Source]] = []
         self._last: Program | None = None  # what the last run did, if this one may do the same
         self._path: list[Step] = [END]  # its steps
-        self.step: Step | View = END  # what comes next of these, or of the views between them
+        self.step: Step = END  # what comes next of these, or of the views between them
         self._sources: Iterator[Source] = iter(())  # what autograd saved of it
-        self._follows = False  # so far it did what the last run did
+        self.follows = False  # so far it did what the last run did
         self._retold = False  # autograd saved other values than then
         self._loans: dict[int, weakref.ref[Residual]] = {}  # what is kept, as long as somebody owns it
         self._own: dict[int, Residual] = {}  # what more needs than the slots that own it
@@ -135,7 +136,7 @@ class Keeping:
             layout = made.result
             if type(layout) is not Layout:
                 layout = next((layout for layout in layouts(made.result) if made.outs[layout.i] == value), None)
-            elif form is None and self.storages.known_as(tensor) == value:
+            elif form is None and self.storages.known.get(value, gone)() is tensor:
                 form = layout.form
             residual = Residual(made.key[0], self.lines.get(number))
             if self.outer is None and self.saveable[value] is Verdict.SAVE:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -44,12 +45,24 @@ _PLANS = 64  # plans of a program
 _LEARNS = 3  # as calls may take turns
 
 
+def _picking(positions: list[int]) -> Callable[[tuple], tuple]:
+    start, end = (positions[0], positions[-1] + 1) if positions else (0, 0)
+    return itemgetter(*([slice(start, end)] if end - start == len(positions) else positions))
+
+
+def _layouts(result: Any, count: int) -> Sequence[Layout]:
+    """Those of a result of so many tensors, in order; none if it isn't these and nothing else."""
+    found = [result] if type(result) is Layout else result if type(result) in (tuple, list) else ()
+    return found if [item.i if type(item) is Layout else None for item in found] == [*range(count)] else ()
+
+
 class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "graded", "guard", "is_simple",
-        "key", "layouts", "next", "number", "operands", "outs", "reads", "result", "sees", "to_hold",
+        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "graded", "guard", "is_bare",
+        "is_simple", "key", "layouts", "next", "number", "operands", "outs", "pick", "reads", "result", "sees",
+        "to_hold",
     )  # fmt: skip
     is_view = False
 
@@ -78,8 +91,10 @@ class Step:
         self.layouts = _layouts(self.result, len(self.outs)) if told else ()
         self.call = direct_call(self.func) if told else self.func
         self.guard: TensorGuards | None = None  # of its operands and its results, if it reads nothing but known tensors
-        self.sees: tuple[tuple[int, Known], ...] = ()  # these, by position
-        self.next: Step | View = self  # and then, in its program
+        self.sees: list[Known] = []  # these
+        self.is_bare = self.is_simple and not self.constants
+        self.pick = _picking([position for position, _, _ in self.operands])  # of the arguments those that are tensors
+        self.next: Step = self  # and then, in its program
         self.to_hold: list[tuple[int, int]] = []  # by position: what may be kept that it reads, if it may not
         self.graded = entry.under[1]  # whether grad mode was on
         self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
@@ -88,18 +103,16 @@ class Step:
 END = Step(-1, UNSEEN)  # no operation is this step
 
 
-class View:
+class View(Step):
     """A view that was made of an original, or of such a view, after so many steps.
 
     The same function with the same arguments makes the same view of it, so that the tensor is known too.
     """
 
-    __slots__ = ("call", "form", "func", "guard", "next", "number", "rest", "source", "value")
+    __slots__ = ("form", "rest", "source", "value")
     is_view = True
 
-    def __init__(
-        self, func: OpOverload, args: tuple, source: Known, value: int, form: tuple, following: Step | View
-    ) -> None:
+    def __init__(self, func: OpOverload, args: tuple, source: Known, value: int, form: tuple, following: Step) -> None:
         self.func, self.call = func, direct_call(func)
         self.source, self.rest, self.value, self.form = source, args[1:], value, form
         self.number, self.next = following.number, following
@@ -149,7 +162,7 @@ class Program:
 
     def note(self, func: Any, number: int, args: tuple, source: Known, value: int, form: tuple) -> View:
         """A view was made before a step, after those that are noted there."""
-        before: Step | View = self.path[number - 1] if number else self.start
+        before = self.path[number - 1] if number else self.start
         while before.next.is_view:
             before = before.next
         view = View(func, args, source, value, form, before.next)
@@ -220,12 +233,6 @@ class Programs:
             self.known.insert(0, program)
             del self.known[_KNOWN:]
         return program
-
-
-def _layouts(result: Any, count: int) -> Sequence[Layout]:
-    """Those of a result of so many tensors, in order; none if it isn't these and nothing else."""
-    found = [result] if type(result) is Layout else result if type(result) in (tuple, list) else ()
-    return found if [item.i if type(item) is Layout else None for item in found] == [*range(count)] else ()
 
 
 _PLAIN = (int, float, str, bool, type, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

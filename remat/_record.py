@@ -15,7 +15,7 @@ from ._judge import question
 from ._keeping import Source
 from ._memory import Memory
 from ._policy import Policy, Verdict
-from ._program import Entry, Step, View
+from ._program import Entry, Step
 from ._residual import memory
 from ._saved import Saved, is_judged
 from ._state import unseen
@@ -83,9 +83,9 @@ class Record(Saved):
         under = differentiated, torch.is_grad_enabled()
         self.log.append(Entry(key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, under, verdict))
         step = self._path[min(number, len(self._path) - 1)]
-        self._follows = self._follows and self.log[number] == step.entry
+        self.follows = self.follows and self.log[number] == step.entry
         self.step = step.next
-        if self._follows and step.guard is None and step.layouts:
+        if self.follows and step.guard is None and step.layouts:
             self._guard_step(step, args, [each[0] for each in new])
         if overwritten:
             self._saved_early(number, dict(zip(overwritten, outs[len(new) :])))
@@ -101,35 +101,35 @@ class Record(Saved):
     def goes_on(self, step: Step, args: tuple, result: Any) -> bool:
         """Whether an operation did what the last run's next step did, with known tensors; noted is the result alone."""
         storages = self.storages
-        results = (result,) if step.is_simple else result
+        value, check = storages.count, step.guard.check  # type: ignore[union-attr]
         if (
-            not self._follows
-            or step.outs[0] != storages.count
+            not self.follows
+            or step.outs[0] != value
             or not storages.are_originals(step, args)
-            or not step.guard.check(*(_tensors_of(step, args) if step.constants else args), *results)
             or torch.is_grad_enabled() is not step.graded
         ):
             return False
-        for value, layout, each in zip(step.outs, step.layouts, results):
-            storages.known[value] = weakref.ref(each)
-            storages.unmet[value] = layout.form
-        storages.count += len(results)
+        if step.is_bare:
+            if not check(*args, result):
+                return False
+            storages.known[value] = weakref.ref(result)
+            storages.unmet[value] = step.result.form
+            storages.count = value + 1
+        else:
+            results = (result,) if step.is_simple else result
+            if not check(*step.pick(args), *results):
+                return False
+            for value, layout, each in zip(step.outs, step.layouts, results):
+                storages.is_made(value, each, layout.form)
+            storages.count = value + 1
         self.step = step.next
         if step.to_hold or self.names:
             self._hold_what_it_read(step, args)
         return True
 
-    def goes_on_by(self, view: View, args: tuple, result: Any) -> bool:
-        """Whether an operation made the view that the last run made there."""
-        if not self._follows or not self.storages.shows(view, args):
-            return False
-        self.storages.is_shown(view, result)
-        self.step = view.next
-        return True
-
     def _hold_what_it_read(self, step: Step, args: tuple) -> None:
         held, to_hold = self._held, step.to_hold
-        if self.names or not self._follows:  # these decide too, or what made it was another operation
+        if self.names or not self.follows:  # these decide too, or what made it was another operation
             self.catch_up()
             reads = step.operands if step.entry.verdict is None else ()
             to_hold = [(position, value) for position, value, _ in reads if value in self.saveable]
@@ -176,10 +176,10 @@ class Record(Saved):
 
     def _guard_step(self, step: Step, args: tuple, results: list[torch.Tensor]) -> None:
         """From now on it is gone along, as long as it reads these tensors."""
-        sees = self.storages.are_known(step, args)
-        if sees is not None:
+        sees = [known for tensor in step.pick(args) if (known := self.storages.known_as(tensor)) is not None]
+        if len(sees) == len(step.operands):
             step.sees = sees  # first, as other threads ask for the guard
-            step.guard = guard_of(*_tensors_of(step, args), *results)
+            step.guard = guard_of(*step.pick(args), *results)
 
     def _made_a_view(self, facts: Facts, args: tuple, kwargs: dict, result: Any) -> None:
         self.views.add(facts)
@@ -187,10 +187,17 @@ class Record(Saved):
         if step.is_view:
             if step.func is facts.func:  # of something else, or another part
                 self.step = step.next
-        elif self._learns and self._follows and facts.views and not kwargs and _is_told(facts, args, result):
+        elif (
+            self._last is not None
+            and self._learns
+            and self.follows
+            and facts.views
+            and not kwargs
+            and _is_told(facts, args, result)
+        ):
             source = self.storages.known_as(args[0])
             value, form = self.storages.look(result)
-            if source is not None and form is not None:
+            if source is not None and value is not None and form is not None:
                 view = self._last.note(facts.func, len(self.log), args, source, value, form)
                 self.storages.is_shown(view, result)
         if facts.func is DETACH:
@@ -237,10 +244,6 @@ class Record(Saved):
             if slot is not None and len(source.values) == 1 and source.values[0] in written:
                 slot.source, slot.early = Source([written[source.values[0]]], source.layout, number + 1), True
                 self._slots[i] = ref, slot.source
-
-
-def _tensors_of(step: Step, args: tuple) -> list[torch.Tensor]:
-    return [args[position] for position, _, _ in step.operands]
 
 
 def _is_told(facts: Facts, args: tuple, result: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from ._ambient import Ambient
 from ._facts import Facts, facts_of, tensors
 from ._parts import is_wrapper_call
-from ._program import Step, View
+from ._program import Step
 from ._record import Record
 from ._state import state
 from ._torch import DispatchMode, without_torch_function
@@ -44,8 +44,14 @@ class Recorder(Open, DispatchMode):
         step = record.step
         if step.func is not func or step.guard is None or types or kwargs or state.filling or state.unseen:
             return self._otherwise(func, types, args, kwargs or {})
+        if step.is_view:
+            shown = record.storages.shown(step, args) if record.follows else None
+            if shown is None:
+                return self._otherwise(func, types, args, {})
+            record.step = step.next
+            return shown
         result = step.call(*args)
-        if not (record.goes_on_by if step.is_view else record.goes_on)(step, args, result):
+        if not record.goes_on(step, args, result):
             self._note(step, args, {}, result)
         return result
 
@@ -65,14 +71,16 @@ class Recorder(Open, DispatchMode):
         facts = facts_of(func)
         if facts.writes or facts.foreign:
             return self._carefully(func, facts, args, kwargs)
+        if facts.reshapes:
+            record.storages.meet()  # as the tensors lie now
         result = func(*args, **kwargs)
         with without_torch_function():
             record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
         return result
 
-    def _note(self, step: Step | View, args: tuple, kwargs: dict, result: Any) -> None:
+    def _note(self, step: Step, args: tuple, kwargs: dict, result: Any) -> None:
         with without_torch_function():
-            if isinstance(step, View) or not step.is_simple or not self.record.ran_as(step, args, kwargs, result):
+            if not step.is_simple or not self.record.ran_as(step, args, kwargs, result):
                 facts = facts_of(step.func)
                 self.record.ran(step.func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
 

@@ -16,7 +16,7 @@ from ._facts import Facts, facts_of, tensors
 from ._late import Late, LateCall
 from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
-from ._program import Step, View
+from ._program import Step
 from ._record import Record
 from ._residual import Residual, memory
 from ._state import state, unseen
@@ -32,7 +32,7 @@ class Replay(DispatchMode):
         self.record = record
         self.plan = plan
         self.path = record.program.path
-        self.step: Step | View = record.program.start.next  # what should come next
+        self.step: Step = record.program.start.next  # what should come next
         self.draws = 0
         self.late = Late()
         self.undrawn: list[LateCall] = []  # what would have drawn random numbers
@@ -77,29 +77,23 @@ class Replay(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         step, storages = self.step, self.storages
-        if (
-            step.func is not func
-            or step.guard is None
-            or kwargs
-            or not (storages.shows if step.is_view else storages.are_originals)(step, args)
-            or self.late.running
-            or state.unseen
-        ):
+        if step.func is not func or step.guard is None or kwargs or self.late.running or state.unseen:
             return self._otherwise(func, types, args, kwargs or {})
         if step.is_view:
-            if self.late:
+            shown = None if self.late else storages.shown(step, args)
+            if shown is None:
                 return self._otherwise(func, types, args, {})
-            result = step.call(*args)
             self.step = step.next
-            storages.is_shown(step, result)
-            return result
+            return shown
+        if not storages.are_originals(step, args):
+            return self._otherwise(func, types, args, {})
         result = self.at_hand.pop(step.number, None)
         if result is None:
             if step.number not in self.plan.run:
                 return self._otherwise(func, types, args, {})
             if self.late:
                 with without_torch_function():
-                    self.late.fill(args)
+                    self.late.fill(step.pick(args))
             result = step.call(*args)
         self.step = step.next
         if step.is_simple:
@@ -117,7 +111,9 @@ class Replay(DispatchMode):
             self.storages.meet()
             return self.late.mark(func(*args, **kwargs))
         step = self.path[self.step.number]
-        if step.func is not func or not self._is_next(step, args, kwargs):
+        with without_torch_function():
+            is_next = step.func is func and step.is_simple and self.storages.is_call_of(step, args, kwargs)
+        if not is_next:
             return self._any(func, args, kwargs)
         self.step = step.next
         with without_torch_function():
@@ -131,10 +127,6 @@ class Replay(DispatchMode):
         result = step.call(*args, **kwargs)
         self.storages.is_made(step.outs[0], result, step.result.form)
         return result
-
-    def _is_next(self, step: Step, args: tuple, kwargs: dict) -> bool:
-        with without_torch_function():
-            return step.is_simple and self.storages.is_call_of(step, args, kwargs)
 
     def _any(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operation that isn't simple, or doesn't come in its turn."""
@@ -194,6 +186,7 @@ class Replay(DispatchMode):
 
     def _view(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """In the first run this operation made views alone, which tensors without content have too."""
+        self.storages.meet()
         result = func(*args, **kwargs)
         with without_torch_function():
             if facts.reshapes:

@@ -50,7 +50,7 @@ class Saved(Keeping):
             for tensor in tensors:
                 self._enter(tensor)
         if known and self._flags and known[0].offsets == self.offsets and not (self._judge.asks or self.all_lines):
-            self._last, self._path, self._follows = known[0], known[0].path, True
+            self._last, self._path, self.follows = known[0], known[0].path, True
             self._sources, self.step = iter(known[0].sources), known[0].start.next
             self._learns = known[0].learns > 0
             known[0].learns -= self._learns
@@ -72,13 +72,13 @@ class Saved(Keeping):
         """
         programs, judge = self._programs, self._judge
         if programs.complete and not programs.varies and judge.by_name_alone and self._flags and self.outer is None:
-            self.watched, self._follows, self._sources = False, True, iter(programs.sources)
+            self.watched, self.follows, self._sources = False, True, iter(programs.sources)
             self._last, self._path, self.step = None, [END], END
         return not self.watched
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
-        if self._follows:
+        if self.follows:
             source = next(self._sources, NOWHERE)
             if (
                 source.known is not None
@@ -98,7 +98,7 @@ class Saved(Keeping):
                         self.empty.add(value)
                 return
         self.catch_up()
-        self._follows &= self.watched
+        self.follows &= self.watched
         after = len(self.log)
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
         if not self.watched and form is not None:
@@ -113,9 +113,9 @@ class Saved(Keeping):
                 slot.residual = self._lend(value, tensor, form)
             elif not self.watched:
                 self.empty.add(value)
-            elif self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
+            if self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
                 self._siblings[value] = tensor
-            else:
+            elif self.watched:
                 slot.source.known = self.storages.known_as(tensor)
         else:
             found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]

@@ -1,4 +1,4 @@
-"""Which value each storage holds now, and what calls of operations have in common that make the same."""
+"""Which value each storage holds now."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from ._state import unseen
 from ._values import New, holder, is_dense, place_of
 
 if TYPE_CHECKING:
-    from ._program import Known, Step, View
+    from typing import Self
+
+    from ._program import Known, View
 
 # Constants up to this size are compared, so that one can stand for another in a run again.
 CONSTANT_BYTES = 4096
@@ -62,9 +64,14 @@ class Storages:
         return None
 
     def newest(self, tensor: torch.Tensor) -> int | None:
-        """The number of the newest value, if this is its original: the one that users name most."""
-        last = self.count - 1
-        return last if self.known.get(last, gone)() is tensor else None
+        """The number of a value, if this is a known view of it, or one of the newest originals: users name these."""
+        view = self._views.get(id(tensor))
+        if view is not None and self.known.get(view, gone)() is tensor:
+            return view.value
+        for number in range(self.count - 1, self.count - 4, -1):
+            if self.known.get(number, gone)() is tensor:
+                return number
+        return None
 
     def meet(self) -> None:
         """Note what storages the known ones lie on, before another tensor may be all that is left of one."""
@@ -76,16 +83,14 @@ class Storages:
             if tensor is None:
                 continue
             new = place_of(tensor) if form is None else (tensor.untyped_storage(), form)
-            if type(known) is int:
+            if isinstance(known, int):
                 self.add((tensor, *new), known)
             else:
-                self._meet_view(known, tensor, *new)
-
-    def _meet_view(self, view: View, tensor: torch.Tensor, storage: torch.UntypedStorage, form: tuple) -> None:
-        home = self._homes.get(id(storage))
-        if home is None or home[0]() is not storage:  # the original is gone
-            self._homes[id(storage)] = [weakref.ref(storage), view.value]
-        self._remember(tensor, storage, form)
+                storage, form = new
+                home = self._homes.get(id(storage))
+                if home is None or home[0]() is not storage:  # the original is gone
+                    self._homes[id(storage)] = [weakref.ref(storage), known.value]
+                self._remember(tensor, storage, form)
 
     def _stop_views(self) -> None:
         """Something has changed that they may show."""
@@ -208,7 +213,7 @@ class Storages:
                 found.setdefault(id(storage), (tensor, storage, form))
         return [*found.values()]
 
-    def outside(self, known: Collection[int]) -> Storages:
+    def outside(self, known: Collection[int]) -> Self:
         """Those alone that are still there and hold other values than these: what is made out of sight."""
         found = self.copy(but=known)
         found._homes = {key: home for key, home in found._homes.items() if home[0]() is not None}
@@ -223,99 +228,13 @@ class Storages:
         """The storage that holds a value, None if none does any more."""
         return next((ref() for ref, held in self._homes.values() if held == number), None)
 
-    def copy(self, but: Collection[int] = ()) -> Storages:
+    def copy(self, but: Collection[int] = ()) -> Self:
         """The same, to go on with, without those that hold certain values. No tensors are known."""
-        found = Storages()
+        found = type(self)()
         found.count = self.count
         found.constants, found.tracked = self.constants.copy(), self.tracked.copy()
         found._homes = {key: [*home] for key, home in self._homes.items() if home[1] not in but}
         return found
-
-    # --- calls --------------------------------------------------------------------------------------------------------
-
-    def key(self, func: Any, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
-        """What calls have in common that make the same; adds the values that are read, and their tensors."""
-        key = [func, draw, self._pattern(kwargs, reads, read) if kwargs else None]
-        for argument in args:
-            if isinstance(argument, torch.Tensor):
-                known = self._tensors.get(id(argument))
-                if known is None or known[0]() is not argument or known[3] != id(argument.untyped_storage()):
-                    known = self._met(argument)
-                number = known[1][1]
-                reads.append(number)
-                read.append(argument)
-                key.append(number)
-                key.append(known[2])
-            else:
-                key.append(self._pattern(argument, reads, read))
-        return tuple(key)
-
-    def are_originals(self, step: Step, args: tuple) -> bool:
-        """Whether a call of the step's operation reads what the step read, and that from the known tensors."""
-        if len(args) != step.count:
-            return False
-        tensors = self.known
-        try:
-            for position, known in step.sees:
-                if tensors[known]() is not args[position]:
-                    return False
-        except KeyError:
-            return False
-        return not step.constants or self._are_constants(step, args)
-
-    def _are_constants(self, step: Step, args: tuple) -> bool:
-        for position, before in step.constants:
-            now = args[position]
-            if now is not before and self._pattern(now, [], []) != before:
-                return False
-        return True
-
-    def are_known(self, step: Step, args: tuple) -> tuple[tuple[int, Known], ...] | None:
-        """What a call of the step's operation reads, if these are known tensors."""
-        found = [(position, self.known_as(args[position])) for position, _, _ in step.operands]
-        return None if any(known is None for _, known in found) else tuple(found)  # type: ignore[arg-type]
-
-    def shows(self, view: View, args: tuple) -> bool:
-        """Whether a call of the view's operation makes that view: of the same tensor, with the same arguments."""
-        source = self.known.get(view.source)
-        return (
-            source is not None and source() is args[0] and args[1:] == view.rest and view.guard.check(args[0])
-        )
-
-    def is_call_of(self, step: Step, args: tuple, kwargs: dict) -> bool:
-        """Whether a call of the step's operation, which must be simple, reads the same as the step: has its key."""
-        if len(args) != step.count:
-            return False
-        for position, number, form in step.operands:
-            tensor = args[position]
-            known = self._tensors.get(id(tensor))
-            if known is None or known[0]() is not tensor or known[3] != id(tensor.untyped_storage()):
-                if not isinstance(tensor, torch.Tensor):
-                    return False
-                known = self._met(tensor)
-            if known[1][1] != number or known[2] != form:
-                return False
-        if kwargs or step.key[2] is not None:
-            return self._pattern(kwargs, [], []) == step.key[2]
-        return not step.constants or self._are_constants(step, args)
-
-    def _pattern(self, argument: Any, reads: list, read: list) -> Any:
-        """A call's argument with numbers for tensors, equal for calls that are the same."""
-        kind = type(argument)
-        if kind is int or kind is bool:
-            return kind, argument
-        if kind is float:
-            return argument.hex()  # tells zeros apart, and a NaN is itself
-        if isinstance(argument, torch.Tensor):
-            known = self._met(argument)
-            reads.append(known[1][1])
-            read.append(argument)
-            return known[1][1], known[2]
-        if kind is tuple or kind is list:
-            return tuple([self._pattern(item, reads, read) for item in argument])
-        if kind is dict:
-            return tuple([(key, self._pattern(item, reads, read)) for key, item in argument.items()])
-        return argument
 
     def _met(self, tensor: torch.Tensor) -> tuple:
         """What is remembered of a tensor from now on."""
