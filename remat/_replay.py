@@ -80,7 +80,7 @@ class Replay(DispatchMode):
         if step.func is not func or step.guard is None or kwargs or self.late.running or state.unseen:
             return self._otherwise(func, types, args, kwargs or {})
         if step.is_view:
-            shown = None if self.late else storages.shown(step, args)
+            shown = storages.shown(step, args)  # what is known has its content
             if shown is None:
                 return self._otherwise(func, types, args, {})
             self.step = step.next
@@ -96,11 +96,8 @@ class Replay(DispatchMode):
                     self.late.fill(step.pick(args))
             result = step.call(*args)
         self.step = step.next
-        if step.is_simple:
-            storages.is_made(step.outs[0], result, step.result.form)
-        else:
-            for value, layout, each in zip(step.outs, step.layouts, result):
-                storages.is_made(value, each, layout.form)
+        for value, layout, each in zip(step.outs, step.layouts, (result,) if step.is_simple else result):
+            storages.is_made(value, each, layout.form)
         return result
 
     def _otherwise(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:

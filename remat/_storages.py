@@ -64,7 +64,7 @@ class Storages:
         return None
 
     def newest(self, tensor: torch.Tensor) -> int | None:
-        """The number of a value, if this is a known view of it, or one of the newest originals: users name these."""
+        """The number of a value, if this is a known view of it or one of the newest originals, as what is named is."""
         view = self._views.get(id(tensor))
         if view is not None and self.known.get(view, gone)() is tensor:
             return view.value
