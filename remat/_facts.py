@@ -36,6 +36,7 @@ class Facts:
         returns = () if schema is None else schema.returns
         self.observes = schema is not None and not any("Tensor" in str(r.type) for r in returns)
         self.views = not self.writes and any(r.alias_info is not None for r in returns)
+        self.views |= getattr(schema, "name", "") == "aten::_unsafe_view"  # it does not say so
 
     def draws(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call draws random numbers: attention does only with dropout."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ._calls import Calls
 from ._determinism import Line
 from ._judge import Judge, judge_of
 from ._memory import Memory
@@ -22,9 +23,9 @@ from ._names import warn_of_unseen
 from ._offload import Group
 from ._plan import Plan, always, can_wait, never, plan
 from ._policy import Policy, Verdict
-from ._program import END, Entry, Program, Programs, Step
+from ._program import END, Entry, Known, Program, Programs, Step
 from ._residual import Residual
-from ._storages import Storages
+from ._storages import gone
 from ._torch import TensorGuards, is_shared
 from ._values import Layout, layouts
 
@@ -32,16 +33,16 @@ from ._values import Layout, layouts
 class Source:
     """Where a tensor that autograd saved comes from: values, its layout if it may be kept, the steps so far.
 
-    ``value`` is the one that may be kept, ``original`` the one that the tensor is the original of. Such a source is
-    true of the next run too, if the tensor is that again.
+    ``value`` is the one that may be kept, ``known`` what the tensor is known as. Such a source is true of the next run
+    too, if the tensor is that again.
     """
 
-    __slots__ = ("after", "guard", "layout", "original", "value", "values")
+    __slots__ = ("after", "guard", "known", "layout", "value", "values")
 
     def __init__(self, values: list[int], layout: Layout | None, after: int) -> None:
         self.values, self.layout, self.after = values, layout, after
         self.value = values[0] if layout is not None else None
-        self.original: int | None = None
+        self.known: Known | None = None
         self.guard: TensorGuards | None = None  # where operations aren't seen, of a tensor that is new
 
 
@@ -64,7 +65,7 @@ class Keeping:
         self.inputs: list[int] = []  # of the operands and the captured tensors
         self.offsets: tuple[int, ...] = ()  # of these, if each has a storage of its own
         self.wanted: list[int] = []  # what autograd saved
-        self.storages = Storages()
+        self.storages = Calls()
         self.log: list[Entry] = []
         self.made: dict[int, int] = {}  # for each value that an operation made, which one
         self.lines: dict[int, Line] = {}  # for operations, where they were called
@@ -79,9 +80,9 @@ class Keeping:
         self._slots: list[tuple[weakref.ref, Source]] = []
         self._last: Program | None = None  # what the last run did, if this one may do the same
         self._path: list[Step] = [END]  # its steps
-        self.step = END  # what comes next of these
+        self.step: Step = END  # what comes next of these, or of the views between them
         self._sources: Iterator[Source] = iter(())  # what autograd saved of it
-        self._follows = False  # so far it did what the last run did
+        self.follows = False  # so far it did what the last run did
         self._retold = False  # autograd saved other values than then
         self._loans: dict[int, weakref.ref[Residual]] = {}  # what is kept, as long as somebody owns it
         self._own: dict[int, Residual] = {}  # what more needs than the slots that own it
@@ -89,6 +90,11 @@ class Keeping:
         self._held: dict[int, torch.Tensor] = {}
         self._enough = 12  # held values, before the next look which of them are needed
         self._group: Group | None = None
+
+    @property
+    def due(self) -> Step:
+        """The step that should come next, views aside."""
+        return self._path[self.step.number]
 
     def catch_up(self) -> None:
         """Note the steps that it went along."""
@@ -100,11 +106,10 @@ class Keeping:
             self.saveable = self._last.saveable.copy()
             return
         for step in self._path[start:end]:
-            value = step.outs[0]
             self.log.append(step.entry)
-            self.made[value] = step.number
+            self.made.update(dict.fromkeys(step.outs, step.number))
             if step.entry.verdict is not None:
-                self.saveable[value] = step.entry.verdict
+                self.saveable.update(dict.fromkeys(step.outs, step.entry.verdict))
                 self.lines[step.number] = self._last.lines[step.number]
 
     def kept(self, value: int) -> Residual | None:
@@ -131,7 +136,7 @@ class Keeping:
             layout = made.result
             if type(layout) is not Layout:
                 layout = next((layout for layout in layouts(made.result) if made.outs[layout.i] == value), None)
-            elif form is None and self.storages.originals[value]() is tensor:
+            elif form is None and self.storages.known.get(value, gone)() is tensor:
                 form = layout.form
             residual = Residual(made.key[0], self.lines.get(number))
             if self.outer is None and self.saveable[value] is Verdict.SAVE:

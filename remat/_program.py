@@ -7,9 +7,10 @@ have to run again) is the same for equal logs, so it is found once for all calls
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +18,7 @@ from ._determinism import Line
 from ._facts import Facts, facts_of
 from ._plan import Plan, plan
 from ._policy import Verdict
-from ._torch import OpOverload, TensorGuards, direct_call
+from ._torch import OpOverload, TensorGuards, direct_call, guard_of
 from ._values import UNTOLD, Layout
 
 if TYPE_CHECKING:
@@ -41,15 +42,29 @@ UNSEEN = Entry((None, None, None), (), (), (), (), None, (True, True), None)  # 
 
 _KNOWN = 8  # programs of a function that are remembered
 _PLANS = 64  # plans of a program
+_LEARNS = 3  # as calls may take turns
+
+
+def _picking(positions: list[int]) -> Callable[[tuple], tuple]:
+    start, end = (positions[0], positions[-1] + 1) if positions else (0, 0)
+    return itemgetter(*([slice(start, end)] if end - start == len(positions) else positions))
+
+
+def _layouts(result: Any, count: int) -> Sequence[Layout]:
+    """Those of a result of so many tensors, in order; none if it isn't these and nothing else."""
+    found = [result] if type(result) is Layout else result if type(result) in (tuple, list) else ()
+    return found if [item.i if type(item) is Layout else None for item in found] == [*range(count)] else ()
 
 
 class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "graded", "guard", "is_simple",
-        "key", "next", "number", "operands", "outs", "reads", "result", "to_hold",
+        "call", "can_wait", "constants", "count", "draws", "entry", "facts", "func", "graded", "guard", "is_bare",
+        "is_simple", "key", "layouts", "next", "number", "operands", "outs", "pick", "reads", "result", "sees",
+        "to_hold",
     )  # fmt: skip
+    is_view = False
 
     def __init__(self, number: int, entry: Entry) -> None:
         self.number = number
@@ -58,10 +73,7 @@ class Step:
         self.func = self.key[0]
         self.facts = facts_of(self.func)
         self.draws = self.key[1] is not None
-        # It has tensors for arguments, and else constants; it makes one tensor and does nothing else.
-        self.is_simple = type(self.result) is Layout and not (
-            self.facts.writes or self.facts.observes or self.facts.foreign or self.draws
-        )
+        acts = self.facts.writes or self.facts.observes or self.facts.foreign or self.draws
         self.operands: list[tuple[int, int, tuple | None]] = []  # position, value, form
         self.constants: list[tuple[int, Any]] = []  # position, pattern
         self.count = 0
@@ -72,9 +84,16 @@ class Step:
             else:
                 self.constants.append((self.count, item))
             self.count += 1
-        self.is_simple &= len(self.operands) == len(self.reads) and type(self.func) is OpOverload
-        self.call = direct_call(self.func) if self.is_simple else self.func
-        self.guard: TensorGuards | None = None  # of its operands and its result, if it reads originals and nothing else
+        # It has tensors for arguments, and else constants; it makes tensors, each on its own, and does nothing else.
+        told = not acts and len(self.operands) == len(self.reads) and type(self.func) is OpOverload
+        self.is_simple = told and type(self.result) is Layout  # one tensor
+        told &= self.key[2] is None and all(form is not None for _, _, form in self.operands)
+        self.layouts = _layouts(self.result, len(self.outs)) if told else ()
+        self.call = direct_call(self.func) if told else self.func
+        self.guard: TensorGuards | None = None  # of its operands and its results, if it reads nothing but known tensors
+        self.sees: list[Known] = []  # these
+        self.is_bare = self.is_simple and not self.constants
+        self.pick = _picking([position for position, _, _ in self.operands])  # of the arguments those that are tensors
         self.next: Step = self  # and then, in its program
         self.to_hold: list[tuple[int, int]] = []  # by position: what may be kept that it reads, if it may not
         self.graded = entry.under[1]  # whether grad mode was on
@@ -82,6 +101,25 @@ class Step:
 
 
 END = Step(-1, UNSEEN)  # no operation is this step
+
+
+class View(Step):
+    """A view that was made of an original, or of such a view, after so many steps.
+
+    The same function with the same arguments makes the same view of it, so that the tensor is known too.
+    """
+
+    __slots__ = ("form", "rest", "source", "value")
+    is_view = True
+
+    def __init__(self, func: OpOverload, args: tuple, source: Known, value: int, form: tuple, following: Step) -> None:
+        self.func, self.call = func, direct_call(func)
+        self.source, self.rest, self.value, self.form = source, args[1:], value, form
+        self.number, self.next = following.number, following
+        self.guard = guard_of(args[0])
+
+
+Known: TypeAlias = int | View  # what a tensor is known as: the original of a value, or a view
 
 
 class Program:
@@ -96,6 +134,9 @@ class Program:
         self.seen = seen
         self.steps = [Step(number, entry) for number, entry in enumerate(log)]
         self.path = [*self.steps, Step(len(log), UNSEEN)]
+        self.start = Step(-1, UNSEEN)  # before the first one
+        self.start.next = self.path[0]
+        self.learns = _LEARNS  # in so many runs views are noted, between the steps
         self.offsets: tuple[int, ...] = ()  # of the inputs of the last run
         self.lazy = all(entry.under[1] for entry in log)  # else user code reads tensors in ways that can't be seen
         self.overwritten = {number for entry in log for number in entry.overwritten}
@@ -118,6 +159,15 @@ class Program:
             )
         self._plans: dict[tuple, Plan] = {}
         self.sources: list[Source] = []  # what autograd saved of the last run
+
+    def note(self, func: Any, number: int, args: tuple, source: Known, value: int, form: tuple) -> View:
+        """A view was made before a step, after those that are noted there."""
+        before = self.path[number - 1] if number else self.start
+        while before.next.is_view:
+            before = before.next
+        view = View(func, args, source, value, form, before.next)
+        before.next = view
+        return view
 
     @functools.cached_property
     def makers(self) -> frozenset[Facts]:

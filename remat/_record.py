@@ -19,7 +19,7 @@ from ._program import Entry, Step
 from ._residual import memory
 from ._saved import Saved, is_judged
 from ._state import unseen
-from ._torch import guard_of
+from ._torch import OpOverload, guard_of
 from ._values import holder, place_of, template
 
 _requires_grad = attrgetter("requires_grad")
@@ -48,16 +48,16 @@ class Record(Saved):
         """An operation has run, the ``draw``-th of those that draw random numbers."""
         self.catch_up()
         storages = self.storages
-        count = len(storages.originals)
+        count = storages.count
         new = storages.new(result)
         reads: list[int] = []
         read: list[torch.Tensor] = []
         if new or facts.writes or facts.observes:
             key = storages.key(func, draw, args, kwargs, reads, read)
-            if count != len(storages.originals):
+            if count != storages.count:
                 new = storages.new(result)  # it may be a view of what is known only now
         if not new and not facts.writes and not facts.observes:
-            self._made_a_view(facts, args)
+            self._made_a_view(facts, args, kwargs, result)
             return
         number = len(self.log)
         outcome = template(result, new, read)
@@ -82,8 +82,11 @@ class Record(Saved):
                 self.saveable[value] = verdict
         under = differentiated, torch.is_grad_enabled()
         self.log.append(Entry(key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, under, verdict))
-        self._follows = self._follows and self.log[number] == self.step.entry
-        self.step = self._path[min(number + 1, len(self._path) - 1)]
+        step = self._path[min(number, len(self._path) - 1)]
+        self.follows = self.follows and self.log[number] == step.entry
+        self.step = step.next
+        if self.follows and step.guard is None and step.layouts:
+            self._guard_step(step, args, [each[0] for each in new])
         if overwritten:
             self._saved_early(number, dict(zip(overwritten, outs[len(new) :])))
         if verdict is not None or self.all_lines:
@@ -96,18 +99,29 @@ class Record(Saved):
             self._let_go_of_unneeded()
 
     def goes_on(self, step: Step, args: tuple, result: Any) -> bool:
-        """Whether an operation did what the last run's next step did, with the originals; noted is the result alone."""
-        storages, originals = self.storages, self.storages.originals
+        """Whether an operation did what the last run's next step did, with known tensors; noted is the result alone."""
+        storages = self.storages
+        value, check = storages.count, step.guard.check  # type: ignore[union-attr]
         if (
-            not self._follows
-            or step.outs[0] != len(originals)
+            not self.follows
+            or step.outs[0] != value
             or not storages.are_originals(step, args)
-            or not step.guard.check(*args, result)  # type: ignore[union-attr]
             or torch.is_grad_enabled() is not step.graded
         ):
             return False
-        storages.unmet[len(originals)] = step.result.form
-        originals.append(weakref.ref(result))
+        if step.is_bare:
+            if not check(*args, result):
+                return False
+            storages.known[value] = weakref.ref(result)
+            storages.unmet[value] = step.result.form
+            storages.count = value + 1
+        else:
+            results = (result,) if step.is_simple else result
+            if not check(*step.pick(args), *results):
+                return False
+            for value, layout, each in zip(step.outs, step.layouts, results):
+                storages.is_made(value, each, layout.form)
+            storages.count = value + 1
         self.step = step.next
         if step.to_hold or self.names:
             self._hold_what_it_read(step, args)
@@ -115,7 +129,7 @@ class Record(Saved):
 
     def _hold_what_it_read(self, step: Step, args: tuple) -> None:
         held, to_hold = self._held, step.to_hold
-        if self.names or not self._follows:  # these decide too, or what made it was another operation
+        if self.names or not self.follows:  # these decide too, or what made it was another operation
             self.catch_up()
             reads = step.operands if step.entry.verdict is None else ()
             to_hold = [(position, value) for position, value, _ in reads if value in self.saveable]
@@ -150,18 +164,42 @@ class Record(Saved):
         storage, form = place_of(result)
         if (
             form != step.result.form
-            or value != len(storages.originals)
+            or value != storages.count
             or entry.under != (differentiated, torch.is_grad_enabled())
             or storages.knows(result)
         ):
             return False
         storages.add((result, storage, step.result.form), storages.number())
-        if step.guard is None and _is_of_tensors(step) and storages.are_originals(step, args):
-            step.guard = guard_of(*args, result)
+        if step.guard is None and step.layouts:
+            self._guard_step(step, args, [result])
         return True
 
-    def _made_a_view(self, facts: Facts, args: tuple) -> None:
+    def _guard_step(self, step: Step, args: tuple, results: list[torch.Tensor]) -> None:
+        """From now on it is gone along, as long as it reads these tensors."""
+        sees = [known for tensor in step.pick(args) if (known := self.storages.known_as(tensor)) is not None]
+        if len(sees) == len(step.operands):
+            step.sees = sees  # first, as other threads ask for the guard
+            step.guard = guard_of(*step.pick(args), *results)
+
+    def _made_a_view(self, facts: Facts, args: tuple, kwargs: dict, result: Any) -> None:
         self.views.add(facts)
+        step = self.step
+        if step.is_view:
+            if step.func is facts.func:  # of something else, or another part
+                self.step = step.next
+        elif (
+            self._last is not None
+            and self._learns
+            and self.follows
+            and facts.views
+            and not kwargs
+            and _is_told(facts, args, result)
+        ):
+            source = self.storages.known_as(args[0])
+            value, form = self.storages.look(result)
+            if source is not None and value is not None and form is not None:
+                view = self._last.note(facts.func, len(self.log), args, source, value, form)
+                self.storages.is_shown(view, result)
         if facts.func is DETACH:
             self.seen.add(self.storages.get(args[0]))
         if facts.reshapes:
@@ -208,9 +246,15 @@ class Record(Saved):
                 self._slots[i] = ref, slot.source
 
 
-def _is_of_tensors(step: Step) -> bool:
-    """Whether its arguments are dense tensors and nothing else."""
-    return step.key[2] is None and not step.constants and all(form is not None for _, _, form in step.operands)
+def _is_told(facts: Facts, args: tuple, result: Any) -> bool:
+    """Whether the first argument and numbers tell what view is made, and nothing else comes of it."""
+    if facts.func is DETACH or facts.reshapes or facts.foreign or type(facts.func) is not OpOverload:
+        return False
+    return isinstance(result, torch.Tensor) and isinstance(args[0], torch.Tensor) and all(map(_is_number, args[1:]))
+
+
+def _is_number(item: Any) -> bool:
+    return all(map(_is_number, item)) if type(item) is list else type(item) in (int, bool, type(None), torch.dtype)
 
 
 def _is_differentiable(tensor: torch.Tensor) -> bool:

@@ -44,6 +44,12 @@ class Recorder(Open, DispatchMode):
         step = record.step
         if step.func is not func or step.guard is None or types or kwargs or state.filling or state.unseen:
             return self._otherwise(func, types, args, kwargs or {})
+        if step.is_view:
+            shown = record.storages.shown(step, args) if record.follows else None
+            if shown is None:
+                return self._otherwise(func, types, args, {})
+            record.step = step.next
+            return shown
         result = step.call(*args)
         if not record.goes_on(step, args, result):
             self._note(step, args, {}, result)
@@ -57,7 +63,7 @@ class Recorder(Open, DispatchMode):
         if state.filling or state.unseen:
             record.storages.meet()
             return func(*args, **kwargs)
-        step = record.step
+        step = record.due
         if step.func is func and step.is_simple:
             result = step.call(*args, **kwargs)
             self._note(step, args, kwargs, result)
@@ -65,6 +71,8 @@ class Recorder(Open, DispatchMode):
         facts = facts_of(func)
         if facts.writes or facts.foreign:
             return self._carefully(func, facts, args, kwargs)
+        if facts.reshapes:
+            record.storages.meet()  # as the tensors lie now
         result = func(*args, **kwargs)
         with without_torch_function():
             record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
@@ -72,9 +80,9 @@ class Recorder(Open, DispatchMode):
 
     def _note(self, step: Step, args: tuple, kwargs: dict, result: Any) -> None:
         with without_torch_function():
-            if not self.record.ran_as(step, args, kwargs, result):
-                draw = self._draw(step.facts, args, kwargs)
-                self.record.ran(step.func, step.facts, args, kwargs, result, draw)
+            if not step.is_simple or not self.record.ran_as(step, args, kwargs, result):
+                facts = facts_of(step.func)
+                self.record.ran(step.func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
 
     def _carefully(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """An operation that writes to what may be needed, or may draw without saying so."""

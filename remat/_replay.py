@@ -32,7 +32,7 @@ class Replay(DispatchMode):
         self.record = record
         self.plan = plan
         self.path = record.program.path
-        self.step = self.path[0]  # what should come next
+        self.step: Step = record.program.start.next  # what should come next
         self.draws = 0
         self.late = Late()
         self.undrawn: list[LateCall] = []  # what would have drawn random numbers
@@ -77,25 +77,27 @@ class Replay(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         step, storages = self.step, self.storages
-        if (
-            step.func is not func
-            or step.guard is None
-            or kwargs
-            or not storages.are_originals(step, args)
-            or self.late.running
-            or state.unseen
-        ):
+        if step.func is not func or step.guard is None or kwargs or self.late.running or state.unseen:
             return self._otherwise(func, types, args, kwargs or {})
+        if step.is_view:
+            shown = storages.shown(step, args)  # what is known has its content
+            if shown is None:
+                return self._otherwise(func, types, args, {})
+            self.step = step.next
+            return shown
+        if not storages.are_originals(step, args):
+            return self._otherwise(func, types, args, {})
         result = self.at_hand.pop(step.number, None)
         if result is None:
             if step.number not in self.plan.run:
                 return self._otherwise(func, types, args, {})
             if self.late:
                 with without_torch_function():
-                    self.late.fill(args)
+                    self.late.fill(step.pick(args))
             result = step.call(*args)
         self.step = step.next
-        storages.is_made(step.outs[0], result, step.result.form)
+        for value, layout, each in zip(step.outs, step.layouts, (result,) if step.is_simple else result):
+            storages.is_made(value, each, layout.form)
         return result
 
     def _otherwise(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
@@ -105,8 +107,10 @@ class Replay(DispatchMode):
         if self.late.running or state.unseen:
             self.storages.meet()
             return self.late.mark(func(*args, **kwargs))
-        step = self.step
-        if step.func is not func or not self._is_next(step, args, kwargs):
+        step = self.path[self.step.number]
+        with without_torch_function():
+            is_next = step.func is func and step.is_simple and self.storages.is_call_of(step, args, kwargs)
+        if not is_next:
             return self._any(func, args, kwargs)
         self.step = step.next
         with without_torch_function():
@@ -121,14 +125,12 @@ class Replay(DispatchMode):
         self.storages.is_made(step.outs[0], result, step.result.form)
         return result
 
-    def _is_next(self, step: Step, args: tuple, kwargs: dict) -> bool:
-        with without_torch_function():
-            return step.is_simple and self.storages.is_call_of(step, args, kwargs)
-
     def _any(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operation that isn't simple, or doesn't come in its turn."""
         facts, record, storages = facts_of(func), self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
+            if self.step.is_view and self.step.func is func:
+                self.step = self.step.next
             if not self.late and not facts.reshapes:
                 storages.meet()
                 return func(*args, **kwargs)
@@ -181,6 +183,7 @@ class Replay(DispatchMode):
 
     def _view(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """In the first run this operation made views alone, which tensors without content have too."""
+        self.storages.meet()
         result = func(*args, **kwargs)
         with without_torch_function():
             if facts.reshapes:
@@ -196,7 +199,7 @@ class Replay(DispatchMode):
         """The step of the first run that is the same function of the same values."""
         program, reads = self.record.program, list[int]()
         key = self.storages.key(func, draw, args, kwargs, reads, read)
-        step = self.step
+        step = self.path[self.step.number]
         if step.func is func:
             if step.key != key and self._stand_in(step, reads, read):
                 key = self.storages.key(func, draw, args, kwargs, [], [])

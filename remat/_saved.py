@@ -19,6 +19,7 @@ from ._memory import Memory
 from ._parts import all_parts, is_plain, parts
 from ._policy import Policy, Verdict
 from ._program import END, UNSEEN
+from ._storages import gone
 from ._torch import guard_of, is_wrapped
 from ._values import UNTOLD, Layout, is_as_it_lies
 
@@ -31,6 +32,7 @@ class Saved(Keeping):
     def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str], lines: bool) -> None:
         super().__init__(policy, memory, own_names)
         self.all_lines = lines  # note where each operation is called, not only where it may matter
+        self._learns = False  # views are noted, for the next run
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
         self._versions: dict[int, int] = {}  # of the tensors that were met, where operations aren't seen
         self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
@@ -48,8 +50,10 @@ class Saved(Keeping):
             for tensor in tensors:
                 self._enter(tensor)
         if known and self._flags and known[0].offsets == self.offsets and not (self._judge.asks or self.all_lines):
-            self._last, self._path, self._follows = known[0], known[0].path, True
-            self._sources, self.step = iter(known[0].sources), self._path[0]
+            self._last, self._path, self.follows = known[0], known[0].path, True
+            self._sources, self.step = iter(known[0].sources), known[0].start.next
+            self._learns = known[0].learns > 0
+            known[0].learns -= self._learns
 
     def _enter(self, tensor: torch.Tensor) -> None:
         wrapped = is_wrapped(tensor)
@@ -68,17 +72,18 @@ class Saved(Keeping):
         """
         programs, judge = self._programs, self._judge
         if programs.complete and not programs.varies and judge.by_name_alone and self._flags and self.outer is None:
-            self.watched, self._follows, self._sources = False, True, iter(programs.sources)
+            self.watched, self.follows, self._sources = False, True, iter(programs.sources)
             self._last, self._path, self.step = None, [END], END
         return not self.watched
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
-        if self._follows:
+        if self.follows:
             source = next(self._sources, NOWHERE)
-            value = source.original
             if (
-                value is not None and source.after == self.step.number and self.storages.originals[value]() is tensor
+                source.known is not None
+                and source.after == self.step.number
+                and self.storages.known.get(source.known, gone)() is tensor
                 if self.watched
                 else self._is_of_unseen(source, tensor)
             ):
@@ -93,7 +98,7 @@ class Saved(Keeping):
                         self.empty.add(value)
                 return
         self.catch_up()
-        self._follows &= self.watched
+        self.follows &= self.watched
         after = len(self.log)
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
         if not self.watched and form is not None:
@@ -108,16 +113,16 @@ class Saved(Keeping):
                 slot.residual = self._lend(value, tensor, form)
             elif not self.watched:
                 self.empty.add(value)
-            elif self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
+            if self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
                 self._siblings[value] = tensor
-            elif self.storages.originals[value]() is tensor:
-                slot.source.original = value
+            elif self.watched:
+                slot.source.known = self.storages.known_as(tensor)
         else:
             found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
             slot.source = Source([value for value, _ in found], None, after)
             for each in found:
                 self._hold(*each)  # the function itself makes of it what was saved
-        self._retold |= slot.source.original is not None
+        self._retold |= slot.source.known is not None
         self._slots.append((weakref.ref(slot), slot.source))
 
     def needs(self, tensor: torch.Tensor) -> None:
@@ -164,7 +169,7 @@ class Saved(Keeping):
             return value
         value = self.storages.number()
         self.storages.bind(tensor, value)
-        self.storages.originals[value] = weakref.ref(tensor)
+        self.storages.known[value] = weakref.ref(tensor)
         self._made_unseen(value, version)
         return value
 
@@ -177,21 +182,20 @@ class Saved(Keeping):
     def _guard(self, source: Source, tensor: torch.Tensor) -> None:
         """Where operations aren't seen: the source will do for such a tensor that is as new in the next run."""
         (value,) = source.values
-        if self.storages.originals[value]() is tensor and tensor.storage_offset() == 0:
-            source.original, source.guard = value, guard_of(tensor)
+        if self.storages.known_as(tensor) == value and tensor.storage_offset() == 0:
+            source.known, source.guard = value, guard_of(tensor)
 
     def _is_of_unseen(self, source: Source, tensor: torch.Tensor) -> bool:
         """Where operations aren't seen, whether it is: a tensor that wasn't met holds a new value."""
-        value, originals = source.original, self.storages.originals
-        if value is None or value > len(originals):
+        value, storages = source.known, self.storages
+        if type(value) is not int or value > storages.count:
             return False
         version = _torch.version(tensor)
-        if value < len(originals):
-            return originals[value]() is tensor and self._versions.get(value) == version
+        if value < storages.count:
+            return storages.known.get(value, gone)() is tensor and self._versions.get(value) == version
         if source.guard is None or not source.guard.check(tensor) or tensor.storage_offset() != 0:
             return False
-        self.storages.unmet[value] = None
-        originals.append(weakref.ref(tensor))
+        storages.is_made(storages.number(), tensor, None)
         self._made_unseen(value, version)
         return True
 

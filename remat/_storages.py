@@ -1,4 +1,4 @@
-"""Which value each storage holds now, and what calls of operations have in common that make the same."""
+"""Which value each storage holds now."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from ._state import unseen
 from ._values import New, holder, is_dense, place_of
 
 if TYPE_CHECKING:
-    from ._program import Step
+    from typing import Self
+
+    from ._program import Known, View
 
 # Constants up to this size are compared, so that one can stand for another in a run again.
 CONSTANT_BYTES = 4096
@@ -24,12 +26,15 @@ class Storages:
     """The numbers of the values that storages hold. Keeps none of them alive.
 
     Of each tensor that was met it is remembered on which storage it lies and how, as that takes long to find out. Not
-    even that is needed where a value is read from the very tensor that it was made as, its *original*.
+    even that is needed where a value is read from the very tensor that it was made as, its *original*, or from a view
+    of that which the last run made too.
     """
 
     def __init__(self) -> None:
-        self.originals: list[Callable[[], torch.Tensor | None]] = []  # by number, weak, as long as they are unchanged
-        self.unmet: dict[int, tuple | None] = {}  # values of which no more is noted yet than the original; its form
+        self.count = 0  # of values
+        self.known: dict[Known, Callable[[], torch.Tensor | None]] = {}  # originals and views, weak, until they change
+        self.unmet: dict[Known, tuple | None] = {}  # those of these of which no more is noted yet; their forms
+        self._views: dict[int, View] = {}  # by the tensor's id: the known views
         self.constants: dict[int, torch.Tensor | None] = {}  # made out of sight by the function; copies of small ones
         self.tracked: set[int] = set()  # those of these that require grad
         self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and its number
@@ -37,29 +42,63 @@ class Storages:
 
     def number(self) -> int:
         """The number of a new value."""
-        self.originals.append(_gone)
-        return len(self.originals) - 1
+        self.count += 1
+        return self.count - 1
 
-    def is_made(self, number: int, tensor: torch.Tensor, form: tuple) -> None:
+    def is_made(self, number: int, tensor: torch.Tensor, form: tuple | None) -> None:
         """Note that a value was made as a tensor of this form, of which more is noted when that is asked for."""
-        self.originals[number] = weakref.ref(tensor)
+        self.known[number] = weakref.ref(tensor)
         self.unmet[number] = form
 
+    def is_shown(self, view: View, tensor: torch.Tensor) -> None:
+        """The same with a view."""
+        self.known[view] = weakref.ref(tensor)
+        self.unmet[view] = view.form
+        self._views[id(tensor)] = view
+
+    def known_as(self, tensor: torch.Tensor) -> Known | None:
+        """What a tensor is known as, if it is."""
+        for known in self._views.get(id(tensor)), self.find(tensor):
+            if known is not None and self.known.get(known, gone)() is tensor:
+                return known
+        return None
+
     def newest(self, tensor: torch.Tensor) -> int | None:
-        """The number of the newest value, if this is its original: the one that users name most."""
-        last = len(self.originals) - 1
-        return last if last >= 0 and self.originals[last]() is tensor else None
+        """The number of a value, if this is a known view of it or one of the newest originals, as what is named is."""
+        view = self._views.get(id(tensor))
+        if view is not None and self.known.get(view, gone)() is tensor:
+            return view.value
+        for number in range(self.count - 1, self.count - 4, -1):
+            if self.known.get(number, gone)() is tensor:
+                return number
+        return None
 
     def meet(self) -> None:
-        """Note what storages the originals lie on, before another tensor may be all that is left of one."""
+        """Note what storages the known ones lie on, before another tensor may be all that is left of one."""
         if not self.unmet:
             return
         unmet, self.unmet = self.unmet, {}
-        for number, form in unmet.items():
-            tensor = self.originals[number]()
-            if tensor is not None:
-                new = place_of(tensor) if form is None else (tensor.untyped_storage(), form)
-                self.add((tensor, *new), number)
+        for known, form in unmet.items():
+            tensor = self.known.get(known, gone)()
+            if tensor is None:
+                continue
+            new = place_of(tensor) if form is None else (tensor.untyped_storage(), form)
+            if isinstance(known, int):
+                self.add((tensor, *new), known)
+            else:
+                storage, form = new
+                home = self._homes.get(id(storage))
+                if home is None or home[0]() is not storage:  # the original is gone
+                    self._homes[id(storage)] = [weakref.ref(storage), known.value]
+                self._remember(tensor, storage, form)
+
+    def _stop_views(self) -> None:
+        """Something has changed that they may show."""
+        if self._views:
+            self.meet()
+            for view in self._views.values():
+                self.known.pop(view, None)
+            self._views.clear()
 
     def enter_all(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         """Number tensors, in order, as the originals of their values; returns their offsets.
@@ -72,12 +111,13 @@ class Storages:
             return ()
         if len(set(map(id, storages))) < len(storages):
             return ()
-        self.enter_again(range(len(tensors)), tensors)
+        self.count = len(tensors)
+        self.enter_again(range(self.count), tensors)
         return tuple([int(tensor.storage_offset()) for tensor in tensors])
 
     def enter_again(self, numbers: Sequence[int], tensors: list[torch.Tensor]) -> None:
         """The same with numbers that are known, none of them twice."""
-        self.originals[: len(tensors)] = map(weakref.ref, tensors)
+        self.known.update(zip(numbers, map(weakref.ref, tensors)))
         self.unmet.update(dict.fromkeys(numbers))
 
     def find(self, tensor: torch.Tensor) -> int | None:
@@ -134,8 +174,9 @@ class Storages:
         if home is None:
             self._homes[id(storage)] = [weakref.ref(storage), number]
         else:
-            self.originals[home[1]] = _gone
+            self.known.pop(home[1], None)
             home[1] = number
+            self._stop_views()
 
     def add(self, new: New, number: int) -> None:
         """Note what a storage holds that wasn't known, and the tensor on it."""
@@ -143,7 +184,7 @@ class Storages:
         key = id(storage)
         self._homes[key] = home = [weakref.ref(storage), number]
         if form is not None:
-            self.originals[number] = ref = weakref.ref(tensor)
+            self.known[number] = ref = weakref.ref(tensor)
             self._tensors[id(tensor)] = ref, home, form, key
 
     def _remember(self, tensor: torch.Tensor, storage: Any, form: tuple | None) -> tuple:
@@ -157,7 +198,8 @@ class Storages:
         """It may lie in another way from now on."""
         number = self.find(tensor)
         if number is not None:
-            self.originals[number] = _gone
+            self.known.pop(number, None)
+        self._stop_views()
         self._tensors.pop(id(tensor), None)
 
     def new(self, result: Any) -> list[New]:
@@ -171,7 +213,7 @@ class Storages:
                 found.setdefault(id(storage), (tensor, storage, form))
         return [*found.values()]
 
-    def outside(self, known: Collection[int]) -> Storages:
+    def outside(self, known: Collection[int]) -> Self:
         """Those alone that are still there and hold other values than these: what is made out of sight."""
         found = self.copy(but=known)
         found._homes = {key: home for key, home in found._homes.items() if home[0]() is not None}
@@ -186,77 +228,13 @@ class Storages:
         """The storage that holds a value, None if none does any more."""
         return next((ref() for ref, held in self._homes.values() if held == number), None)
 
-    def copy(self, but: Collection[int] = ()) -> Storages:
-        """The same, to go on with, without those that hold certain values, and without originals."""
-        found = Storages()
-        found.originals = [_gone] * len(self.originals)
+    def copy(self, but: Collection[int] = ()) -> Self:
+        """The same, to go on with, without those that hold certain values. No tensors are known."""
+        found = type(self)()
+        found.count = self.count
         found.constants, found.tracked = self.constants.copy(), self.tracked.copy()
         found._homes = {key: [*home] for key, home in self._homes.items() if home[1] not in but}
         return found
-
-    # --- calls --------------------------------------------------------------------------------------------------------
-
-    def key(self, func: Any, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
-        """What calls have in common that make the same; adds the values that are read, and their tensors."""
-        key = [func, draw, self._pattern(kwargs, reads, read) if kwargs else None]
-        for argument in args:
-            if isinstance(argument, torch.Tensor):
-                known = self._tensors.get(id(argument))
-                if known is None or known[0]() is not argument or known[3] != id(argument.untyped_storage()):
-                    known = self._met(argument)
-                number = known[1][1]
-                reads.append(number)
-                read.append(argument)
-                key.append(number)
-                key.append(known[2])
-            else:
-                key.append(self._pattern(argument, reads, read))
-        return tuple(key)
-
-    def are_originals(self, step: Step, args: tuple) -> bool:
-        """Whether a call of the step's operation reads nothing but the originals of the values that the step reads."""
-        if len(args) != step.count:
-            return False
-        originals = self.originals
-        for tensor, value in zip(args, step.reads):  # noqa: SIM110, all() would take twice as long
-            if originals[value]() is not tensor:
-                return False
-        return True
-
-    def is_call_of(self, step: Step, args: tuple, kwargs: dict) -> bool:
-        """Whether a call of the step's operation, which must be simple, reads the same as the step: has its key."""
-        if len(args) != step.count:
-            return False
-        for position, number, form in step.operands:
-            tensor = args[position]
-            known = self._tensors.get(id(tensor))
-            if known is None or known[0]() is not tensor or known[3] != id(tensor.untyped_storage()):
-                if not isinstance(tensor, torch.Tensor):
-                    return False
-                known = self._met(tensor)
-            if known[1][1] != number or known[2] != form:
-                return False
-        if kwargs or step.key[2] is not None:
-            return self._pattern(kwargs, [], []) == step.key[2]
-        return not step.constants or all(self._pattern(args[i], [], []) == each for i, each in step.constants)
-
-    def _pattern(self, argument: Any, reads: list, read: list) -> Any:
-        """A call's argument with numbers for tensors, equal for calls that are the same."""
-        kind = type(argument)
-        if kind is int or kind is bool:
-            return kind, argument
-        if kind is float:
-            return argument.hex()  # tells zeros apart, and a NaN is itself
-        if isinstance(argument, torch.Tensor):
-            known = self._met(argument)
-            reads.append(known[1][1])
-            read.append(argument)
-            return known[1][1], known[2]
-        if kind is tuple or kind is list:
-            return tuple([self._pattern(item, reads, read) for item in argument])
-        if kind is dict:
-            return tuple([(key, self._pattern(item, reads, read)) for key, item in argument.items()])
-        return argument
 
     def _met(self, tensor: torch.Tensor) -> tuple:
         """What is remembered of a tensor from now on."""
@@ -270,7 +248,7 @@ class Storages:
         return self._remember(tensor, storage, form)
 
 
-def _gone() -> None:
+def gone() -> None:
     """What a weak reference to a tensor says that is no longer there."""
 
 

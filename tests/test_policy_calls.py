@@ -13,7 +13,7 @@ from cases import rand
 from torch import Tensor
 
 from benchmarks.measure import OpCounter, gc_disabled, held_bytes, peak_bytes
-from remat import _memory, checkpoint_name, policies, remat
+from remat import _memory, _recorder, _replay, checkpoint_name, policies, remat
 
 NAMES = policies.save_only_these_names("a", "b")
 POLICIES: dict[str, Any] = {
@@ -347,6 +347,99 @@ def through_views(x: Tensor, w: Tensor) -> Tensor:
 @every_policy
 def test_views_are_all_that_is_left_of_a_value(policy: str) -> None:
     check(through_views, policy, in_turn((rand(4, 4), rand(4, 4, seed=1))))
+
+
+def viewing(x: Tensor, w: Tensor, which: int) -> Tensor:
+    h = checkpoint_name(x @ w, "a")
+    turned = (w if which == 1 else h).t()
+    if which == 2:
+        h.view(8, 2)  # nobody reads it
+    wide = h.t().reshape(2, 8) if which == 3 else h.view(2, 8)
+    part = wide[:, :4] if which == 4 else wide[:, 4:]
+    if which == 5:
+        h.mul_(2.0)
+    if which == 6:
+        part.mul_(2.0)
+    if which == 7:
+        h.detach().mul_(2.0)
+    if which == 8:
+        turned = turned.t_()
+    if which == 9:
+        turned, wide = wide.reshape(4, 4), turned.reshape(2, 8)
+    with torch.set_grad_enabled(which != 10):
+        whole = wide.view(4, 4) if which != 11 else wide.detach().view(4, 4)
+    parts = (
+        torch.tanh(part @ w),
+        torch.sin(turned) @ x,
+        torch.exp(checkpoint_name(whole, "b")),
+        turned @ part.t() @ part,
+    )
+    return torch.cat(parts).sin()
+
+
+@every_policy
+@pytest.mark.parametrize("which", range(1, 12))
+def test_other_views_after_calls_that_did_the_same(policy: str, which: int) -> None:
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    check(viewing, policy, in_turn((x, w, 0), (x, w, which)))
+
+
+@every_policy
+def test_other_slices_in_each_call(policy: str) -> None:
+    def fn(x: Tensor, w: Tensor, start: int) -> Tensor:
+        h = torch.tanh(x @ w)
+        return (h[start : start + 2] @ w).sin() @ h[:, start : start + 2].exp()
+
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    check(fn, policy, [(x, w, start) for start in (0, 0, 0, 0, 1, 2, 1, 2, 2, 2, 2, 0, 0, 0)])
+
+
+@every_policy
+def test_inputs_of_other_sizes_of_which_views_are_alike(policy: str) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.tanh(x.t().reshape(4, 4) @ w.view(4, 4).t())
+        return torch.sin(h.view(16) * w.reshape(16)) * x.reshape(16)
+
+    w = rand(4, 4, seed=1)
+    xs = [rand(*sizes) for sizes in ((4, 4), (2, 8), (8, 2), (16, 1), (1, 16))]
+    xs.append(rand(4, 4, seed=2).detach().t().requires_grad_())
+    flat = rand(16, seed=3)
+    check(fn, policy, in_turn(*[(x, w) for x in xs], (xs[0], flat), (xs[0].detach(), w), (xs[0], w.detach())))
+
+
+@every_policy
+def test_a_value_is_changed_through_a_view_after_others_were_made(policy: str) -> None:
+    def fn(x: Tensor, w: Tensor, row: int | None) -> Tensor:
+        h = x @ w
+        before, rows = h.t(), h.unbind(0)
+        if row is not None:
+            h[row].mul_(2.0)
+        after = h.t()
+        return torch.tanh(before @ w) * torch.tanh(after @ w) + rows[0].detach() + torch.exp(h.view(4, 4))
+
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    check(fn, policy, in_turn((x, w, None), (x, w, 0), (x, w, 1), (x, w, None)))
+
+
+def test_views_and_several_results_are_gone_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.layer_norm(x, (4,), w[0]) @ w.t()
+        h = (h.sin().view(2, 8).t()[:4] @ w[:2]).transpose(0, 1)
+        return torch.tanh(h[1:3].unsqueeze(0).expand(2, 2, 4) * w[:1])
+
+    unknown: list[Any] = []
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    wrapped = remat(fn, policy=policies.save_matmuls)
+    for mode in (_recorder.Recorder, _replay.Replay):
+        other_way = mode._otherwise
+        monkeypatch.setattr(
+            mode, "_otherwise", lambda *args, other_way=other_way: unknown.append(1) or other_way(*args)
+        )
+    expected = torch.autograd.grad(fn(x, w).sum(), [x, w])
+    for i in range(4):
+        unknown.clear()
+        assert all(map(torch.equal, torch.autograd.grad(wrapped(x, w).sum(), [x, w]), expected))
+        assert bool(unknown) == (i < 2)
 
 
 def test_memory_of_calls_that_do_the_same() -> None:
