@@ -61,9 +61,9 @@ class Ambient:
         """Whether autocast is on for any device."""
         return any(self._settings[i] for i in _autocast_switches())
 
-    def restored(self) -> Restored:
+    def restored(self) -> _Restored:
         """Within, the captured state; after, that of before. Any number of times, in any thread."""
-        return Restored(self)
+        return _Restored(self)
 
     def moved(self) -> bool:
         """Whether a torch generator has drawn numbers since."""
@@ -104,7 +104,7 @@ class Ambient:
             raise
 
 
-class Restored:
+class _Restored:
     """An ambient state while it is put back; made for one use."""
 
     __slots__ = ("before", "state")

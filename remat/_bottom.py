@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from operator import attrgetter, is_, methodcaller
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
 
 from . import _torch
+from ._bulk import requires_grad
 from ._derived import Batched, Pullback, gradients
 from ._engine import Frame
 from ._errors import MutationError
@@ -24,7 +25,7 @@ from ._parts import is_dual
 from ._trace import Trace
 
 Tensors = Sequence[torch.Tensor]
-_requires_grad, _is_inference = attrgetter("requires_grad"), methodcaller("is_inference")
+_is_inference = methodcaller("is_inference")
 
 
 class Call:
@@ -97,7 +98,7 @@ class Tape:
 def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted: Sequence[bool] | None) -> list:
     """Run a region, or what transforms made of it, on plain operands."""
     root = region.root
-    recorded = torch.is_grad_enabled() and any(map(_requires_grad, operands))
+    recorded = torch.is_grad_enabled() and any(map(requires_grad, operands))
     dual = _torch.dual_level_active() and any(map(is_dual, operands))
     if root.ran:
         with hooks_allowed(whoever_forbids=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,14 +58,11 @@ class Calls(Storages):
 
     def shown(self, view: Any, args: tuple) -> torch.Tensor | None:
         """The view, if a call of its operation makes that: of the same tensor, with the same arguments."""
-        known = self.known
-        source = known.get(view.source)
+        source = self.known.get(view.source)
         if source is None or source() is not args[0] or args[1:] != view.rest or not view.guard.check(args[0]):
             return None
         tensor: torch.Tensor = view.call(*args)
-        known[view] = weakref.ref(tensor)
-        self.unmet[view] = view.form
-        self._views[id(tensor)] = view
+        self.is_shown(view, tensor)
         return tensor
 
     def is_call_of(self, step: Step, args: tuple, kwargs: dict) -> bool:

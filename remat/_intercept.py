@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import _torch
+from ._bulk import gone
 from ._errors import CaptureError, MutationError
 from ._facts import mapped, tensors
 from ._parts import requires_grad_somewhere
@@ -56,7 +57,7 @@ class Watch:
         self.seen.update(zip(map(id, tensors), map(weakref.ref, tensors)))
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
-        return self.seen.get(id(tensor), _gone)() is tensor
+        return self.seen.get(id(tensor), gone)() is tensor
 
     def has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""
@@ -146,7 +147,7 @@ class Interceptor(TorchFunctionMode):
             seen = watch.seen
             read = args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs))
             for tensor in read:
-                if seen.get(id(tensor), _gone)() is not tensor and watch.is_captured(tensor):
+                if seen.get(id(tensor), gone)() is not tensor and watch.is_captured(tensor):
                     self._give_up(watch, tensor)
         result = func(*args, **kwargs)
         if self.stale and tensors(result):
@@ -197,10 +198,6 @@ class Interceptor(TorchFunctionMode):
             return tensor
         self.unused.discard(id(tensor))
         return self.swaps[id(tensor)]
-
-
-def _gone() -> None:
-    """What a reference to a tensor that isn't there gives."""
 
 
 _TENSOR = {torch.Tensor}

@@ -16,6 +16,7 @@ import torch.autograd.forward_ad as fwAD
 from torch.utils.hooks import RemovableHandle
 
 from . import _offload, _torch
+from ._bulk import requires_grad
 from ._determinism import checksum
 from ._errors import MutationError
 from ._handed import Handed, HandedToRegion, Hooks
@@ -29,7 +30,7 @@ from ._state import alias
 COPY_BYTES = 16 * 1024
 COPY_VECTOR_BYTES = 1024 * 1024
 
-_requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
+_is_leaf = attrgetter("is_leaf")
 
 Name = Callable[[int], str]
 
@@ -55,7 +56,7 @@ class Kept:
         self.sums: dict[int, int] = {}
         if -1 in self.versions:
             self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
-        self.requires_grad = tuple(map(_requires_grad, tensors))
+        self.requires_grad = tuple(map(requires_grad, tensors))
         self.leaf = tuple(map(_is_leaf, tensors))
         self.packed: dict[int, Handed | HandedToRegion] = {}  # what hooks around the region took over
         self.copies: dict[int, torch.Tensor] = {}

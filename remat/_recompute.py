@@ -18,7 +18,7 @@ from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks, hooks_allowed
 from ._parts import bare
 from ._slots import Slot, Stop
-from ._state import alias, as_in_forward, state
+from ._state import alias, as_in_forward
 from ._streams import resumed
 from ._torch import modes_that_see
 
@@ -88,10 +88,7 @@ class Filler:
         hooks = RemovableHandle.next_id
         _torch.push_hooks(self._pack_and_tell if frame.noted else self.pack, _same)
         try:
-            if frame.policies or frame.open or state.policies or state.unseen or state.filling:
-                with as_in_forward(frame.policies, filling=frame.open):
-                    result = frame.region.call_again(operands)
-            else:
+            with as_in_forward(frame.policies, filling=frame.open):
                 result = frame.region.call_again(operands)
         except (Stop, Exception):
             # TorchScript makes another exception of a stop; and it may be another region's.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from ._state import unseen
 from ._torch import OpOverload, guard_of
 from ._values import holder, place_of, template
 
-_requires_grad = attrgetter("requires_grad")
 DETACH = torch.ops.aten.detach.default
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import _torch, _tree
-from ._ambient import Ambient, Restored
+from ._ambient import Ambient
 from ._arguments import take_apart
 from ._captured import NOTHING, Found
 from ._contents import is_put_back, snapshots
@@ -47,7 +47,7 @@ class Region:
     __slots__ = (
         "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "contents", "devices", "fixed",
         "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options", "outputs",
-        "places", "plan", "ran", "reads_arguments_alone", "record", "replay", "swapped", "trace", "undo_record",
+        "places", "plan", "ran", "record", "replay", "swapped", "trace", "undo_record",
         "walk", "watch",
     )  # fmt: skip
 
@@ -79,7 +79,6 @@ class Region:
         self.plan: Plan | None = None  # of a run again, if not all is wanted
         self.replay: Replay | None = None
         self.log: Any = None  # notes or compares the operations of a run
-        self.reads_arguments_alone = False  # nothing is to be bound or compared besides, when it runs again
         self.devices: Collection[torch.device] = ()
         self.arity = len(self.arguments)
         self.watch: Any = None  # set where captured tensors without a place must be found
@@ -106,8 +105,6 @@ class Region:
         self.devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         self.undo_record = mark()
         self.record = self._new_record(tensors) if self.options.policy or state.policies else None
-        nothing = self.found is NOTHING and not self.swapped and not self.inherited
-        self.reads_arguments_alone = nothing and self.record is None and not self.kinds and not self.uses_func
         self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
     def _find_captured(self, found: Found, generators: list[torch.Generator], follow: Any) -> None:
@@ -209,9 +206,7 @@ class Region:
     def call_again(self, operands: Sequence[torch.Tensor], trace: Trace | None = None) -> Any:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
         assert self.ambient is not None
-        with recomputing(), Restored(self.ambient):
-            if self.reads_arguments_alone and trace is None:
-                return self.call(operands, None, again=True)
+        with recomputing(), self.ambient.restored():
             captured = self._captured_again()
             bound, swapped = self._bound_again(operands, captured), self._swapped(operands, trace)
             if bound is None and swapped is None:

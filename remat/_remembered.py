@@ -14,6 +14,7 @@ from ._captured import NOTHING, find
 from ._code import reads
 from ._memory import Memory
 from ._places import MISSING
+from ._rebound import rebound
 from ._walk import Found, visits
 
 _parts = attrgetter("__code__", "__closure__", "__defaults__", "__kwdefaults__")
@@ -74,11 +75,7 @@ class Remembered(Found):
 
     def put_back(self) -> None:
         """Undo what has been bound to something else since."""
-        for place, value in self._held:
-            if place.get() is not value:
-                place.set(value)
-        for cell, value in self.cells:
-            cell.cell_contents = value
+        rebound(self._held, cells=self.cells).__enter__()  # for good
 
 
 class unchanged:

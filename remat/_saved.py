@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from itertools import compress
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from . import _torch
+from ._bulk import gone, requires_grad
 from ._determinism import Line
 from ._facts import Facts, facts_of
 from ._judge import Question
@@ -19,11 +19,8 @@ from ._memory import Memory
 from ._parts import all_parts, is_plain, parts
 from ._policy import Policy, Verdict
 from ._program import END, UNSEEN
-from ._storages import gone
 from ._torch import guard_of, is_wrapped
 from ._values import UNTOLD, Layout, is_as_it_lies
-
-_requires_grad = attrgetter("requires_grad")
 
 
 class Saved(Keeping):
@@ -44,7 +41,7 @@ class Saved(Keeping):
         self.offsets = storages.enter_all(tensors) if all_parts(tensors) is tensors else ()
         if self.offsets:
             self.inputs = [*range(len(tensors))]
-            storages.tracked.update(compress(self.inputs, map(_requires_grad, tensors)))
+            storages.tracked.update(compress(self.inputs, map(requires_grad, tensors)))
             self._flags = bool(storages.tracked)
         else:
             for tensor in tensors:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._bulk import gone
 from ._facts import tensors
 from ._residual import memory
 from ._state import unseen
@@ -246,10 +247,6 @@ class Storages:
             if tensor.requires_grad:
                 self.tracked.add(number)
         return self._remember(tensor, storage, form)
-
-
-def gone() -> None:
-    """What a weak reference to a tensor says that is no longer there."""
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -159,9 +159,9 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
     return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
 
 
-def tracing(mode: Any = torch._C._get_dispatch_mode, proxy: Any = torch._C._TorchDispatchModeKey.PROXY) -> bool:
+def tracing() -> bool:
     """Whether a trace is taken by ``make_fx`` or ``torch.export``: then a region is inlined."""
-    return mode(proxy) is not None
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def exporting() -> bool:
