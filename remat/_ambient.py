@@ -20,6 +20,7 @@ from torch.backends import cuda as sdpa
 from . import _torch
 from ._bulk import call
 from ._generators import accelerator, global_generators, with_state
+from ._slow_states import State
 
 
 class Ambient:
@@ -67,10 +68,8 @@ class Ambient:
 
     def moved(self) -> bool:
         """Whether a torch generator has drawn numbers since."""
-        return any(
-            isinstance(state, torch.Tensor) and _bytes_of(each.get_state()) != _bytes_of(state)
-            for each, state in self._pairs()
-        )
+        pairs = [(each.get_state(), state) for each, state in self._pairs()]
+        return any(now is not state and _torch_part(now) != _torch_part(state) for now, state in pairs)
 
     def cached_since(self) -> list[Any]:
         """The weights of parametrized modules that were computed since, and are held for others to read."""
@@ -130,9 +129,11 @@ class _Restored:
         self.before._put(_read_settings(), _UNKNOWN)
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
-    """The memory of a generator's state, read past modes and levels."""
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+def _torch_part(state: Any) -> bytes | None:
+    """The state of a torch generator, read past modes and levels."""
+    if isinstance(state, State):
+        state = state.states[0]
+    return ctypes.string_at(state.data_ptr(), state.nbytes) if isinstance(state, torch.Tensor) else None
 
 
 def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:

@@ -1,0 +1,195 @@
+"""The states of the host's random generators, torch's, Python's and NumPy's, which are slow to read.
+
+Each region asks for them three times, and nearly always they have not moved since, as a few bytes of their memory tell
+in 1 us. Reading takes torch's 5 us, Python's 8 and NumPy's 30.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _torch
+from ._bulk import call
+
+Reader = Callable[[], Any]
+
+
+class Source(NamedTuple):
+    """A generator.
+
+    `find` says what reads the memory by which it is known whether it has moved; among it must be which object it is, if
+    another one may take its place. It finds nothing if the memory isn't known to hold all of the state.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    find: Callable[[], tuple[Reader, ...]]
+
+
+class State(NamedTuple):
+    """The states of some generators; `memory` is what was read of all of theirs, None if that doesn't tell them."""
+
+    memory: tuple | None
+    looks: Sequence[tuple | None]  # the memory of each
+    states: Sequence[Any]
+
+
+class SlowStates:
+    """Such generators, as if they were one, and their last states."""
+
+    def __init__(self, *sources: Source) -> None:
+        self._sources = sources
+        self._readers: list[tuple[Reader, ...]] = [()] * len(sources)
+        self._all: tuple[Reader, ...] = ()
+        self._last = State(None, [None] * len(sources), [None] * len(sources))
+
+    def get_state(self) -> State:
+        last = self._last
+        return last if tuple(map(call, self._all)) == last[0] else self._moved()
+
+    def _moved(self) -> State:
+        looks, last = self._look(), self._last
+        while True:
+            states = [
+                state if look is not None and look == before else source.read()
+                for source, look, before, state in zip(self._sources, looks, last.looks, last.states)
+            ]
+            before, looks = looks, self._look()
+            if looks == before:  # else another thread has drawn meanwhile
+                memory = None if None in looks else tuple(chain(*looks))  # type: ignore[arg-type]
+                self._last = State(memory, looks, states)
+                return self._last
+
+    def _look(self) -> list[tuple | None]:
+        looks: list[tuple | None] = []
+        for i, before in enumerate(self._last.looks):
+            look = tuple(map(call, self._readers[i]))
+            if look != before:  # it may be another one by now
+                self._readers[i] = self._sources[i].find()
+                look = tuple(map(call, self._readers[i]))
+            looks.append(look or None)
+        self._all = tuple(chain(*self._readers)) if all(self._readers) else ()
+        return looks
+
+    def set_state(self, state: State) -> None:
+        if state.memory is not None and state.memory == tuple(map(call, self._all)):
+            return
+        for source, now, look, value in zip(self._sources, self._look(), state.looks, state.states):
+            if look is None or look != now:
+                source.write(value)
+        self._last = state
+
+
+def _reader(obj: Any, part: slice = slice(None)) -> Reader:
+    """Reads what a Python object holds in its own memory, beyond the header; or a part of that."""
+    header = object.__basicsize__
+    start, stop, _ = part.indices(type(obj).__basicsize__ - header)
+    return _memory_at(id(obj) + header, slice(start, stop), obj)
+
+
+def _memory_at(address: int, part: slice, owner: Any) -> Reader:
+    memory: Any = (ctypes.c_char * (part.stop - part.start)).from_address(address + part.start)
+    memory.owner = owner  # which must live as long
+    return memoryview(memory).tobytes
+
+
+def _changes(read: Reader, act: Callable[[], Any]) -> list[int]:
+    """Which bytes change."""
+    before = read()
+    act()
+    return [i for i, (old, new) in enumerate(zip(before, read())) if old != new]
+
+
+def _telling_part(read: Reader, draw: Callable[[], Any]) -> slice | None:
+    """The few bytes of a Mersenne twister by which each draw is seen.
+
+    A draw moves the position, and after the last one all of the state is made anew: that is the position, and a part
+    of the state beside it. `read` is of one to try it out.
+    """
+    for _ in range(4):
+        draw()  # past the first position
+    moved = _changes(read, draw)
+    return slice(max(0, moved[0] - 32), moved[-1] + 32) if moved else None
+
+
+# --- Python's -------------------------------------------------------------------------------------------------------
+
+_python_part = _telling_part(_reader(new := random.Random(0)), new.random) or slice(None)
+
+
+def _of_python() -> tuple[Reader, ...]:
+    generator = random.getstate.__self__  # type: ignore[attr-defined]
+    which, normal = partial(getattr, random, "getstate"), partial(getattr, generator, "gauss_next")
+    return which, normal, _reader(generator, _python_part)
+
+
+python = Source(random.getstate, random.setstate, _of_python)
+
+
+# --- NumPy's --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def numpy() -> Source:
+    import numpy.random as np_random
+
+    state: Any = vars(np_random)["get_state"].__self__  # beside the bits, half a pair of normals
+
+    new = np_random.MT19937(0)
+    part = _telling_part(_reader(new), new.random_raw) or slice(None)
+
+    def find() -> tuple[Reader, ...]:
+        bits = state._bit_generator
+        if type(bits) is not np_random.MT19937:  # another may keep its state elsewhere
+            return ()
+        return partial(getattr, state, "_bit_generator"), _reader(state), _reader(bits, part)
+
+    return Source(partial(np_random.get_state, legacy=False), np_random.set_state, find)
+
+
+# --- torch's, of the host -------------------------------------------------------------------------------------------
+
+_STATE_BYTES = 5056  # of a Mersenne twister, as torch writes it down: 624 words of 8 bytes, and what else there is
+_OBJECT_BYTES = (
+    2624  # what it takes in memory: 624 words of 4 bytes, the position before, and half pairs of normals after
+)
+
+
+def _parts_of_torch() -> list[slice]:
+    """Where the position is and where the halves are, as tried out; nothing if it isn't as expected."""
+    new = torch.Generator()
+    if new.get_state().nbytes != _STATE_BYTES:
+        return []
+    read = _memory_at(_torch.address_of_generator(new), slice(0, _OBJECT_BYTES), new)
+    kinds = [torch.empty(1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)]
+    position = _telling_part(read, partial(kinds[0].uniform_, generator=new))
+    halves: set[int] = set()
+    for kind in (*kinds, *kinds):
+        kind.normal_(generator=new)  # draws a pair, and keeps the second half
+        moved = _changes(read, partial(kind.normal_, generator=new))  # takes it
+        if not moved:
+            return []
+        halves.update(moved)
+    if position is None:
+        return []
+    return [position, slice(min(halves) - 16, max(halves) + 1)]
+
+
+_torch_parts = _parts_of_torch()
+
+
+@cache
+def _of_torch() -> tuple[Reader, ...]:
+    generator = torch.default_generator
+    address = _torch.address_of_generator(generator)
+    return tuple([_memory_at(address, part, generator) for part in _torch_parts])
+
+
+torch_host = Source(torch.default_generator.get_state, torch.default_generator.set_state, _of_torch)
