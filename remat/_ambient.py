@@ -132,7 +132,7 @@ class _Restored:
 def _torch_part(state: Any) -> bytes | None:
     """The state of a torch generator, read past modes and levels."""
     if isinstance(state, State):
-        state = state.states[0]
+        state = state.value
     return ctypes.string_at(state.data_ptr(), state.nbytes) if isinstance(state, torch.Tensor) else None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import _slow_states
-from ._slow_states import SlowStates
+from ._slow_states import SlowState, together
 
 
 @cache
@@ -36,7 +36,7 @@ def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
 @cache
 def _host_generators(with_numpy: bool) -> tuple[Any, ...]:
     numpy = (_slow_states.numpy(),) if with_numpy else ()
-    return (SlowStates(_slow_states.torch_host, _slow_states.python, *numpy),)
+    return SlowState(_slow_states.torch_host), SlowState(together(_slow_states.python, *numpy))
 
 
 def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:

@@ -33,58 +33,59 @@ class Source(NamedTuple):
     find: Callable[[], tuple[Reader, ...]]
 
 
+def together(*sources: Source) -> Source:
+    """Several generators as one, for those that seldom move: one look tells it of all."""
+
+    def write(states: Sequence[Any]) -> None:
+        for source, state in zip(sources, states):
+            source.write(state)
+
+    def find() -> tuple[Reader, ...]:
+        found = [source.find() for source in sources]
+        return tuple(chain(*found)) if all(found) else ()
+
+    return Source(lambda: [source.read() for source in sources], write, find)
+
+
 class State(NamedTuple):
-    """The states of some generators; `memory` is what was read of all of theirs, None if that doesn't tell them."""
+    """The state of a generator, and what was read of its memory then, None if that doesn't tell it."""
 
-    memory: tuple | None
-    looks: Sequence[tuple | None]  # the memory of each
-    states: Sequence[Any]
+    look: tuple | None
+    value: Any
 
 
-class SlowStates:
-    """Such generators, as if they were one, and their last states."""
+class SlowState:
+    """A generator and its last state."""
 
-    def __init__(self, *sources: Source) -> None:
-        self._sources = sources
-        self._readers: list[tuple[Reader, ...]] = [()] * len(sources)
-        self._all: tuple[Reader, ...] = ()
-        self._last = State(None, [None] * len(sources), [None] * len(sources))
+    __slots__ = ("_last", "_readers", "_source")
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._readers: tuple[Reader, ...] = ()
+        self._last = State(None, None)
 
     def get_state(self) -> State:
         last = self._last
-        return last if tuple(map(call, self._all)) == last[0] else self._moved()
+        return last if tuple(map(call, self._readers)) == last[0] else self._moved()
 
     def _moved(self) -> State:
-        looks, last = self._look(), self._last
+        look = self._look()
         while True:
-            states = [
-                state if look is not None and look == before else source.read()
-                for source, look, before, state in zip(self._sources, looks, last.looks, last.states)
-            ]
-            before, looks = looks, self._look()
-            if looks == before:  # else another thread has drawn meanwhile
-                memory = None if None in looks else tuple(chain(*looks))  # type: ignore[arg-type]
-                self._last = State(memory, looks, states)
-                return self._last
+            state = State(look, self._source.read())
+            look = self._look()
+            if look == state[0]:  # else another thread has drawn meanwhile
+                self._last = state
+                return state
 
-    def _look(self) -> list[tuple | None]:
-        looks: list[tuple | None] = []
-        for i, before in enumerate(self._last.looks):
-            look = tuple(map(call, self._readers[i]))
-            if look != before:  # it may be another one by now
-                self._readers[i] = self._sources[i].find()
-                look = tuple(map(call, self._readers[i]))
-            looks.append(look or None)
-        self._all = tuple(chain(*self._readers)) if all(self._readers) else ()
-        return looks
+    def _look(self) -> tuple | None:
+        self._readers = readers = self._source.find()
+        return tuple(map(call, readers)) or None
 
     def set_state(self, state: State) -> None:
-        if state.memory is not None and state.memory == tuple(map(call, self._all)):
-            return
-        for source, now, look, value in zip(self._sources, self._look(), state.looks, state.states):
-            if look is None or look != now:
-                source.write(value)
-        self._last = state
+        look = state[0]
+        if look is None or look != tuple(map(call, self._readers)):
+            self._source.write(state[1])
+            self._last = state
 
 
 def _reader(obj: Any, part: slice = slice(None)) -> Reader:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import _ambient
 from remat._ambient import Ambient
-from remat._slow_states import SlowStates
+from remat._slow_states import SlowState
 
 CPU = torch.device("cpu")
 DRAWS = {
@@ -193,10 +193,10 @@ class TestGenerators:
 
     def test_a_state_that_has_not_moved_is_read_once(self):
         states = [dict(capture()._pairs()) for _ in range(2)]
-        slow = next(each for each in states[0] if isinstance(each, SlowStates))
+        slow = next(each for each in states[0] if isinstance(each, SlowState))
         assert states[0][slow] is states[1][slow]
         state = states[0][slow]
-        with mock.patch.object(slow, "_sources", None):
+        with mock.patch.object(slow, "_source", None):
             with capture().restored():
                 pass
         assert slow.get_state() is state
@@ -251,7 +251,7 @@ def test_states_are_plain_under_modes(mode):
         with ambient.restored():
             pass
         ambient.rewind()
-    state = ambient._states[0].states[0]
+    state = ambient._states[0].value
     assert type(state) is torch.Tensor and state.device == CPU
     assert torch.equal(state, expected)
     torch.rand(1)
@@ -282,7 +282,7 @@ def test_states_are_plain_under_torch_func(transform):
         return x.sum()
 
     transform(f)(torch.ones(2, 2) if transform is not torch.func.grad else torch.ones(2))
-    state = seen[0]._states[0].states[0]
+    state = seen[0]._states[0].value
     assert not torch._C._functorch.is_functorch_wrapped_tensor(state)
     assert torch.equal(torch.rand(3), expected)
 
