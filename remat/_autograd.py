@@ -35,9 +35,13 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
 
 
 def _run(region: Region, args: tuple, kwargs: dict) -> Any:
-    region.open()
+    around = region.around
+    assert around is not None
     operands = Kept(region.arguments, region.name, region.memory.known.changing)
-    frame = Frame(region, operands, region.consts, region.options)
+    around.take(operands)
+    region.open()
+    around.take_captured(region.consts)
+    frame = Frame(region, operands, region.consts, around.hooks)
     try:
         return frame.run(region.first, args, kwargs)
     except RuntimeError as error:

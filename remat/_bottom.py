@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from . import _torch
+from ._around import Around
 from ._bulk import requires_grad
 from ._derived import Batched, Pullback, gradients
 from ._engine import Frame
 from ._errors import MutationError
 from ._hooks import hooks_allowed, hooks_hidden
 from ._intercept import Watch
-from ._kept import Kept
+from ._kept import NONE_KEPT, Kept
 from ._parts import is_dual
 from ._trace import Trace
 
@@ -126,7 +127,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         if root.record is not None:
             root.record.close_without_slots()
     elif recorded or follows or (torch.is_grad_enabled() and not inference):
-        frame = Frame(region, call.kept, root.consts, root.options)
+        frame = _frame(region, call.kept, root.consts)
         with enabled:
             try:
                 outs = frame.run(region.run, inputs)
@@ -149,6 +150,13 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     return [t.detach() for t in outs]
 
 
+def _frame(region: Any, operands: Kept, consts: Kept, read_inside: bool = False) -> Frame:
+    around = Around()
+    around.take(operands)
+    around.take_captured(consts)
+    return Frame(region, operands, consts, around.hooks, read_inside)
+
+
 def _observe(root: Any, inputs: list[torch.Tensor], follows: bool) -> None:
     """Have the first run watched for captured tensors and, where it is differentiated, traced."""
     root.watch = Watch(root, root.operands(), inputs, plain_too=follows)
@@ -159,8 +167,7 @@ def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
     if recorded:
         if region.uses_func:
             return list(PlainNode.apply(region, call, *operands))
-        kept = Kept(operands, _names(region.root), set())
-        frame = Frame(region, kept, Kept([], kept.name, set()), region.root.options, read_inside=True)
+        frame = _frame(region, Kept(operands, _names(region.root), set()), NONE_KEPT, read_inside=True)
         return frame.run(region.run, operands)
     pullback, primals = region, getattr(region, "primals", 0)
     while isinstance(pullback, Batched) and pullback.primals:

@@ -9,7 +9,6 @@ Ownership goes one way, so that reference counts alone free it all: autograd's n
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -43,13 +42,16 @@ class Frame:
         "start", "streams",
     )  # fmt: skip
 
-    def __init__(self, region: Any, operands: Kept, consts: Kept, options: Any, read_inside: bool = False) -> None:
+    def __init__(
+        self, region: Any, operands: Kept, consts: Kept, outer: tuple | None, read_inside: bool = False
+    ) -> None:
         if not region.root.ran:
             check_hooks_are_allowed()
         self.region = region
         self.operands = operands
         self.consts = consts
-        self.options = options
+        self.options = options = region.root.options
+        self.outer = outer  # the hooks around the region, which have been given these tensors
         self.read_inside = read_inside  # a backward pass inside reads the slots: they keep their values until its end
         self.slots: list[Any] = []  # one for each tensor that the region has saved, or ``SERVED``
         self.refs: list[Callable[[], Any]] = []  # to the first of them, once these live as long as autograd's nodes
@@ -58,7 +60,6 @@ class Frame:
         self.look = LOOKS[self.check]
         self.lock = threading.RLock()
         self.open = True
-        self.outer: tuple | None = None  # the hooks around the region
         self.inside = False  # a backward pass ran inside the region's forward
         self.start = _torch.next_sequence_number()
         root = region.root
@@ -76,15 +77,8 @@ class Frame:
 
     def run(self, call: Callable, *args: Any) -> Any:
         """Run the region for the first time, by ``call(*args)``; what it saves becomes slots of this frame."""
-        self.outer = _torch.top_hooks(True)
-        if self.outer is not None:
-            owner = getattr(self.outer[0], "__self__", None)
-            in_region = isinstance(owner, (Frame, Filler))
-            which = _made_by_an_outer_region if in_region else _has_history
-            self.operands.hand_over(self.outer, to_region=in_region)
-            self.consts.hand_over(self.outer, None if getattr(owner, "takes_all", False) else which, in_region)
-        elif self.options.offload_inputs and not self.region.root.kinds:  # torch.func's levels keep their inputs
-            self.operands.offload()
+        if self.outer is None and self.options.offload_inputs and not self.region.root.kinds:
+            self.operands.offload()  # torch.func's levels keep their inputs
         if self.record is not None:
             self.record.outer = self.outer
         root = self.region.root
@@ -256,27 +250,3 @@ class Frame:
             for ref in self.refs:
                 if slot := ref():
                     slot.value = None
-
-
-def mark() -> Callable[[], None]:
-    """Returns a function that undoes what the region around has recorded since: for a run that is given up."""
-    hooks = _torch.top_hooks(True)
-    around = None if hooks is None else getattr(hooks[0], "__self__", None)
-    if isinstance(around, Frame):
-        return functools.partial(around.truncate, len(around.refs) + len(around.slots))
-    if isinstance(around, Filler):
-        return functools.partial(around.go_back, around.count)
-    return _nothing
-
-
-def _nothing() -> None:
-    pass
-
-
-def _has_history(tensor: torch.Tensor) -> bool:
-    return not tensor.is_leaf
-
-
-def _made_by_an_outer_region(tensor: torch.Tensor) -> bool:
-    """Perhaps: parameters are surely not, and what else is not the outer region keeps as it is."""
-    return not (tensor.is_leaf and tensor.requires_grad)

@@ -153,6 +153,7 @@ class _Listing:
         self.saved: list[weakref.ref[_Saved]] = []
         self.known: dict[int, tuple] = {}  # storages of arguments and captured tensors
         # All buffers are copied first, and are put back.
+        region.search()
         assert region.found is not None
         captured = [(f"captured {place.path}", value) for place, value in region.found.places]
         arguments = [(region.name(i), tensor) for i, tensor in enumerate(region.arguments)]

@@ -16,9 +16,9 @@ import torch
 from . import _torch, _tree
 from ._ambient import Ambient
 from ._arguments import take_apart
+from ._around import Around
 from ._captured import NOTHING, Found
 from ._contents import is_put_back, snapshots
-from ._engine import mark
 from ._intercept import Interceptor, made_inside
 from ._kept import NONE_KEPT, Kept
 from ._memory import Memory
@@ -45,10 +45,9 @@ class Region:
     key: tuple = ()  # how a region was derived from it
 
     __slots__ = (
-        "ambient", "arguments", "arity", "bindings", "captured", "cells", "consts", "contents", "devices", "fixed",
-        "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options", "outputs",
-        "places", "plan", "ran", "record", "replay", "swapped", "trace", "undo_record",
-        "walk", "watch",
+        "ambient", "arguments", "arity", "around", "bindings", "captured", "cells", "consts", "contents", "devices",
+        "fixed", "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options",
+        "outputs", "places", "plan", "ran", "record", "replay", "swapped", "trace", "undo_record", "walk", "watch",
     )  # fmt: skip
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
@@ -56,11 +55,12 @@ class Region:
         self.options = options
         self.memory = memory
         self.given, self.arguments = take_apart(args, kwargs)
-        found = walk(fn, self.given.searched(), memory)
-        self.walk = found if type(found) is Remembered else None
-        self.found: Found | None = found
-        self.cells = found.cells
-        self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)] if found.contents else ()
+        self.around: Around | None = Around()
+        self.undo_record = self.around.mark()
+        self.found: Found | None = None  # what the function captures
+        self.walk: Remembered | None = None
+        self.cells: Sequence[tuple[Any, Any]] = ()
+        self.contents: Sequence[Any] = ()
         # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
         self.holders: Sequence[tuple[Place, Any]] = ()  # the places on the way to captured tensors
         self.fixed: Sequence[tuple[Place, torch.Tensor, int]] = ()  # captured, can't be exchanged; versions
@@ -94,6 +94,8 @@ class Region:
 
         Captured tensors for which ``follow`` is true become operands, the others are kept as they are.
         """
+        if self.found is None:
+            self.search()
         assert self.found is not None
         generators = self.given.generators()
         if self.found is NOTHING:
@@ -103,9 +105,15 @@ class Region:
         self.arity = len(self.arguments) + len(self.captured)
         tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
         self.devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
-        self.undo_record = mark()
         self.record = self._new_record(tensors) if self.options.policy or state.policies else None
         self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
+
+    def search(self) -> None:
+        """Find what the function captures."""
+        self.found = found = walk(self.fn, self.given.searched(), self.memory)
+        self.walk = found if type(found) is Remembered else None
+        self.cells = found.cells
+        self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)] if found.contents else ()
 
     def _find_captured(self, found: Found, generators: list[torch.Generator], follow: Any) -> None:
         tensors, places, bindings, fixed, captured = [], [], [], [], list(self.swapped)
@@ -166,7 +174,7 @@ class Region:
     def forget(self) -> None:
         """Let go of the operands: whoever runs the region again brings them."""
         self.arguments, self.captured = [], []
-        self.found = self.watch = None  # a watch knows its region
+        self.found = self.watch = self.around = None  # a watch knows its region
 
     def name(self, i: int) -> str:
         """What the i-th operand is called in an error."""
