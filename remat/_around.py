@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,36 +15,30 @@ from ._recompute import Filler
 class Around:
     """The hooks at one moment: those of a region around, in whichever of its runs, of somebody else, or none."""
 
-    __slots__ = ("hooks", "owner")
+    __slots__ = ("hooks", "owner", "position", "region")
 
     def __init__(self) -> None:
         self.hooks = _torch.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
+        self.region: Frame | Filler | None = self.owner if isinstance(self.owner, (Frame, Filler)) else None
+        self.position = 0 if self.region is None else self.region.count
 
-    def mark(self) -> Callable[[], None]:
-        """Returns a function that undoes what the region around has recorded since: for a run that is given up."""
-        owner = self.owner
-        if isinstance(owner, Frame):
-            return functools.partial(owner.truncate, len(owner.refs) + len(owner.slots))
-        if isinstance(owner, Filler):
-            return functools.partial(owner.go_back, owner.count)
-        return _nothing
+    def undo(self) -> None:
+        """Have the region around forget what it has recorded since: a run inside of it is given up."""
+        if self.region is not None:
+            self.region.go_back(self.position)
 
     def take(self, operands: Kept) -> None:
         """Let them keep a region's operands. That may be all that a run again of the region around is for."""
         if self.hooks is not None:
-            operands.hand_over(self.hooks, to_region=isinstance(self.owner, (Frame, Filler)))
+            operands.hand_over(self.hooks, None, self.region is not None)
 
     def take_captured(self, consts: Kept) -> None:
         """Let them keep captured tensors, but not what will be there anyway."""
         if self.hooks is not None and consts.tensors:
-            in_region = isinstance(self.owner, (Frame, Filler))
+            in_region = self.region is not None
             which = _made_by_an_outer_region if in_region else _has_history
             consts.hand_over(self.hooks, None if getattr(self.owner, "takes_all", False) else which, in_region)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _has_history(tensor: torch.Tensor) -> bool:

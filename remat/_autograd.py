@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _func
+from ._arguments import take_apart
+from ._around import Around
 from ._engine import Frame
 from ._hooks import is_hooks_refusal
 from ._kept import Kept
@@ -17,36 +19,36 @@ from ._state import own_work, state
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region."""
-    if memory.known.uses_func:
-        return _func.call(fn, options, memory, args, kwargs)
-    region = Region(fn, args, kwargs, options, memory)
-    try:
-        if not state.interceptors:
-            return _run(region, args, kwargs)
-        with own_work():
-            return _run(region, args, kwargs)
-    except RuntimeError as error:
-        if not is_hooks_refusal(error):
-            raise
-        memory.known.uses_func = True
-    finally:
-        region.forget()
+    if not memory.known.uses_func:
+        try:
+            if not state.interceptors:
+                return _run(fn, options, memory, args, kwargs)
+            with own_work():
+                return _run(fn, options, memory, args, kwargs)
+        except RuntimeError as error:
+            if not is_hooks_refusal(error):
+                raise
+            memory.known.uses_func = True
     return _func.call(fn, options, memory, args, kwargs)
 
 
-def _run(region: Region, args: tuple, kwargs: dict) -> Any:
-    around = region.around
-    assert around is not None
-    operands = Kept(region.arguments, region.name, region.memory.known.changing)
+def _run(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
+    given, tensors = take_apart(args, kwargs)
+    around = Around()
+    operands = Kept(tensors, given.name, memory.known.changing)
     around.take(operands)
-    region.open()
-    around.take_captured(region.consts)
-    frame = Frame(region, operands, region.consts, around.hooks)
+    region = Region(fn, given, tensors, options, memory, around)
     try:
-        return frame.run(region.first, args, kwargs)
-    except RuntimeError as error:
-        if is_hooks_refusal(error):
-            # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
-            operands.roll_back()
-            region.restart()
-        raise
+        region.open()
+        around.take_captured(region.consts)
+        frame = Frame(region, operands, region.consts, around.hooks)
+        try:
+            return frame.run(region.first, args, kwargs)
+        except RuntimeError as error:
+            if is_hooks_refusal(error):
+                # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
+                operands.roll_back()
+                region.restart()
+            raise
+    finally:
+        region.forget()

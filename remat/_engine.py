@@ -239,7 +239,12 @@ class Frame:
         self.refs += map(weakref.ref, self.slots)
         self.slots.clear()
 
-    def truncate(self, count: int) -> None:
+    @property
+    def count(self) -> int:
+        """How many tensors it has saved so far."""
+        return len(self.refs) + len(self.slots)
+
+    def go_back(self, count: int) -> None:
         """Forget what was saved after the first ``count`` tensors."""
         del self.slots[max(0, count - len(self.refs)) :]
         del self.refs[count:]

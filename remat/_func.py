@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from . import _torch
+from ._arguments import take_apart
+from ._around import Around
 from ._bottom import Call
 from ._hooks import is_hooks_refusal
 from ._intercept import FoundCaptured, Search, made_inside
@@ -27,7 +29,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     kinds = tuple([interpreter.key().value for interpreter in _torch.interpreter_stack() or ()])
     if _torch.FUNCTIONALIZE in kinds:
         return fn(*args, **kwargs)  # a trace is taken
-    region = Region(fn, args, kwargs, options, memory)
+    region = Region(fn, *take_apart(args, kwargs), options, memory, Around())
     region.kinds = kinds
     search = Search(region, kinds)
     try:

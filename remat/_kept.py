@@ -7,8 +7,9 @@ region itself changed them (batch-norm statistics).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ COPY_BYTES = 16 * 1024
 COPY_VECTOR_BYTES = 1024 * 1024
 
 _is_leaf = attrgetter("is_leaf")
+_NOTHING: Mapping[int, Any] = MappingProxyType({})  # for most: a dict for each would be many objects
 
 Name = Callable[[int], str]
 
@@ -53,23 +55,23 @@ class Kept:
         self.changing = changing
         self.versions = _versions(tensors)
         # Inference tensors have no version, so what they hold is compared.
-        self.sums: dict[int, int] = {}
+        self.sums: Mapping[int, int] = _NOTHING
         if -1 in self.versions:
             self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
         self.requires_grad = tuple(map(requires_grad, tensors))
         self.leaf = tuple(map(_is_leaf, tensors))
-        self.packed: dict[int, Handed | HandedToRegion] = {}  # what hooks around the region took over
-        self.copies: dict[int, torch.Tensor] = {}
-        self.changed: dict[int, bool] = {}  # by the region itself; whether without a trace in the version counter
-        self.duals = _tangents(tensors) if _torch.dual_level_active() else {}
+        self.packed: Mapping[int, Handed | HandedToRegion] = _NOTHING  # what hooks around the region took over
+        self.copies: Mapping[int, torch.Tensor] = _NOTHING
+        self.changed: Mapping[int, bool] = _NOTHING  # by the region; whether without a trace in the version counter
+        self.duals = _tangents(tensors) if _torch.dual_level_active() else _NOTHING
         self.grads: list[tuple[int, int]] | None = None
         self.hooks = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
         self.as_they_were = False  # the first run is over and has not changed any; nobody else keeps one
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
         if changing or not all(self.requires_grad):
-            for i, tensor in enumerate(tensors):
-                if self._may_change(i, tensor):
-                    self.copies[i] = tensor.detach().clone()
+            may_change = [i for i, tensor in enumerate(tensors) if self._may_change(i, tensor)]
+            if may_change:
+                self.copies = {i: tensors[i].detach().clone() for i in may_change}
 
     def __len__(self) -> int:
         return len(self.versions)
@@ -93,9 +95,11 @@ class Kept:
     ) -> None:
         """Let the saved-tensor hooks around the region keep these tensors, as they keep what autograd saves."""
         kind = HandedToRegion if to_region else Handed
-        for i, tensor in enumerate(self.tensors):
-            if tensor is not None and (which is None or which(tensor)):
-                self.packed[i] = kind(tensor, hooks)
+        self.packed = {
+            i: kind(tensor, hooks)
+            for i, tensor in enumerate(self.tensors)
+            if tensor is not None and (which is None or which(tensor))
+        }
 
     def offload(self) -> None:
         """Let what was computed wait in host memory, as long as nobody else keeps it on its device."""
@@ -118,24 +122,30 @@ class Kept:
         if versions == self.versions and not self.copies and not self.packed:
             self.as_they_were = not self.sums
             return
+        changed, copies = {}, dict(self.copies)
         for i, (tensor, version) in enumerate(zip(self.tensors, versions)):
             assert tensor is not None
             if version == self.versions[i]:
-                self._settle(i, tensor)
+                # Where finding out would wait for the device, it counts as changed.
+                if i in copies and (tensor.device.type != "cpu" or _may_differ(copies[i], tensor)):
+                    changed[i] = True
+                else:
+                    copies.pop(i, None)
             elif not tensor.is_leaf:
                 raise MutationError(
                     f"{self.name(i)} requires grad and was changed in place by the region, which can't be run again "
                     f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
                 )
             else:
-                self.changed[i] = False
+                changed[i] = False
                 self.changing.add(self.name(i))
                 self.versions[i] = version
             if i in self.packed:
-                if not self.changed.get(i):
+                if not changed.get(i):
                     self.tensors[i] = None
                 if isinstance(offloaded := self.packed[i].packed, Offloaded):
                     offloaded.settle()
+        self.changed, self.copies = changed, copies
         self.as_they_were = not (self.changed or self.copies or self.packed or self.sums)
 
     def forget_histories(self) -> None:
@@ -144,14 +154,6 @@ class Kept:
             for i, tensor in enumerate(self.tensors):
                 if tensor is not None and not self.leaf[i]:
                     self.tensors[i] = alias(tensor)
-
-    def _settle(self, i: int, tensor: torch.Tensor) -> None:
-        """Drop the copy of a tensor that did not change, or keep it where finding out would wait for the device."""
-        copy = self.copies.get(i)
-        if copy is not None and (tensor.device.type != "cpu" or _may_differ(copy, tensor)):
-            self.changed[i] = True
-        else:
-            self.copies.pop(i, None)
 
     def roll_back(self) -> None:
         """Give tensors that a first run has changed their old values and hooks, as that run is given up."""

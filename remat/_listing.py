@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import torch
 
 from . import _torch, _tree
+from ._arguments import take_apart
 from ._derived import differentiable
 from ._hooks import check_hooks_are_allowed, is_hooks_refusal
 from ._kept import Kept
@@ -147,15 +148,13 @@ class _Listing:
     takes_all = True  # regions hand over all that they keep to these hooks
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
-        self.region = region = Region(fn, args, kwargs, Options(), memory_of(fn))
+        self.region = region = Region(fn, *take_apart(args, kwargs), Options(), memory_of(fn), None)
         self.record = Record(nothing_saveable, region.memory, lines=True)
         self.names = _argument_names(fn, _tree.paths(region.given.spec, ""))
         self.saved: list[weakref.ref[_Saved]] = []
         self.known: dict[int, tuple] = {}  # storages of arguments and captured tensors
         # All buffers are copied first, and are put back.
-        region.search()
-        assert region.found is not None
-        captured = [(f"captured {place.path}", value) for place, value in region.found.places]
+        captured = [(f"captured {place.path}", value) for place, value in region.search().places]
         arguments = [(region.name(i), tensor) for i, tensor in enumerate(region.arguments)]
         region.memory.known.changing.update(name for name, tensor in captured + arguments if not _requires_grad(tensor))
 

@@ -15,7 +15,7 @@ import torch
 
 from . import _torch, _tree
 from ._ambient import Ambient
-from ._arguments import take_apart
+from ._arguments import Arguments
 from ._around import Around
 from ._captured import NOTHING, Found
 from ._contents import is_put_back, snapshots
@@ -47,16 +47,17 @@ class Region:
     __slots__ = (
         "ambient", "arguments", "arity", "around", "bindings", "captured", "cells", "consts", "contents", "devices",
         "fixed", "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options",
-        "outputs", "places", "plan", "ran", "record", "replay", "swapped", "trace", "undo_record", "walk", "watch",
+        "outputs", "places", "plan", "ran", "record", "replay", "swapped", "trace", "walk", "watch",
     )  # fmt: skip
 
-    def __init__(self, fn: Callable, args: tuple, kwargs: dict, options: Options, memory: Memory) -> None:
+    def __init__(
+        self, fn: Callable, given: Arguments, tensors: list, options: Options, memory: Memory, around: Around | None
+    ) -> None:
         self.fn = fn
         self.options = options
         self.memory = memory
-        self.given, self.arguments = take_apart(args, kwargs)
-        self.around: Around | None = Around()
-        self.undo_record = self.around.mark()
+        self.given, self.arguments = given, tensors
+        self.around = around  # which has recorded for it since
         self.found: Found | None = None  # what the function captures
         self.walk: Remembered | None = None
         self.cells: Sequence[tuple[Any, Any]] = ()
@@ -94,26 +95,24 @@ class Region:
 
         Captured tensors for which ``follow`` is true become operands, the others are kept as they are.
         """
-        if self.found is None:
-            self.search()
-        assert self.found is not None
-        generators = self.given.generators()
-        if self.found is NOTHING:
+        found, generators = self.found or self.search(), self.given.generators()
+        if found is NOTHING:
             self.captured = self.swapped
         else:
-            self._find_captured(self.found, generators, follow)
+            self._find_captured(found, generators, follow)
         self.arity = len(self.arguments) + len(self.captured)
         tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
         self.devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         self.record = self._new_record(tensors) if self.options.policy or state.policies else None
         self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
-    def search(self) -> None:
+    def search(self) -> Found:
         """Find what the function captures."""
         self.found = found = walk(self.fn, self.given.searched(), self.memory)
         self.walk = found if type(found) is Remembered else None
         self.cells = found.cells
         self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)] if found.contents else ()
+        return found
 
     def _find_captured(self, found: Found, generators: list[torch.Generator], follow: Any) -> None:
         tensors, places, bindings, fixed, captured = [], [], [], [], list(self.swapped)
@@ -195,10 +194,14 @@ class Region:
         return self._called(args, kwargs, mode, again)
 
     def _called(self, args: Sequence, kwargs: dict, mode: Any, again: bool) -> Any:
-        if again and mode is None and self.log is None and not state.own_work:
+        alone = mode is None and self.log is None
+        if alone and again and not state.own_work:
             return self._call(args, kwargs, again)
-        with own_work(False) if again else first_run(), mode or nullcontext(), self.log or nullcontext():
-            return self._call(args, kwargs, again)
+        with own_work(False) if again else first_run():
+            if alone:
+                return self._call(args, kwargs, again)
+            with mode or nullcontext(), self.log or nullcontext():
+                return self._call(args, kwargs, again)
 
     def _call(self, args: Sequence, kwargs: dict, again: bool) -> Any:
         contexts = self.options.contexts
@@ -288,7 +291,8 @@ class Region:
         self.ambient.rewind()
         self.consts.roll_back()
         rebound([*snapshots(self.contents), *self.holders], cells=self.cells).__enter__()  # for good
-        self.undo_record()
+        if self.around is not None:
+            self.around.undo()
         self.ran = False
 
     def check_result(self, result: Any) -> None:
