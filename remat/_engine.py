@@ -68,7 +68,7 @@ class Frame:
         self.policies = tuple(state.policies)
         self.record = None if root.ran else root.record
         self.slot = Slot if self.record is None else RecordedSlot
-        self.noted = read_inside or self.record is not None or bool(root.kinds)
+        self.noted = read_inside or self.record is not None
         self.known: dict[int, tuple[Kept, int]] = {}
         for kept in (consts, operands) if consts.tensors else (operands,):
             self.known.update(zip(map(id, kept.tensors), zip(repeat(kept), count())))
@@ -84,7 +84,8 @@ class Frame:
         root = self.region.root
         root.log = self.log
         with hooks_allowed(whoever_forbids=root.ran):
-            _torch.push_hooks(self._pack_and_note if self.noted else self.pack, self.unpack)
+            below = self._pack_below_levels if root.kinds else self.pack
+            _torch.push_hooks(self._pack_and_note if self.noted else below, self.unpack)
             try:
                 result = call(*args)
             finally:
@@ -124,10 +125,16 @@ class Frame:
         self.slots.append(slot)
         return slot
 
-    def _pack_and_note(self, tensor: torch.Tensor) -> Any:
-        """The same where a record must know of it, or with levels of torch.func, of which others save tensors too.
+    def _pack_below_levels(self, tensor: torch.Tensor) -> Any:
+        """The same with levels of torch.func, of which others save tensors too."""
+        if is_wrapped(tensor) and id(tensor) not in self.known:
+            return Above(tensor)
+        return self.pack(tensor)
 
-        There a slot may lead to kept values, so that it must go with the node.
+    def _pack_and_note(self, tensor: torch.Tensor) -> Any:
+        """The same where a slot gets a value, or a record must know of it: it may lead to what is kept.
+
+        So it must go with the node.
         """
         record = self.record
         if is_wrapped(tensor) and id(tensor) not in self.known:

@@ -86,7 +86,8 @@ class Filler:
         if frame.record is not None and frame.record.tells:
             root.plan = frame.record.plan(slot for slot in self.slots if slot)
         hooks = RemovableHandle.next_id
-        _torch.push_hooks(self._pack_and_tell if frame.noted else self.pack, _same)
+        below = self._pack_below_levels if root.kinds else self.pack
+        _torch.push_hooks(self._pack_and_tell if frame.noted else below, _same)
         try:
             with as_in_forward(frame.policies, filling=frame.open):
                 result = frame.region.call_again(operands)
@@ -134,8 +135,12 @@ class Filler:
             self._end()
         return value
 
+    def _pack_below_levels(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same with levels of torch.func, of which others save tensors too."""
+        return bare(tensor) if _torch.is_wrapped(tensor) else self.pack(tensor)
+
     def _pack_and_tell(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same where levels of torch.func, or a run that skips operations, have to do with it."""
+        """The same where a run that skips operations has to do with it."""
         if _torch.is_wrapped(tensor):
             return bare(tensor)
         replay = self.root.replay
