@@ -4,9 +4,11 @@
 
 A row compares two sides. Their programs run in turn, many times, and the row is the ratio of the two medians, so that
 a machine with other work slows both sides alike. The garbage collector is off: a full collection looks at all objects
-of torch, and takes longer than most programs here, whichever of them it hits. Every program is a forward and a
-backward, if the row doesn't say otherwise. "Small" regions are 10 x (matmul, tanh) on 8 x 8, where nearly all time is
-overhead; "the block" is the transformer block of `benchmarks.policies`. The exit status is 1 if a row misses its limit.
+of torch, and takes longer than most programs here, whichever of them it hits. And the C library keeps what is freed,
+where it can: else it gives memory back and asks for it again, hundreds of pages in a step of the block, as chance has
+it. Every program is a forward and a backward, if the row doesn't say otherwise. "Small" regions are 10 x (matmul, tanh)
+on 8 x 8, where nearly all time is overhead; "the block" is the transformer block of `benchmarks.policies`. The exit
+status is 1 if a row misses its limit.
 
 The others are torch's own checkpoints and Meta's `torch_remat`, in which a function marks what is kept of it. All have
 their defaults: torch's and remat put random generators back for the second run, `torch_remat` doesn't. Its rows are
@@ -16,6 +18,7 @@ left out where it isn't installed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import sys
 import time
@@ -266,6 +269,15 @@ CASES: tuple[Case, ...] = (
 )
 
 
+def keep_freed_memory() -> bool:
+    """Has the C library keep what is freed, for good; returns whether it can."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(mallopt(option, value) == 1 for option, value in _KEEP)
+
+
+_KEEP = ((-1, 2**31 - 1), (-4, 0))  # M_TRIM_THRESHOLD, M_MMAP_MAX of glibc
+
+
 def table(measurements: Sequence[Measurement]) -> str:
     """The measurements as aligned text."""
     width = max(len(m.name) for m in measurements)
@@ -284,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="for each row (default: 8)")
     options = parse(parser, argv)
     torch.set_num_threads(1)
+    keep_freed_memory()
     with gc_disabled():
         rows = [case.measure(options.seconds) for case in CASES if installed(case.package, case.name)]
     return report(options, rows, table)

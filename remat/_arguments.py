@@ -27,7 +27,7 @@ class Arguments:
         first: dict[int, int] = {}
         for position, index in uses:
             first.setdefault(index, position)
-        self.positions = tuple(first.values())  # where each operand is used first
+        self.positions: Sequence[int] = tuple(first.values())  # where each operand is used first
 
     def searched(self) -> list[Any]:
         """The leaves that may hold captured tensors."""
@@ -50,14 +50,27 @@ class Arguments:
 
 
 class Tensors(Arguments):
-    """Positional tensors, each another one: that is the same for all calls with as many."""
+    """Nothing but tensors, each another one."""
 
     __slots__ = ()
+
+    def __init__(self, spec: _tree.TreeSpec, count: int) -> None:
+        self.spec = spec
+        self.leaves, self.uses, self.positions = _in_order(count)
 
     def searched(self) -> list[Any]:
         return []
 
     generators = searched
+
+    def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        return _tree.unflatten(self.spec, operands[: len(self.leaves)])
+
+
+class Positional(Tensors):
+    """These as positional arguments: that is the same for all calls with as many."""
+
+    __slots__ = ()
 
     def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         return operands[: len(self.leaves)], {}
@@ -69,16 +82,26 @@ def without_plain(values: Iterable[Any]) -> list[Any]:
 
 
 @functools.lru_cache(128)
-def _tensors(count: int) -> Tensors:
-    spec = _tree.flatten(((0,) * count, {}))[1]
-    return Tensors(spec, (None,) * count, tuple((i, i) for i in range(count)))
+def _in_order(count: int) -> tuple[Sequence[None], Sequence[tuple[int, int]], Sequence[int]]:
+    return (None,) * count, tuple((i, i) for i in range(count)), range(count)
+
+
+@functools.lru_cache(128)
+def _positional(count: int) -> Positional:
+    return Positional(_tree.flatten(((0,) * count, {}))[1], count)
+
+
+def _are_tensors(leaves: Sequence[Any]) -> bool:
+    return _TENSORS.issuperset(map(type, leaves)) and len(set(map(id, leaves))) == len(leaves)
 
 
 def take_apart(args: tuple, kwargs: dict) -> tuple[Arguments, list[torch.Tensor]]:
     """The arguments and their tensors, each once: a function may ask whether two arguments are the same one."""
-    if not kwargs and _TENSORS.issuperset(map(type, args)) and len(set(map(id, args))) == len(args):
-        return _tensors(len(args)), list(args)
+    if not kwargs and _are_tensors(args):
+        return _positional(len(args)), list(args)
     leaves, spec = _tree.flatten((args, kwargs))
+    if _are_tensors(leaves):
+        return Tensors(spec, len(leaves)), leaves
     index: dict[int, int] = {}
     uses: list[tuple[int, int]] = []
     tensors: list[torch.Tensor] = []

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.measure import gc_disabled
 from remat import _slow_states, remat
-from remat._arguments import Tensors, take_apart
+from remat._arguments import Positional, Tensors, take_apart
 from remat._captured import NOTHING, find
 from remat._slow_states import SlowState, together
 
@@ -128,7 +128,7 @@ def test_another_generator_in_the_place_of_the_first_is_seen() -> None:
 def test_calls_with_as_many_tensors_share_their_structure() -> None:
     x, w = torch.ones(2), torch.nn.Parameter(torch.ones(2))
     (given, tensors), (again, others) = take_apart((x, w), {}), take_apart((w, x), {})
-    assert given is again and isinstance(given, Tensors)
+    assert given is again and isinstance(given, Positional)
     assert tensors == [x, w] and others == [w, x]
     args, kwargs = given.filled([w, x, x])  # the last one is an operand beyond the arguments
     assert list(args) == [w, x] and not kwargs
@@ -145,11 +145,22 @@ def test_other_calls_do_not(case: str) -> None:
         "container": (([x, w],), {}),
     }[case]
     given, tensors = take_apart(args, kwargs)
-    assert not isinstance(given, Tensors) and len(tensors) == 2
+    assert not isinstance(given, Positional) and len(tensors) == 2
     new = [torch.zeros(2), torch.zeros(2)]
     filled = given.filled(new)
     assert [t for t in optree.tree_leaves(filled) if t is new[0] or t is new[1]]
     assert not any(leaf is x or leaf is w for leaf in optree.tree_leaves(filled))
+
+
+def test_tensors_in_containers_go_back_where_they_were() -> None:
+    a, b, c = (torch.full((2,), float(i)) for i in range(3))
+    given, tensors = take_apart(({"z": a, "y": [b]},), {"w": (c,)})
+    assert isinstance(given, Tensors)
+    by_name = {given.name(i): tensor for i, tensor in enumerate(tensors)}
+    assert by_name == {"argument args[0]['z']": a, "argument args[0]['y'][0]": b, "argument kwargs['w'][0]": c}
+    args, kwargs = given.filled([*(t + 10 for t in tensors), torch.zeros(2)])  # the last one is an operand beyond them
+    assert list(args[0]) == ["z", "y"] and list(kwargs) == ["w"]
+    assert [t[0].item() for t in (args[0]["z"], args[0]["y"][0], kwargs["w"][0])] == [10, 11, 12]
 
 
 WEIGHT = torch.ones(2)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,6 +16,7 @@ from benchmarks.wrappers import Fn, torch_remat_checkpoint
 from remat import remat
 from remat.policies import save_matmuls, save_only_these_names
 
+ROOT = Path(__file__).parent.parent
 SAME = [case for case in CASES if case.numerator.factor == case.denominator.factor]
 WITH_PACKAGES = [case for case in CASES if case.package is not None]
 
@@ -76,3 +81,23 @@ def test_the_table_has_every_row() -> None:
     assert all(m.rounds == 3 and m.ratio > 0 for m in measurements)
     text = table(measurements)
     assert all(m.name in text for m in measurements)
+
+
+def test_freed_memory_is_kept() -> None:
+    """No page is given back and asked for again: then a program that runs again meets none that is new."""
+    program = """
+import resource
+import torch
+from benchmarks.speed import keep_freed_memory
+if keep_freed_memory():
+    for _ in range(3):
+        torch.ones(1 << 20).sum()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(1 << 20).sum()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    if not done.stdout:
+        pytest.skip("another C library than glibc")
+    assert int(done.stdout) < 100  # else 1024 in each of the ten
