@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import compress
 from operator import is_, methodcaller
 from typing import Any
 
@@ -86,14 +87,14 @@ class Tape:
 
     def pull(self, pullback: Pullback) -> Any:
         edges = pullback.chosen(self.edges)
-        heads = [t for t, needs in zip(self.inputs, pullback.needs) if needs]
+        heads = list(compress(self.inputs, pullback.needs))
         depends = [edge is not None for edge in edges]
         return lambda cts: gradients(edges, depends, heads, cts, create=False, retain=not self.last)
 
     def serves(self, pullback: Any) -> bool:
         if not isinstance(pullback, Pullback) or pullback.inner.key != self.key:
             return False
-        return all(t.requires_grad for t, needs in zip(self.inputs, pullback.needs) if needs)
+        return all(map(requires_grad, compress(self.inputs, pullback.needs)))
 
 
 def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted: Sequence[bool] | None) -> list:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -171,8 +172,8 @@ class Pullback(Derived):
 
         def gradients(cotangents: Tensors) -> list[torch.Tensor]:
             grads = pull(cotangents)
-            self.present = [grad is not None for grad in grads]
-            return [grad for grad in grads if grad is not None]
+            self.present = list(map(is_not, grads, repeat(None)))
+            return list(compress(grads, self.present))
 
         return gradients
 

@@ -28,7 +28,7 @@ def check_left_behind(region: Any, outs: Sequence[torch.Tensor]) -> None:
             "A region under torch.func was the first to read a parametrized weight in `parametrize.cached()`, "
             "where its derivatives would be lost. Read it before, as in `module.weight`, or leave the cache."
         )
-    known = {id(t) for t in (*outs, *region.operands())}
+    known = set(map(id, (*outs, *region.operands())))
     values = [*region.given.searched(), *without_plain(value for _, value in region.outputs.entries)]
     for place, value in find(region.fn, *values).places:
         lost = isinstance(value, torch.Tensor) and id(value) not in known and watch.has_lost(value)

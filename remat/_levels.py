@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import repeat
+from operator import and_, eq
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.autograd.forward_ad as fwAD
 
 from . import _torch
 from ._bottom import Call, run_at_bottom
+from ._bulk import requires_grad
 from ._derived import Batched, Graded, Jvp, Pullback, differentiable, without_overlap
 from ._proof import nobody_reads_the_graph
 
@@ -150,7 +152,8 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     level = interpreter.level()
     followed = [False] * len(operands)
     if level != skip and torch.is_grad_enabled():
-        followed = [t.requires_grad and _torch.level_of(t) == level for t in operands]
+        at_level = map(eq, map(_torch.level_of, operands), repeat(level))
+        followed = list(map(and_, map(requires_grad, operands), at_level))
     region = _graded(region, level, tuple(followed))
     if not any(followed):
         with _Below(interpreter, torch.is_grad_enabled()):
@@ -268,6 +271,8 @@ def pull_back(
         return [None] * len(needs)
     pullback = Pullback(region, tuple(needs), given)
     found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call, skip=skip)
+    if len(found) == len(needs):
+        return found
     grads = iter(found)
     present = iter(pullback.present)
     return [next(grads) if needed and next(present) else None for needed in needs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class Outputs:
 
 
 def _sort(leaves: Sequence[Any], operands: Sequence[torch.Tensor]) -> tuple[list[tuple[str, Any]], list[torch.Tensor]]:
-    seen = {id(t): (OPERAND, i) for i, t in enumerate(operands)}
+    seen: dict[int, tuple[str, int]] = dict(zip(map(id, operands), zip(repeat(OPERAND), count())))
     entries: list[tuple[str, Any]] = []
     new: list[torch.Tensor] = []
     for leaf in leaves:
