@@ -39,8 +39,7 @@ def _run(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     around.take(operands)
     region = Region(fn, given, tensors, options, memory, around)
     try:
-        region.open()
-        around.take_captured(region.consts)
+        region.open(around=around)
         frame = Frame(region, operands, region.consts, around.hooks)
         try:
             return frame.run(region.first, args, kwargs)

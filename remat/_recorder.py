@@ -19,8 +19,10 @@ class Open:
     def __init__(self, record: Record) -> None:
         super().__init__()
         self.record = record
+        self.number = 0  # how many regions around have a record
 
     def __enter__(self) -> Any:
+        self.number = len(state.records)
         state.records.append(self.record)
         state.policies.append(self.record.policy)
         return self
@@ -42,7 +44,14 @@ class Recorder(Open, DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         record = self.record
         step = record.step
-        if step.func is not func or step.guard is None or types or kwargs or state.filling or state.unseen:
+        if (
+            step.func is not func
+            or step.guard is None
+            or types
+            or kwargs
+            or self.number < state.filling
+            or state.unseen
+        ):
             return self._otherwise(func, types, args, kwargs or {})
         if step.is_view:
             shown = record.storages.shown(step, args) if record.follows else None
@@ -60,7 +69,7 @@ class Recorder(Open, DispatchMode):
         if types and is_wrapper_call(types):
             return NotImplemented  # what it runs on the tensors inside comes by
         record = self.record
-        if state.filling or state.unseen:
+        if self.number < state.filling or state.unseen:
             record.storages.meet()
             return func(*args, **kwargs)
         step = record.due

@@ -90,10 +90,11 @@ class Region:
 
     # --- before the first run -------------------------------------------------------------------------------------
 
-    def open(self, follow: Callable[[torch.Tensor], bool] | None = None) -> None:
+    def open(self, follow: Callable[[torch.Tensor], bool] | None = None, around: Around | None = None) -> None:
         """Record the ambient state and the captured tensors, as they are now.
 
-        Captured tensors for which ``follow`` is true become operands, the others are kept as they are.
+        Captured tensors for which ``follow`` is true become operands. The others are kept, by the hooks ``around`` if
+        these may: before the state is recorded, as hooks may draw random numbers.
         """
         found, generators = self.found or self.search(), self.given.generators()
         if found is NOTHING:
@@ -104,6 +105,8 @@ class Region:
         tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
         self.devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         self.record = self._new_record(tensors) if self.options.policy or state.policies else None
+        if around is not None:
+            around.take_captured(self.consts)
         self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
 
     def search(self) -> Found:
@@ -179,10 +182,7 @@ class Region:
         """What the i-th operand is called in an error."""
         if i < len(self.given.positions):
             return self.given.name(i)
-        for place, index in self.bindings:
-            if index == i:
-                return f"captured {place.path}"
-        return "a captured tensor"
+        return next((f"captured {place.path}" for place, index in self.bindings if index == i), "a captured tensor")
 
     # --- running ----------------------------------------------------------------------------------------------------
 

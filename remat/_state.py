@@ -20,7 +20,7 @@ class _State(threading.local):
     disabled: bool = False
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
-    filling: bool = False  # a region runs again inside of its first run: that isn't recorded
+    filling: int = 0  # a region runs again inside of its first run: the first so many records don't note that
 
     def __init__(self) -> None:
         self.reader: Any = None  # the frame that gets a value for a backward now
@@ -100,7 +100,9 @@ class as_in_forward:
 
     def __enter__(self) -> None:
         self.before = state.unseen, state.filling, state.policies
-        state.unseen, state.filling, state.policies = False, self.filling, list(self.policies)
+        state.unseen, state.policies = False, list(self.policies)
+        if self.filling:
+            state.filling = len(state.records)  # those of regions that start inside do
 
     def __exit__(self, *exception: Any) -> None:
         state.unseen, state.filling, state.policies = self.before

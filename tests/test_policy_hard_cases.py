@@ -449,3 +449,35 @@ def test_the_forward_lets_go_of_what_will_not_be_needed(policy: Any) -> None:
 
     x = rand(16, 16)
     assert peak_bytes(remat(fn, policy=policy), x) < 20 * x.nbytes
+
+
+def named_sine(x: Tensor) -> Tensor:
+    return checkpoint_name(x * 2, "h").sin()
+
+
+@pytest.mark.parametrize("check", ["metadata", "values", "none"])
+@pytest.mark.parametrize("outer", [None, "everything", "all but sines"])
+@pytest.mark.parametrize("inner", ["everything", "all but sines", "products", "names"])
+def test_a_region_with_a_policy_before_a_gradient_that_is_taken_inside(inner: str, outer: str, check: str) -> None:
+    """For that gradient the outer region runs again within its first run: then too the inner one hands over values."""
+
+    def program(wrap: Callable, around: Callable) -> Callable:
+        first = wrap(named_sine)
+
+        def fn(x: Tensor) -> Tensor:
+            h = first(x)
+            (g,) = torch.autograd.grad((h.sin() * h).sum(), h, create_graph=True)
+            return g * h
+
+        return around(fn)
+
+    def results(fn: Callable) -> tuple[Tensor, Tensor]:
+        x = rand(5)
+        y = fn(x)
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    expected = results(program(lambda fn: fn, lambda fn: fn))
+    policy = POLICIES[outer] if outer else None
+    fn = program(remat(policy=POLICIES[inner]), remat(policy=policy, determinism_check=check))
+    for _ in range(3):  # from the second call on with what is known of the first
+        assert all(map(torch.equal, results(fn), expected))

@@ -789,3 +789,24 @@ def test_save_on_cpu_frees_the_device(pin_memory: bool) -> None:
     del argument
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before + out.nbytes
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_hooks_that_draw_random_numbers(captured: bool) -> None:
+    """What they draw when they are given the region's tensors is not what the region draws."""
+    x = rand(6)
+    other = x * 2
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        noise = torch.rand_like(x)
+        return (x * (other if captured else y)).sin() * noise.exp(), noise
+
+    def pack(tensor: Tensor) -> Tensor:
+        torch.rand(1)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out, noise = remat(fn)(x, other)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    (expected,) = torch.autograd.grad(((x * (x * 2)).sin() * noise.exp()).sum(), x)
+    assert torch.allclose(found, expected)
