@@ -164,10 +164,18 @@ _OBJECT_BYTES = (
 
 
 def _parts_of_torch() -> list[slice]:
-    """Where the position is and where the halves are, as tried out; nothing if it isn't as expected."""
+    """Where the position is and where the halves are, as tried out; nothing if it isn't as expected.
+
+    No mode and no level may have a part in that, as this package may be imported under any.
+    """
     new = torch.Generator()
-    if new.get_state().nbytes != _STATE_BYTES:
+    if new.get_state().nbytes != _STATE_BYTES or torch.jit.is_tracing():  # it would record the draws
         return []
+    with _torch.without_levels(), _torch.without_dispatch(), _torch.without_torch_function():
+        return _try_out(new)
+
+
+def _try_out(new: torch.Generator) -> list[slice]:
     read = _memory_at(_torch.address_of_generator(new), slice(0, _OBJECT_BYTES), new)
     kinds = [torch.empty(1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)]
     position = _telling_part(read, partial(kinds[0].uniform_, generator=new))
@@ -178,9 +186,7 @@ def _parts_of_torch() -> list[slice]:
         if not moved:
             return []
         halves.update(moved)
-    if position is None:
-        return []
-    return [position, slice(min(halves) - 16, max(halves) + 1)]
+    return [] if position is None else [position, slice(min(halves) - 16, max(halves) + 1)]
 
 
 _torch_parts = _parts_of_torch()

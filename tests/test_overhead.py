@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import optree
@@ -16,6 +18,8 @@ from remat import _slow_states, remat
 from remat._arguments import Positional, Tensors, take_apart
 from remat._captured import NOTHING, find
 from remat._slow_states import SlowState, together
+
+ROOT = Path(__file__).parent.parent
 
 
 def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -99,6 +103,28 @@ def test_every_kind_of_draw_of_torch_is_seen() -> None:
             assert torch.equal(now.value, torch.get_rng_state()), name
     finally:
         torch.set_rng_state(before)
+
+
+@pytest.mark.parametrize(
+    "program", ["torch.vmap(imported)(x)", "make_fx(imported)(x).code", "FakeTensorMode().__enter__()"]
+)
+def test_trying_it_out_is_nobody_elses_business(program: str) -> None:
+    """The package may be imported under a transform that forbids draws, under a trace, or where nothing is real."""
+    setup = """
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+imported = lambda x: (__import__("remat"), x.sin())[1]
+x, before = torch.ones(3), torch.get_rng_state()
+"""
+    check = """
+after = torch.default_generator.get_state()
+from remat import _slow_states
+print("normal_" in str(result), bytes(after.tolist()) == bytes(before.tolist()), len(_slow_states._torch_parts))
+"""
+    code = f"{setup}result = {program}\n{check}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "2"]
 
 
 def test_a_generator_of_another_layout_is_read_each_time() -> None:
