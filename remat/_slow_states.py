@@ -157,10 +157,10 @@ def numpy() -> Source:
 
 # --- torch's, of the host -------------------------------------------------------------------------------------------
 
-_STATE_BYTES = 5056  # of a Mersenne twister, as torch writes it down: 624 words of 8 bytes, and what else there is
-_OBJECT_BYTES = (
-    2624  # what it takes in memory: 624 words of 4 bytes, the position before, and half pairs of normals after
-)
+# A Mersenne twister as torch writes it down, in words of 8 bytes; and in memory, in words of 4: its position stands before
+# the 624 of its state, the second halves of pairs of normals after.
+_STATE_BYTES = 5056
+_OBJECT_BYTES = 2624
 
 
 def _parts_of_torch() -> list[slice]:
