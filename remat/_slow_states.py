@@ -157,8 +157,8 @@ def numpy() -> Source:
 
 # --- torch's, of the host -------------------------------------------------------------------------------------------
 
-# A Mersenne twister as torch writes it down, in words of 8 bytes; and in memory, in words of 4: its position stands before
-# the 624 of its state, the second halves of pairs of normals after.
+# A Mersenne twister as torch writes it down, in words of 8 bytes; and in memory, in words of 4. There its position
+# stands before its 624 words, and the second halves of pairs of normals after.
 _STATE_BYTES = 5056
 _OBJECT_BYTES = 2624
 
