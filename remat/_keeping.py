@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ._bulk import gone
 from ._calls import Calls
 from ._determinism import Line
 from ._judge import Judge, judge_of
@@ -25,7 +26,6 @@ from ._plan import Plan, always, can_wait, never, plan
 from ._policy import Policy, Verdict
 from ._program import END, Entry, Known, Program, Programs, Step
 from ._residual import Residual
-from ._storages import gone
 from ._torch import TensorGuards, is_shared
 from ._values import Layout, layouts
 

@@ -135,10 +135,8 @@ is_dead = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-define
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 unwrap_once = torch._C._functorch.get_unwrapped
 is_grad_wrapper = torch._C._functorch.is_gradtrackingtensor
-unwrap_grad = torch._C._functorch._unwrap_for_grad
-wrap_grad = torch._C._functorch._wrap_for_grad
-unwrap_batched = torch._C._functorch._unwrap_batched
-wrap_batched = torch._C._functorch._add_batch_dim
+unwrap_grad, wrap_grad = torch._C._functorch._unwrap_for_grad, torch._C._functorch._wrap_for_grad
+unwrap_batched, wrap_batched = torch._C._functorch._unwrap_batched, torch._C._functorch._add_batch_dim
 vmap_level = _vmap.vmap_increment_nesting
 grad_level = _eager_transforms.grad_increment_nesting
 # torch.func marks what it differentiates with it.

@@ -7,10 +7,13 @@ A case's flags say what plain torch can do with its function, so a test selects:
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -558,3 +561,10 @@ def cases(**flags: bool) -> pytest.MarkDecorator:
     chosen = [case for case in CASES if all(getattr(case, flag) == value for flag, value in flags.items())]
     assert chosen
     return pytest.mark.parametrize("case", chosen, ids=[case.name for case in chosen])
+
+
+def run_program(program: str) -> str:
+    """What a program prints that runs by itself, from the project's folder."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout

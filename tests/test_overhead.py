@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import gc
 import random
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import optree
 import pytest
 import torch
+from cases import run_program
 
 from benchmarks.measure import gc_disabled
 from remat import _slow_states, remat
 from remat._arguments import Positional, Tensors, take_apart
 from remat._captured import NOTHING, find
 from remat._slow_states import SlowState, together
-
-ROOT = Path(__file__).parent.parent
 
 
 def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -123,8 +120,7 @@ from remat import _slow_states
 print("normal_" in str(result), bytes(after.tolist()) == bytes(before.tolist()), len(_slow_states._torch_parts))
 """
     code = f"{setup}result = {program}\n{check}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "2"]
+    assert run_program(code).split() == ["False", "True", "2"]
 
 
 def test_a_generator_of_another_layout_is_read_each_time() -> None:

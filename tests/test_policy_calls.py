@@ -309,13 +309,6 @@ def branches(x: Tensor, w: Tensor, which: int) -> Tensor:
 
 
 @every_policy
-@pytest.mark.parametrize("which", range(1, 8))
-def test_another_branch_after_calls_that_did_the_same(policy: str, which: int) -> None:
-    x, w = rand(4, 4), rand(4, 4, seed=1)
-    check(branches, policy, in_turn((x, w, 0), (x, w, which)))
-
-
-@every_policy
 def test_other_inputs_after_calls_that_did_the_same(policy: str) -> None:
     x, w = rand(4, 4), rand(4, 4, seed=1)
     base = rand(8, 4, seed=2).detach()
@@ -377,11 +370,14 @@ def viewing(x: Tensor, w: Tensor, which: int) -> Tensor:
     return torch.cat(parts).sin()
 
 
+OTHER_BRANCHES = [*((branches, which) for which in range(1, 8)), *((viewing, which) for which in range(1, 12))]
+
+
 @every_policy
-@pytest.mark.parametrize("which", range(1, 12))
-def test_other_views_after_calls_that_did_the_same(policy: str, which: int) -> None:
+@pytest.mark.parametrize("fn, which", OTHER_BRANCHES)
+def test_another_branch_after_calls_that_did_the_same(policy: str, fn: Callable, which: int) -> None:
     x, w = rand(4, 4), rand(4, 4, seed=1)
-    check(viewing, policy, in_turn((x, w, 0), (x, w, which)))
+    check(fn, policy, in_turn((x, w, 0), (x, w, which)))
 
 
 @every_policy

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from cases import run_program
 
 from benchmarks.layers import arguments, layers, marked_products, marked_tanhs, named_layers
 from benchmarks.measure import count_ops, held_bytes
@@ -16,7 +13,6 @@ from benchmarks.wrappers import Fn, torch_remat_checkpoint
 from remat import remat
 from remat.policies import save_matmuls, save_only_these_names
 
-ROOT = Path(__file__).parent.parent
 SAME = [case for case in CASES if case.numerator.factor == case.denominator.factor]
 WITH_PACKAGES = [case for case in CASES if case.package is not None]
 
@@ -97,7 +93,7 @@ if keep_freed_memory():
         torch.ones(10 << 20).sum()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    if not done.stdout:
+    printed = run_program(program)
+    if not printed:
         pytest.skip("another C library than glibc")
-    assert int(done.stdout) < 100  # else 10240 in each of the ten
+    assert int(printed) < 100  # else 10240 in each of the ten
