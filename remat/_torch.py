@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
@@ -26,7 +26,23 @@ import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
 import torch.utils.checkpoint
 
+F = TypeVar("F", bound=Callable)
+
 _SKIP = _eval_frame._FrameAction.SKIP
+
+
+def skipped_unless_inlined(fn: F) -> F:
+    """A function that Dynamo traces as a part of its caller, and never by itself.
+
+    Called by Python, it runs as it is, with all that it calls. ``torch.compiler.disable`` would break the graph.
+    """
+    _eval_frame.set_code_exec_strategy(fn.__code__, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+    return fn
+
+
+def no_nested_graph_breaks() -> Any:
+    """Dynamo may not split a region, where it splits functions that it inlines: torch's eager checkpoint would run."""
+    return torch._dynamo.disable_nested_graph_breaks()
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):
@@ -37,8 +53,7 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        code = cls.__torch_dispatch__.__code__
-        _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+        skipped_unless_inlined(cls.__torch_dispatch__)
 
 
 # --- saved-tensor hooks -------------------------------------------------------------------------------------------
