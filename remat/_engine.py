@@ -229,11 +229,14 @@ class Frame:
                 alive = [SERVED if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
             filler = Filler(self, alive)
-            filler.run()
-            value = wanted.value
-            if value is None:
-                if alive.index(wanted) >= filler.count:
+            try:
+                filler.run()
+                value = wanted.value
+                if value is None and alive.index(wanted) >= filler.count:
                     raise RecomputeMismatchError(filler.too_few())
+            finally:
+                filler.let_go()
+            if value is None:
                 return self._filled(wanted)  # another thread has let go of it meanwhile
             if running is None:
                 wanted.value = None
