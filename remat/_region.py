@@ -19,6 +19,7 @@ from ._arguments import Arguments
 from ._around import Around
 from ._captured import NOTHING, Found
 from ._contents import is_put_back, snapshots
+from ._copies import exchange_containers
 from ._intercept import Interceptor, made_inside
 from ._kept import NONE_KEPT, Kept
 from ._memory import Memory
@@ -174,8 +175,12 @@ class Region:
         return [*self.arguments, *self.captured]
 
     def forget(self) -> None:
-        """Let go of the operands: whoever runs the region again brings them."""
+        """Let go of the operands, which whoever runs the region again brings, and of containers that it captured."""
         self.arguments, self.captured = [], []
+        if self.found is not None and self.found.contents and (copies := exchange_containers(self.found)):
+            self.contents = [snapshot for snapshot in self.contents if id(snapshot[0]) not in copies]
+            self.holders = [(place, copies.get(id(value), value)) for place, value in self.holders]
+            self.cells = [(cell, copies.get(id(value), value)) for cell, value in self.cells]
         self.found = self.watch = self.around = None  # a watch knows its region
 
     def name(self, i: int) -> str:
