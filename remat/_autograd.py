@@ -36,7 +36,7 @@ def _run(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     given, tensors = take_apart(args, kwargs)
     around = Around()
     operands = Kept(tensors, given.name, memory.known.changing)
-    around.take(operands)
+    around.take(operands, given.uses)
     region = Region(fn, given, tensors, options, memory, around)
     try:
         region.open(around=around)
