@@ -15,7 +15,7 @@ import torch
 
 from . import _torch, _tree
 from ._ambient import Ambient
-from ._arguments import Arguments
+from ._arguments import Arguments, shared
 from ._around import Around
 from ._captured import NOTHING, Found
 from ._contents import is_put_back, snapshots
@@ -48,7 +48,7 @@ class Region:
     __slots__ = (
         "ambient", "arguments", "arity", "around", "bindings", "captured", "cells", "consts", "contents", "devices",
         "fixed", "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options",
-        "outputs", "places", "plan", "ran", "record", "replay", "swapped", "trace", "walk", "watch",
+        "outputs", "places", "plan", "ran", "record", "replay", "shared", "swapped", "trace", "walk", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +72,7 @@ class Region:
         self.bindings: Sequence[tuple[Place, int]] = ()  # place -> index of an operand
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
         self.consts: Kept = NONE_KEPT
+        self.shared: Sequence[tuple[int, int]] = ()  # of operands and constants, those that are the same tensor
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
@@ -127,7 +128,7 @@ class Region:
             elif not place.settable:
                 if follow is None or not follow(value):  # else it is swapped where it is read
                     fixed.append((place, value, _torch.version(value)))
-            elif follow is not None and follow(value):
+            elif follow is not None and (id(value) in index or follow(value)):
                 if id(value) not in index:
                     index[id(value)] = len(self.arguments) + len(captured)
                     captured.append(value)
@@ -141,6 +142,7 @@ class Region:
             return
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.known.changing)
         self.consts.watch_gradients()
+        self.shared = shared(self.operands(), tensors)
         if not self.kinds and not all(self.consts.leaf):
             self._forget_histories(found)
 
@@ -223,7 +225,7 @@ class Region:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
         assert self.ambient is not None
         with recomputing(), self.ambient.restored():
-            captured = self._captured_again()
+            operands, captured = self._with_captured(operands)
             bound, swapped = self._bound_again(operands, captured), self._swapped(operands, trace)
             if bound is None and swapped is None:
                 return self._replayed(operands, captured)
@@ -260,8 +262,15 @@ class Region:
             self.replay = None
         return result
 
-    def _captured_again(self) -> list[torch.Tensor]:
-        return [self.consts.captured_again(i) for i in range(len(self.consts))]
+    def _with_captured(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
+        """Operands and captured tensors of a recompute. What was one tensor in the first run is one again."""
+        captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
+        if not self.shared:
+            return operands, captured
+        tensors = [*operands, *captured]
+        for i, first in self.shared:
+            tensors[i] = tensors[first]
+        return tensors[: len(operands)], tensors[len(operands) :]
 
     def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if not (self.contents or self.holders or self.bindings or self.places or self.cells):
