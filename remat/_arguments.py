@@ -95,17 +95,6 @@ def _are_tensors(leaves: Sequence[Any]) -> bool:
     return _TENSORS.issuperset(map(type, leaves)) and len(set(map(id, leaves))) == len(leaves)
 
 
-def shared(given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Which tensors are captured twice, or given and captured: each with the first captured one that is the same.
-
-    Positions in ``[*given, *captured]``.
-    """
-    first: dict[int, int] = {}
-    places = [(i, first.setdefault(id(tensor), i)) for i, tensor in enumerate(captured, len(given))]
-    twice = [(i, j) for i, j in places if i != j]
-    return twice + [(i, first[id(tensor)]) for i, tensor in enumerate(given) if id(tensor) in first]
-
-
 def take_apart(args: tuple, kwargs: dict) -> tuple[Arguments, list[torch.Tensor]]:
     """The arguments and their tensors, each once: a function may ask whether two arguments are the same one."""
     if not kwargs and _are_tensors(args):

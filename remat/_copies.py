@@ -7,7 +7,7 @@ list would live as long as its own results do, and the garbage collector doesn't
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -81,23 +81,39 @@ class Staying(Contents):
         return self.key if all(id(tensor) in known for tensor in tensors(now)) else now
 
 
-def exchange_containers(found: Found) -> dict[int, Copy]:
-    """Put copies in the place of the containers that a walk has found: in its places and in what it has copied.
+Held = list[tuple[Any, Any]]
 
-    Returns:
-        The copies, by the id of the container.
+
+def without_containers(found: Found, contents: Iterable[Snapshot], holders: Held, cells: Held, keep: bool) -> tuple:
+    """What a region keeps of a walk: contents, holders and closure cells, with copies in the place of containers.
+
+    Unless ``keep``, it is without the histories of tensors as well: these may lead to regions that ran before, which
+    captured others, and so on. They have places of their own.
     """
     places = [place for _, _, place in found.queue] + [place for place, _ in found.places + found.plain]
     placed = {id(value) for _, value, place in found.queue if place.settable}
     placed -= {id(place.holder) for place in places if type(place) not in (Element, ItemPlace)}  # some object's state
-    copies = {id(s[0]): Copy(s) for s in found.contents if id(s[0]) in placed and type(s[0]) in _COPIED}
-    if copies:
+    snapshots = [s for s in found.contents if id(s[0]) in placed and type(s[0]) in _COPIED]
+    copies: dict[int, Any] = {id(s[0]): Copy(s) for s in snapshots}
+    if not keep:
         with own_work():
-            for _, items, _ in found.contents:
-                _exchange(items, copies)
-        for place in places:
-            place.holder = copies.get(id(place.holder), place.holder)
-    return copies
+            for _, tensor in found.places:
+                if isinstance(tensor, torch.Tensor) and not tensor.is_leaf:
+                    copies[id(tensor)] = alias(tensor)
+    if not copies:
+        return contents, holders, cells
+    for _, items, _ in found.contents:
+        for key, item in _entries(items):
+            if id(item) in copies:
+                items[key] = copies[id(item)]
+    for place in places:
+        place.holder = copies.get(id(place.holder), place.holder)
+    held = {id(s[0]) for s in snapshots}
+    return (
+        [s for s in contents if id(s[0]) not in held],
+        [(place, copies.get(id(value), value)) for place, value in holders],
+        [(cell, copies.get(id(value), value)) for cell, value in cells],
+    )
 
 
 def _entries(items: Any) -> list[tuple[Any, Any]]:
@@ -105,11 +121,3 @@ def _entries(items: Any) -> list[tuple[Any, Any]]:
     if isinstance(items, dict):
         return list(items.items())
     return list(enumerate(items)) if isinstance(items, list) else []
-
-
-def _exchange(items: Any, copies: dict[int, Copy]) -> None:
-    for key, item in _entries(items):
-        if id(item) in copies:
-            items[key] = copies[id(item)]
-        elif isinstance(item, torch.Tensor) and not item.is_leaf:
-            items[key] = alias(item)  # it has a place of its own; its history may lead to other regions
