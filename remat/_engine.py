@@ -173,6 +173,7 @@ class Frame:
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
+    @_torch.never_traced  # compiled autograd calls it in its graph
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Slot):
             value = packed.value
