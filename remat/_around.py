@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,17 +29,19 @@ class Around:
         if self.region is not None:
             self.region.go_back(self.position)
 
-    def take(self, operands: Kept) -> None:
+    def take(self, operands: Kept, uses: Iterable[tuple[int, int]] | None = None) -> None:
         """Let them keep a region's operands. That may be all that a run again of the region around is for."""
         if self.hooks is not None:
-            operands.hand_over(self.hooks, None, self.region is not None)
+            each = range(len(operands)) if uses is None else [i for _, i in uses]
+            operands.hand_over(self.hooks, None, None if self.region is None else each)
 
     def take_captured(self, consts: Kept) -> None:
         """Let them keep captured tensors, but not what will be there anyway."""
         if self.hooks is not None and consts.tensors:
             in_region = self.region is not None
             which = _made_by_an_outer_region if in_region else _has_history
-            consts.hand_over(self.hooks, None if getattr(self.owner, "takes_all", False) else which, in_region)
+            which = None if getattr(self.owner, "takes_all", False) else which
+            consts.hand_over(self.hooks, which, range(len(consts)) if in_region else None)
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
