@@ -30,7 +30,8 @@ class Facts:
         if self.reshapes:
             self.writes = []  # of shape and strides alone
         self.makes_nothing = getattr(schema, "name", "").startswith(("aten::empty", "aten::new_empty"))
-        self.foreign = getattr(func, "namespace", "aten") not in _NAMESPACES  # its tags may be missing
+        # Its tags may be missing, or it has none, as a higher-order operator, which may draw in what it calls.
+        self.foreign = getattr(func, "namespace", "aten") not in _NAMESPACES
         self.marks = getattr(func, "namespace", "") == "profiler"  # the start or end of a range
         self._draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         self._probability = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
@@ -57,7 +58,7 @@ class Facts:
 
 # Their schemas don't say that they update the running statistics.
 _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-_NAMESPACES = {"aten", "prims", "_c10d_functional", "c10d", "higher_order"}
+_NAMESPACES = {"aten", "prims", "_c10d_functional", "c10d"}
 _facts: dict[Any, Facts] = {}
 
 

@@ -254,7 +254,8 @@ class Keeping:
 
     def plan(self, slots: Iterable[Any] | None = None) -> Plan:
         """What runs again to fill these slots, or all that there were."""
-        leave = can_wait if self.slots_tell and self.program.lazy else never
+        lazy = self.program.lazy and not self.memory.known.compiles  # which may have read in ways that can't be seen
+        leave = can_wait if self.slots_tell and lazy else never
         if slots is None:
             return self.program.plan((), tuple(self.wanted), len(self.log), self._there(), leave)
         return self.program.plan(tuple(map(_source, slots)), (), None, self._there(), leave)

@@ -18,10 +18,21 @@ from ._program import Entry, Step
 from ._residual import memory
 from ._saved import Saved, is_judged
 from ._state import unseen
-from ._torch import OpOverload, guard_of
+from ._torch import DispatchMode, OpOverload, guard_of
 from ._values import holder, place_of, template
 
 DETACH = torch.ops.aten.detach.default
+
+
+class RegionMode(DispatchMode):
+    """One that sees the operations of a region with a policy."""
+
+    record: Record
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        known = self.record.memory.known
+        known.compiles |= super().ignore_compile_internals()
+        return known.compiles
 
 
 class Record(Saved):

@@ -9,9 +9,9 @@ from ._facts import Facts, facts_of, tensors
 from ._parts import is_wrapper_call
 from ._program import Step
 from ._ranges import Ranges
-from ._record import Record
+from ._record import Record, RegionMode
 from ._state import state
-from ._torch import DispatchMode, without_torch_function
+from ._torch import without_torch_function
 
 
 class Open:
@@ -35,7 +35,7 @@ class Open:
         state.policies.pop()
 
 
-class Recorder(Open, DispatchMode):
+class Recorder(Open, RegionMode):
     """Notes the operations of a first run in a record."""
 
     def __init__(self, record: Record) -> None:
@@ -119,8 +119,8 @@ class Recorder(Open, DispatchMode):
 
     def __enter__(self) -> Recorder:
         super().__enter__()
-        return DispatchMode.__enter__(self)
+        return RegionMode.__enter__(self)
 
     def __exit__(self, *exception: Any) -> None:
-        DispatchMode.__exit__(self, *exception)
+        RegionMode.__exit__(self, *exception)
         super().__exit__(*exception)

@@ -18,14 +18,14 @@ from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
 from ._program import Step
 from ._ranges import Ranges
-from ._record import Record
+from ._record import Record, RegionMode
 from ._residual import Residual, memory
 from ._state import state, unseen
-from ._torch import DispatchMode, transforms_active, without_torch_function
+from ._torch import transforms_active, without_torch_function
 from ._values import Argument, Layout
 
 
-class Replay(DispatchMode):
+class Replay(RegionMode):
     """Goes through the operations of a run again, beside the steps of the first run."""
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor]) -> None:

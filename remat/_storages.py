@@ -12,6 +12,7 @@ from ._bulk import gone
 from ._facts import tensors
 from ._residual import memory
 from ._state import unseen
+from ._torch import FakeTensor
 from ._values import New, holder, is_dense, place_of
 
 if TYPE_CHECKING:
@@ -256,6 +257,7 @@ def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
         or isinstance(tensor, torch.nn.Parameter)
         or not is_dense(tensor)
         or tensor.device.type != "cpu"
+        or isinstance(tensor, FakeTensor)
     ):
         return None
     if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:

@@ -1,7 +1,4 @@
-"""Every private name of torch that the package uses, each with its reason.
-
-Nothing else in the package reaches into ``torch._*``; ``tests/test_private_names.py`` asserts that all of these exist.
-"""
+"""Every private name of torch that the package uses, with its reason; ``tests/test_private_names.py`` tries them."""
 
 from __future__ import annotations
 
@@ -51,6 +48,10 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
 
     supports_higher_order_operators = True
     _should_skip_dynamo = classmethod(lambda cls: False)
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Whether Dynamo compiles under it: ``torch.cond`` and its like, which do that themselves and fail without."""
+        return torch._higher_order_ops.utils._in_hop_compile()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -205,7 +206,6 @@ def checkpoint_settings(debug: bool, early_stop: bool) -> tuple[bool, bool]:
 
 
 # --- modules ------------------------------------------------------------------------------------------------------
-REPLICATE = "_replicate_for_data_parallel"  # the method by which ``DataParallel`` makes a copy for each device
 
 
 class CachedWeights:

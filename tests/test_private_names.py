@@ -20,6 +20,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_torch.py
 # What `_torch.py` calls its imports, and the attributes that only an object has.
 ON_OBJECTS = {
     "_sequence_nr": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
+    "_torchdynamo_disable": lambda: torch.compiler.disable(lambda: None),
     "_version": lambda: torch.ones(1),
     "_base": lambda: torch.ones(1),
     "_op": lambda: torch.ops.aten.mm.default,

@@ -1,0 +1,153 @@
+"""Operations that compile what they run, such as `torch.cond`, in eager regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._higher_order_ops import scan, while_loop
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat import checkpoint_name, policies, remat
+
+COND = torch.ops.higher_order.cond
+POLICIES = [
+    None,
+    policies.save_matmuls,
+    ~policies.save_matmuls,
+    policies.everything_saveable,
+    policies.save_only_these_names("h"),
+    policies.save_ops(COND),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def branches(x: Tensor, w: Tensor) -> Tensor:
+    """One result of one of two."""
+    y = torch.cond(x.sum() > 0, lambda a, w: a.sin() @ w, lambda a, w: a.cos() @ w, (x, w))
+    return checkpoint_name(y.exp(), "h") @ w
+
+
+def of_what_is_made(x: Tensor, w: Tensor) -> Tensor:
+    h = (x @ w).sin()
+    y, z = torch.cond(h.sum() > 0, lambda a: (a.exp(), a * 2), lambda a: (a.cos(), a + 1), (h,))
+    return checkpoint_name(y, "h").tanh() @ w * z.sin()
+
+
+def not_differentiated(x: Tensor, w: Tensor) -> Tensor:
+    mask = torch.cond(x.sum() > 0, lambda a: a.sign(), lambda a: -a.sign(), (x.detach(),))
+    return checkpoint_name((x @ w).sin() * mask, "h").exp() @ w
+
+
+def random(x: Tensor, w: Tensor) -> Tensor:
+    """The branch draws, and so does what follows."""
+    noise = torch.cond(x.sum() > 0, lambda a: torch.rand_like(a), lambda a: a + 1, (x.detach(),))
+    return torch.nn.functional.dropout(checkpoint_name((x @ w).sin() * noise, "h").exp(), 0.5) @ w
+
+
+def twice(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(2):
+        x = branches(x, w)
+    return x
+
+
+def in_inner_region(x: Tensor, w: Tensor) -> Tensor:
+    return remat(branches, policy=policies.save_matmuls)(x.tanh(), w).sin()
+
+
+def loop(x: Tensor, w: Tensor) -> Tensor:
+    _, y = while_loop(lambda i, _: i < 3, lambda i, a: (i + 1, a * 1.5), (torch.tensor(0), x.detach()))
+    return checkpoint_name((y * x).sin(), "h").exp() @ w
+
+
+def scanned(x: Tensor, w: Tensor) -> Tensor:
+    _, ys = scan(lambda carry, a: (carry + a.sin(), carry * a), torch.zeros(3), x.cos())
+    return checkpoint_name(ys.tanh(), "h") @ w
+
+
+def attention(x: Tensor, w: Tensor) -> Tensor:
+    """Its backward is for devices only, so nothing of it is differentiated here."""
+    q = torch.linspace(-1, 1, 144).view(1, 1, 9, 16)
+    y = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score * 0.5)
+    return checkpoint_name((y[0, 0, :3, :3] * x).sin(), "h").exp() @ w
+
+
+FUNCTIONS = [branches, of_what_is_made, not_differentiated, random, twice, in_inner_region, loop, scanned, attention]
+
+
+def grads(f: Callable, sign: float = 1.0) -> list[Any]:
+    torch.manual_seed(0)
+    x, w = (sign * torch.rand(3, 3)).requires_grad_(), torch.rand(3, 3, requires_grad=True)
+    out = f(x, w)
+    after = torch.get_rng_state()
+    return [out.detach(), *torch.autograd.grad(out.sum(), (x, w)), after]
+
+
+def assert_same(actual: list[Any], expected: list[Any]) -> None:
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_the_same_with_and_without_a_policy(fn: Callable) -> None:
+    for policy in POLICIES:
+        f = remat(fn, policy=policy)
+        for sign in (1.0, -1.0, 1.0):
+            assert_same(grads(f, sign), grads(fn, sign))
+
+
+def test_in_debug() -> None:
+    assert_same(grads(remat(branches, debug=True, policy=policies.save_matmuls)), grads(branches))
+
+
+@pytest.mark.parametrize("policy", [policies.save_matmuls, policies.save_ops(COND)], ids=str)
+def test_it_is_compiled_once_and_plain_calls_are_as_before(policy: Any) -> None:
+    f = remat(branches, policy=policy)
+    for _ in range(2):
+        grads(f)
+    compiled = counters["stats"]["unique_graphs"]
+    for _ in range(3):
+        grads(f)
+    assert counters["stats"]["unique_graphs"] == compiled > 0
+    assert_same(grads(branches), grads(remat(branches)))
+
+
+class Counting(TorchDispatchMode):
+    """How often `torch.cond` runs in what is eager."""
+
+    supports_higher_order_operators = True
+    count = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.count += func is COND
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("policy", "runs"), [(policies.save_ops(COND), 0), (policies.save_matmuls, 1)], ids=str)
+def test_what_is_kept_of_it_is_not_computed_again(policy: Any, runs: int) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x.detach(),))
+        return (y * w).exp() @ w
+
+    x, w = torch.ones(3, 3), torch.rand(3, 3, requires_grad=True)
+    f = remat(fn, policy=policy)
+    for _ in range(2):
+        out = f(x, w).sum()
+        with Counting() as counting:
+            out.backward()
+        assert counting.count == runs
