@@ -7,7 +7,7 @@ list would live as long as its own results do, and the garbage collector doesn't
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ def _tensors(items: Any, depth: int = 2) -> set[int]:
     return found
 
 
-Held = list[tuple[Any, Any]]
+Held = Sequence[tuple[Any, Any]]
 
 
 def without_containers(found: Found, contents: Iterable[Snapshot], holders: Held, cells: Held, keep: bool) -> tuple:
