@@ -40,8 +40,8 @@ class Around:
         if self.hooks is not None and consts.tensors:
             in_region = self.region is not None
             which = _made_by_an_outer_region if in_region else _has_history
-            which = None if getattr(self.owner, "takes_all", False) else which
-            consts.hand_over(self.hooks, which, range(len(consts)) if in_region else None)
+            each = range(len(consts)) if in_region else None
+            consts.hand_over(self.hooks, None if getattr(self.owner, "takes_all", False) else which, each)
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
