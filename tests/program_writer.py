@@ -248,7 +248,10 @@ class Writer:
             self.storage[name] = self.fresh()
 
     def hook(self) -> None:
-        self.line(f"hook({self.any()}, {self.random.choice([0.5, 1.5, -1.0])})")
+        """Under torch.func only on what is made here: an argument or a captured tensor of a region is another one there."""
+        names = self.own if self.func else self.visible
+        if names:
+            self.line(f"hook({self.random.choice(names)}, {self.random.choice([0.5, 1.5, -1.0])})")
 
     def without_grad(self) -> None:
         with self.block(f"with {self.random.choice(['torch.no_grad()', 'torch.no_grad()', 'torch.enable_grad()', 'packing()'])}:"):
