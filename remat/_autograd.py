@@ -33,9 +33,9 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     return _func.call(fn, options, memory, args, kwargs)
 
 
-def _run(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
+def _run(fn: Callable, options: Options, memory: Memory, args: Any, kwargs: dict) -> Any:
     given, tensors = take_apart(args, kwargs)
-    if state.interceptors:
+    if state.interceptors:  # an argument may be a tensor that a region around has captured, and gets as another one
         known = list(map(state.interceptors[-1].resolve, tensors))
         if not all(map(is_, known, tensors)):
             args, kwargs = given.filled(known)

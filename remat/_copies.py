@@ -7,14 +7,13 @@ list would live as long as its own results do, and the garbage collector doesn't
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._contents import Contents, Snapshot, is_put_back
-from ._facts import tensors
 from ._places import MISSING, Element, ItemPlace
 from ._state import alias, own_work
 
@@ -43,16 +42,16 @@ class Copy:
         return type(now) is self.kind and id(now) == self.address
 
     def may_stay(self, now: Any) -> bool:
-        """Whether a recompute may use the container as it is: nothing that it held is gone, and no tensor came.
+        """Whether a recompute may use the container, of which this is a copy, as it is: nothing that it held is gone.
 
-        What came may be a log of the runs.
+        And no tensor came. What else did may be a log of the runs.
         """
         if self.whole or len(now) < len(self.items):
             return False
         if isinstance(now, dict):
             same = all(_is_same(dict.get(now, key, MISSING), item) for key, item in self.items.items())
-            return same and not tensors([item for key, item in now.items() if key not in self.items])
-        return all(map(_is_same, now, self.items)) and not tensors(now[len(self.items) :])
+            return same and not _tensors([item for key, item in now.items() if key not in self.items])
+        return all(map(_is_same, now, self.items)) and not _tensors(now[len(self.items) :])
 
 
 def _is_same(now: Any, item: Any) -> bool:
@@ -77,11 +76,21 @@ class Staying(Contents):
 
     def get(self) -> Any:
         now = super().get()
-        known = set(map(id, tensors(self.key)))
-        return self.key if all(id(tensor) in known for tensor in tensors(now)) else now
+        return self.key if _tensors(now) <= _tensors(self.key) else now
 
 
-Held = list[tuple[Any, Any]]
+def _tensors(items: Any, depth: int = 2) -> set[int]:
+    """The ids of the tensors in a container, and of those in containers in it."""
+    found: set[int] = set()
+    for item in items.values() if isinstance(items, dict) else items:
+        if isinstance(item, torch.Tensor):
+            found.add(id(item))
+        elif depth and isinstance(item, (dict, list, tuple)):
+            found |= _tensors(item, depth - 1)
+    return found
+
+
+Held = Sequence[tuple[Any, Any]]
 
 
 def without_containers(found: Found, contents: Iterable[Snapshot], holders: Held, cells: Held, keep: bool) -> tuple:

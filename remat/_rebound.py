@@ -76,8 +76,7 @@ class rebound:
         if copy not in self._containers:
             kept = copy.is_of(now)
             container = self._containers[copy] = now if kept else copy.make()
-            if kept and copy.may_stay(now):
-                held = now.copy()
+            if kept and copy.may_stay(held := now.copy()):
                 self._undo.append((Staying(now, held, None), held, held))
             else:
                 self._bind(Contents(container, copy.items, None), copy.items)

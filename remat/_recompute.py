@@ -108,7 +108,7 @@ class Filler:
 
     def let_go(self) -> None:
         """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
-        self.frame = self.root = self.slots = self.rest = self.last = None
+        del self.frame, self.root, self.slots, self.rest, self.last
 
     @property
     def count(self) -> int:

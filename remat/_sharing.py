@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ._parts import is_plain
+from ._values import is_dense
 
 Layout = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
 
@@ -32,7 +33,7 @@ def overlapping(tensors: Sequence[Any], changed: Iterable[int]) -> list[dict[int
     layouts: dict[int, Layout] = {}
     for i in changed:
         tensor = tensors[i]
-        if is_plain(tensor) and tensor.layout is torch.strided and tensor.numel():
+        if is_dense(tensor) and is_plain(tensor) and tensor.numel():
             layout = layouts[i] = tensor.shape, tensor.stride(), tensor.storage_offset()
             storage = tensor.untyped_storage().data_ptr(), tensor.device, tensor.dtype
             spans.setdefault(storage, []).append((tensor.storage_offset(), _end(*layout), i))

@@ -229,6 +229,43 @@ def test_gradients_in_a_region(policy: str, outer: Any, program: str) -> None:
     assert_equal(gradient(remat(lambda x: inner(x), policy=outer), x), gradient(fn, x))
 
 
+def overwritten_after_it_was_saved(x: Tensor) -> Tensor:
+    s = x.sin()
+    t = s.index_select(1, torch.tensor([0, 2]))
+    s.sigmoid_()  # saves its result, and nothing goes back through it
+    s.scatter_(0, torch.tensor([[0, 1, 2, 3], [1, 0, 2, 2], [2, 2, 1, 0], [3, 0, 0, 1]]), x)
+    return t.sin()
+
+
+def overwritten_again_and_again(x: Tensor) -> Tensor:
+    s = x.sin()
+    t = s * 3
+    s.exp_()
+    with torch.no_grad():
+        u = s.cos()
+    s.mul_(2).tanh_().add_(x)
+    return t.sin() * u + s.detach()
+
+
+OVERWRITTEN: list[Any] = [
+    policies.save_ops(*(f"aten.{name}" for name in names.split()))
+    for names in ("sin index_select sigmoid_", "sin cos sigmoid_ exp_", "sigmoid_ scatter_ tanh_", "sin mul exp_ mul_")
+]
+
+
+@pytest.mark.parametrize("inner", [None, policies.save_ops("aten.sin"), policies.everything_saveable], ids=repr)
+@pytest.mark.parametrize("outer", OVERWRITTEN, ids=repr)
+@pytest.mark.parametrize("fn", [overwritten_after_it_was_saved, overwritten_again_and_again])
+def test_a_kept_value_that_is_overwritten_in_an_inner_region(fn: Callable, outer: Any, inner: Any) -> None:
+    region, x = remat(fn, policy=inner), rand(4, 4)
+    for wrap in (lambda f: lambda x: f(x), lambda f: lambda x: f(x.cos()).sin()):
+        expected = gradient(wrap(fn), x)
+        around = remat(wrap(region), policy=outer)
+        assert_equal(gradient(around, x), expected)
+        assert_equal(grad(lambda x: total(around(x)))(x.detach()), grad(lambda x: total(wrap(fn)(x)))(x.detach()))
+        assert leaked_bytes(gradient, around, x) == 0
+
+
 @quiet
 @every_policy
 @pytest.mark.parametrize("program", ["residual_stream_in_place", "constants", "checkpointed_inside"])

@@ -278,7 +278,7 @@ def test_it_costs_nothing(case: Callable) -> None:
     assert step(case) == step(other)
 
 
-# --- changed in place ---------------------------------------------------------------------------------------------------
+# --- changed in place -----------------------------------------------------------------------------------------------
 
 
 def counter() -> Any:
@@ -414,7 +414,7 @@ def test_changed_by_the_region(make: Callable, policy: Any, nested: bool) -> Non
     torch.testing.assert_close(program(wrap), program(plain), rtol=0, atol=0)
 
 
-# --- tied weights -------------------------------------------------------------------------------------------------------
+# --- tied weights ---------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
