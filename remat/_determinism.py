@@ -59,26 +59,24 @@ def look_at(tensor: torch.Tensor, check: str) -> tuple:
 def is_other(before: tuple, now: tuple) -> bool:
     """Whether two fingerprints of a saved tensor that aren't equal tell of another path.
 
-    Versions may differ: that of a view of a tensor outside is that tensor's. Kinds of nodes may differ if one of the
-    two tells nothing of what computed the tensor.
+    Versions may differ: that of a view of a tensor outside is that tensor's.
     """
-    return (
-        before[:3] != now[:3]
-        or before[5:] != now[5:]
-        or (before[3] is not now[3] and _computes(before[3]) and _computes(now[3]))
-    )
+    return before[:3] != now[:3] or before[5:] != now[5:] or not _may_be_the_same(before[3], now[3])
 
 
-def _computes(maker: type) -> bool:
-    """Whether a node of this kind computes, and doesn't hand on what another one has computed.
+def _may_be_the_same(before: type, now: type) -> bool:
+    """Whether nodes of these kinds may stand for the same computation.
 
-    Hooks of modules insert autograd Functions, at times in one run alone (FSDP). A backward pass inside the region cuts
-    tensors from their history.
+    A tensor without a node may be what a backward pass inside the region has cut from its history. An autograd Function
+    of Python may hand on what another node computed: hooks of modules insert such ones, at times in one run alone, as
+    those of FSDP do. And its class may be made anew in each run.
     """
-    return not issubclass(maker, (type(None), BackwardCFunction)) and maker.__name__ not in _HAND_ON
+    told = not issubclass(before, _UNTOLD) and not issubclass(now, _UNTOLD)
+    return before is now or not told or {before.__name__, now.__name__} <= _COPIES
 
 
-_HAND_ON = frozenset({"AliasBackward0", "CloneBackward0", "UnsafeViewBackward0", "ViewBackward0"})
+_UNTOLD = type(None), BackwardCFunction
+_COPIES = {"CloneBackward0", "ViewBackward0"}
 
 
 def describe(saved: tuple) -> str:
