@@ -13,32 +13,13 @@ from ._state import state
 from ._torch import DispatchMode, without_torch_function
 
 
-class Open:
-    """A first run, which names belong to and regions inside know of."""
+class Recorder(DispatchMode):
+    """Notes the operations of a first run in a record, which names belong to and regions inside know of."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
         self.record = record
         self.number = 0  # how many regions around have a record
-
-    def __enter__(self) -> Any:
-        self.number = len(state.records)
-        state.records.append(self.record)
-        state.policies.append(self.record.policy)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if exception[0] is not None:
-            self.record.let_go()
-        state.records.pop()
-        state.policies.pop()
-
-
-class Recorder(Open, DispatchMode):
-    """Notes the operations of a first run in a record."""
-
-    def __init__(self, record: Record) -> None:
-        super().__init__(record)
         self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -115,9 +96,14 @@ class Recorder(Open, DispatchMode):
         return self.draws - 1
 
     def __enter__(self) -> Recorder:
-        super().__enter__()
-        return DispatchMode.__enter__(self)
+        self.number = len(state.records)
+        state.records.append(self.record)
+        state.policies.append(self.record.policy)
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        DispatchMode.__exit__(self, *exception)
         super().__exit__(*exception)
+        if exception[0] is not None:
+            self.record.let_go()
+        state.records.pop()
+        state.policies.pop()
