@@ -103,6 +103,8 @@ def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted:
     recorded = torch.is_grad_enabled() and any(map(requires_grad, operands))
     dual = _torch.dual_level_active() and any(map(is_dual, operands))
     if root.ran:
+        if root.record is not None:
+            root.record.in_backward()
         with hooks_allowed(whoever_forbids=True):
             return _again(region, call.guarded(operands), call, recorded or dual)
     return _first(region, operands, call, wanted, recorded or dual, dual)

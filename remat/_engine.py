@@ -86,7 +86,8 @@ class Frame:
         root.log = self.log
         with hooks_allowed(whoever_forbids=root.ran):
             below = self._pack_below_levels if root.kinds else self.pack
-            _torch.push_hooks(self._pack_and_note if self.noted else below, self.unpack)
+            unpack = self.unpack if self.record is None else self._unpack_under_policy
+            _torch.push_hooks(self._pack_and_note if self.noted else below, unpack)
             try:
                 result = call(*args)
             finally:
@@ -186,6 +187,10 @@ class Frame:
                 if raw_version(tensor) == kept.versions[i]:
                     return tensor
         return self._unpacked(packed)
+
+    def _unpack_under_policy(self, packed: Any) -> torch.Tensor:
+        self.record.in_backward()  # type: ignore[union-attr]
+        return self.unpack(packed)
 
     def _unpacked(self, packed: Any) -> torch.Tensor:
         """The same with all that may be the case."""

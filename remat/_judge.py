@@ -19,9 +19,8 @@ class Judge:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.by_name = bool(policy.mentioned_names)
-        self.asks = _asks(policy)
-        self.by_name_alone = _is_by_name(policy)  # whatever made a value
+        self.by_name = policy.judges_names
+        self.asks = asks(policy)
         # Verdicts on operations without names, and on those with names, filled as they are met.
         self._verdicts: dict[Facts, Verdict | None] = {}
         self._named: dict[tuple[Any, frozenset[str]], Verdict] = {}
@@ -46,7 +45,7 @@ class Judge:
 
 def judge_of(policy: Policy) -> Judge:
     """The judge of a policy. One with predicates, which may hold tensors, may be made for one region alone."""
-    return Judge(policy) if _asks(policy) else _remembered(policy)
+    return Judge(policy) if asks(policy) else _remembered(policy)
 
 
 _remembered = functools.lru_cache(maxsize=256)(Judge)
@@ -60,14 +59,14 @@ def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
         return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs
 
 
-def _is_by_name(policy: Policy) -> bool:
+def is_by_name(policy: Policy) -> bool:
     """Whether it does not care for operations."""
     parts = policy._parts()
     if parts:
-        return all(map(_is_by_name, parts))
+        return all(map(is_by_name, parts))
     return isinstance(policy, Names) or (isinstance(policy, Preset) and policy.is_constant)
 
 
-def _asks(policy: Policy) -> bool:
+def asks(policy: Policy) -> bool:
     """Whether it has predicates, which want the arguments of operations."""
-    return isinstance(policy, If) or any(map(_asks, policy._parts()))
+    return isinstance(policy, If) or any(map(asks, policy._parts()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -20,14 +20,14 @@ from ._calls import Calls
 from ._determinism import Line
 from ._judge import Judge, judge_of
 from ._memory import Memory
-from ._names import warn_of_unseen
 from ._offload import Group
 from ._plan import Plan, always, can_wait, never, plan
 from ._policy import Policy, Verdict
 from ._program import END, Entry, Known, Program, Programs, Step
 from ._residual import Residual
-from ._torch import TensorGuards, is_shared
+from ._torch import is_shared
 from ._values import Layout, layouts
+from ._warnings import Told, Unmatched, unmatched, warn_of_names
 
 
 class Source:
@@ -43,7 +43,6 @@ class Source:
         self.values, self.layout, self.after = values, layout, after
         self.value = values[0] if layout is not None else None
         self.known: Known | None = None
-        self.guard: TensorGuards | None = None  # where operations aren't seen, of a tensor that is new
 
 
 NOWHERE = Source([], None, 0)
@@ -54,13 +53,13 @@ class Keeping:
 
     program: Program  # what follows from the log, when the first run has ended
 
-    def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str]) -> None:
+    def __init__(self, policy: Policy, memory: Memory, own: Policy, told: Told) -> None:
         self.policy = policy
         self.memory = memory
-        self.own_names = own_names  # that the region's own policy mentions, not that of a region around
+        self.own, self.told = own, told  # the region's own policy, without that of a region around
+        self.unmatched: Unmatched | None = None  # that policy has matched no operator
         self.outer: tuple | None = None  # the hooks around the region, which keep what it keeps
         self.open = True  # the first run has not ended
-        self.watched = True  # its operations are seen
         self.slots_tell = True  # what autograd saved is known
         self.inputs: list[int] = []  # of the operands and the captured tensors
         self.offsets: tuple[int, ...] = ()  # of these, if each has a storage of its own
@@ -72,7 +71,6 @@ class Keeping:
         self.saveable: dict[int, Verdict] = {}  # what the policy lets be kept
         self.overwritten: set[int] = set()
         self.seen: set[int] = set()  # what Python code may have read in ways that can't be seen
-        self.empty: set[int] = set()  # what autograd saved and slots don't keep yet
         self.names: dict[int, dict[str, Line]] = {}  # those of values
         self.named: dict[str, Line] = {}  # all names that were given in the region
         self._judge = judge_of(policy)
@@ -119,10 +117,7 @@ class Keeping:
 
     def _hold(self, value: int, tensor: torch.Tensor) -> None:
         """More than slots may need it: it may have to be kept, if the policy says so."""
-        if not self.watched:
-            if value in self.saveable and value in self.empty:
-                self._lend(value, tensor)
-        elif value not in self.saveable:
+        if value not in self.saveable:
             self._held.pop(value, None)
         elif value not in self.overwritten:
             self._held.setdefault(value, tensor)
@@ -158,7 +153,8 @@ class Keeping:
         available = {value for value in self.saveable if value in there} | self._there()
         so_far = next((known for known in self._programs.known if known.log[:count] == self.log), None)
         so_far = so_far or Program(self.log, self.seen, self.lines)
-        used = plan(so_far.steps[:count], so_far.waiting, [*there, *saved, *self.wanted], available, always).used
+        wanted = [*there, *saved, *self.wanted]
+        used = plan(so_far.steps[:count], so_far.waiting, wanted, available, self._left(so_far)).used
         for value in [value for value in held if value not in used and not _is_used(held, value)]:
             del held[value]
         self._enough = len(held) + max(4, len(held), count // 16)
@@ -185,7 +181,8 @@ class Keeping:
 
     def _decide_what_is_kept(self) -> bool:
         """Whether that is all that autograd saved."""
-        warn_of_unseen(self.own_names, self.named, self.memory)
+        warn_of_names(self.own.mentioned_names, self.named, self.told, self.memory)
+        self.unmatched = unmatched(self)
         above = len(self.wanted)  # levels of torch.func that are above want these
         missing = []
         if not self._lent and not self.names:
@@ -202,28 +199,30 @@ class Keeping:
             self.wanted.append(value)
             if slot is not None and slot.residual is None:
                 slot.residual = self._lent[value]
-        complete = not missing and not above
-        self._programs.varies |= self._programs.complete and not complete
-        self._programs.complete = complete
-        if not self.watched:
-            self._programs.sources = self._retell(self._programs.sources)
-        else:
-            self._keep_what_is_needed(missing, above)
-        return complete
-
-    def _retell(self, sources: list[Source]) -> list[Source]:
-        return [source for _, source in self._slots] if self._retold else sources
+        self._keep_what_is_needed(missing, above)
+        return not missing and not above
 
     def _keep_what_is_needed(self, missing: list[Source], above: int) -> None:
         """Of what these slots, and levels above, are made from again."""
         self.program = program = self._programs.of(self.log, self.seen, self.lines)
         self.log, program.offsets = program.log, self.offsets
-        program.sources = self._retell(program.sources)
+        if self._retold:
+            program.sources = [source for _, source in self._slots]
         wanted, end = tuple(self.wanted[:above]), None if self.slots_tell and not above else len(self.log)
-        plan = program.plan(tuple(missing), wanted, end, self._there(), always if self.slots_tell else never)
+        plan = program.plan(tuple(missing), wanted, end, self._there(), self._left(program))
         self.wanted += chain.from_iterable(map(_values, missing))
         for value in sorted(plan.used):
             self._own[value] = self.kept(value) or self._lend(value, self._held[value])
+
+    def _left(self, program: Program) -> Callable[[Step], bool]:
+        """Of which steps that nothing needs no inputs are kept: of those that a run again leaves out."""
+        if not self.slots_tell:
+            return never
+        return can_wait if self._is_lazy(program) else always  # it leaves out none of what isn't lazy, which may be a lot
+
+    def _is_lazy(self, program: Program) -> bool:
+        """Whether what seems dead may be left out; what is compiled may read it in ways that can't be seen."""
+        return program.lazy and not self.memory.known.compiles
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""
@@ -241,7 +240,7 @@ class Keeping:
     @property
     def tells(self) -> bool:
         """Whether it is known what ran, so that a run again can be spared some of it."""
-        return self.watched and not self.open
+        return not self.open
 
     def keep_all(self) -> None:
         """The slots will be gone: keep what they own."""
@@ -250,12 +249,17 @@ class Keeping:
             if residual is not None:
                 self._own[value] = residual
 
+    def in_backward(self) -> None:
+        """A backward has begun."""
+        if self.unmatched is not None:
+            self.unmatched.warn()
+            self.unmatched = None
+
     # --- runs again ---------------------------------------------------------------------------------------------------
 
     def plan(self, slots: Iterable[Any] | None = None) -> Plan:
         """What runs again to fill these slots, or all that there were."""
-        lazy = self.program.lazy and not self.memory.known.compiles  # which may have read in ways that can't be seen
-        leave = can_wait if self.slots_tell and lazy else never
+        leave = can_wait if self.slots_tell and self._is_lazy(self.program) else never
         if slots is None:
             return self.program.plan((), tuple(self.wanted), len(self.log), self._there(), leave)
         return self.program.plan(tuple(map(_source, slots)), (), None, self._there(), leave)

@@ -47,6 +47,7 @@ class Late:
         for key in [key for key, (ref, _, _) in self._entries.items() if ref() is None]:
             del self._entries[key]  # and with it the arguments of its call
         storage = holder(tensor)
+        self._entries.pop(id(storage), None)  # a dead one may have had that id: its place isn't for a later call
         self._entries[id(storage)] = weakref.ref(storage), layout, call
 
     def _find(self, tensor: torch.Tensor) -> tuple | None:

@@ -149,7 +149,7 @@ class _Listing:
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
         self.region = region = Region(fn, *take_apart(args, kwargs), Options(), memory_of(fn), None)
-        self.record = Record(nothing_saveable, region.memory, lines=True)
+        self.record = Record(nothing_saveable, region.memory, nothing_saveable, region.options.told, lines=True)
         self.names = _argument_names(fn, _tree.paths(region.given.spec, ""))
         self.saved: list[weakref.ref[_Saved]] = []
         self.known: dict[int, tuple] = {}  # storages of arguments and captured tensors

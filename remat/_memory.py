@@ -6,7 +6,7 @@ import functools
 import weakref
 from contextlib import suppress
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -44,18 +44,24 @@ class Memory:
         return news
 
 
-# Keyed by id, for code is hashed by its contents, which is slow; the entry keeps the id valid.
-_of_codes: dict[int, tuple[Any, Known]] = {}
+# Keyed by ids, for code is hashed by its contents, which is slow; the entries keep the ids valid.
+Entries: TypeAlias = dict[tuple[int, ...], tuple[Any, Known]]
+_of_codes: Entries = {}
 _of_modules: weakref.WeakKeyDictionary[torch.nn.Module, Memory] = weakref.WeakKeyDictionary()
+_around_modules: weakref.WeakKeyDictionary[torch.nn.Module, Entries] = weakref.WeakKeyDictionary()
 
 
 def memory_of(fn: Any) -> Memory:
-    """The memory of a module, and of its methods; a new one for any other function."""
+    """The memory of a module, and of its methods; a new one for any other function.
+
+    What is known is that of the function's code together with the code or the module of what it wraps: small wrappers
+    may be made anew for each call, but another function that is wrapped, or that wraps it, may do something else.
+    """
     if torch.compiler.is_compiling():  # then none is used, and Dynamo has no `id` for code
         return Memory(Known())
     module = _module_of(fn)
     if module is None:
-        return Memory(_known_of(_subject(fn, 0)))
+        return Memory(_known_of(_path(fn, 0)))
     memory = _of_modules.get(module)
     if memory is None:
         memory = _of_modules[module] = Memory(Known())
@@ -68,45 +74,45 @@ def _module_of(fn: Any) -> torch.nn.Module | None:
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
-def _subject(fn: Any, depth: int) -> Any:
-    """The module or code that a function is about: what small wrappers call, which may be made anew for each call."""
+def _path(fn: Any, depth: int) -> tuple[Any, ...]:
+    """The code of a function and, where it holds another one, of that and so on; a module is the end of it."""
     module = _module_of(fn)
     if module is not None:
-        return module
-    code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
-    if depth == _DEPTH:
-        return code
+        return (module,)
     if isinstance(fn, functools.partial):
         held = [item for arg in fn.args for item in (arg if isinstance(arg, tuple) else (arg,))]
-        return _first(held, depth) or _subject(fn.func, depth + 1)
+        return (*_path(fn.func, depth + 1), *_first(held, depth)) if depth < _DEPTH else ()
+    code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
     if code is None:
-        return None
+        return ()
     cells = []
     for cell in getattr(fn, "__closure__", None) or ():
         with suppress(ValueError):  # it is empty
             cells.append(cell.cell_contents)
-    return _first(cells, depth) or code
+    return code, *_first(cells, depth)
 
 
-def _first(held: list[Any], depth: int) -> Any:
-    """What the first module or function among these is about."""
+def _first(held: list[Any], depth: int) -> tuple[Any, ...]:
+    """The path of the first module or function among these."""
     for each in held:
         if isinstance(each, (torch.nn.Module, FunctionType, MethodType, functools.partial)):
-            return _subject(each, depth + 1)
-    return None
+            return _path(each, depth + 1) if depth < _DEPTH else ()
+    return ()
 
 
 _DEPTH = 4
 
 
-def _known_of(subject: Any) -> Known:
-    if subject is None:
+def _known_of(path: tuple[Any, ...]) -> Known:
+    if not path:
         return Known()
-    if isinstance(subject, torch.nn.Module):
-        return memory_of(subject).known
-    entry = _of_codes.get(id(subject))
+    module = next((each for each in path if isinstance(each, torch.nn.Module)), None)
+    entries = _of_codes if module is None else _around_modules.setdefault(module, {})
+    codes = [each for each in path if not isinstance(each, torch.nn.Module)]  # of which none may be kept alive
+    key = tuple(map(id, codes))
+    entry = entries.get(key)
     if entry is None:
-        if len(_of_codes) >= CACHE:
-            _of_codes.clear()
-        entry = _of_codes[id(subject)] = subject, Known()
+        if len(entries) >= CACHE:
+            entries.clear()
+        entry = entries[key] = codes, Known()
     return entry[1]

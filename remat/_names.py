@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
-import warnings
-from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
 
 from . import _torch, _tree
 from ._determinism import user_line
-from ._memory import Memory
 from ._state import state
 
 T = TypeVar("T")
@@ -74,19 +70,3 @@ def is_named(name: str, pattern: str) -> bool:
 @functools.cache
 def _regex(pattern: str) -> re.Pattern:
     return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
-
-
-def warn_of_unseen(mentioned: Iterable[str], given: Iterable[str], memory: Memory) -> None:
-    """Warn, once for a function, of the names that a policy mentions and that no value of the region has."""
-    given = sorted(given)
-    for pattern in mentioned:
-        if not any(is_named(name, pattern) for name in given) and memory.is_news(pattern):
-            near = difflib.get_close_matches(pattern, given, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            seen = f"named {', '.join(map(repr, given))}" if given else "no names at all"
-            warnings.warn(
-                f"The policy of a rematerialized function mentions the name {pattern!r}, which no value has: there "
-                f"were values {seen}.{hint} Names are given with remat.checkpoint_name(x, name).",
-                UserWarning,
-                stacklevel=2,
-            )

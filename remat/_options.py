@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ._contexts import Contexts
 from ._determinism import CHECKS
 from ._policy import Policy, as_policy
+from ._warnings import Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Options:
     policy: Policy | None = None
     contexts: Contexts | None = None  # the user's own, around the runs of one region
     offload_inputs: bool = False  # to host memory, in plain autograd
+    told: Told = field(default_factory=Told, compare=False, repr=False)
 
 
 def checked_options(

@@ -35,25 +35,21 @@ def plan(
     draws_later = False
     for step in reversed(steps):
         wanted = not needed.isdisjoint(step.outs)
-        writes, draws = step.facts.writes, step.draws
-        if not wanted and not writes and not draws:
-            if not may_be_left(step):
-                result.run.add(step.number)
-                needed.update(step.reads)
+        if not wanted and may_be_left(step):
             continue
+        draws = step.draws
         # What changes its arguments must do so as a whole; else what can wait need not be there.
-        whole = [value for value in step.outs if writes or value in needed or value not in waiting]
-        there = all(value in available for value in whole)
-        given = there and step.result is not UNTOLD
-        if given and wanted:
+        in_part = (wanted or draws) and not step.facts.writes
+        whole = [value for value in step.outs if not in_part or value in needed or value not in waiting]
+        given = step.result is not UNTOLD and all(value in available for value in whole)
+        given = given and any(value in available for value in step.outs)
+        if given and (wanted or not draws):
             result.used.update(whole)
         # Generators must move as in the first run, as long as something still draws from them.
         must_draw = draws and draws_later
-        if draws and not wanted:  # it can't wait, but it may be given what there is
-            given = there and any(value in available for value in step.outs)
         if given and not must_draw:
             result.given.add(step.number)
-        elif wanted or must_draw or not may_be_left(step):
+        else:
             result.run.add(step.number)
             needed.update(step.reads)
             draws_later |= draws

@@ -91,6 +91,14 @@ class Policy(ABC):
         return self._evaluate(op, frozenset(), _unknown)
 
     @property
+    def judges_names(self) -> bool:
+        """Whether the names of a value may matter, also where it mentions none."""
+        parts = self._parts()
+        if parts:
+            return any(part.judges_names for part in parts)
+        return self._possible(named=True) != self._possible(named=False)
+
+    @property
     def judges_ops(self) -> bool:
         """Whether a value without a name may be kept."""
         return self._possible(named=False) != {RECOMPUTE}

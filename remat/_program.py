@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     verdict: Verdict | None  # what becomes of what it made, as long as that has no names
 
 
-UNSEEN = Entry((None, None, None), (), (), (), (), None, (True, True), None)  # what wasn't watched
+NO_ENTRY = Entry((None, None, None), (), (), (), (), None, (True, True), None)
 
 _KNOWN = 8  # programs of a function that are remembered
 _PLANS = 64  # plans of a program
@@ -100,7 +100,7 @@ class Step:
         self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
 
 
-END = Step(-1, UNSEEN)  # no operation is this step
+END = Step(-1, NO_ENTRY)  # no operation is this step
 
 
 class View(Step):
@@ -133,8 +133,8 @@ class Program:
         self.lines = lines
         self.seen = seen
         self.steps = [Step(number, entry) for number, entry in enumerate(log)]
-        self.path = [*self.steps, Step(len(log), UNSEEN)]
-        self.start = Step(-1, UNSEEN)  # before the first one
+        self.path = [*self.steps, Step(len(log), NO_ENTRY)]
+        self.start = Step(-1, NO_ENTRY)  # before the first one
         self.start.next = self.path[0]
         self.learns = _LEARNS  # in so many runs views are noted, between the steps
         self.offsets: tuple[int, ...] = ()  # of the inputs of the last run
@@ -217,9 +217,6 @@ class Programs:
 
     def __init__(self) -> None:
         self.known: list[Program] = []  # the last one first
-        self.complete = False  # the last one has kept all that autograd saved of it
-        self.sources: list[Source] = []  # what autograd saved of the last one that wasn't watched
-        self.varies = False  # that was so, and then it wasn't
 
     def of(self, log: list[Entry], seen: set[int], lines: Mapping[int, Line]) -> Program:
         """The program of a log: one that is known, else a new one. It is the first from now on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ._saved import Saved, is_judged
 from ._state import unseen
 from ._torch import DispatchMode, OpOverload, guard_of
 from ._values import holder, place_of, template
+from ._warnings import Told
 
 DETACH = torch.ops.aten.detach.default
 
@@ -38,8 +38,8 @@ class RegionMode(DispatchMode):
 class Record(Saved):
     """What is known of a region's first run."""
 
-    def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str] = (), lines: bool = False) -> None:
-        super().__init__(policy, memory, own_names, lines)
+    def __init__(self, policy: Policy, memory: Memory, own: Policy, told: Told, lines: bool = False) -> None:
+        super().__init__(policy, memory, own, told, lines)
         self.drawing: set[Facts] = set()  # operations of other libraries that were seen to draw random numbers
         self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
 

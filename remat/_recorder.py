@@ -14,32 +14,13 @@ from ._state import state
 from ._torch import without_torch_function
 
 
-class Open:
-    """A first run, which names belong to and regions inside know of."""
+class Recorder(RegionMode):
+    """Notes the operations of a first run in a record, which names belong to and regions inside know of."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
         self.record = record
         self.number = 0  # how many regions around have a record
-
-    def __enter__(self) -> Any:
-        self.number = len(state.records)
-        state.records.append(self.record)
-        state.policies.append(self.record.policy)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if exception[0] is not None:
-            self.record.let_go()
-        state.records.pop()
-        state.policies.pop()
-
-
-class Recorder(Open, RegionMode):
-    """Notes the operations of a first run in a record."""
-
-    def __init__(self, record: Record) -> None:
-        super().__init__(record)
         self.draws = 0
         self.ranges = Ranges()
 
@@ -118,9 +99,14 @@ class Recorder(Open, RegionMode):
         return self.draws - 1
 
     def __enter__(self) -> Recorder:
-        super().__enter__()
-        return RegionMode.__enter__(self)
+        self.number = len(state.records)
+        state.records.append(self.record)
+        state.policies.append(self.record.policy)
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        RegionMode.__exit__(self, *exception)
         super().__exit__(*exception)
+        if exception[0] is not None:
+            self.record.let_go()
+        state.records.pop()
+        state.policies.pop()

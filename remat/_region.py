@@ -30,7 +30,7 @@ from ._places import Place
 from ._plan import Plan
 from ._rebound import rebound
 from ._record import Record
-from ._recorder import Open, Recorder
+from ._recorder import Recorder
 from ._remembered import Remembered, unchanged, walk
 from ._replay import Replay
 from ._sharing import as_before, same
@@ -152,7 +152,7 @@ class Region:
         policy = within(state.policies[-1] if state.policies else None, own)
         if policy.saves_nothing or any(isinstance(t, _torch.FakeTensor) for t in tensors):
             return None
-        return Record(policy, self.memory, own.mentioned_names)
+        return Record(policy, self.memory, own, self.options.told)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make captured tensors that have no place operands: they are swapped wherever they are read."""
@@ -210,7 +210,7 @@ class Region:
     def first(self, args: tuple, kwargs: dict) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        result = self._called(args, kwargs, self._recorder(self.arguments, alone=True), again=False)
+        result = self._called(args, kwargs, self._recorder(self.arguments), again=False)
         self.outputs.spec = _tree.flatten(result)[1]
         return result
 
@@ -240,12 +240,12 @@ class Region:
     def _bound(self, operands: Sequence[torch.Tensor]) -> Any:
         return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
 
-    def _recorder(self, operands: Sequence[torch.Tensor], alone: bool = False) -> Any:
-        """What watches a first run under a policy; ``alone`` without transforms."""
+    def _recorder(self, operands: Sequence[torch.Tensor]) -> Recorder | None:
+        """What watches a first run under a policy."""
         if self.record is None:
             return None
         self.record.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
-        return Open(self.record) if alone and self.record.look_away() else Recorder(self.record)
+        return Recorder(self.record)
 
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if self.record is None or not self.record.tells:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from itertools import compress
+from itertools import compress, takewhile
 from typing import Any
 
 import torch
 
-from . import _torch
 from ._bulk import gone, requires_grad
 from ._determinism import Line
 from ._facts import Facts, facts_of
@@ -18,20 +17,19 @@ from ._keeping import NOWHERE, Keeping, Source
 from ._memory import Memory
 from ._parts import all_parts, is_plain, parts
 from ._policy import Policy, Verdict
-from ._program import END, UNSEEN
-from ._torch import guard_of, is_wrapped
+from ._torch import is_wrapped
 from ._values import UNTOLD, Layout, is_as_it_lies
+from ._warnings import Told
 
 
 class Saved(Keeping):
     """The part of a record that is told from tensors and not from operations."""
 
-    def __init__(self, policy: Policy, memory: Memory, own_names: Iterable[str], lines: bool) -> None:
-        super().__init__(policy, memory, own_names)
+    def __init__(self, policy: Policy, memory: Memory, own: Policy, told: Told, lines: bool) -> None:
+        super().__init__(policy, memory, own, told)
         self.all_lines = lines  # note where each operation is called, not only where it may matter
         self._learns = False  # views are noted, for the next run
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
-        self._versions: dict[int, int] = {}  # of the tensors that were met, where operations aren't seen
         self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
         self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
 
@@ -61,18 +59,6 @@ class Saved(Keeping):
             self._flags |= part.requires_grad
             self.inputs.append(value)
 
-    def look_away(self) -> bool:
-        """Whether the first run's operations needn't be seen, by what the last one needed. From now on they aren't.
-
-        If a policy goes by names alone and lets all be kept that autograd saves, nothing runs again. Should that be
-        different this time, then all runs again for what is missing.
-        """
-        programs, judge = self._programs, self._judge
-        if programs.complete and not programs.varies and judge.by_name_alone and self._flags and self.outer is None:
-            self.watched, self.follows, self._sources = False, True, iter(programs.sources)
-            self._last, self._path, self.step = None, [END], END
-        return not self.watched
-
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
         if self.follows:
@@ -81,8 +67,6 @@ class Saved(Keeping):
                 source.known is not None
                 and source.after == self.step.number
                 and self.storages.known.get(source.known, gone)() is tensor
-                if self.watched
-                else self._is_of_unseen(source, tensor)
             ):
                 slot.source = source
                 self._slots.append((weakref.ref(slot), source))
@@ -91,28 +75,19 @@ class Saved(Keeping):
                     self.catch_up()
                     if value in self.saveable:
                         slot.residual = self._lend(value, tensor, layout.form)
-                    elif not self.watched:
-                        self.empty.add(value)
                 return
         self.catch_up()
-        self.follows &= self.watched
         after = len(self.log)
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
-        if not self.watched and form is not None:
-            value = self._met(tensor, value)
         if value is not None and form is not None and is_as_it_lies(form):
             may_be_kept = value in self.saveable or self._judge.by_name
             layout = Layout(0, form) if may_be_kept else None
             slot.source = Source([value], layout, after)
-            if not self.watched:
-                self._guard(slot.source, tensor)
             if value in self.saveable:
                 slot.residual = self._lend(value, tensor, form)
-            elif not self.watched:
-                self.empty.add(value)
             if self._judge.by_name and value in self.made and len(self.log[self.made[value]].outs) > 1:
                 self._siblings[value] = tensor
-            elif self.watched:
+            else:
                 slot.source.known = self.storages.known_as(tensor)
         else:
             found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
@@ -139,8 +114,6 @@ class Saved(Keeping):
             value = self.storages.newest(part)
             if value is None:
                 value = self.storages.find(part)
-            if not self.watched:
-                value = self._met(part, value)
             made = None if value is None else self.made.get(value)
             if value is None or made is None:
                 continue  # it was there before
@@ -152,49 +125,27 @@ class Saved(Keeping):
                 asked = self._questions.get(made, (None, func, (), {}))
                 verdict = self._judge.on(asked, frozenset(self.names[value]))
             self._decide(value, verdict)
-            self._hold(value, part)
+            if self._is_read(value):
+                self._hold(value, part)
+            for operand in entry.reads:
+                if operand in self._held and not self._is_read(operand):
+                    del self._held[operand]
             # Otherwise the operation would have to run for its other results.
             for sibling in entry.outs if value in self.saveable else ():
                 if sibling not in self.saveable and sibling not in self.names and sibling in self._siblings:
                     self._decide(sibling, verdict)
                     self._hold(sibling, self._siblings[sibling])
 
-    def _met(self, tensor: torch.Tensor, value: int | None) -> int:
-        """Where operations aren't seen: a storage that isn't known, or has changed, holds a new value."""
-        version = _torch.version(tensor)
-        if value is not None and self._versions.setdefault(value, version) == version:
-            return value
-        value = self.storages.number()
-        self.storages.bind(tensor, value)
-        self.storages.known[value] = weakref.ref(tensor)
-        self._made_unseen(value, version)
-        return value
-
-    def _made_unseen(self, value: int, version: int) -> None:
-        self._versions[value] = version
-        self.made[value] = len(self.log)
-        self.log.append(UNSEEN)
-        self._decide(value, self._judge.on((None, None, (), {})))
-
-    def _guard(self, source: Source, tensor: torch.Tensor) -> None:
-        """Where operations aren't seen: the source will do for such a tensor that is as new in the next run."""
-        (value,) = source.values
-        if self.storages.known_as(tensor) == value and tensor.storage_offset() == 0:
-            source.known, source.guard = value, guard_of(tensor)
-
-    def _is_of_unseen(self, source: Source, tensor: torch.Tensor) -> bool:
-        """Where operations aren't seen, whether it is: a tensor that wasn't met holds a new value."""
-        value, storages = source.known, self.storages
-        if type(value) is not int or value > storages.count:
-            return False
-        version = _torch.version(tensor)
-        if value < storages.count:
-            return storages.known.get(value, gone)() is tensor and self._versions.get(value) == version
-        if source.guard is None or not source.guard.check(tensor) or tensor.storage_offset() != 0:
-            return False
-        storages.is_made(storages.number(), tensor, None)
-        self._made_unseen(value, version)
-        return True
+    def _is_read(self, value: int) -> bool:
+        """Whether autograd has saved a value, or an operation has read it that may have to run again."""
+        made, saveable = self.made[value], self.saveable
+        for entry in self.log[made + 1 :]:
+            if value in entry.reads and not (entry.outs and all(out in saveable for out in entry.outs)):
+                return True
+        if value in self.wanted:
+            return True
+        since = takewhile(lambda slot: slot[1].after > made, reversed(self._slots))
+        return any(value in source.values for _, source in since)
 
     def _decide(self, value: int, verdict: Verdict) -> None:
         if verdict is not Verdict.RECOMPUTE:

@@ -765,6 +765,20 @@ def test_errors_of_checkpoint_sequential(module: Any) -> None:
         module.checkpoint_sequential([deep, 3], 1, x, use_reentrant=False)
 
 
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("second", ["a tensor", "a list", "a dict"])
+def test_checkpoint_sequential_takes_one_input(segments: int, second: str) -> None:
+    x, y = rand(3), rand(3, seed=1)
+    inputs: dict[str, Any] = {"a tensor": y, "a list": [y], "a dict": {"y": y}}
+    with pytest.raises(TypeError, match=r"takes one input.*got a (Tensor|list|dict) there.*as one tuple"):
+        checkpoint_sequential([deep, deep], segments, x, inputs[second])
+    for use_reentrant in (None, False, 0):
+        assert torch.equal(checkpoint_sequential([deep, deep], segments, x, use_reentrant), deep(deep(x)))
+    add = lambda pair: pair[0] * pair[1]
+    assert torch.equal(checkpoint_sequential([add, deep], segments, (x, y)), deep(x * y))
+    assert torch.equal(remat.sequential([torch.mul, deep], segments)(x, y), deep(x * y))
+
+
 def test_segments_must_be_a_number_of_segments() -> None:
     for segments in (0, -1, 3):
         with pytest.raises(ValueError, match="from 1 to 2"):

@@ -12,7 +12,7 @@ from cases import rand
 from torch import Tensor
 from torch.func import functionalize, grad, jvp, vjp, vmap
 
-from benchmarks.measure import OpCounter
+from benchmarks.measure import OpCounter, held_bytes
 from remat import checkpoint_name, policies, remat
 
 
@@ -144,3 +144,48 @@ def test_names_of_inputs_are_nothing_to_keep() -> None:
         return checkpoint_name(x, "x").sin().sin()
 
     assert again(fn, policies.save_only_these_names("x"), rand(3))["aten.sin"] == 1
+
+
+def first(x: Tensor) -> Tensor:
+    return checkpoint_name(x.sin(), "h").sin().sin()
+
+
+@pytest.mark.parametrize(
+    "policy, sines",
+    [
+        (policies.save_any_names_but_these(), 1),
+        (policies.save_any_names_but_these("h"), 2),
+        (policies.save_any_names_but_these("*"), 2),
+        (policies.offload(policies.save_any_names_but_these()), 1),
+        (policies.save_any_names_but_these() & policies.save_ops("aten.sin"), 1),
+        (policies.save_any_names_but_these() & ~policies.save_ops("aten.sin"), 2),
+        (policies.save_any_names_but_these() | policies.save_ops("aten.exp"), 1),
+        (~policies.save_any_names_but_these(), 1),  # all but what is named
+        (~policies.save_only_these_names(), 0),
+        (policies.save_only_these_names(), 2),
+        (policies.save_anything_except_these_names(), 0),
+        (~policies.save_anything_except_these_names(), 2),
+    ],
+    ids=repr,
+)
+def test_policies_that_judge_names_and_mention_none(policy: Any, sines: int) -> None:
+    x = rand(3)
+    for _ in range(2):
+        out = remat(first, policy=policy)(x)
+        with OpCounter() as counter:
+            (gradient,) = torch.autograd.grad(out.sum(), x)
+        assert counter["aten.sin"] == sines
+        assert torch.equal(gradient, torch.autograd.grad(first(x).sum(), x)[0])
+    with OpCounter() as counter:
+        assert torch.equal(grad(lambda x: remat(first, policy=policy)(x).sum())(x), gradient)
+    # Under torch.func, the recompute of a region without a record runs to its end.
+    assert counter["aten.sin"] == 3 + (3 if policy.saves_nothing else sines)
+
+
+def test_what_any_name_keeps() -> None:
+    x = rand(64)
+    held = {policy: held_bytes(remat(first, policy=policy), x) // x.nbytes for policy in (None, ANY, EVERYTHING)}
+    assert held == {None: 1, ANY: 2, EVERYTHING: 3}  # with the result
+
+
+ANY, EVERYTHING = policies.save_any_names_but_these(), ~policies.save_only_these_names()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -456,3 +458,97 @@ def test_memory_of_calls_that_do_the_same() -> None:
                 figures.append((peak_bytes(lambda: wrapped(x, *ws).sum()), held_bytes(lambda: wrapped(x, *ws))))
         first, *later = figures
         assert all(figure[0] <= first[0] and figure[1] <= first[1] for figure in later)
+
+
+# --- what one function does is no hint at what another one does -------------------------------------------------------
+
+
+def wrapped_sine(inner: Callable) -> Callable:
+    return lambda x: inner(checkpoint_name(x.sin(), "o1")).sin()
+
+
+def two_sines(x: Tensor) -> Tensor:
+    return checkpoint_name(checkpoint_name(x.sin(), "a").sin(), "i2")
+
+
+def sines(fn: Callable, *args: Any) -> int:
+    return run(fn, *args)[1]["aten.sin"]
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_function_around_one_that_was_called(calls: int) -> None:
+    policy, x = policies.save_only_these_names("a"), rand(3)
+    for _ in range(calls):
+        assert sines(wrapped_sine(remat(two_sines, policy=policy)), x) == 0
+    whole = remat(wrapped_sine(two_sines), policy=policy)
+    assert [sines(whole, x) for _ in range(3)] == [2, 2, 2]
+    assert torch.equal(run(whole, x)[0][1], run(wrapped_sine(two_sines), x)[0][1])
+
+
+def deeper(x: Tensor, deep: bool) -> Tensor:
+    h = checkpoint_name(x.sin(), "a")
+    return h.sin().sin() if deep else h
+
+
+def test_another_path_in_the_same_function() -> None:
+    fn, x = remat(deeper, policy=policies.save_only_these_names("a")), rand(3)
+    assert [sines(fn, x, deep) for deep in (False, False, True, True, False, True)] == [0, 0, 1, 1, 0, 1]
+
+
+def test_another_path_in_the_same_module() -> None:
+    class Deeper(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return deeper(x, self.training)
+
+    module = remat(Deeper(), policy=policies.save_only_these_names("a"))
+    x = rand(3)
+    found = [sines(module.train(training), x) for training in (False, False, True, True, False, True)]
+    assert found == [0, 0, 1, 1, 0, 1]
+
+
+def products(x: Tensor) -> Tensor:
+    return (x.sin() @ x).exp() @ x
+
+
+def inside_grad(fn: Callable) -> Callable:
+    return lambda x: torch.func.grad(lambda y: fn(y).sum())(x) + x.sin()
+
+
+def test_a_function_that_was_differentiated_inside_of_another_one() -> None:
+    x = rand(3, 3)
+    before = run(remat(products), x)[1]
+    run(remat(inside_grad(products)), x)  # which can't stop early
+    assert run(remat(products), x)[1] == before
+
+
+def test_a_module_that_was_differentiated_inside_of_another_one() -> None:
+    linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+    module, x = torch.nn.Sequential(linear, torch.nn.Tanh(), linear), rand(2, 3)
+    before = run(remat(module), x)[1]
+    run(remat(inside_grad(module)), x)
+    assert run(remat(module), x)[1] == before == run(remat(lambda x: module(x)), x)[1]
+
+
+def test_what_is_known_around_a_module_goes_with_it() -> None:
+    def make() -> tuple[Any, Any]:
+        module = torch.nn.Linear(3, 3, dtype=torch.float64)
+        other = torch.nn.Sequential(module)  # which holds it
+        run(remat(functools.partial(module.forward)), rand(3))
+        run(remat(functools.partial(lambda first, second, x: first(x) + second(x), module, other)), rand(3))
+        return weakref.ref(module), weakref.ref(other)
+
+    with gc_disabled():
+        module, other = make()
+        assert module() is None and other() is None
+
+
+def test_named_values_that_are_read_by_named_ones_alone_are_not_held() -> None:
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = checkpoint_name(x + 1, "a")
+        return checkpoint_name(x.exp(), "b").sin()
+
+    x = rand(64, 64)
+    assert peak_bytes(remat(fn, policy=NAMES), x) <= 4 * x.nbytes  # from the first call on
+    assert held_bytes(remat(fn, policy=NAMES), x) == 2 * x.nbytes
+    assert run(remat(fn, policy=NAMES), x)[1]["aten.add"] == 0

@@ -125,7 +125,9 @@ def _options(function: Callable, settings: _Settings) -> Options:
         if (type(contexts.first), type(contexts.again)) == _torch.SelectiveModes:
             if policy is not None:
                 raise ValueError(_TWO_POLICIES)
-            policy, contexts = functools.partial(_answer, contexts.first.policy_fn), None
+            policy_fn = contexts.first.policy_fn
+            policy = functools.update_wrapper(functools.partial(_answer, policy_fn), policy_fn, updated=())
+            contexts = None
     check = _CHECKS[settings.determinism_check]
     options = checked_options(policy, bool(settings.preserve_rng_state), check, bool(early_stop), bool(debug))
     return options if contexts is None else replace(options, contexts=contexts)
@@ -177,7 +179,7 @@ def checkpoint_sequential(
 
     Raises:
         ValueError: ``segments`` is out of its range, ``use_reentrant`` is true, or there are other keyword arguments.
-        TypeError: ``functions`` holds something that can't be called.
+        TypeError: ``functions`` holds something that can't be called, or there is a second input.
         PolicyError: ``policy`` is not a policy.
 
     Example:
@@ -189,6 +191,12 @@ def checkpoint_sequential(
     preserve = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise ValueError(f"checkpoint_sequential has no option {', '.join(kwargs)}.")
+    if use_reentrant is not None and not isinstance(use_reentrant, int):
+        raise TypeError(
+            f"checkpoint_sequential takes one input, for the first function, and then use_reentrant, a bool; got "
+            f"a {type(use_reentrant).__name__} there. Give it several inputs as one tuple, or call "
+            f"remat.sequential(functions, segments)(*inputs), whose first function takes any arguments."
+        )
     _check_reentrant(use_reentrant)
     row = row_of(list(functions) if isinstance(functions, torch.nn.Sequential) else functions)
     check_segments(segments, len(row))

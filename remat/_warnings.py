@@ -1,0 +1,109 @@
+"""Warnings of policies that keep nothing: names that no value has, operators that don't run."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ._determinism import Line, user_line
+from ._judge import asks, is_by_name
+from ._memory import Memory
+from ._names import is_named
+from ._policy import Verdict
+
+if TYPE_CHECKING:
+    from ._keeping import Keeping
+
+
+class Told:
+    """What users were told of a policy, by any of the functions or modules that were given it together."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()  # that no value has
+        self.operators = False  # that it has matched none; true also if it has matched one, or needn't
+
+
+# So that Python shows a warning once for each line, as by default, where it comes from several functions.
+_registries: dict[str, dict] = {}
+
+
+def _warn(message: str, line: Line) -> None:
+    """Warn at a line of the user's."""
+    file = "<unknown>" if line.code is None else line.code.co_filename
+    warnings.warn_explicit(message, UserWarning, file, line.number, registry=_registries.setdefault(file, {}))
+
+
+def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, memory: Memory) -> None:
+    """Warn of the names that a policy mentions and that no value has, of the region that has just run."""
+    given = sorted(given)
+    for pattern in mentioned:
+        if any(is_named(name, pattern) for name in given) or pattern in told.names:
+            continue
+        told.names.add(pattern)
+        if memory.is_news(pattern):
+            near = difflib.get_close_matches(pattern, given, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            seen = f"named {', '.join(map(repr, given))}" if given else "no names at all"
+            _warn(
+                f"The policy of a rematerialized function mentions the name {pattern!r}, which no value has: there "
+                f"were values {seen}.{hint} Names are given with remat.checkpoint_name(x, name).",
+                user_line(),
+            )
+
+
+class Unmatched:
+    """A region whose policy has matched no operator. Users are told in the backward, as other calls may match one."""
+
+    __slots__ = ("line", "memory", "operators", "policy", "told")
+
+    def __init__(self, record: Keeping) -> None:
+        self.policy, self.told, self.memory = record.own, record.told, record.memory
+        self.operators = list(dict.fromkeys(str(entry.key[0]) for entry in record.log))
+        self.line = user_line()
+
+    def warn(self) -> None:
+        """Warn, unless another call has matched one, or the user was told."""
+        if self.told.operators:
+            return
+        self.told.operators = True
+        if not self.memory.is_news(f"the operators of {self.policy!r}"):
+            return
+        shown, more = self.operators[:_SHOWN], len(self.operators) - _SHOWN
+        _warn(
+            f"The policy {self.policy!r} of a rematerialized function has matched none of the operators that ran, so "
+            f"that nothing is kept by it: {', '.join(shown)}{f' and {more} others' if more > 0 else ''}. "
+            f"{_OF_FUNCTIONS if asks(self.policy) else _OF_OPERATORS}",
+            self.line,
+        )
+
+
+def unmatched(record: Keeping) -> Unmatched | None:
+    """The region that has just run, if its own policy judges operators and has matched none that ran."""
+    own, told = record.own, record.told
+    if told.operators or is_by_name(own) or not record.log:
+        return None
+    if asks(own):
+        if own is not record.policy:
+            return None  # the policy of a region around may have spared predicates the question
+        matches = bool(record.saveable)
+    else:
+        verdicts = [own.verdict_for(entry.key[0]) for entry in record.log]
+        for value, names in record.names.items():
+            op = record.log[record.made[value]].key[0]
+            verdicts.append(own.judge(None, op, (), {}, frozenset(names)))
+        matches = any(verdict is not Verdict.RECOMPUTE for verdict in verdicts)
+    told.operators |= matches
+    return None if matches else Unmatched(record)
+
+
+_SHOWN = 8
+_OF_OPERATORS = (
+    "Let it save some of these, which is what functions such as torch.nn.functional.linear become, or give values "
+    "names with remat.checkpoint_name and use policies.save_only_these_names."
+)
+_OF_FUNCTIONS = (
+    "A function that is a policy is called as (ctx, op, *args, **kwargs), as in torch's selective checkpoint. In one "
+    "written for JAX, (prim, *avals, **params), `prim` is a context here and the operator comes after it."
+)
