@@ -218,7 +218,8 @@ class Keeping:
         """Of which steps that nothing needs no inputs are kept: of those that a run again leaves out."""
         if not self.slots_tell:
             return never
-        return can_wait if self._is_lazy(program) else always  # it leaves out none of what isn't lazy, which may be a lot
+        # It leaves out none of what isn't lazy, which may be a lot.
+        return can_wait if self._is_lazy(program) else always
 
     def _is_lazy(self, program: Program) -> bool:
         """Whether what seems dead may be left out; what is compiled may read it in ways that can't be seen."""

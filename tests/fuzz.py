@@ -1,6 +1,6 @@
 """Runs random programs without end, and prints each that fails: its seed, its source and how it differs.
 
-    python tests/fuzz.py --start 1000 --count 500 --jobs 2
+python tests/fuzz.py --start 1000 --count 500 --jobs 2
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def main() -> int:
                 print(f"--- {sum(counts.values())} programs up to seed {seed}: {dict(counts)}", flush=True)
     except KeyboardInterrupt:
         pass
-    print(f"{sum(counts.values())} programs from seed {options.start} in {time.monotonic() - began:.0f} s: {dict(counts)}")
+    print(
+        f"{sum(counts.values())} programs from seed {options.start} in {time.monotonic() - began:.0f} s: {dict(counts)}"
+    )
     for text, count in failures.most_common():
         print(f"{count:5} x {text}")
     return bool(failures)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 DEPTH = 3  # of functions in functions, each of which may be a region and may be called by a transform
 
+
 def several(table: str) -> list[str]:
     """The entries of one of the tables above."""
     return [text.strip() for line in table.strip().splitlines() for text in line.split(" | ")]
@@ -97,8 +98,6 @@ RUNS = several("""
     no_grad | backward | backward | grad | twice | in parts | two calls | three calls | double | double | triple | batched
     hooks around
 """)
-
-
 
 
 class Function:
@@ -222,7 +221,9 @@ class Writer:
         if not free or self.chance(0.1):
             self.linear()
             free = self.own[-1:]
-        text = self.random.choice([text for text in IN_PLACE if self.draws or "uniform" not in text and "dropout" not in text])
+        text = self.random.choice(
+            [text for text in IN_PLACE if self.draws or "uniform" not in text and "dropout" not in text]
+        )
         a, others = self.random.choice(free), self.visible
         text = text.format(a=a, b=self.random.choice([b for b in others if self.storage[b] != self.storage[a]] or [a]))
         self.line(text)
@@ -254,12 +255,16 @@ class Writer:
             self.line(f"hook({self.random.choice(names)}, {self.random.choice([0.5, 1.5, -1.0])})")
 
     def without_grad(self) -> None:
-        with self.block(f"with {self.random.choice(['torch.no_grad()', 'torch.no_grad()', 'torch.enable_grad()', 'packing()'])}:"):
+        with self.block(
+            f"with {self.random.choice(['torch.no_grad()', 'torch.no_grad()', 'torch.enable_grad()', 'packing()'])}:"
+        ):
             self.saving()
             self.random.choice([self.saving, self.linear, self.in_place])()
 
     def module(self) -> None:
-        kind = self.random.choice(["LAYER(%s)", "LAYER(%s)", "REGION(%s)", "functional_call(LAYER, {'weight': %s}, (%s,))"])
+        kind = self.random.choice(
+            ["LAYER(%s)", "LAYER(%s)", "REGION(%s)", "functional_call(LAYER, {'weight': %s}, (%s,))"]
+        )
         args = [self.any() for _ in range(kind.count("%s"))]
         self.needed |= {self.storage[a] for a in args}
         name = self.new()
@@ -304,7 +309,10 @@ class Writer:
 
     def function(self, under: frozenset[str], depth: int, region: bool) -> Function:
         """Writes a function, which sees what there is here; `under` are the transforms that it is called by."""
-        kinds = self.random.choice(["two", "two", "a keyword", "a tree"]), self.random.choice(["one", "one", "two", "a tree"])
+        kinds = (
+            self.random.choice(["two", "two", "a keyword", "a tree"]),
+            self.random.choice(["one", "one", "two", "a tree"]),
+        )
         made = Function(f"f{self.number()}", *kinds)
         outer = list(self.visible), list(self.own)
         if region:
@@ -321,17 +329,28 @@ class Writer:
                 self.needed.add(self.storage[name])
             self.body(under, depth)
             last, other = self.visible[-1], self.any()
-            self.line({"one": f"return {last}", "two": f"return {last}, {other}"}.get(made.gives, f"return {{'h': {last}, 'n': [{other}]}}"))
+            self.line(
+                {"one": f"return {last}", "two": f"return {last}, {other}"}.get(
+                    made.gives, f"return {{'h': {last}, 'n': [{other}]}}"
+                )
+            )
         self.visible, self.own = outer
         return made
 
     def called(self, under: frozenset[str], depth: int) -> None:
         """A function and calls of it, by transforms or by itself."""
-        hows = ["call", "call", "autograd, again", *(FUNC if self.func else ["autograd", *(["dual"] if not under else [])])]
+        hows = [
+            "call",
+            "call",
+            "autograd, again",
+            *(FUNC if self.func else ["autograd", *(["dual"] if not under else [])]),
+        ]
         if under & {"jacrev", "jacfwd"}:
             hows = [how for how in hows if "jac" not in how]  # that takes too long
         hows = self.random.choices(hows, k=self.random.choice([1, 1, 2]))
-        made = self.function(under | {word for how in hows for word in how.split(", ") if how != "call"}, depth + 1, self.chance(0.75))
+        made = self.function(
+            under | {word for how in hows for word in how.split(", ") if how != "call"}, depth + 1, self.chance(0.75)
+        )
         for how in hows:
             a, b = self.any(), self.any()
             self.needed |= {self.storage[a], self.storage[b]}
@@ -343,7 +362,9 @@ class Writer:
                 self.storage[other] = self.fresh()
                 self.needed.add(self.storage[other])
             else:
-                self.line(f"{name} = " + (made.one(a, b) if how == "call" else CALLS[how].format(f=made.text, a=a, b=b)))
+                self.line(
+                    f"{name} = " + (made.one(a, b) if how == "call" else CALLS[how].format(f=made.text, a=a, b=b))
+                )
             self.add(name)
             if how == "call" and self.chance(0.7):  # it may be an argument itself
                 self.needed.add(self.storage[name])
@@ -387,12 +408,18 @@ class Writer:
             main = self.function(frozenset(), 0, region)
             self.line(f"return {main.text}, {kept}")
         run = self.random.choice(RUNS[:-1] if self.func else RUNS)
-        self.lines += ["", "", f"compare(make, {run!r}, exact={not self.func and run not in ('double', 'triple', 'batched')})"]
+        self.lines += [
+            "",
+            "",
+            f"compare(make, {run!r}, exact={not self.func and run not in ('double', 'triple', 'batched')})",
+        ]
         if not (self.func or self.draws):
             if self.chance(0.3):
                 self.lines.append("keeps_no_more(make)")
             if self.chance(0.3):
-                self.lines.append(f"recomputes_no_more(make, {self.random.choice(POLICIES).format(n=1)}, {self.random.choice(POLICIES).format(n=2)})")
+                self.lines.append(
+                    f"recomputes_no_more(make, {self.random.choice(POLICIES).format(n=1)}, {self.random.choice(POLICIES).format(n=2)})"
+                )
         return "\n".join(self.lines) + "\n"
 
 

@@ -117,8 +117,13 @@ def assert_same(actual: list[Any], expected: list[Any]) -> None:
     assert all(map(torch.equal, actual, expected))
 
 
+def named(value: Any) -> str:
+    """A name that is the same in every process."""
+    return getattr(value, "__name__", str(value))
+
+
 @pytest.mark.parametrize(
-    ("model", "policy"), [*((model, None) for model in MODELS), (nested, policies.save_matmuls)], ids=str
+    ("model", "policy"), [*((model, None) for model in MODELS), (nested, policies.save_matmuls)], ids=named
 )
 def test_gradients_and_those_of_the_next_eager_backward(model: Callable, policy: Any) -> None:
     expected = grads(model(lambda f: f), eagerly)
@@ -128,7 +133,7 @@ def test_gradients_and_those_of_the_next_eager_backward(model: Callable, policy:
 
 
 @pytest.mark.parametrize(
-    ("policy", "way"), [(None, by_config), *((policy, by_context) for policy in POLICIES)], ids=str
+    ("policy", "way"), [(None, by_config), *((policy, by_context) for policy in POLICIES)], ids=named
 )
 def test_one_recompute_for_each_backward(policy: Any, way: Callable) -> None:
     expected = grads(block, eagerly, 2)
@@ -164,7 +169,7 @@ def test_of_a_compiled_function_around_an_eager_region() -> None:
     torch.testing.assert_close(x.grad, other.grad)
 
 
-@pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=named)
 def test_nothing_is_held_between_two_backward_passes(policy: Any) -> None:
     x, w = inputs()
     y = remat(block, policy=policy)(x, w).sum()
