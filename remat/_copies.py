@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._arguments import without_plain
 from ._contents import Contents, Snapshot, is_put_back
 from ._places import MISSING, Element, ItemPlace
 from ._state import alias, own_work
@@ -26,7 +27,7 @@ _COPIED = (dict, OrderedDict, defaultdict, list)
 class Copy:
     """What a container held before the first run. A container in it is a `Copy` too, and has a place of its own."""
 
-    __slots__ = ("address", "items", "kind", "make", "whole")
+    __slots__ = ("address", "items", "kind", "make", "plain", "whole")
 
     def __init__(self, snapshot: Snapshot) -> None:
         held, self.items, _ = snapshot
@@ -36,22 +37,33 @@ class Copy:
         if isinstance(held, defaultdict):
             self.make = partial(defaultdict, held.default_factory)
         self.whole = is_put_back(snapshot)
+        # What holds numbers and the like, before the first run and after it, doesn't collect, and is kept to be told.
+        self.plain = held if _is_plain(self.items) and _is_plain(held) else None
 
     def is_of(self, now: Any) -> bool:
-        """Whether this is the container. Should another one have its address, that is put back as it was as well."""
+        """Whether this is the container. One that got the address of a freed one is filled with what that held."""
+        if self.plain is not None:
+            return now is self.plain
         return type(now) is self.kind and id(now) == self.address
 
     def may_stay(self, now: Any) -> bool:
-        """Whether a recompute may use the container, of which this is a copy, as it is: nothing that it held is gone.
+        """Whether a recompute may use the container, of which this is a copy, as it is: it may be a log of the runs.
 
-        And no tensor came. What else did may be a log of the runs.
+        That is if it holds plain values only, or if nothing that it held is gone and no tensor came.
         """
-        if self.whole or len(now) < len(self.items):
+        if self.whole or self.plain is not None:
+            return not self.whole and not _tensors(now)
+        if len(now) < len(self.items):
             return False
         if isinstance(now, dict):
             same = all(_is_same(dict.get(now, key, MISSING), item) for key, item in self.items.items())
             return same and not _tensors([item for key, item in now.items() if key not in self.items])
         return all(map(_is_same, now, self.items)) and not _tensors(now[len(self.items) :])
+
+
+def _is_plain(items: Any) -> bool:
+    values = list(items.values() if isinstance(items, dict) else items)
+    return bool(values) and not without_plain(values)
 
 
 def _is_same(now: Any, item: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import types
 import weakref
 from collections import Counter
 
@@ -1292,19 +1291,19 @@ class TestErrors:
         assert torch.equal(state, torch.get_rng_state())
 
     def test_a_second_try_works(self, x, w):
-        switch = types.SimpleNamespace(broken=True)  # a list would be put back for the recompute
+        broken = [True]
 
         @remat
         def f(x):
             y = (x @ w).sin()
-            if is_recomputing() and switch.broken:
+            if is_recomputing() and broken[0]:
                 raise KeyError("on purpose")
             return y.exp()
 
         out = f(x)
         with pytest.raises(KeyError):
             grad(out, (x, w), retain_graph=True)
-        switch.broken = False
+        broken[0] = False
         assert_same(grad(out, (x, w)), grad((x @ w).sin().exp(), (x, w)))
 
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])

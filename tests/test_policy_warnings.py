@@ -198,7 +198,7 @@ POLICIES: list[tuple[Any, int]] = [
 ]
 
 
-@pytest.mark.parametrize("case", range(len(POLICIES)), ids=lambda i: f"{i}: {POLICIES[i][0]!r}"[:60])
+@pytest.mark.parametrize("case", range(len(POLICIES)), ids=lambda i: f"{i}: {POLICIES[i][0]!r}"[:60].split(" at 0x")[0])
 def test_which_policies(case: int) -> None:
     policy, count = POLICIES[case]
     scope: dict[str, Any] = {"name": checkpoint_name}

@@ -60,6 +60,8 @@ def test_mixtral(policy: Any, loss: str, collects: bool) -> None:
     torchs = mixtral(partial(torch_checkpoint, use_reentrant=False))
     torch.testing.assert_close(step(ours), step(mixtral(None)), rtol=0, atol=0)
     assert step(ours)[3] == [3, 3 * collects, 4 * collects]
-    assert leaked_bytes(step, ours) == leaked_bytes(step, torchs) == 0
+    for model in ours, torchs:
+        leaked_bytes(step, model)  # what is made in the first step may stay
+        assert leaked_bytes(step, model) == 0
     if policy is None:
         assert held_bytes(run, ours) <= held_bytes(run, torchs) < held_bytes(run, mixtral(None))
