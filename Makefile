@@ -39,6 +39,6 @@ clean:
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install torch==2.13.0
-	$(BIN)/python -m pip install -e '.[test,docs,examples,benchmarks,lint]' setuptools wheel
+	$(BIN)/python -m pip install -e '.[test,integration,docs,examples,benchmarks,lint]' setuptools wheel
 	$(BIN)/python -m pip install --no-deps --no-build-isolation fairscale==0.4.13
 	touch $@

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from ._eligible import check_module
 from ._function import Remat
 from ._memory import memory_of
 from ._module import second_module
@@ -109,5 +110,6 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, (classmethod, staticmethod)):
         return type(fn)(_wrap(fn.__func__, options))
     if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch.jit.ScriptModule):
+        check_module(fn)
         return second_module(fn, options)
     return Remat(fn, options, memory_of(fn))

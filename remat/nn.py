@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._module import change_back, change_in_place, check_module, is_changed
+from ._eligible import check_module
+from ._module import change_back, change_in_place
 from ._options import checked_options
 
 __all__ = ["apply", "every", "undo"]
@@ -103,8 +104,7 @@ def undo(model: M) -> M:
         True
     """
     for module in model.modules():
-        if is_changed(module):
-            change_back(module)
+        change_back(module)
     return model
 
 

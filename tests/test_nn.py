@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FunctionType
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.func import functional_call
 
 import remat.nn
 from benchmarks.measure import assert_freed_without_gc, held_bytes, leaked_bytes, peak_bytes
-from remat import CaptureError, PolicyError, checkpoint_name, disable_remat, is_recomputing, policies
+from remat import CaptureError, PolicyError, RematError, checkpoint_name, disable_remat, is_recomputing, policies
 
 RUNS: list[bool] = []
 
@@ -285,7 +287,9 @@ def test_the_model_looks_as_before() -> None:
         assert inspect.signature(module.forward) == inspect.signature(before.forward)
     assert dir(model.blocks[0]) != [] and set(dir(model.blocks[0])) - set(dir(plain.blocks[0])) == {
         "_remat",
-        "_remat_option",
+        "_remat_forward",
+        "_remat_own",
+        "_remat_regions",
     }
 
 
@@ -895,6 +899,127 @@ def test_a_forward_of_the_module_itself() -> None:
     assert_same(remat.nn.undo(module)(X), X * 2)
 
 
+class Replaced(nn.Module):
+    """A base that replaces `forward` of each subclass, as one of transformers' does."""
+
+    outermost: ClassVar[list[bool]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.outermost.append(type(self).forward is replaced)
+            return forward(self, *args, **kwargs)
+
+        cls.forward = replaced  # type: ignore[method-assign]
+
+
+class OfReplaced(Block, Replaced):
+    outermost: ClassVar[list[bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Meta(type):
+    """Replaces `forward` of each class."""
+
+    def __new__(meta, name: str, bases: tuple, names: dict) -> Any:
+        made = super().__new__(meta, name, bases, names)
+        forward = made.forward  # type: ignore[attr-defined]
+        made.forward = lambda self, *args, **kwargs: forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return made
+
+
+class OfMeta(Block, metaclass=Meta):
+    pass
+
+
+class Required(nn.Module):
+    """A base that wants to know more of each subclass, and lists them."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        Required.known[kind] = cls
+
+
+class OfRequired(Block, Required, kind="block"):
+    pass
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("cls", [OfReplaced, OfMeta, OfRequired])
+def test_bases_that_change_their_subclasses(cls: type, layers: str, how: str) -> None:
+    expected = kept(remat.nn.apply(made(Block), Block))
+    module, plain = LAYERS[layers](made(cls)), made(cls)
+    for each in (module, COPIES[how](module), remat.remat(module)):
+        check(each, plain, AGAIN)
+        assert kept(each) == expected
+        assert isinstance(each, cls)
+    assert Required.known == {"block": OfRequired}
+    with assert_freed_without_gc() as watch:
+        watch(*module.modules(), *module.parameters())
+        del each, module
+
+
+def test_of_the_class_forward_is_a_function() -> None:
+    """Guards of compilers and classes that look at it expect one, which also runs the region."""
+    module, plain = remat.nn.apply(made(OfReplaced), Block), made(OfReplaced)
+    assert isinstance(type(module).forward, FunctionType) and type(module).forward is type(module).forward
+    RUNS.clear()
+    x = rand(5, 4)
+    actual = torch.autograd.grad(type(module).forward(module, x).sum(), x)
+    assert RUNS == AGAIN
+    assert_same(actual, torch.autograd.grad(plain(x).sum(), x))
+    torch._dynamo.reset()
+    assert_same(torch.compile(module, backend="eager")(X), plain(X))
+
+
+class CallsNoForward(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.up(x).sin()
+
+
+class CallsForward(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x).sin()
+
+
+def test_a_call_that_is_no_region_is_an_error() -> None:
+    for wrap in (lambda m: remat.nn.apply(m, Block), remat.remat, remat.compat.checkpoint_wrapper):
+        module = made(CallsNoForward)
+        with pytest.raises(TypeError, match="a CallsNoForward has a `__call__` that doesn't call it"):
+            wrap(module)
+        assert type(module) is CallsNoForward
+        check(wrap(made(CallsForward)), made(CallsForward), AGAIN)
+
+
+class OfLibrary(Block):
+    """A module that its library can checkpoint, and is told to by this."""
+
+    gradient_checkpointing = False
+
+
+def test_the_librarys_own_checkpoint_at_the_same_time_is_an_error() -> None:
+    for wrap in (lambda m: remat.nn.apply(m, Block), remat.remat, remat.compat.checkpoint_wrapper):
+        module = made(OfLibrary)
+        module.gradient_checkpointing = True
+        with pytest.raises(RematError, match=r"is on for a OfLibrary.*gradient_checkpointing_disable.*remat\.nn\.undo"):
+            wrap(module)
+        assert type(module) is OfLibrary
+        module.gradient_checkpointing = False
+        module = wrap(module)
+        check(module, made(OfLibrary), AGAIN)
+        module.gradient_checkpointing = True
+        with pytest.raises(RematError, match="is on for a"):
+            module(X)
+        check(module.eval(), made(OfLibrary), AGAIN)  # then libraries do nothing
+
+
 class Static(nn.Module):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -999,8 +1124,9 @@ def test_ddp(static: bool) -> None:
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("cls", [Block, OfReplaced])
 @pytest.mark.parametrize("first", [True, False])
-def test_fsdp(first: bool) -> None:
+def test_fsdp(first: bool, cls: type) -> None:
     """Chosen before or after `fully_shard`, which puts a class of its own on top."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -1008,7 +1134,7 @@ def test_fsdp(first: bool) -> None:
     def sharded_step(model: nn.Module) -> list:
         return [grad.full_tensor() for grad in step(model)]  # type: ignore[union-attr]
 
-    mesh, model, expected = init_device_mesh("cpu", (1,)), made(), step(made())
+    mesh, model, expected = init_device_mesh("cpu", (1,)), made(lambda: Model(cls)), step(made())
     if first:
         remat.nn.apply(model, Block)
     for block in model.blocks:

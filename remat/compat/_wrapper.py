@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._module import change_in_place, check_module
+from .._eligible import check_module
+from .._module import change_in_place
 from .._options import checked_options
 from .._state import disable_remat, is_recomputing, state
 

@@ -1,0 +1,209 @@
+"""Models of Hugging Face's transformers, beside the library's own checkpointing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import remat.nn
+from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, peak_bytes
+from remat import RematError, policies
+
+transformers = pytest.importorskip("transformers")
+GradientCheckpointingLayer = pytest.importorskip("transformers.modeling_layers").GradientCheckpointingLayer
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")]
+
+IDS = torch.arange(2 * 16).reshape(2, 16) * 7 % 64
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=3, n_head=4)
+    ),
+}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]().train()
+
+
+def applied(model: Any, **options: Any) -> Any:
+    return remat.nn.apply(model, GradientCheckpointingLayer, **options)
+
+
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def loss(model: Any, **arguments: Any) -> Tensor:
+    torch.manual_seed(1)  # of dropout
+    return model(input_ids=IDS, labels=IDS, **arguments).loss
+
+
+def step(model: Any, **arguments: Any) -> tuple[Tensor, list[Tensor | None]]:
+    model.zero_grad()
+    found = loss(model, **arguments)
+    found.backward()
+    return found.detach(), [p.grad for p in model.parameters()]
+
+
+def costs(model: Any) -> tuple[int, int, int]:
+    """Bytes held after the forward, the peak, and products of a step."""
+    step(model)  # gradients are there
+    ops = count_ops(step, model)
+    products = sum(ops[name] for name in ("aten.mm", "aten.addmm", "aten.bmm"))
+    return held_bytes(loss, model), peak_bytes(step, model), products
+
+
+@pytest.mark.filterwarnings("ignore:In training a:UserWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_apply_beside_the_library(name: str) -> None:
+    plain = made(name)
+    model = applied(copy.deepcopy(plain))
+    assert_same(step(model), step(plain, use_cache=False))
+    held, peak, products = costs(model)
+    its_held, its_peak, its_products = costs(checkpointed(copy.deepcopy(plain)))
+    assert held <= its_held < costs(plain)[0] / 2
+    assert peak <= its_peak
+    assert products <= its_products
+
+
+@pytest.mark.filterwarnings("ignore:In training a:UserWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_policy(name: str) -> None:
+    plain = made(name)
+    model = applied(copy.deepcopy(plain), policy=policies.save_matmuls)
+    assert_same(step(model), step(plain, use_cache=False))
+    assert costs(model)[2] == costs(plain)[2]  # no product is recomputed
+    assert costs(applied(copy.deepcopy(plain)))[0] < costs(model)[0] < costs(plain)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_region_runs_without_a_cache_in_training(name: str) -> None:
+    """As the library's own checkpoint; a recompute would fill it once more. The user is told once."""
+    plain, model = made(name), applied(made(name))
+    kind = type(next(m for m in plain.modules() if isinstance(m, GradientCheckpointingLayer))).__name__
+    from remat import _eligible
+
+    _eligible._warn.cache_clear()
+    with pytest.warns(UserWarning, match=f"a {kind} that is a region runs without a cache") as caught:
+        for _ in range(2):
+            assert_same(step(model, use_cache=True), step(plain, use_cache=False))
+    assert len([each for each in caught if "without a cache" in str(each.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model(input_ids=IDS, use_cache=True).past_key_values.get_seq_length() == 0
+        # Where nothing is recomputed, the cache is filled.
+        for context in (torch.no_grad, remat.disable_remat):
+            with context():
+                assert model(input_ids=IDS, use_cache=True).past_key_values.get_seq_length() == IDS.shape[1]
+        with torch.no_grad():
+            assert_same(
+                model.eval().generate(IDS[:, :4], max_new_tokens=4, do_sample=False),
+                plain.eval().generate(IDS[:, :4], max_new_tokens=4, do_sample=False),
+            )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_filled_cache_in_training_is_an_error(name: str) -> None:
+    """Without it the result would be another."""
+    model = made(name)
+    with torch.no_grad():
+        cache = model(input_ids=IDS, use_cache=True).past_key_values
+    with pytest.raises(RematError, match=r"has keys and values for it already.*eval mode"):
+        applied(model)(input_ids=IDS, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_librarys_checkpoint_at_the_same_time_is_an_error(name: str) -> None:
+    model = checkpointed(made(name))
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(RematError, match=r"activation checkpointing is on .*gradient_checkpointing_disable\(\)"):
+        applied(model)
+    layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    with pytest.raises(RematError, match="activation checkpointing is on"):
+        remat.remat(layer)
+    with pytest.raises(RematError, match="activation checkpointing is on"):
+        remat.compat.checkpoint_wrapper(layer)
+    assert [type(module) for module in model.modules()] == classes
+    model.gradient_checkpointing_disable()
+    applied(model)
+    checkpointed(model)  # since
+    with pytest.raises(RematError, match=r"activation checkpointing is on .*`remat.nn.undo\(model\)`"):
+        loss(model, use_cache=False)
+    model.eval()  # the library does nothing then, and neither is it an error
+    assert_same(loss(model, use_cache=False), loss(made(name).eval()))
+    assert_same(step(remat.nn.undo(model).train()), step(made(name), use_cache=False))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_run_their_own_forward(how: str) -> None:
+    model, plain = applied(made("llama")), made("llama")
+    again = COPIES[how](model)
+    with torch.no_grad():
+        for p in (*model.parameters(), *plain.parameters()):
+            p.mul_(1.5)
+    assert_same(step(again, use_cache=False), step(made("llama"), use_cache=False))
+    assert_same(step(model, use_cache=False), step(plain, use_cache=False))
+    assert held_bytes(lambda: loss(again, use_cache=False)) == held_bytes(lambda: loss(model, use_cache=False))
+    assert list(again.state_dict()) == list(plain.state_dict())
+    assert all(isinstance(a, type(b)) for a, b in zip(again.modules(), plain.modules(), strict=True))
+
+
+def test_a_layer_is_freed_without_the_collector() -> None:
+    model = applied(made("llama"))
+    with assert_freed_without_gc() as watch:
+        watch(*model.model.layers, *model.model.layers.parameters())
+        del model.model.layers
+
+
+def test_remat_of_an_applied_layer() -> None:
+    model, plain = applied(made("llama")), made("llama")
+    model.model.layers[1] = remat.remat(model.model.layers[1])
+    assert_same(step(model, use_cache=False), step(plain, use_cache=False))
+
+
+def test_compile() -> None:
+    """The model is one graph, in whose backward layers are recomputed as with the library's own checkpointing."""
+    plain = made("llama")
+
+    def compiled(model: Any) -> tuple[int, Any]:
+        """The products in the backward's graph, and a step."""
+        products: list[int] = []
+
+        def backward(graph: Any, inputs: Any) -> Any:
+            products.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
+        result = step(torch.compile(model, backend=backend, fullgraph=True), use_cache=False)
+        return sum(products), result
+
+    without, expected = compiled(plain)
+    its_own, _ = compiled(checkpointed(copy.deepcopy(plain)))
+    for policy in (None, policies.save_matmuls):
+        products, result = compiled(applied(copy.deepcopy(plain), policy=policy))
+        assert products == (without if policy else its_own)
+        torch.testing.assert_close(result, expected)
+    assert without < its_own
