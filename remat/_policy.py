@@ -99,11 +99,6 @@ class Policy(ABC):
         return self._possible(named=True) != self._possible(named=False)
 
     @property
-    def judges_ops(self) -> bool:
-        """Whether a value without a name may be kept."""
-        return self._possible(named=False) != {RECOMPUTE}
-
-    @property
     def saves_everything(self) -> bool:
         """Whether every value is saved, for certain."""
         return self._possible(named=False) | self._possible(named=True) == {SAVE}

@@ -345,37 +345,39 @@ NOTHING, EVERYTHING = policies.nothing_saveable, policies.everything_saveable
 
 
 @pytest.mark.parametrize(
-    "policy, judges_ops, everything, nothing",
+    "policy, judges_names, everything, nothing",
     [
         (NOTHING, False, False, True),
-        (EVERYTHING, True, True, False),
-        (policies.offload(EVERYTHING), True, False, False),
-        (policies.save_matmuls, True, False, False),
+        (EVERYTHING, False, True, False),
+        (policies.offload(EVERYTHING), False, False, False),
+        (policies.save_matmuls, False, False, False),
         (as_policy([]), False, False, True),
-        (as_policy(large), True, False, False),
-        (NAMED, False, False, False),
+        (as_policy(large), False, False, False),
+        (NAMED, True, False, False),
         (policies.save_only_these_names(), False, False, True),
         (policies.save_any_names_but_these("*"), False, False, True),
-        (policies.save_any_names_but_these("q"), False, False, False),
+        (policies.save_any_names_but_these("q"), True, False, False),
         (policies.save_anything_except_these_names("q"), True, False, False),
-        (policies.save_anything_except_these_names(), True, True, False),
-        (PAIR, False, False, False),
+        (policies.save_anything_except_these_names(), False, True, False),
+        (policies.save_any_names_but_these(), True, False, False),
+        (~policies.save_any_names_but_these() & policies.save_matmuls, True, False, False),
+        (PAIR, True, False, False),
         (NAMED | policies.save_matmuls, True, False, False),
-        (NAMED & policies.save_matmuls, False, False, False),
-        (policies.save_attention & policies.save_matmuls, True, False, False),
+        (NAMED & policies.save_matmuls, True, False, False),
+        (policies.save_attention & policies.save_matmuls, False, False, False),
         (~NAMED, True, False, False),
-        (~NOTHING, True, True, False),
+        (~NOTHING, False, True, False),
         (~EVERYTHING, False, False, True),
         (~policies.offload(EVERYTHING), False, False, True),
-        (~policies.save_anything_except_these_names("q"), False, False, False),
-        (EVERYTHING | policies.save_matmuls, True, True, False),
+        (~policies.save_anything_except_these_names("q"), True, False, False),
+        (EVERYTHING | policies.save_matmuls, False, True, False),
         (NOTHING & policies.save_matmuls, False, False, True),
         (policies.offload(NOTHING), False, False, True),
     ],
     ids=name_of,
 )
-def test_what_is_certain(policy: Policy, judges_ops: bool, everything: bool, nothing: bool) -> None:
-    assert (policy.judges_ops, policy.saves_everything, policy.saves_nothing) == (judges_ops, everything, nothing)
+def test_what_is_certain(policy: Policy, judges_names: bool, everything: bool, nothing: bool) -> None:
+    assert (policy.judges_names, policy.saves_everything, policy.saves_nothing) == (judges_names, everything, nothing)
 
 
 def test_mentioned_names() -> None:
