@@ -161,6 +161,8 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         return _wrapped(outs, level)
     wanted = followed if wanted is None else [a or b for a, b in zip(followed, wanted)]
     job = Job(region, call, level, wanted, skip)
+    # What is of a level below may require grad there, or have a tangent, which is no concern of this level's node.
+    operands = [t if _torch.level_of(t) == level else _torch.wrap_grad(t, level) for t in operands]
     allowed = _torch.single_level_functions_allowed()
     _torch.allow_single_level_functions(True)
     try:
