@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._torch import NO_VERSION, raw_version, saved_look
+from ._parts import bottom
+from ._torch import NO_VERSION, raw_version, saved_look, without_levels
 
 CHECKS = ("metadata", "values", "none")
 
@@ -74,9 +75,9 @@ def describe(saved: tuple) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum of the tensor's bits in 32-bit words, weighted by position, modulo 2**64."""
-    with torch.no_grad():
-        data = tensor.detach()
+    """A sum of the tensor's bits in 32-bit words, weighted by position, modulo 2**64; batched ones as a whole."""
+    with torch.no_grad(), without_levels():
+        data = bottom(tensor).detach()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous().reshape(-1)
         data = torch.view_as_real(data.resolve_conj()).reshape(-1) if data.is_complex() else data
         size = data.element_size()
