@@ -10,23 +10,30 @@ from . import _torch
 from ._engine import Frame
 from ._kept import Kept
 from ._recompute import Filler
+from ._state import state
 
 
 class Around:
-    """The hooks at one moment: those of a region around, in whichever of its runs, of somebody else, or none."""
+    """The hooks at one moment: those of a region around, in whichever of its runs, of somebody else, or none.
 
-    __slots__ = ("hooks", "owner", "position", "region")
+    And how far the regions around are with what they note of their calls.
+    """
+
+    __slots__ = ("hooks", "owner", "position", "region", "traces")
 
     def __init__(self) -> None:
         self.hooks = _torch.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
         self.region: Frame | Filler | None = self.owner if isinstance(self.owner, (Frame, Filler)) else None
         self.position = 0 if self.region is None else self.region.count
+        self.traces = [(i.trace, i.trace.mark()) for i in state.interceptors if i.trace is not None]
 
     def undo(self) -> None:
         """Have the region around forget what it has recorded since: a run inside of it is given up."""
         if self.region is not None:
             self.region.go_back(self.position)
+        for trace, mark in self.traces:
+            trace.back(mark)
 
     def take(self, operands: Kept) -> None:
         """Let them keep a region's operands. That may be all that a run again of the region around is for."""

@@ -46,6 +46,14 @@ class Trace:
             followed = result.requires_grad or (_torch.is_wrapped(result) and requires_grad_somewhere(result))
             self.entries.append((func, result.dtype, result.shape, followed))
 
+    def mark(self) -> Any:
+        """How far it is, for ``back``."""
+        return len(self.entries)
+
+    def back(self, mark: Any) -> None:
+        """Forget the calls since: they were of a region inside whose run was given up."""
+        del self.entries[mark:]
+
     def end(self) -> None:
         """The run is over."""
 
@@ -61,17 +69,23 @@ class Retrace(Trace):
         super().__init__()
         self.all = first.entries
         self.position = 0  # up to where this run's calls were found in the first one
-        self.due = iter([entry for entry in first.entries if entry[3]])
-        self.next_due = next(self.due, None)
+        self.due = [entry for entry in first.entries if entry[3]]
+        self.made = 0  # how many of these came so far
 
     def note(self, func: Any, result: Any) -> None:
         super().note(func, result)
         while self.entries:
             self._compare(self.entries.pop())
 
+    def mark(self) -> Any:
+        return self.position, self.made
+
+    def back(self, mark: Any) -> None:
+        self.position, self.made = mark
+
     def _compare(self, entry: Entry) -> None:
-        if self.next_due is not None and _same(self.next_due, entry):
-            self.next_due = next(self.due, None)
+        if self.made < len(self.due) and _same(self.due[self.made], entry):
+            self.made += 1
         if not entry[3]:
             return
         for i in range(self.position, len(self.all)):
@@ -84,9 +98,9 @@ class Retrace(Trace):
         )
 
     def end(self) -> None:
-        if self.next_due is not None:
+        if self.made < len(self.due):
             raise RecomputeMismatchError(
-                f"The region called {_shown(self.next_due)} in its forward, and not there when it was run again. "
+                f"The region called {_shown(self.due[self.made])} in its forward, and not there when it was run again. "
                 f"{_ADVICE}"
             )
 
