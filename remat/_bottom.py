@@ -23,7 +23,7 @@ from ._errors import MutationError
 from ._hooks import hooks_allowed, hooks_hidden
 from ._intercept import Watch
 from ._kept import NONE_KEPT, Kept
-from ._parts import is_dual
+from ._parts import as_leaf, detached, is_dual, is_recorded
 from ._trace import Trace
 
 Tensors = Sequence[torch.Tensor]
@@ -100,14 +100,15 @@ class Tape:
 def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted: Sequence[bool] | None) -> list:
     """Run a region, or what transforms made of it, on plain operands."""
     root = region.root
-    recorded = torch.is_grad_enabled() and any(map(requires_grad, operands))
     dual = _torch.dual_level_active() and any(map(is_dual, operands))
+    recorded = torch.is_grad_enabled() and any(map(is_recorded if dual else requires_grad, operands))
     if root.ran:
         if root.record is not None:
             root.record.in_backward()
         with hooks_allowed(whoever_forbids=True):
-            return _again(region, call.guarded(operands), call, recorded or dual)
-    return _first(region, operands, call, wanted, recorded or dual, dual)
+            outs = _again(region, call.guarded(operands), call, recorded, dual)
+        return list(map(detached, outs)) if _torch.dual_level_active() and not recorded else outs
+    return _first(region, operands, call, wanted, recorded, dual)
 
 
 def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool, dual: bool) -> list:
@@ -117,11 +118,11 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     inputs = operands
     if follows and call.tape_fits:  # what is followed below, by autograd itself, stays as it is
         cut = wanted if not recorded else [w and not t.requires_grad for t, w in zip(operands, wanted)]
-        inputs = [t.detach().requires_grad_() if each else t for t, each in zip(operands, cut)]
+        inputs = [as_leaf(t) if each else t for t, each in zip(operands, cut)]
     call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.known.changing)
     if region.uses_func and recorded and not dual:
         return list(PlainNode.apply(region, call, *operands))
-    _observe(root, inputs, follows)
+    _observe(root, inputs, follows, recorded or dual)
     enabled = torch.enable_grad() if follows and not torch.is_grad_enabled() else nullcontext()
     if region.uses_func:
         with enabled:
@@ -129,7 +130,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         call.close(root)
         if root.record is not None:
             root.record.close_without_slots()
-    elif recorded or follows or (torch.is_grad_enabled() and not inference):
+    elif recorded or dual or follows or (torch.is_grad_enabled() and not inference):
         frame = _frame(region, call.kept, root.consts)
         with enabled:
             try:
@@ -150,7 +151,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         call.tape = Tape(region.key, inputs, outs)
     elif root.record is not None:
         root.record.keep_all()
-    return [t.detach() for t in outs]
+    return list(map(detached, outs))
 
 
 def _frame(region: Any, operands: Kept, consts: Kept, read_inside: bool = False) -> Frame:
@@ -160,14 +161,14 @@ def _frame(region: Any, operands: Kept, consts: Kept, read_inside: bool = False)
     return Frame(region, operands, consts, around.hooks, read_inside)
 
 
-def _observe(root: Any, inputs: list[torch.Tensor], follows: bool) -> None:
+def _observe(root: Any, inputs: list[torch.Tensor], follows: bool, recorded: bool) -> None:
     """Have the first run watched for captured tensors and, where it is differentiated, traced."""
-    root.watch = Watch(root, root.operands(), inputs, plain_too=follows)
+    root.watch = Watch(root, root.operands(), inputs, follows, recorded)
     root.trace = Trace() if follows and root.options.determinism_check != "none" else None
 
 
-def _again(region: Any, operands: list, call: Call, recorded: bool) -> list:
-    if recorded:
+def _again(region: Any, operands: list, call: Call, recorded: bool, dual: bool) -> list:
+    if recorded and not (dual and region.uses_func):
         if region.uses_func:
             return list(PlainNode.apply(region, call, *operands))
         frame = _frame(region, Kept(operands, _names(region.root), set()), NONE_KEPT, read_inside=True)
@@ -200,7 +201,7 @@ class PlainNode(torch.autograd.Function):
         first = not root.ran
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         if first:
-            _observe(root, inputs, True)
+            _observe(root, inputs, follows=True, recorded=True)
         with torch.enable_grad(), nullcontext() if first else hooks_hidden():
             outs = region.run(inputs)
         if first:
@@ -220,4 +221,4 @@ class PlainNode(torch.autograd.Function):
         from ._levels import pull_back
 
         needs = ctx.needs_input_grad[2:]
-        return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, ctx.call, 0)
+        return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, ctx.call, level=0, skip=0)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._parts import requires_grad_somewhere
+from ._parts import as_leaf, is_recorded, requires_grad_somewhere
 
 Tensors = Sequence[torch.Tensor]
 Pull = Callable[[Tensors], list]
@@ -146,10 +146,11 @@ class Pullback(Derived):
     The gradients are those of the operands in ``needs``; ``present`` says which of them aren't zero by structure.
     """
 
-    __slots__ = ("given", "needs", "present")
+    __slots__ = ("given", "level", "needs", "present")
 
-    def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...]) -> None:
+    def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...], level: int) -> None:
         super().__init__(inner, ("pullback", needs, given))
+        self.level = level  # the one that asks for it
         self.needs = needs
         self.given = given
         self.present: list[bool] = []  # found by running
@@ -158,6 +159,10 @@ class Pullback(Derived):
     def primals(self) -> int:
         return len(self.needs)
 
+    @property
+    def uses_func(self) -> bool:
+        return self.root.by_level or self.inner.uses_func
+
     def run(self, operands: Tensors, tape: Any = None) -> list[torch.Tensor]:
         return self.linearize(operands[: self.primals], tape)(operands[self.primals :])
 
@@ -165,7 +170,7 @@ class Pullback(Derived):
         """Run the region again at ``primals``; returns the linear map from cotangents to gradients."""
         if tape is not None:
             pull = tape.pull(self)
-        elif _torch.transforms_active() or any(t.is_inference() for t in primals):
+        elif self.root.by_level or _torch.transforms_active() or any(t.is_inference() for t in primals):
             pull = self._by_func(primals)
         else:
             pull = self._by_autograd(primals)
@@ -179,9 +184,7 @@ class Pullback(Derived):
 
     def _by_func(self, primals: Tensors) -> Pull:
         needed = [i for i, needs in enumerate(self.needs) if needs]
-
-        # The level of the vjp stands for that of a Graded region.
-        inner = self.inner.inner if isinstance(self.inner, Graded) else self.inner
+        inner = self._without_level()
 
         def run(*heads: torch.Tensor) -> list[torch.Tensor]:
             level = _torch.current_interpreter().level()
@@ -196,7 +199,7 @@ class Pullback(Derived):
     def _by_autograd(self, primals: Tensors) -> Pull:
         # The result is differentiated in turn only if something here is; aliases are the places to differentiate at.
         record = torch.is_grad_enabled()
-        followed = record and any(t.requires_grad for t in primals)
+        followed = record and any(map(is_recorded, primals))
         with torch.enable_grad():
             inputs = [_alias(t, followed) if needs else t for t, needs in zip(primals, self.needs)]
             outs = self.chosen(self.inner.run(inputs))
@@ -208,9 +211,27 @@ class Pullback(Derived):
 
         return pull
 
+    def _without_level(self) -> Any:
+        """What it differentiates, where the level of a vjp stands for that of a Graded region."""
+        return self.inner.inner if isinstance(self.inner, Graded) else self.inner
+
     def chosen(self, outs: Sequence[Any]) -> list:
         """Those that have a cotangent."""
         return [out for out, given in zip(outs, self.given) if given]
+
+
+class InnerPullback(Pullback):
+    """A pullback that is differentiated by its own level again: it runs at the level that the outer one puts back."""
+
+    __slots__ = ()
+
+    def __init__(self, pullback: Pullback) -> None:
+        super().__init__(pullback._without_level(), pullback.needs, pullback.given, pullback.level)
+        self.key = pullback.key
+
+    def _by_func(self, primals: Tensors) -> Pull:
+        with _torch.allow_requires_grad(True):
+            return self._by_autograd(primals)
 
 
 def gradients(
@@ -225,6 +246,8 @@ def gradients(
     outs, cotangents = tuple(compress(outs, depends)), tuple(compress(cotangents, depends))
     if not outs:
         return [None] * len(heads)
+    if _torch.dual_level_active():  # some formulas have tangents only where autograd records them
+        retain = create = True
     # Unused heads are allowed, and nothing is accumulated.
     return list(_torch.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False))
 
@@ -232,7 +255,7 @@ def gradients(
 def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
     if followed and tensor.requires_grad:
         return tensor.view_as(tensor)
-    return tensor.detach().requires_grad_()
+    return as_leaf(tensor)
 
 
 def _is_pullback(region: Any) -> bool:

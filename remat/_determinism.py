@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from ._parts import bottom
 from ._state import unseen
-from ._torch import NO_VERSION, raw_version, saved_look
+from ._torch import NO_VERSION, raw_version, saved_look, without_levels
 
 CHECKS = ("metadata", "values", "none")
 
@@ -87,9 +88,9 @@ def describe(saved: tuple) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum of the tensor's bits in 32-bit words, weighted by position, modulo 2**64."""
-    with torch.no_grad(), unseen():
-        data = tensor.detach()
+    """A sum of the tensor's bits in 32-bit words, weighted by position, modulo 2**64; batched ones as a whole."""
+    with torch.no_grad(), unseen(), without_levels():
+        data = bottom(tensor).detach()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous().reshape(-1)
         data = torch.view_as_real(data.resolve_conj()).reshape(-1) if data.is_complex() else data
         size = data.element_size()

@@ -29,7 +29,7 @@ from ._passes import current_group, current_scope
 from ._recompute import Filler
 from ._sharing import overlapping
 from ._slots import SERVED, Above, Found, RecordedSlot, Slot, View
-from ._state import alias, state
+from ._state import alias, own_work, state
 from ._streams import current_streams
 from ._torch import is_wrapped, origin, raw_version, sequence_number
 
@@ -136,7 +136,8 @@ class Frame:
         """The same with levels of torch.func, of which others save tensors too."""
         if is_wrapped(tensor) and id(tensor) not in self.known:
             return Above(tensor)
-        return self.pack(tensor)
+        with own_work():  # hooks that an autograd Function calls run under modes, others don't
+            return self.pack(tensor)
 
     def _pack_and_note(self, tensor: torch.Tensor) -> Any:
         """The same where a slot gets a value, or a record must know of it: it may lead to what is kept.
@@ -148,7 +149,8 @@ class Frame:
             if record is not None:
                 record.needs(tensor)
             return Above(tensor)
-        packed = self.pack(tensor)
+        with own_work():
+            packed = self.pack(tensor)
         slot = self.slots.pop()
         self.refs.append(weakref.ref(slot))
         if slot is SERVED:

@@ -31,6 +31,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
         return fn(*args, **kwargs)  # a trace is taken
     region = Region(fn, *take_apart(args, kwargs), options, memory, Around())
     region.kinds = kinds
+    region.by_level = kinds in memory.known.by_level
     search = Search(region, kinds)
     try:
         while True:
@@ -39,13 +40,14 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             if state.interceptors:
                 operands = [state.interceptors[-1].resolve(t) for t in operands]
             record = Call()
+            record.tape_fits = not region.by_level
             try:
                 with own_work():
                     outs = apply(region, operands, record)
-                    draws = _draws(region)
+                    news = _news(region)
                     check_left_behind(region, outs)
-                if draws:
-                    memory.known.draws = True
+                if news:
+                    pass
                 elif search.ends():
                     made_inside(outs)
                     return region.outputs.build(outs, operands)
@@ -68,12 +70,18 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
         region.forget()
 
 
-def _draws(region: Region) -> bool:
-    """Whether the region, as is found out now, draws random numbers under a ``grad`` level, see ``_graded``."""
-    if region.memory.known.draws or _torch.GRAD not in region.kinds:
+def _news(region: Region) -> bool:
+    """Whether its first run has shown what the region must be run differently for, under a ``grad`` level."""
+    if _torch.GRAD not in region.kinds:
         return False
+    known, news = region.memory.known, False
     assert region.ambient is not None
-    return region.ambient.moved()
+    if not known.draws and region.ambient.moved():
+        known.draws = news = True
+    if not region.by_level and region.watch is not None and region.watch.needs_order():
+        known.by_level.add(region.kinds)
+        region.by_level = news = True
+    return news
 
 
 def is_followed(tensor: torch.Tensor) -> bool:

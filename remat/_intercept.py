@@ -39,10 +39,14 @@ class Watch:
     the captured ones among them are the very same objects in another run.
     """
 
-    __slots__ = ("plain_too", "region", "seen", "suspects", "wrappers")
+    __slots__ = ("cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "wrappers")
 
-    def __init__(self, region: Any, operands: list[torch.Tensor], inside: list[torch.Tensor], plain_too: bool) -> None:
+    def __init__(
+        self, region: Any, operands: list[torch.Tensor], inside: list[torch.Tensor], plain_too: bool, recorded: bool
+    ) -> None:
         self.region = region
+        self.recorded = recorded  # plain autograd, or forward mode, differentiates below all levels
+        self.cuts = self.maps = False  # see ``needs_order``
         self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
         self.seen: dict[int, weakref.ref] = {}
         self.made(inside)
@@ -65,6 +69,16 @@ class Watch:
         # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
         dual = _torch.JVP in self.region.kinds and _torch.is_dead(tensor)
         return inside and (dual or requires_grad_somewhere(tensor))
+
+    def needs_order(self) -> bool:
+        """Whether the result depends on which ``grad`` level differentiates what, and in which order.
+
+        ``detach_`` and the like cut a tensor from the graph of the innermost level alone. And an autograd Function has
+        rules for both ``vmap`` and gradients, and need not have one for the gradient of its ``vmap``.
+        """
+        kinds = self.region.kinds
+        cuts = self.cuts and kinds[-1] == _torch.GRAD and (self.recorded or len(kinds) > 1)
+        return cuts or (self.maps and _torch.VMAP in kinds and _torch.GRAD in kinds[kinds.index(_torch.VMAP) :])
 
     def is_captured(self, tensor: torch.Tensor) -> bool:
         if self._is_seen(tensor):
@@ -145,6 +159,10 @@ class Interceptor(TorchFunctionMode):
         watch = self.watch
         if watch is not None:
             seen = watch.seen
+            if func is _torch.custom_function_call:
+                watch.maps = True
+            elif func in _BY_LEVEL and _torch.current_level() == state.interceptors[-1].level:
+                watch.cuts |= requires_grad_somewhere(args[0])
             read = args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs))
             for tensor in read:
                 if seen.get(id(tensor), gone)() is not tensor and watch.is_captured(tensor):
@@ -159,8 +177,10 @@ class Interceptor(TorchFunctionMode):
                 seen[id(result)] = weakref.ref(result)
             else:
                 watch.made(tensors(result))
-        if self.trace is not None and _torch.current_level() == self.level:  # not what an inner transform calls
-            self.trace.note(func, result)
+        # Not what an inner transform calls, nor what looks different under other levels.
+        trace = self.trace
+        if trace is not None and func not in _BY_LEVEL and _torch.current_level() == state.interceptors[-1].level:
+            trace.note(func, result)
         return result
 
     def __enter__(self) -> Interceptor:
@@ -201,6 +221,14 @@ class Interceptor(TorchFunctionMode):
 
 
 _TENSOR = {torch.Tensor}
+# What cuts a tensor from the graph of one level alone, and what has a rule for each kind of level.
+_BY_LEVEL = {
+    torch.detach_,
+    torch.Tensor.detach_,
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    _torch.custom_function_call,
+}
 
 
 def made_inside(tensors: Collection[torch.Tensor]) -> None:

@@ -19,7 +19,9 @@ import torch.autograd.forward_ad as fwAD
 from . import _torch
 from ._bottom import Call, run_at_bottom
 from ._bulk import requires_grad
-from ._derived import Batched, Graded, Jvp, Pullback, differentiable, without_overlap
+from ._derived import Batched, Graded, InnerPullback, Jvp, Pullback, differentiable, without_overlap
+from ._errors import RematError
+from ._parts import is_dual
 from ._proof import nobody_reads_the_graph
 
 Tensors = Sequence[torch.Tensor]
@@ -86,13 +88,14 @@ def _batch(region: Any, values: list, dims: tuple, interpreter: Any, call: Call)
         inner = Batched(region.inner, inner_dims, size, randomness)
         out_dims = call.out_dims.get(inner.key)
         needs_batched = all(dim is not None for dim, needs in zip(inner_dims, region.needs) if needs)
-        if out_dims is not None and needs_batched:
+        if out_dims is not None and needs_batched and not region.root.by_level:
             targets = [dim for dim, given in zip(out_dims, region.given) if given]
             if all(target is not None for target in targets):
                 aligned = [
                     _align(t, d, target, size) for t, d, target in zip(values[region.primals :], outer_dims, targets)
                 ]
-                return PullbackOfBatched(inner, region.needs, region.given), values[: region.primals] + aligned
+                pullback = PullbackOfBatched(inner, region.needs, region.given, region.level)
+                return pullback, values[: region.primals] + aligned
         # The region itself ran below this level, or before it: a pullback that is mapped runs it again there.
         may_share = all(dim is None for dim in inner_dims) and out_dims is None
         return Batched(region, dims, size, randomness, may_share), values
@@ -150,6 +153,11 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
 
 def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Any, skip: int) -> list:
     level = interpreter.level()
+    if _torch.dual_level_active() and any(_torch.level_of(t) == level and is_dual(t) for t in operands):
+        raise RematError(
+            "A region got a dual tensor that `forward_ad.make_dual` made inside of a function which torch.func.grad or "
+            "vjp differentiates. Make it outside of that function, or use torch.func.jvp inside."
+        )
     followed = [False] * len(operands)
     if level != skip and torch.is_grad_enabled():
         at_level = map(eq, map(_torch.level_of, operands), repeat(level))
@@ -161,6 +169,8 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         return _wrapped(outs, level)
     wanted = followed if wanted is None else [a or b for a, b in zip(followed, wanted)]
     job = Job(region, call, level, wanted, skip)
+    # What is of a level below may require grad there, or have a tangent, which is no concern of this level's node.
+    operands = [t if _torch.level_of(t) == level else _torch.wrap_grad(t, level) for t in operands]
     allowed = _torch.single_level_functions_allowed()
     _torch.allow_single_level_functions(True)
     try:
@@ -198,14 +208,14 @@ class _Below:
 def _graded(region: Any, level: int, followed: tuple[bool, ...]) -> Any:
     """Put a level back around a first run, where the function could tell that it is missing.
 
-    That is where other levels are below it, where it draws random numbers (laid out in memory differently), and where
-    autocast tells levels apart.
+    That is where other levels are below it, where it draws random numbers (laid out in memory differently), where
+    autocast tells levels apart, and where it cuts a tensor from the graph of this level alone.
     """
     root = region.root
     if root.ran or isinstance(region, Pullback):
         return region
     below = root.kinds[: level - 1]
-    if _torch.VMAP in below or _torch.JVP in below or root.memory.known.draws:
+    if _torch.VMAP in below or _torch.JVP in below or root.memory.known.draws or root.by_level:
         return Graded(region, followed)
     if _torch.VMAP in root.kinds and root.ambient.casts:
         return Graded(region, (False,) * len(followed))
@@ -255,7 +265,7 @@ class RegionNode(_torch.SingleLevelFunction):
             ctx.job = ctx.operands = None  # this was the node's only backward
             if job.call.tape is not None and job.region is job.region.root and len(job.region.kinds) == 1:
                 job.call.tape.last = True  # no pullback of a pullback, and no other level's
-        return None, *pull_back(job.region, operands, cotangents, ctx.needs_input_grad[1:], job.call, skip)
+        return None, *pull_back(job.region, operands, cotangents, ctx.needs_input_grad[1:], job.call, job.level, skip)
 
 
 def pull_back(
@@ -264,13 +274,16 @@ def pull_back(
     cotangents: Sequence,
     needs: Sequence[bool],
     call: Call,
+    level: int,
     skip: int,
 ) -> list:
     """The gradients of the operands in ``needs``, None for the others."""
     given = tuple(t is not None for t in cotangents)
     if not any(given) or not any(needs):
         return [None] * len(needs)
-    pullback = Pullback(region, tuple(needs), given)
+    if region.root.by_level and isinstance(region, Pullback) and region.level == level:
+        region = InnerPullback(region)  # by `torch.autograd.grad` in a function under torch.func.grad
+    pullback = Pullback(region, tuple(needs), given, level)
     found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call, skip=skip)
     if len(found) == len(needs):
         return found

@@ -16,9 +16,10 @@ from ._code import CACHE
 class Known:
     """What is known of a module or of code, also where a function is made of it anew for each call."""
 
-    __slots__ = ("changing", "compiles", "draws", "programs", "uses_func", "warnings")
+    __slots__ = ("by_level", "changing", "compiles", "draws", "programs", "uses_func", "warnings")
 
     def __init__(self) -> None:
+        self.by_level: set[tuple] = set()  # kinds of transforms under which each level must take its own derivative
         self.changing: set[str] = set()  # names of tensors that it was seen to change in place
         self.compiles = False  # it calls `torch.cond` or the like, which compile what they run
         self.draws = False  # it draws random numbers

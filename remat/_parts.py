@@ -69,6 +69,28 @@ def bare(tensor: torch.Tensor) -> torch.Tensor:
     return _torch.wrap_grad(_torch.unwrap_once(tensor), _torch.level_of(tensor))
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its history, but with its tangent, which ``detach`` drops."""
+    if not _torch.dual_level_active() or not is_dual(tensor):
+        return tensor.detach()
+    return fwAD.make_dual(*(part.detach() for part in fwAD.unpack_dual(tensor)))
+
+
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A place to differentiate at, with the content and the tangent of a tensor."""
+    leaf = tensor.detach().requires_grad_()
+    if not _torch.dual_level_active() or not is_dual(tensor):
+        return leaf
+    return fwAD.make_dual(leaf, fwAD.unpack_dual(tensor).tangent)
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether autograd follows a tensor, or its tangent of the active forward-mode level."""
+    if tensor.requires_grad or not _torch.dual_level_active() or not is_dual(tensor):
+        return tensor.requires_grad
+    return fwAD.unpack_dual(tensor).tangent.requires_grad
+
+
 def is_dual(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a tangent of the active forward-mode level."""
     return not tensor.is_inference() and fwAD.unpack_dual(tensor).tangent is not None

@@ -47,17 +47,17 @@ class Region:
     key: tuple = ()  # how a region was derived from it
 
     __slots__ = (
-        "ambient", "arguments", "arity", "around", "bindings", "captured", "cells", "consts", "contents", "devices",
-        "fixed", "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options",
-        "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped", "trace", "walk", "watch",
+        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "cells", "consts", "contents",
+        "devices", "fixed", "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory",
+        "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped", "trace",
+        "walk", "watch",
     )  # fmt: skip
 
     def __init__(
         self, fn: Callable, given: Arguments, tensors: list, options: Options, memory: Memory, around: Around | None
     ) -> None:
         self.fn = fn
-        self.options = options
-        self.memory = memory
+        self.options, self.memory = options, memory
         self.given, self.arguments = given, tensors
         self.around = around  # which has recorded for it since
         self.found: Found | None = None  # what the function captures
@@ -78,6 +78,7 @@ class Region:
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
+        self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
         self.trace: Trace | None = None  # of the first run, where runs again may need it
         self.record: Record | None = None  # of the first run, under a policy

@@ -150,10 +150,10 @@ unwrap_grad, wrap_grad = torch._C._functorch._unwrap_for_grad, torch._C._functor
 unwrap_batched, wrap_batched = torch._C._functorch._unwrap_batched, torch._C._functorch._add_batch_dim
 vmap_level = _vmap.vmap_increment_nesting
 grad_level = _eager_transforms.grad_increment_nesting
-# torch.func marks what it differentiates with it.
-allow_requires_grad = _eager_transforms.enable_inplace_requires_grad
+allow_requires_grad = _eager_transforms.enable_inplace_requires_grad  # torch.func marks what it differentiates with it
 # One Function node at one level, not at all of them: what torch uses for its own Functions under torch.func.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+custom_function_call = torch.autograd.function.custom_function_call  # what ``Function.apply`` calls under transforms
 single_level_functions_allowed = _functorch_utils.get_single_level_autograd_function_allowed
 allow_single_level_functions = _functorch_utils.set_single_level_autograd_function_allowed
 # The backward that torch.func.grad runs itself: nobody can reach its graph (see ``_proof.py``).

@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import assert_same, cases, flat, rand, scalar, total
+from cases import assert_same, cases, flat, rand, scalar, tensor_leaves, total
 from torch import Tensor
+from torch.func import grad, grad_and_value, jacrev, vmap
 
-from benchmarks.measure import PeakMemory, assert_freed_without_gc, count_ops, gc_disabled, held_bytes
-from remat import MutationError, is_recomputing, remat
+from benchmarks.measure import (
+    PeakMemory,
+    assert_freed_without_gc,
+    count_ops,
+    gc_disabled,
+    held_bytes,
+    leaked_bytes,
+    peak_bytes,
+)
+from remat import MutationError, RematError, is_recomputing, policies, remat
 
 N, KB = 32, 32 * 32 * 8
 
@@ -466,3 +475,108 @@ class TestEverythingElse:
             torch.autograd.grad(out.sum(), x)
         with fwAD.dual_level():
             assert fwAD.unpack_dual(fwAD.make_dual(x, v)).tangent is not None
+
+
+FUNC = {
+    "grad": lambda fn: grad(lambda x, w: fn(x, w).sin().sum(), argnums=(0, 1)),
+    "grad_and_value": lambda fn: grad_and_value(lambda x, w: fn(x, w).sin().sum()),
+    "grad(grad)": lambda fn: grad(lambda x, w: grad(lambda x: fn(x, w).sin().sum())(x).cos().sum()),
+    "vmap": lambda fn: vmap(fn, in_dims=(0, None)),
+    "vmap(grad)": lambda fn: vmap(grad(lambda x, w: fn(x, w).sin().sum(), argnums=(0, 1)), in_dims=(0, None)),
+    "grad(vmap)": lambda fn: grad(lambda x, w: vmap(fn, in_dims=(0, None))(x, w).sin().sum()),
+    "jacrev": jacrev,
+    "captured": lambda fn: lambda x, w: grad(lambda x: fn(x, w).sin().sum())(x),
+    "unused": lambda fn: lambda x, w: grad(lambda w: fn(w, w).sin().sum() * 2)(w * 1) * x.sin(),
+}
+func = pytest.mark.parametrize("name", FUNC)
+
+
+class TestAroundTorchFunc:
+    """Duals that `torch.func.grad` and `vmap` are called with."""
+
+    @cases(func=True, jvp=True, double=True)
+    def test_every_function(self, case):
+        def run(fn):
+            with case.state(), fwAD.dual_level():
+                call, primals = scalar(case, fn)
+                duals = [fwAD.make_dual(t, t.cos()) for t in primals]
+                grads = grad(call, argnums=tuple(range(len(duals))))(*duals) if duals else ()
+                return [tuple(fwAD.unpack_dual(t)) for t in grads]
+
+        assert_same(run(remat(case.fn)), run(case.fn), exact=False)
+
+    @func
+    @pairs
+    @pytest.mark.parametrize("moves", [(0,), (1,), (0, 1)], ids=str)
+    def test_tangents(self, name, plain, ours, x, w, v, moves):
+        x, w = x.detach(), w.detach()
+
+        def run(fn):
+            with fwAD.dual_level():
+                args = [fwAD.make_dual(t, v) if i in moves else t for i, t in enumerate((x, w))]
+                found = FUNC[name](fn)(*args)
+                assert not any(t.requires_grad for t in tensor_leaves(found))
+                return [tuple(fwAD.unpack_dual(t)) for t in tensor_leaves(found)]
+
+        expected = run(plain)
+        assert any(tangent is not None for _, tangent in expected)
+        assert_same(run(ours), expected, exact=False)
+
+    @func
+    @pairs
+    @pytest.mark.parametrize("followed", ["primal", "tangent", "both"])
+    def test_backward_through_them(self, name, plain, ours, x, w, v, followed):
+        def run(fn):
+            leaves = [t.detach().clone().requires_grad_() for t in (x, w, v)]
+            primals = leaves[:2] if followed != "tangent" else [x.detach(), w.detach()]
+            tangent = leaves[2] if followed != "primal" else v
+            with fwAD.dual_level():
+                found = tensor_leaves(FUNC[name](fn)(fwAD.make_dual(primals[0], tangent), primals[1]))
+                parts = [part for t in found for part in fwAD.unpack_dual(t) if part is not None]
+                return torch.autograd.grad(sum(t.sin().sum() for t in parts), leaves, allow_unused=True)
+
+        assert_same(run(ours), run(plain), exact=False)
+
+    @pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.everything_saveable], ids=repr)
+    @func
+    def test_under_a_policy(self, name, policy, x, w, v):
+        x, w = x.detach(), w.detach()
+
+        def run(fn):
+            with fwAD.dual_level():
+                found = FUNC[name](fn)(fwAD.make_dual(x, v), w)
+                return [tuple(fwAD.unpack_dual(t)) for t in tensor_leaves(found)]
+
+        assert_same(run(remat(block, policy=policy, determinism_check="values")), run(block), exact=False)
+
+    @pytest.mark.parametrize("differentiated", ["primal", "tangent"])
+    def test_made_inside_is_an_error(self, differentiated, x, v):
+        def product(x):
+            dual = (x, v) if differentiated == "primal" else (v, x)
+            with fwAD.dual_level():
+                return fwAD.unpack_dual(remat(torch.sin)(fwAD.make_dual(*dual))).tangent.sum()
+
+        with pytest.raises(RematError, match="Make it outside of that function"):
+            grad(product)(x.detach())
+
+    def test_memory(self):
+        x, v = (rand(64, 64, seed=i, grad=False) for i in range(2))
+
+        def program(wrap):
+            run = wrap(lambda x: x.sin().exp().sin().exp().sin())
+
+            def chain(x):
+                for _ in range(20):
+                    x = run(x)
+                return x.sum()
+
+            def call():
+                with fwAD.dual_level():
+                    return fwAD.unpack_dual(grad(chain)(fwAD.make_dual(x, v))).tangent
+
+            return call
+
+        assert_same(program(remat)(), program(lambda fn: fn)(), exact=False)
+        # The level keeps the tangents of what a backward reads until it ends, whoever runs that backward.
+        assert peak_bytes(program(remat)) < 0.6 * peak_bytes(program(lambda fn: fn))
+        assert leaked_bytes(program(remat)) == 0

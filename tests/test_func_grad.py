@@ -444,3 +444,20 @@ def test_a_function_made_anew_for_each_call_is_known_to_draw() -> None:
         runs.clear()
         grad(loss)(X)
     assert runs == [False, True]
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), jacrev], ids=["grad", "vmap(grad)", "jacrev"])
+@pytest.mark.parametrize("given", ["argument", "captured", "module"])
+def test_gradients_of_parameters_that_nobody_asks_for(given: str, transform: Callable) -> None:
+    """They require grad below all levels, which is no concern of the level that differentiates the input."""
+    layer = torch.nn.Linear(8, 8, bias=False).double()
+    w = layer.weight
+    programs: dict[str, Callable] = {
+        "argument": lambda x, wrap: wrap(lambda x, w: (x @ w.T).sin())(x, w).sum(),
+        "captured": lambda x, wrap: wrap(lambda x: (x @ w.T).sin())(x).sum(),
+        "module": lambda x, wrap: wrap(layer)(x).sin().sum(),
+    }
+    run = lambda wrap: transform(lambda x: programs[given](x, wrap))
+    before, after = (count_ops(run(wrap), X)["aten.mm"] for wrap in (plain, remat))
+    assert after == before + 1  # the recompute
+    both(lambda wrap: run(wrap)(X))

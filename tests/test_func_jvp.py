@@ -9,10 +9,10 @@ import pytest
 import torch
 from cases import Case, assert_same, cases, flat, rand, repeated
 from torch import Tensor
-from torch.func import grad, jacfwd, jvp, linearize, vjp, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from benchmarks.measure import assert_freed_without_gc, count_ops, leaked_bytes, peak_bytes
-from remat import remat
+from remat import policies, remat
 
 Wrap = Callable[[Callable], Callable]
 X, Y, W = (rand(4, 4, seed=i, grad=False) for i in range(3))
@@ -199,3 +199,47 @@ def test_dropout_in_jacfwd(randomness: str) -> None:
         return jacfwd(g, randomness=randomness)(X[0]), torch.get_rng_state()
 
     both(run)
+
+
+# Programs of a function of two arguments: one of them is differentiated, and captured tensors have the tangents.
+INSIDE: dict[str, Callable[[Callable], Callable]] = {
+    "first": lambda f: lambda x, y: grad(lambda x: f(x, y))(x),
+    "second": lambda f: lambda x, y: grad(lambda y: f(x, y))(y),
+    "first, twice": lambda f: lambda x, y: grad(lambda x: grad(lambda x: f(x, y))(x).sin().sum())(x),
+    "first, then second": lambda f: lambda x, y: grad(lambda y: grad(lambda x: f(x, y))(x).sin().sum())(y),
+    "per row": lambda f: lambda x, y: vmap(lambda x, y: grad(lambda x: f(x, y))(x))(x, y),
+    "per row, shared": lambda f: lambda x, y: vmap(lambda x: grad(lambda x: f(x, y))(x))(x),
+    "jacrev": lambda f: lambda x, y: jacrev(lambda x: f(x, y))(x),
+}
+AROUND: dict[str, Callable[[Callable], Callable]] = {
+    "both": lambda g: lambda: jvp(g, (X, Y), (Y, W)),
+    "second moves": lambda g: lambda: jvp(lambda y: g(X, y), (Y,), (W,)),
+    "per row": lambda g: lambda: vmap(lambda x, y: jvp(g, (x, y), (y, x)))(torch.stack([X, Y]), torch.stack([Y, W])),
+    "jacfwd": lambda g: lambda: jacfwd(g, argnums=1)(X[:2, :2], Y[:2, :2]),
+    "grad": lambda g: lambda: grad(lambda x: jvp(lambda y: g(x, y), (Y,), (W,))[1].sin().sum())(X),
+}
+TWO: dict[str, Callable[[Wrap], Callable]] = {
+    "unused": lambda wrap: lambda x, y: wrap(lambda x, y: x.sin())(x, y).sum(),
+    "used outside": lambda wrap: lambda x, y: (wrap(lambda x, y: x.sin())(x, y) * y).sum(),
+    "used": lambda wrap: lambda x, y: wrap(lambda x, y: x.sin() * y.cos())(x, y).sin().sum(),
+    "captured": lambda wrap: lambda x, y: wrap(lambda x: x.sin() * y.cos())(x).sin().sum(),
+    "captured, unused": lambda wrap: lambda x, y: wrap(lambda x: x.sin() if y is not None else x)(x).sin().sum(),
+    "nested": lambda wrap: lambda x, y: wrap(lambda x, y: wrap(lambda x, y: x.sin())(x, y).exp())(x, y).sum(),
+}
+
+
+@pytest.mark.parametrize("two", TWO)
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("around", AROUND)
+def test_operands_of_levels_below_with_tangents(around: str, inside: str, two: str) -> None:
+    both(lambda wrap: AROUND[around](INSIDE[inside](TWO[two](wrap)))())
+
+
+@pytest.mark.parametrize("policy", [policies.save_ops("aten.sin"), policies.everything_saveable], ids=repr)
+@pytest.mark.parametrize("two", ["unused", "used"])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_operands_of_levels_below_under_a_policy(inside: str, two: str, policy: Any) -> None:
+    def run(wrap: Wrap) -> Any:
+        return AROUND["both"](INSIDE[inside](TWO[two](wrap)))()
+
+    assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)
