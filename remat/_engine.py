@@ -104,6 +104,7 @@ class Frame:
             first = len(self.operands)
             changed = [*self.operands.changed, *(first + i for i in self.consts.changed)]
             root.overlaps = overlapping(tensors, changed)
+        del tensors
         self.consts.forget_histories()
         if self.record is not None:
             self.record.close()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ._parts import is_plain
-from ._values import is_dense
+from ._values import holder, is_dense
 
 Layout = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
 
@@ -31,12 +31,14 @@ def overlapping(tensors: Sequence[Any], changed: Iterable[int]) -> list[dict[int
     """
     spans: dict[Any, list[tuple[int, int, int]]] = {}
     layouts: dict[int, Layout] = {}
+    storages = []  # that their ids stay theirs
     for i in changed:
         tensor = tensors[i]
         if is_dense(tensor) and is_plain(tensor) and tensor.numel():
             layout = layouts[i] = tensor.shape, tensor.stride(), tensor.storage_offset()
-            storage = tensor.untyped_storage().data_ptr(), tensor.device, tensor.dtype
-            spans.setdefault(storage, []).append((tensor.storage_offset(), _end(*layout), i))
+            storages.append(holder(tensor))
+            key = id(storages[-1]), tensor.dtype
+            spans.setdefault(key, []).append((tensor.storage_offset(), _end(*layout), i))
     groups: list[dict[int, Layout]] = []
     for each in spans.values():
         last = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import zlib
 from collections.abc import Callable, Iterator
@@ -153,7 +154,7 @@ def nested_tensor(x: Tensor) -> Tensor:
     return (checkpoint_name(x.sin(), "h") * s).exp()
 
 
-def left_behind(log: list[Tensor], x: Tensor) -> Tensor:
+def left_behind(log: collections.deque[Tensor], x: Tensor) -> Tensor:
     a = (x.sin() * 3).exp()
     log.append(a.detach())
     return (checkpoint_name(x.exp(), "h") * 2).sin()
@@ -311,7 +312,7 @@ def test_forward_over_reverse_with_zero_tangents(policy: str) -> None:
 
 
 def test_what_is_put_off_is_there_for_who_keeps_it() -> None:
-    log: list[Tensor] = []
+    log: collections.deque[Tensor] = collections.deque()  # of a list, the tensors of a recompute are taken out
     fn = remat(functools.partial(left_behind, log), policy=POLICIES["names"])
     for _ in range(2):
         fn(rand(4, 4)).sum().backward()
