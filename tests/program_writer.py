@@ -91,7 +91,7 @@ POLICIES = several("""
 """)
 OFFLOADING = several("""
     policies.save_if(chosen({n}, 5)) | policies.save_if(chosen({n}, 5)) | policies.offload(policies.save_if(chosen({n}))) | policies.offload(policies.save_matmuls)
-    policies.save_and_offload_only_these_names(names_which_can_be_saved=["h"], names_which_can_be_offloaded=["a b"])
+    policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=["h"])
 """)
 OPTIONS = ["early_stop=False", "determinism_check='values'", "determinism_check='none'", "debug=True"]
 RUNS = several("""

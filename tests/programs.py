@@ -114,7 +114,7 @@ def differentiated(f: Fn, a: Tensor, b: Tensor) -> Tensor:
         p = a.detach().requires_grad_()
         out = total(f(p, b))
         g = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)[0] if out.requires_grad else None
-    return a if g is None else g
+    return torch.zeros_like(a) if g is None else g
 
 
 def differentiated_again(f: Fn, a: Tensor, b: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def differentiated_again(f: Fn, a: Tensor, b: Tensor) -> Tensor:
     if not (p.requires_grad and out.requires_grad):
         return out * b
     (g,) = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)
-    return p if g is None else g * 0.5
+    return torch.zeros_like(p) if g is None else g * 0.5
 
 
 def dual(f: Fn, a: Tensor, b: Tensor) -> Tensor:
