@@ -1,7 +1,7 @@
 """Random programs: a seed gives the source of a function with regions in it, which runs with and without them.
 
-`source(seed)` is Python text that can be read, pasted and run, by `exec` or in the folder of the tests. What it imports,
-and what its last lines call to compare, is in `programs.py`.
+`source(seed)` is Python text that can be read, pasted and run, by `exec` or in the folder of the tests. What it
+imports, and what its last lines call to compare, is in `programs.py`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ SAVING = several("""
     F.layer_norm({a}, (3,), {b}[0]) | F.scaled_dot_product_attention({a}[None], {b}[None], {a}[None])[0]
     F.conv2d({a}[None, None], {b}[None, None], padding=1)[0, 0].tanh() | {a} / ({b}.norm() + 1) | {a}.cumsum(0).tanh()
     torch.cat([{a}, {b}.sin()])[1:4] | (lambda s, c: s * c)(*SineAndCosine.apply({a})) | {a} * {b}.detach().tanh()
-    torch.stack([{a}.sin(), {b}]).prod(0).tanh() | {a} * torch.tensor([1.0, -2.0, 0.5]).double() | {a}.logsumexp(0) * {b}
+    torch.stack([{a}.sin(), {b}]).prod(0).tanh()
+    {a} * torch.tensor([1.0, -2.0, 0.5]).double() | {a}.logsumexp(0) * {b}
     {a} * torch.arange(3.0).double() | {a}.split(2)[0].exp().tanh().sum(0) * {b} | {a} * {b}.sum().sin()
     torch.outer({a}[0], {b}[:, 1]).tanh() | F.normalize({a}) | {a}.index_select(1, torch.tensor([2, 0, 1])) * {b}
 """)
 # These keep nothing.
 LINEAR = several("""
-    {a} + {b} | {a} - {b} * 0.5 | {a} * 0.5 | {a} * 1 | {a}.clone() | {a}.flip(0) | {a}.roll(1, 0) | {a}.tril() + {b}.triu()
-    torch.stack([{a}[0], {b}[1], {a}[2]]) | {a}.sum(0).expand(3, 3) * 0.5 | {a}.mean() + {b} | torch.cat([{a}[1:], {b}[:1]])
+    {a} + {b} | {a} - {b} * 0.5 | {a} * 0.5 | {a} * 1 | {a}.clone() | {a}.flip(0)
+    {a}.roll(1, 0) | {a}.tril() + {b}.triu()
+    torch.stack([{a}[0], {b}[1], {a}[2]]) | {a}.sum(0).expand(3, 3) * 0.5
+    {a}.mean() + {b} | torch.cat([{a}[1:], {b}[:1]])
     {a}.t().contiguous() | torch.zeros_like({a}) + {b} | -{a} | {a}.detach() * 2
 """)
 RANDOM = several("""
-    F.dropout({a}, 0.4) | {a} * torch.rand(3, 3).double() | {a} + torch.randn_like({b}) | F.dropout({a}, 0.4).sin() * {b}
+    F.dropout({a}, 0.4) | {a} * torch.rand(3, 3).double() | {a} + torch.randn_like({b})
+    F.dropout({a}, 0.4).sin() * {b}
     {a} * torch.bernoulli(torch.full((3, 3), 0.5).double()) | {a} * torch.empty(3, 3).double().uniform_()
     {a} * torch.rand(3, generator=GENERATOR).double() | {a} * random.random() | {a} * float(np.random.rand())
     F.rrelu({a}, 0.1, 0.3, training=True) * 1.5 | F.alpha_dropout({a}, 0.3, training=True)
@@ -54,7 +58,8 @@ IN_PLACE = several("""
     {a}.t().mul_(0.5) | {a}.view(-1)[::2].mul_(2) | {a}.copy_({b}) | {a} += {b} | {a}.zero_() | {a}.fill_(0.5)
     {a}.masked_fill_({b} > 0, 0.1) | {a}.index_add_(0, torch.tensor([0, 2]), {b}[:2]) | {a}.detach().add_(0.5)
     {a}.scatter_(0, torch.tensor([[0, 2, 1]]), {b}[:1]) | {a}.fill_diagonal_(0.5) | torch._foreach_add_([{a}], 0.5)
-    {a}.sin_() | {a}.tanh_() | {a}.sigmoid_() | {a}.relu_() | {a}.exp_().clamp_(max=3) | {a}.mul_({b}) | {a}.addcmul_({b}, {b})
+    {a}.sin_() | {a}.tanh_() | {a}.sigmoid_() | {a}.relu_() | {a}.exp_().clamp_(max=3)
+    {a}.mul_({b}) | {a}.addcmul_({b}, {b})
     F.dropout({a}, 0.4, inplace=True) | {a}.detach_() | F.relu({a}, inplace=True) | {a}.uniform_() | {a}.t_()
 """)
 READ_BY_ITS_DERIVATIVE = re.compile(r"(tanh|sigmoid|softmax|relu|exp|clamp|dropout|clone)_?\(|Sine|where|norm")
@@ -90,12 +95,14 @@ POLICIES = several("""
     policies.save_attention | policies.save_convolutions
 """)
 OFFLOADING = several("""
-    policies.save_if(chosen({n}, 5)) | policies.save_if(chosen({n}, 5)) | policies.offload(policies.save_if(chosen({n}))) | policies.offload(policies.save_matmuls)
+    policies.save_if(chosen({n}, 5)) | policies.save_if(chosen({n}, 5))
+    policies.offload(policies.save_if(chosen({n}))) | policies.offload(policies.save_matmuls)
     policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=["h"])
 """)
 OPTIONS = ["early_stop=False", "determinism_check='values'", "determinism_check='none'", "debug=True"]
 RUNS = several("""
-    no_grad | backward | backward | grad | twice | in parts | two calls | three calls | double | double | triple | batched
+    no_grad | backward | backward | grad | twice | in parts | two calls | three calls
+    double | double | triple | batched
     hooks around
 """)
 
@@ -222,7 +229,7 @@ class Writer:
             self.linear()
             free = self.own[-1:]
         text = self.random.choice(
-            [text for text in IN_PLACE if self.draws or "uniform" not in text and "dropout" not in text]
+            [text for text in IN_PLACE if self.draws or ("uniform" not in text and "dropout" not in text)]
         )
         a, others = self.random.choice(free), self.visible
         text = text.format(a=a, b=self.random.choice([b for b in others if self.storage[b] != self.storage[a]] or [a]))
@@ -249,7 +256,7 @@ class Writer:
             self.storage[name] = self.fresh()
 
     def hook(self) -> None:
-        """Under torch.func only on what is made here: an argument or a captured tensor of a region is another one there."""
+        """Under torch.func only on what is made here: what a region gets from outside is another tensor there."""
         names = self.own if self.func else self.visible
         if names:
             self.line(f"hook({self.random.choice(names)}, {self.random.choice([0.5, 1.5, -1.0])})")
@@ -372,7 +379,8 @@ class Writer:
     def body(self, under: frozenset[str], depth: int) -> None:
         """Some statements, of which the last makes the result."""
         kinds: Sequence = [
-            *[self.saving] * 5, *[self.linear] * 3, *[self.view] * 2, *[self.in_place] * 3, self.name, self.name, self.hook,
+            *[self.saving] * 5, *[self.linear] * 3, *[self.view] * 2, *[self.in_place] * 3,
+            self.name, self.name, self.hook,
             self.rebinding, self.container, self.loop,
         ]  # fmt: skip
         if not self.func:
@@ -417,9 +425,8 @@ class Writer:
             if self.chance(0.3):
                 self.lines.append("keeps_no_more(make)")
             if self.chance(0.3):
-                self.lines.append(
-                    f"recomputes_no_more(make, {self.random.choice(POLICIES).format(n=1)}, {self.random.choice(POLICIES).format(n=2)})"
-                )
+                two = [self.random.choice(POLICIES).format(n=n) for n in (1, 2)]
+                self.lines.append(f"recomputes_no_more(make, {two[0]}, {two[1]})")
         return "\n".join(self.lines) + "\n"
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import CheckpointPolicy
 
-from benchmarks.measure import OpCounter, held_bytes
 import remat as package
+from benchmarks.measure import OpCounter, held_bytes
 from remat import CaptureError, MutationError, _tree, checkpoint_name, policies
 
 __all__ = [

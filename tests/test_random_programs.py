@@ -1,0 +1,34 @@
+"""Random programs with regions, against the same programs without; `make fuzz` runs more of them, without end."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz import outcome
+from program_writer import source
+from programs import Refused, Unrunnable
+
+COUNT, PART = 400, 20
+
+
+@pytest.mark.parametrize("start", range(0, COUNT, PART))
+def test_random_programs(start: int) -> None:
+    """Few can't run without regions, or are refused with an error of the package's own."""
+    left_out = []
+    for seed in range(start, start + PART):
+        text = source(seed)
+        error = outcome(text)
+        if isinstance(error, (Refused, Unrunnable)):
+            left_out.append(error)
+        elif error is not None:
+            pytest.fail(f"The program of seed {seed} fails: {error!r}\n\n{text}", pytrace=False)
+    assert len(left_out) <= PART / 2, left_out
+
+
+def test_a_difference_is_found() -> None:
+    """A program that gives another value in a region, and one that draws others."""
+    program = (
+        "from programs import *\n\n\ndef make():\n    @remat\n    def f(x, y):\n"
+        "        return x * {value}\n    return f, []\n\n\ncompare(make, 'backward', exact=True)"
+    )
+    assert outcome(program.format(value="y.sin()")) is None
+    assert outcome(program.format(value="(2.0 if REGIONS[0] else 3.0)")) is not None
