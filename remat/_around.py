@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,35 +11,41 @@ from . import _torch
 from ._engine import Frame
 from ._kept import Kept
 from ._recompute import Filler
+from ._state import state
 
 
 class Around:
     """The hooks at one moment: those of a region around, in whichever of its runs, of somebody else, or none."""
 
-    __slots__ = ("hooks", "owner", "position", "region")
+    __slots__ = ("hooks", "owner", "position", "region", "traces")
 
     def __init__(self) -> None:
         self.hooks = _torch.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
         self.region: Frame | Filler | None = self.owner if isinstance(self.owner, (Frame, Filler)) else None
         self.position = 0 if self.region is None else self.region.count
+        self.traces = [(each.trace, each.trace.mark()) for each in state.interceptors if each.trace is not None]
 
     def undo(self) -> None:
-        """Have the region around forget what it has recorded since: a run inside of it is given up."""
+        """Have the regions around forget what they have recorded since: a run inside of them is given up."""
         if self.region is not None:
             self.region.go_back(self.position)
+        for trace, mark in self.traces:
+            trace.go_back(mark)
 
-    def take(self, operands: Kept) -> None:
+    def take(self, operands: Kept, uses: Iterable[tuple[int, int]] | None = None) -> None:
         """Let them keep a region's operands. That may be all that a run again of the region around is for."""
         if self.hooks is not None:
-            operands.hand_over(self.hooks, None, self.region is not None)
+            each = range(len(operands)) if uses is None else [i for _, i in uses]
+            operands.hand_over(self.hooks, None, None if self.region is None else each)
 
     def take_captured(self, consts: Kept) -> None:
         """Let them keep captured tensors, but not what will be there anyway."""
         if self.hooks is not None and consts.tensors:
             in_region = self.region is not None
             which = _made_by_an_outer_region if in_region else _has_history
-            consts.hand_over(self.hooks, None if getattr(self.owner, "takes_all", False) else which, in_region)
+            each = range(len(consts)) if in_region else None
+            consts.hand_over(self.hooks, None if getattr(self.owner, "takes_all", False) else which, each)
 
 
 def _has_history(tensor: torch.Tensor) -> bool:

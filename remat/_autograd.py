@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 from . import _func
@@ -32,11 +33,16 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     return _func.call(fn, options, memory, args, kwargs)
 
 
-def _run(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
+def _run(fn: Callable, options: Options, memory: Memory, args: Any, kwargs: dict) -> Any:
     given, tensors = take_apart(args, kwargs)
+    if state.interceptors:  # an argument may be a tensor that a region around has captured, and gets as another one
+        known = list(map(state.interceptors[-1].resolve, tensors))
+        if not all(map(is_, known, tensors)):
+            args, kwargs = given.filled(known)
+            given, tensors = take_apart(args, kwargs)
     around = Around()
     operands = Kept(tensors, given.name, memory.known.changing)
-    around.take(operands)
+    around.take(operands, given.uses)
     region = Region(fn, given, tensors, options, memory, around)
     try:
         region.open(around=around)

@@ -213,6 +213,7 @@ class PlainNode(torch.autograd.Function):
         return results
 
     @staticmethod
+    @_torch.never_traced
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
         from ._levels import pull_back
 

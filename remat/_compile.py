@@ -26,7 +26,8 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, policy: Any, **settings:
         return fn(*args, **kwargs)
     if policy is not None:  # Dynamo takes a partial of a function as a context, and only one that it sees being made
         settings["context_fn"] = functools.partial(_contexts_of, policy)
-    return _torch.original_checkpoint(lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, **settings)
+    with _torch.no_nested_graph_breaks():
+        return _torch.original_checkpoint(lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, **settings)
 
 
 def _contexts_of(policy: Any) -> tuple:

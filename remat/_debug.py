@@ -8,6 +8,8 @@ import torch
 
 from ._determinism import fingerprint, user_line
 from ._errors import RecomputeMismatchError
+from ._facts import facts_of
+from ._ranges import Ranges
 from ._state import state
 from ._torch import DispatchMode
 
@@ -21,10 +23,13 @@ class OpLog(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[tuple[str, str, str]] = []
+        self.ranges = Ranges()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if facts_of(func).marks:
+            return self.ranges.mark(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if func not in _IGNORED and not state.unseen:
+        if func not in _IGNORED and not state.unseen and not self.ranges:
             self.note(str(func), _describe(result), str(user_line()))
         return result
 

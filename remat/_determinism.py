@@ -9,7 +9,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
+from ._state import unseen
 from ._torch import NO_VERSION, raw_version, saved_look
 
 CHECKS = ("metadata", "values", "none")
@@ -57,13 +59,26 @@ def look_at(tensor: torch.Tensor, check: str) -> tuple:
 def is_other(before: tuple, now: tuple) -> bool:
     """Whether two fingerprints of a saved tensor that aren't equal tell of another path.
 
-    Versions may differ: that of a view of a tensor outside is that tensor's. A tensor without a maker may be what a
-    backward pass inside the region has cut from its history, and the maker may be an autograd Function of a class that
-    is made anew in each run.
+    Versions may differ: that of a view of a tensor outside is that tensor's. Kinds of nodes may differ if one of the
+    two tells nothing of what computed the tensor.
     """
-    makers = {before[3], now[3]}
-    same_maker = type(None) in makers or len({maker.__name__ for maker in makers}) == 1
-    return before[:3] != now[:3] or before[5:] != now[5:] or not same_maker
+    return (
+        before[:3] != now[:3]
+        or before[5:] != now[5:]
+        or (before[3] is not now[3] and _computes(before[3]) and _computes(now[3]))
+    )
+
+
+def _computes(maker: type) -> bool:
+    """Whether a node of this kind computes, and doesn't hand on what another one has computed.
+
+    Hooks of modules insert autograd Functions, at times in one run alone (FSDP). A backward pass inside the region cuts
+    tensors from their history.
+    """
+    return not issubclass(maker, (type(None), BackwardCFunction)) and maker.__name__ not in _HAND_ON
+
+
+_HAND_ON = frozenset({"AliasBackward0", "CloneBackward0", "UnsafeViewBackward0", "ViewBackward0"})
 
 
 def describe(saved: tuple) -> str:
@@ -75,7 +90,7 @@ def describe(saved: tuple) -> str:
 
 def checksum(tensor: torch.Tensor) -> int:
     """A sum of the tensor's bits in 32-bit words, weighted by position, modulo 2**64."""
-    with torch.no_grad():
+    with torch.no_grad(), unseen():
         data = tensor.detach()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous().reshape(-1)
         data = torch.view_as_real(data.resolve_conj()).reshape(-1) if data.is_complex() else data

@@ -27,6 +27,7 @@ from ._hooks import check_hooks_are_allowed, hooks_allowed
 from ._kept import Kept
 from ._passes import current_group, current_scope
 from ._recompute import Filler
+from ._sharing import overlapping
 from ._slots import SERVED, Above, Found, RecordedSlot, Slot, View
 from ._state import alias, state
 from ._streams import current_streams
@@ -95,8 +96,13 @@ class Frame:
         if self.read_inside:
             self.clear()
         self.known = {}
+        tensors = [*self.operands.tensors, *self.consts.tensors]
         self.operands.close()
         self.consts.close()
+        if self.region is root and (self.operands.changed or self.consts.changed):
+            first = len(self.operands)
+            changed = [*self.operands.changed, *(first + i for i in self.consts.changed)]
+            root.overlaps = overlapping(tensors, changed)
         self.consts.forget_histories()
         if self.record is not None:
             self.record.close()
@@ -167,6 +173,7 @@ class Frame:
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
+    @_torch.never_traced  # compiled autograd calls it in its graph
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Slot):
             value = packed.value
@@ -229,11 +236,14 @@ class Frame:
                 alive = [SERVED if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
             filler = Filler(self, alive)
-            filler.run()
-            value = wanted.value
-            if value is None:
-                if alive.index(wanted) >= filler.count:
+            try:
+                filler.run()
+                value = wanted.value
+                if value is None and alive.index(wanted) >= filler.count:
                     raise RecomputeMismatchError(filler.too_few())
+            finally:
+                filler.let_go()
+            if value is None:
                 return self._filled(wanted)  # another thread has let go of it meanwhile
             if running is None:
                 wanted.value = None

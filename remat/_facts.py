@@ -12,7 +12,8 @@ class Facts:
     """What is known of an operation from its schema. It stands for the operation in tables, which it is faster in."""
 
     __slots__ = (
-        "_draws", "_probability", "foreign", "func", "makes_nothing", "observes", "reshapes", "views", "writes",
+        "_draws", "_probability", "foreign", "func", "makes_nothing", "marks", "observes", "reshapes", "views",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -30,6 +31,7 @@ class Facts:
             self.writes = []  # of shape and strides alone
         self.makes_nothing = getattr(schema, "name", "").startswith(("aten::empty", "aten::new_empty"))
         self.foreign = getattr(func, "namespace", "aten") not in _NAMESPACES  # its tags may be missing
+        self.marks = getattr(func, "namespace", "") == "profiler"  # the start or end of a range
         self._draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         self._probability = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
         # Python may branch on what it returns, or it acts on the world.

@@ -16,10 +16,14 @@ from ._options import Options
 from ._state import state
 
 
-def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a region, or as it is where there is nothing to keep. Not for Dynamo, see ``_compile.py``."""
+@_torch.skipped_unless_inlined  # where Dynamo breaks its graph in a region, the region is run here
+def call(fn: Callable, options: Options, memory: Memory | None, args: tuple, kwargs: dict) -> Any:
+    """Call ``fn`` as a region, or as it is where there is nothing to keep."""
+    if torch.compiler.is_compiling():
+        return _compile.call(fn, options, args, kwargs)
     if state.disabled or _torch.tracing():
         return fn(*args, **kwargs)
+    memory = memory or memory_of(fn)
     if _torch.transforms_active():
         return _func.call(fn, options, memory, args, kwargs)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
@@ -30,17 +34,15 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
 class Remat:
     """A rematerialized function: calls of it are regions."""
 
-    def __init__(self, fn: Callable, options: Options, memory: Memory) -> None:
+    def __init__(self, fn: Callable, options: Options, memory: Memory | None) -> None:
         for name, value in getattr(fn, "__dict__", {}).items():  # torch 2.11's Dynamo can't trace `__dict__.update`
             setattr(self, name, value)
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._options = options
-        self._memory = memory
+        self._memory = None if torch.compiler.is_compiling() else memory  # a traced one is nobody's
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return _compile.call(self._fn, self._options, args, kwargs)
         return call(self._fn, self._options, self._memory, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -223,7 +223,7 @@ class Keeping:
         plan = program.plan(tuple(missing), wanted, end, self._there(), always if self.slots_tell else never)
         self.wanted += chain.from_iterable(map(_values, missing))
         for value in sorted(plan.used):
-            self._own[value] = self._lent.get(value) or self._lend(value, self._held[value])
+            self._own[value] = self.kept(value) or self._lend(value, self._held[value])
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""

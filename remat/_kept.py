@@ -91,15 +91,20 @@ class Kept:
     # --- during the first run ---------------------------------------------------------------------------------------
 
     def hand_over(
-        self, hooks: Hooks, which: Callable[[torch.Tensor], bool] | None = None, to_region: bool = False
+        self, hooks: Hooks, which: Callable[[torch.Tensor], bool] | None = None, to_region: Sequence[int] | None = None
     ) -> None:
-        """Let the saved-tensor hooks around the region keep these tensors, as they keep what autograd saves."""
-        kind = HandedToRegion if to_region else Handed
-        self.packed = {
-            i: kind(tensor, hooks)
-            for i, tensor in enumerate(self.tensors)
-            if tensor is not None and (which is None or which(tensor))
-        }
+        """Let the saved-tensor hooks around the region keep these tensors, as they keep what autograd saves.
+
+        Those of a region get them ``to_region``, by position: one tensor once for each use, as another run of that
+        region may find two tensors there, or one where there were two.
+        """
+        kind = Handed if to_region is None else HandedToRegion
+        packed: dict[int, Handed | HandedToRegion] = {}
+        for i in range(len(self)) if to_region is None else to_region:
+            tensor = self.tensors[i]
+            if tensor is not None and (which is None or which(tensor)):
+                packed.setdefault(i, kind(tensor, hooks))
+        self.packed = packed
 
     def offload(self) -> None:
         """Let what was computed wait in host memory, as long as nobody else keeps it on its device."""

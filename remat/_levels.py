@@ -246,6 +246,7 @@ class RegionNode(_torch.SingleLevelFunction):
         return wrapped
 
     @staticmethod
+    @_torch.never_traced
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
         job, operands = ctx.job, ctx.operands
         skip = 0

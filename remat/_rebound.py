@@ -7,17 +7,20 @@ from operator import is_
 from types import CellType
 from typing import Any
 
+from ._contents import Contents
+from ._copies import Copy, Staying, with_containers
 from ._errors import CaptureError
-from ._places import CellPlace, Place
+from ._places import MISSING, CellPlace, Place, TupleItem
 
 
 class rebound:
     """Binds places, and closure cells before them, to values; puts all back at exit.
 
+    A `Copy` among the values stands for a container, and as the holder of a place for the container that it became.
     With `keep_changes`, what was written to a place meanwhile stays: for a first run, which counts.
     """
 
-    __slots__ = ("_cells", "_keep", "_places", "_undo")
+    __slots__ = ("_cells", "_containers", "_keep", "_places", "_undo")
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class rebound:
         self._cells = cells
         self._keep = keep_changes
         self._undo: list[tuple[Place, Any, Any]] = []
+        self._containers: dict[Copy, Any] = {}
 
     def __enter__(self) -> None:
         try:
@@ -42,6 +46,11 @@ class rebound:
             raise
 
     def _bind(self, place: Place, value: Any) -> None:
+        place = self._located(place)
+        if type(value) is Copy:
+            value = self._container(value, place.get())
+        elif type(place) is Contents:
+            value = place.key = with_containers(value, self._container, place.holder)
         spot = place.spot
         before = bound = spot.get()
         if (before if spot is place else place.get()) is not value:
@@ -56,6 +65,22 @@ class rebound:
                     f"the backward is done."
                 )
         self._undo.append((spot, before, bound))
+
+    def _located(self, place: Place) -> Place:
+        up = self._located(place.up) if type(place) is TupleItem else place.up
+        holder = self._container(place.holder, MISSING) if type(place.holder) is Copy else place.holder
+        return place if up is place.up and holder is place.holder else type(place)(holder, place.key, up)
+
+    def _container(self, copy: Copy, now: Any) -> Any:
+        """What stands for the container: itself where it is there ``now``, with what it held."""
+        if copy not in self._containers:
+            kept = copy.is_of(now)
+            container = self._containers[copy] = now if kept else copy.make()
+            if kept and copy.may_stay(held := now.copy()):
+                self._undo.append((Staying(now, held, None), held, held))
+            else:
+                self._bind(Contents(container, copy.items, None), copy.items)
+        return self._containers[copy]
 
     def __exit__(self, *exception: object) -> None:
         # Backwards: a tuple is rebuilt once per item, and the first one kept is the original.

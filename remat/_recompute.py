@@ -106,6 +106,10 @@ class Filler:
         if again is not None:
             again.finish()
 
+    def let_go(self) -> None:
+        """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
+        del self.frame, self.root, self.slots, self.rest, self.last
+
     @property
     def count(self) -> int:
         """How many tensors it has saved so far, of those that were expected."""

@@ -8,6 +8,7 @@ from ._ambient import Ambient
 from ._facts import Facts, facts_of, tensors
 from ._parts import is_wrapper_call
 from ._program import Step
+from ._ranges import Ranges
 from ._record import Record
 from ._state import state
 from ._torch import DispatchMode, without_torch_function
@@ -40,6 +41,7 @@ class Recorder(Open, DispatchMode):
     def __init__(self, record: Record) -> None:
         super().__init__(record)
         self.draws = 0
+        self.ranges = Ranges()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         record = self.record
@@ -68,8 +70,10 @@ class Recorder(Open, DispatchMode):
         """An operation that isn't what is expected, or the first time that it is."""
         if types and is_wrapper_call(types):
             return NotImplemented  # what it runs on the tensors inside comes by
-        record = self.record
-        if self.number < state.filling or state.unseen:
+        record, facts = self.record, facts_of(func)
+        if facts.marks:
+            return self.ranges.mark(func, args, kwargs)
+        if self.number < state.filling or state.unseen or self.ranges:
             record.storages.meet()
             return func(*args, **kwargs)
         step = record.due
@@ -77,7 +81,6 @@ class Recorder(Open, DispatchMode):
             result = step.call(*args, **kwargs)
             self._note(step, args, kwargs, result)
             return result
-        facts = facts_of(func)
         if facts.writes or facts.foreign:
             return self._carefully(func, facts, args, kwargs)
         if facts.reshapes:

@@ -19,6 +19,7 @@ from ._arguments import Arguments
 from ._around import Around
 from ._captured import NOTHING, Found
 from ._contents import is_put_back, snapshots
+from ._copies import without_containers
 from ._intercept import Interceptor, made_inside
 from ._kept import NONE_KEPT, Kept
 from ._memory import Memory
@@ -32,6 +33,7 @@ from ._record import Record
 from ._recorder import Open, Recorder
 from ._remembered import Remembered, unchanged, walk
 from ._replay import Replay
+from ._sharing import as_before, same
 from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
 from .policies import nothing_saveable
@@ -47,7 +49,7 @@ class Region:
     __slots__ = (
         "ambient", "arguments", "arity", "around", "bindings", "captured", "cells", "consts", "contents", "devices",
         "fixed", "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory", "options",
-        "outputs", "places", "plan", "ran", "record", "replay", "swapped", "trace", "walk", "watch",
+        "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped", "trace", "walk", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +73,8 @@ class Region:
         self.bindings: Sequence[tuple[Place, int]] = ()  # place -> index of an operand
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
         self.consts: Kept = NONE_KEPT
+        self.same: Sequence[tuple[int, int]] = ()  # of operands and captured tensors, those that are one
+        self.overlaps: Sequence[Any] = ()  # of these, those on the same memory, where the region has changed it
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
@@ -126,7 +130,7 @@ class Region:
             elif not place.settable:
                 if follow is None or not follow(value):  # else it is swapped where it is read
                     fixed.append((place, value, _torch.version(value)))
-            elif follow is not None and follow(value):
+            elif follow is not None and (id(value) in index or follow(value)):
                 if id(value) not in index:
                     index[id(value)] = len(self.arguments) + len(captured)
                     captured.append(value)
@@ -140,16 +144,7 @@ class Region:
             return
         self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.known.changing)
         self.consts.watch_gradients()
-        if not self.kinds and not all(self.consts.leaf):
-            self._forget_histories(found)
-
-    def _forget_histories(self, found: Found) -> None:
-        """What is put back for a run again holds values alone, see ``Kept.forget_histories``; places have the rest."""
-        copies = {id(held): copy for held, copy, _ in self.contents}
-        for place, value in found.places:
-            if isinstance(value, torch.Tensor) and not value.is_leaf and id(place.holder) in copies:
-                copies[id(place.holder)][place.key] = value.detach()
-        self.cells = [(cell, t.detach() if isinstance(t, torch.Tensor) else t) for cell, t in self.cells]
+        self.same = same(self.operands(), tensors)
 
     def _new_record(self, tensors: Iterable[torch.Tensor]) -> Record | None:
         """The record of the first run, unless nothing will be kept."""
@@ -174,8 +169,13 @@ class Region:
         return [*self.arguments, *self.captured]
 
     def forget(self) -> None:
-        """Let go of the operands: whoever runs the region again brings them."""
+        """Let go of the operands, which whoever runs the region again brings, and of containers that it captured."""
         self.arguments, self.captured = [], []
+        found = self.found
+        if found is not None and (found.contents or found.places):
+            keep = bool(self.kinds)
+            held = without_containers(found, self.contents, self.holders, self.cells, keep)
+            self.contents, self.holders, self.cells = held
         self.found = self.watch = self.around = None  # a watch knows its region
 
     def name(self, i: int) -> str:
@@ -218,7 +218,9 @@ class Region:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
         assert self.ambient is not None
         with recomputing(), self.ambient.restored():
-            captured = self._captured_again()
+            captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
+            if self.same or self.overlaps:
+                operands, captured = as_before(operands, captured, self.same, self.overlaps)
             bound, swapped = self._bound_again(operands, captured), self._swapped(operands, trace)
             if bound is None and swapped is None:
                 return self._replayed(operands, captured)
@@ -254,9 +256,6 @@ class Region:
             replay.finish(None if self.options.determinism_check == "values" else result)
             self.replay = None
         return result
-
-    def _captured_again(self) -> list[torch.Tensor]:
-        return [self.consts.captured_again(i) for i in range(len(self.consts))]
 
     def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if not (self.contents or self.holders or self.bindings or self.places or self.cells):

@@ -17,6 +17,7 @@ from ._late import Late, LateCall
 from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
 from ._program import Step
+from ._ranges import Ranges
 from ._record import Record
 from ._residual import Residual, memory
 from ._state import state, unseen
@@ -29,11 +30,10 @@ class Replay(DispatchMode):
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.record = record
-        self.plan = plan
+        self.record, self.plan = record, plan
         self.path = record.program.path
         self.step: Step = record.program.start.next  # what should come next
-        self.draws = 0
+        self.draws, self.ranges = 0, Ranges()
         self.late = Late()
         self.undrawn: list[LateCall] = []  # what would have drawn random numbers
         self.storages = record.storages.copy()
@@ -104,7 +104,9 @@ class Replay(DispatchMode):
         """An operation that isn't known by the originals that it reads."""
         if types and is_wrapper_call(types):
             return NotImplemented
-        if self.late.running or state.unseen:
+        if facts_of(func).marks:
+            return self.ranges.mark(func, args, kwargs)
+        if self.late.running or state.unseen or self.ranges:
             self.storages.meet()
             return self.late.mark(func(*args, **kwargs))
         step = self.path[self.step.number]
@@ -247,9 +249,8 @@ class Replay(DispatchMode):
             self.undrawn.append(LateCall(step, args, kwargs))
         kept: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            content: Any = self.brought.get(value) if self.brought else None
-            if content is None:
-                content = self.record.kept(value)
+            content: Any = self.brought.get(value)
+            content = self.record.kept(value) if content is None else content
             if content is not None and value in self.record.program.overwritten:
                 # What the region changes in place later must not be the kept one.
                 content = memory(_tensor(content)).clone()

@@ -250,8 +250,13 @@ class Storages:
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy of a small one."""
-    if tensor.requires_grad or not is_dense(tensor) or tensor.device.type != "cpu":
+    """A copy of a small one; a parameter was not made by the function."""
+    if (
+        tensor.requires_grad
+        or isinstance(tensor, torch.nn.Parameter)
+        or not is_dense(tensor)
+        or tensor.device.type != "cpu"
+    ):
         return None
     if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:
         return None

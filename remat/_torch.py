@@ -1,7 +1,6 @@
 """Every private name of torch that the package uses, each with its reason.
 
-Nothing else in the package reaches into ``torch._*``; ``tests/test_private_names.py`` asserts that all of these
-exist, so a new torch release that moves one fails in one place.
+Nothing else in the package reaches into ``torch._*``; ``tests/test_private_names.py`` asserts that all of these exist.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
@@ -26,7 +25,25 @@ import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
 import torch.utils.checkpoint
 
+F = TypeVar("F", bound=Callable)
 _SKIP = _eval_frame._FrameAction.SKIP
+
+
+def skipped_unless_inlined(fn: F) -> F:
+    """Have Dynamo trace a function within its callers alone. Called by Python, it runs as it is, with all it calls."""
+    _eval_frame.set_code_exec_strategy(fn.__code__, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+    return fn
+
+
+def never_traced(fn: F) -> F:
+    """The same, and in its callers it breaks the graph: ``torch.compiler.disable`` without its cost in each call."""
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return skipped_unless_inlined(fn)
+
+
+def no_nested_graph_breaks() -> Any:
+    """Have Dynamo not break the graph within functions that it inlines: it does where the user's setting says so."""
+    return torch._dynamo.disable_nested_graph_breaks()
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):
@@ -37,12 +54,10 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        code = cls.__torch_dispatch__.__code__
-        _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+        skipped_unless_inlined(cls.__torch_dispatch__)
 
 
 # --- saved-tensor hooks -------------------------------------------------------------------------------------------
-
 # The public context manager costs two Python objects and four calls per region.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -54,7 +69,6 @@ hooks_disable = torch._C._autograd._saved_tensors_hooks_disable
 hooks_enable = torch._C._autograd._saved_tensors_hooks_enable
 
 # --- the running backward -----------------------------------------------------------------------------------------
-
 # -1 outside of a backward pass: then an unpack serves one reader and stores nothing.
 graph_task_id = torch._C._current_graph_task_id
 set_grad_enabled = torch._C._set_grad_enabled  # for each run again; the public ones take as long as an operation
@@ -101,9 +115,6 @@ def set_batched_backward_depth(depth: int) -> None:
         torch._C._vmapmode_increment_nesting() if now < depth else torch._C._vmapmode_decrement_nesting()
 
 
-# --- forward-mode levels ------------------------------------------------------------------------------------------
-
-
 def dual_level_active() -> bool:
     """Whether any forward-mode level is active, before every input is asked for its tangent."""
     return fwAD._current_level >= 0
@@ -116,7 +127,6 @@ is_torch_function_enabled = torch._C._is_torch_function_enabled
 set_forward_grad_enabled = fwAD._set_fwd_grad_enabled  # autograd.Function switches it off; a level below needs it
 
 # --- torch.func levels --------------------------------------------------------------------------------------------
-
 transforms_active = torch._C._are_functorch_transforms_active
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 top_interpreter = torch._C._functorch.peek_interpreter_stack
@@ -158,8 +168,8 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
 
 
 def tracing() -> bool:
-    """Whether a trace is taken by ``make_fx`` or ``torch.export``: then a region is inlined."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    """Whether ``make_fx``, ``torch.export`` or ``torch.jit.trace`` takes a trace: then a region is inlined."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None or torch.jit.is_tracing()
 
 
 def exporting() -> bool:
@@ -168,7 +178,6 @@ def exporting() -> bool:
 
 
 # --- operations ---------------------------------------------------------------------------------------------------
-
 without_dispatch = torch._C._DisableTorchDispatch  # aliases of plain tensors are no business of any mode
 modes_that_see = torch._C._len_torch_dispatch_stack  # how many there are: most often none
 as_subclass = torch.Tensor._make_subclass  # an alias that no mode sees; ``as_subclass`` would record it
@@ -183,8 +192,6 @@ def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor has the memory of this one (nothing public counts that)."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # the tensor and its storage in Python
 
-
-# --- torch's checkpoint -------------------------------------------------------------------------------------------
 
 # The two modes of its selective form, which have the user's policy in them.
 SelectiveModes = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
@@ -217,7 +224,6 @@ def checkpoint_settings(debug: bool, early_stop: bool) -> tuple[bool, bool]:
 
 
 # --- modules ------------------------------------------------------------------------------------------------------
-
 REPLICATE = "_replicate_for_data_parallel"  # the method by which ``DataParallel`` makes a copy for each device
 
 
@@ -238,15 +244,12 @@ def set_cached_weights(value: CachedWeights | None) -> None:
         _parametrize._cache_enabled, _parametrize._cache = depth, weights
 
 
-# --- pytrees ------------------------------------------------------------------------------------------------------
-
 # Types registered with torch only (Hugging Face's outputs are), with the functions that take them apart.
 TORCH_NODES = _torch_pytree.SUPPORTED_NODES
 MappingKey = _torch_pytree.MappingKey  # they print the path to a leaf of such a type
 SequenceKey = _torch_pytree.SequenceKey
 
 # --- ambient state ------------------------------------------------------------------------------------------------
-
 # Where the C++ object of a generator is: its memory tells whether it has moved, and its state takes 5 KB to be read.
 address_of_generator = attrgetter("_cdata")
 # What the functions of torch.backends.cuda call: a region asks for all of these three times.
@@ -285,8 +288,6 @@ def set_device_mode(value: tuple[Any, Any, Any]) -> None:
         _overrides._push_mode(each)
 
 
-# --- operators ----------------------------------------------------------------------------------------------------
-
 # What a policy is asked about; torch documents `torch.ops` but not the types of what stands there.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
@@ -302,8 +303,7 @@ operator_names = torch._C._dispatch_get_all_op_names  # for "did you mean"
 def reaches_dispatch(op: OpOverload) -> bool:
     """Whether a dispatch mode sees an operator, rather than the others that it becomes first.
 
-    One with a composite kernel and no other is never seen. Kernels for nested tensors don't count: ``aten.linear``
-    has them, and is a composite for every other tensor.
+    One with a composite kernel alone is never seen. Kernels for nested tensors, as of ``aten.linear``, don't count.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     try:

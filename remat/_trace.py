@@ -46,6 +46,14 @@ class Trace:
             followed = result.requires_grad or (_torch.is_wrapped(result) and requires_grad_somewhere(result))
             self.entries.append((func, result.dtype, result.shape, followed))
 
+    def mark(self) -> Any:
+        """How far it has come, for ``go_back``."""
+        return len(self.entries)
+
+    def go_back(self, mark: Any) -> None:
+        """Forget what was called since: a region inside gives its first run up and starts again."""
+        del self.entries[mark:]
+
     def end(self) -> None:
         """The run is over."""
 
@@ -61,8 +69,8 @@ class Retrace(Trace):
         super().__init__()
         self.all = first.entries
         self.position = 0  # up to where this run's calls were found in the first one
-        self.due = iter([entry for entry in first.entries if entry[3]])
-        self.next_due = next(self.due, None)
+        self.due = [entry for entry in first.entries if entry[3]]
+        self.met = 0  # so many of those came
 
     def note(self, func: Any, result: Any) -> None:
         super().note(func, result)
@@ -70,8 +78,8 @@ class Retrace(Trace):
             self._compare(self.entries.pop())
 
     def _compare(self, entry: Entry) -> None:
-        if self.next_due is not None and _same(self.next_due, entry):
-            self.next_due = next(self.due, None)
+        if self.met < len(self.due) and _same(self.due[self.met], entry):
+            self.met += 1
         if not entry[3]:
             return
         for i in range(self.position, len(self.all)):
@@ -83,10 +91,16 @@ class Retrace(Trace):
             f"{_ADVICE}"
         )
 
+    def mark(self) -> Any:
+        return self.position, self.met
+
+    def go_back(self, mark: Any) -> None:
+        self.position, self.met = mark
+
     def end(self) -> None:
-        if self.next_due is not None:
+        if self.met < len(self.due):
             raise RecomputeMismatchError(
-                f"The region called {_shown(self.next_due)} in its forward, and not there when it was run again. "
+                f"The region called {_shown(self.due[self.met])} in its forward, and not there when it was run again. "
                 f"{_ADVICE}"
             )
 

@@ -118,8 +118,8 @@ def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> 
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNTOLD)
     if isinstance(result, (tuple, list)):
         items = [template(item, new, arguments) for item in result]
-        return UNTOLD if UNTOLD in items else type(result)(items)
-    return result
+        return UNTOLD if any(item is UNTOLD for item in items) else type(result)(items)
+    return UNTOLD if isinstance(result, torch.ScriptObject) else result
 
 
 def _layout(tensor: torch.Tensor, form: tuple | None, i: int) -> Any:

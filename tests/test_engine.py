@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import types
 import weakref
 from collections import Counter
 
@@ -1291,19 +1292,19 @@ class TestErrors:
         assert torch.equal(state, torch.get_rng_state())
 
     def test_a_second_try_works(self, x, w):
-        broken = [True]
+        switch = types.SimpleNamespace(broken=True)  # a list would be put back for the recompute
 
         @remat
         def f(x):
             y = (x @ w).sin()
-            if is_recomputing() and broken[0]:
+            if is_recomputing() and switch.broken:
                 raise KeyError("on purpose")
             return y.exp()
 
         out = f(x)
         with pytest.raises(KeyError):
             grad(out, (x, w), retain_graph=True)
-        broken[0] = False
+        switch.broken = False
         assert_same(grad(out, (x, w)), grad((x @ w).sin().exp(), (x, w)))
 
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])

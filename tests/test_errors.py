@@ -29,6 +29,7 @@ from remat import (
     _torch,
     disable_remat,
     is_recomputing,
+    policies,
     remat,
 )
 
@@ -160,6 +161,37 @@ def test_another_operation_of_the_same_shape(check: str) -> None:
     with pytest.raises(RecomputeMismatchError, match=r"Tensor 1 .* of ExpBackward0") as raised:
         backward(remat(saves_less, determinism_check=check))
     assert line_of(saves_less, "return y.cos() if") in str(raised.value)
+
+
+class Same(torch.autograd.Function):
+    """Hands its input on, as the hooks of FSDP do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+SAME: list[Callable[[Tensor], Tensor]] = [lambda x: x, Same.apply, Tensor.clone, lambda x: x.view_as(x)]
+
+
+@pytest.mark.parametrize("check", ["metadata", "values"])
+@pytest.mark.parametrize("now", SAME)
+@pytest.mark.parametrize("before", SAME)
+def test_what_hands_a_tensor_on_may_differ(before: Callable, now: Callable, check: str) -> None:
+    """Hooks of modules may insert such nodes in one of the runs only."""
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).requires_grad_(False)
+
+    def fn(x: Tensor) -> Tensor:
+        return layers(x).sin()
+
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, args: ((now if is_recomputing() else before)(args[0]).cos(),))
+    x = leaf(2, 3)
+    same(backward(remat(fn, determinism_check=check), x), backward(fn, x))
 
 
 @pytest.mark.parametrize("check", ["metadata", "values"])
@@ -305,6 +337,42 @@ def test_debug_names_the_first_operation_that_differs(early_stop: bool) -> None:
     message = str(raised.value)
     assert f"aten.sigmoid.default -> float32[3] at {line_of(fn, 'y.sigmoid()')}" in message
     assert f"aten.tanh.default -> float32[3] at {line_of(fn, 'y.tanh()')}" in message
+
+
+POLICIES = [None, policies.save_matmuls, policies.everything_saveable, policies.offload(policies.save_matmuls)]
+
+
+class Square(torch.autograd.Function):
+    """Saves its input: the hooks that it calls run under modes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("check", ["metadata", "values"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_debug_sees_the_operations_of_the_function_alone(policy: Any, check: str) -> None:
+    """Not those by which tensors are compared and kept."""
+    w = torch.randn(3, 3)
+
+    def fn(x: Tensor) -> Tensor:
+        return (Square.apply((x @ w).sin()) @ w).cos()
+
+    def other(x: Tensor) -> Tensor:
+        y = Square.apply((x @ w).sin()) @ w
+        return (y.tanh() if is_recomputing() else y.sigmoid()).cos()
+
+    x = leaf(2, 3)
+    same(backward(remat(fn, policy=policy, determinism_check=check, debug=True), x), backward(fn, x))
+    if policy is not policies.everything_saveable:
+        with pytest.raises(RecomputeMismatchError, match=r"Operation 4 .*\n.*aten.sigmoid.*\n.*aten.tanh"):
+            backward(remat(other, policy=policy, determinism_check=check, debug=True, early_stop=False), x)
 
 
 def test_debug_without_a_difference() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp
 from torch.nn import functional as F
+from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -226,6 +227,43 @@ def test_gradients_in_a_region(policy: str, outer: Any, program: str) -> None:
     inner = remat(fn, policy=POLICIES[policy])
     assert_equal(gradient(remat(lambda x: inner(x).sin(), policy=outer), x), gradient(lambda x: fn(x).sin(), x))
     assert_equal(gradient(remat(lambda x: inner(x), policy=outer), x), gradient(fn, x))
+
+
+def overwritten_after_it_was_saved(x: Tensor) -> Tensor:
+    s = x.sin()
+    t = s.index_select(1, torch.tensor([0, 2]))
+    s.sigmoid_()  # saves its result, and nothing goes back through it
+    s.scatter_(0, torch.tensor([[0, 1, 2, 3], [1, 0, 2, 2], [2, 2, 1, 0], [3, 0, 0, 1]]), x)
+    return t.sin()
+
+
+def overwritten_again_and_again(x: Tensor) -> Tensor:
+    s = x.sin()
+    t = s * 3
+    s.exp_()
+    with torch.no_grad():
+        u = s.cos()
+    s.mul_(2).tanh_().add_(x)
+    return t.sin() * u + s.detach()
+
+
+OVERWRITTEN: list[Any] = [
+    policies.save_ops(*(f"aten.{name}" for name in names.split()))
+    for names in ("sin index_select sigmoid_", "sin cos sigmoid_ exp_", "sigmoid_ scatter_ tanh_", "sin mul exp_ mul_")
+]
+
+
+@pytest.mark.parametrize("inner", [None, policies.save_ops("aten.sin"), policies.everything_saveable], ids=repr)
+@pytest.mark.parametrize("outer", OVERWRITTEN, ids=repr)
+@pytest.mark.parametrize("fn", [overwritten_after_it_was_saved, overwritten_again_and_again])
+def test_a_kept_value_that_is_overwritten_in_an_inner_region(fn: Callable, outer: Any, inner: Any) -> None:
+    region, x = remat(fn, policy=inner), rand(4, 4)
+    for wrap in (lambda f: lambda x: f(x), lambda f: lambda x: f(x.cos()).sin()):
+        expected = gradient(wrap(fn), x)
+        around = remat(wrap(region), policy=outer)
+        assert_equal(gradient(around, x), expected)
+        assert_equal(grad(lambda x: total(around(x)))(x.detach()), grad(lambda x: total(wrap(fn)(x)))(x.detach()))
+        assert leaked_bytes(gradient, around, x) == 0
 
 
 @quiet
@@ -481,3 +519,96 @@ def test_a_region_with_a_policy_before_a_gradient_that_is_taken_inside(inner: st
     fn = program(remat(policy=POLICIES[inner]), remat(policy=policy, determinism_check=check))
     for _ in range(3):  # from the second call on with what is known of the first
         assert all(map(torch.equal, results(fn), expected))
+
+
+# --- operations on objects that aren't tensors ----------------------------------------------------------------------
+
+
+def ranges(x: Tensor) -> Tensor:
+    with record_function("a"):
+        y = (x @ MATRIX).sin()
+        with record_function("a"):
+            z = (y @ MATRIX).sin()
+    return (z @ MATRIX).sin()
+
+
+def optimized(x: Tensor) -> Tensor:
+    y = (x @ MATRIX).sin()
+    guess = torch.nn.Parameter(x.detach().clone())
+    optimizer = torch.optim.Adam([guess])  # marks its steps
+    guess.grad = y.detach()
+    optimizer.step()
+    return (y @ MATRIX).sin() @ guess.detach()
+
+
+def started_outside() -> Callable[[Tensor], Tensor]:
+    outside = record_function("outside")
+    outside.__enter__()
+
+    def f(x: Tensor) -> Tensor:
+        y = (x @ MATRIX).sin()
+        if not is_recomputing():
+            outside.__exit__(None, None, None)
+            record_function("never ended").__enter__()
+        return (y @ MATRIX).sin()
+
+    return f
+
+
+def reduced(x: Tensor) -> Tensor:
+    y = x @ MATRIX
+    everywhere = y.detach().clone()
+    torch.distributed.all_reduce(everywhere)
+    return ((x.sin() @ MATRIX).sin() * everywhere).sin()
+
+
+def gathered(x: Tensor) -> Tensor:
+    y = (x @ MATRIX).sin()
+    whole = torch.empty(4, 4, dtype=x.dtype)
+    work = torch.distributed.all_gather_into_tensor(whole, y.detach(), async_op=True)
+    work.wait()
+    torch.distributed.barrier()
+    return (y @ MATRIX).sin() * whole
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without it")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "make", [lambda: ranges, lambda: optimized, started_outside, lambda: reduced, lambda: gathered]
+)
+def test_objects_that_are_no_tensors(make: Callable, name: str, debug: bool) -> None:
+    """Ranges of the profiler, process groups, work that goes on: they can't be compared, and come anew in each run."""
+    x = rand(4, 4)
+
+    def derivative(f: Callable) -> tuple[Tensor, int]:
+        loss = total(f(x))
+        with OpCounter() as ops:
+            (found,) = torch.autograd.grad(loss, x)
+        return found, ops["aten.mm"]
+
+    expected, products = derivative(make())
+    for _ in range(3):
+        found, again = derivative(remat(make(), policy=POLICIES[name], debug=debug))
+        assert torch.equal(found, expected)
+        assert again == products or name not in ("matmuls", "everything", "offloaded", "products")
+
+
+def test_ranges_change_nothing_of_what_is_kept() -> None:
+    def plain(x: Tensor) -> Tensor:
+        return (((x @ MATRIX).sin() @ MATRIX).sin() @ MATRIX).sin()
+
+    x = rand(4, 4)
+    with gc_disabled():
+        for policy in POLICIES.values():
+            bytes_held = [held_bytes(lambda f=f, p=policy: remat(f, policy=p)(x)) for f in (plain, ranges)]
+            assert bytes_held[0] == bytes_held[1]

@@ -162,6 +162,36 @@ def test_functionalize_of_a_region_with_inplace_ops(args: tuple) -> None:
                    if node.op == "call_function")  # fmt: skip
 
 
+# Of a module with arguments for it.
+SCRIPTABLE = {
+    "statistics": (lambda: nn.BatchNorm1d(3), (4, 3), 1),
+    "attention": (lambda: nn.MultiheadAttention(4, 2), (3, 2, 4), 3),
+    "convolution": (lambda: nn.Sequential(nn.Conv1d(2, 2, 3), nn.BatchNorm1d(2), nn.ReLU()), (2, 2, 7), 1),
+    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), (3, 2, 4), 1),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTABLE)
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.save_only_these_names("h")], ids=str)
+@pytest.mark.parametrize("around", [lambda module: module, remat], ids=["one", "nested"])
+def test_jit_trace(name: str, policy: Any, around: Callable) -> None:
+    """The trace, which torch takes twice and compares, is that of the plain function, and so is the state after it."""
+    make, shape, count = SCRIPTABLE[name]
+    ours, plain = make(), make()
+    ours.load_state_dict(plain.state_dict())
+    args, others = ([torch.randn(shape) for _ in range(count)] for _ in range(2))
+    traced, expected = torch.jit.trace(around(remat(ours, policy=policy)), args), torch.jit.trace(plain, args)
+    for a, b in zip(ours.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(a, b)
+    kinds, of_plain = ([node.kind() for node in t.inlined_graph.nodes()] for t in (traced, expected))
+    assert [k for k in kinds if k.startswith("aten")] == [k for k in of_plain if k.startswith("aten")]
+    close(traced(*others), expected(*others))
+    result = ours(*others)
+    close(result, plain(*others))
+    (result[0] if count > 1 else result).sum().backward()  # regions as before
+    assert all(p.grad is not None for p in ours.parameters())
+
+
 class Model(nn.Module):
     def __init__(self, wrap: Callable) -> None:
         super().__init__()

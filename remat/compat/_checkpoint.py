@@ -103,6 +103,7 @@ def _decorated(settings: _Settings, function: Callable) -> Callable:
     return functools.update_wrapper(checkpointed, function, updated=())
 
 
+@_torch.skipped_unless_inlined  # as calls of rematerialized functions
 def _call(function: Any, settings: _Settings, args: tuple, kwargs: dict) -> Any:
     if torch.compiler.is_compiling():
         return _compiled(function, settings, args, kwargs)

@@ -1,0 +1,77 @@
+"""Which tensors of a region are the same one, or lie on the same memory: so do what stands for them in a recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ._parts import is_plain
+from ._values import is_dense
+
+Layout = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
+
+
+def same(given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """The tensors that are captured twice, or given and captured, each with the first captured one that is the same.
+
+    Positions in ``[*given, *captured]``.
+    """
+    first: dict[int, int] = {}
+    places = [(i, first.setdefault(id(tensor), i)) for i, tensor in enumerate(captured, len(given))]
+    twice = [(i, j) for i, j in places if i != j]
+    return twice + [(i, first[id(tensor)]) for i, tensor in enumerate(given) if id(tensor) in first]
+
+
+def overlapping(tensors: Sequence[Any], changed: Iterable[int]) -> list[dict[int, Layout]]:
+    """Groups of changed tensors that lie on the same part of a storage, which copies of them wouldn't.
+
+    What has another dtype than the rest is not found.
+    """
+    spans: dict[Any, list[tuple[int, int, int]]] = {}
+    layouts: dict[int, Layout] = {}
+    for i in changed:
+        tensor = tensors[i]
+        if is_dense(tensor) and is_plain(tensor) and tensor.numel():
+            layout = layouts[i] = tensor.shape, tensor.stride(), tensor.storage_offset()
+            storage = tensor.untyped_storage().data_ptr(), tensor.device, tensor.dtype
+            spans.setdefault(storage, []).append((tensor.storage_offset(), _end(*layout), i))
+    groups: list[dict[int, Layout]] = []
+    for each in spans.values():
+        last = -1
+        for start, end, i in sorted(each):
+            if start > last:
+                groups.append({})
+            groups[-1][i] = layouts[i]
+            last = max(last, end)
+    return [group for group in groups if len(group) > 1]
+
+
+def as_before(
+    given: Sequence[torch.Tensor],
+    captured: Sequence[torch.Tensor],
+    same: Sequence[tuple[int, int]],
+    overlaps: Sequence[dict[int, Layout]],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors of a recompute: copies on one piece of memory where the tensors were, one where they were one."""
+    tensors = [*given, *captured]
+    for group in overlaps:
+        _lay_on_each_other(group, tensors)
+    for i, first in same:
+        tensors[i] = tensors[first]
+    return tensors[: len(given)], tensors[len(given) :]
+
+
+def _lay_on_each_other(group: dict[int, Layout], tensors: list[torch.Tensor]) -> None:
+    start = min(offset for _, _, offset in group.values())
+    end = max(_end(*layout) for layout in group.values())
+    with torch.no_grad():
+        memory = tensors[next(iter(group))].new_empty(end + 1 - start)
+        for i, (size, stride, offset) in group.items():
+            part = memory.as_strided(size, stride, offset - start).copy_(tensors[i])
+            tensors[i] = part.detach().requires_grad_(tensors[i].requires_grad)
+
+
+def _end(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
+    return offset + sum((n - 1) * step for n, step in zip(size, stride))

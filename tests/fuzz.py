@@ -1,0 +1,114 @@
+"""Runs random programs without end, and prints each that fails: its seed, its source and how it differs.
+
+    python tests/fuzz.py --start 1000 --count 500 --jobs 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from program_writer import source
+from programs import Refused, Unrunnable
+
+
+def outcome(text: str) -> BaseException | None:
+    """What running a program raises: None if all is the same, `Unrunnable`, `Refused`, or how it fails."""
+    try:
+        exec(compile(text, "<program>", "exec"), {"__name__": "program"})
+    except Exception as error:
+        return error
+    return None
+
+
+def kind(error: BaseException | None) -> str:
+    """Failures of one kind are probably the same."""
+    text = re.sub(r"\d[\d.e+-]*", "#", str(error).splitlines()[0] if str(error) else "")
+    return f"{type(error).__name__}: {text[:160]}"
+
+
+SIMPLER = (
+    (r"@remat\(.*\)", "@remat"),
+    (r"(remat\(.*), policy=.*\)", r"\1)"),
+    (r"policy=[^=]*(, \w+=.*)?\)$", "policy=policies.everything_saveable)"),
+    (r"^( *t\d+ = )[^=]*\b(t\d+)\b.*", r"\1\2"),
+    (r"^( *t\d+ = ).*\b([tw]\d+)\b.*", r"\1\2"),
+    (r"^( *t\d+ = ).*\b([tw]\d+)\b.*", r"\1\2.sin()"),
+    (r"(compare\(make, )'[^']*'", r"\1'grad'"),
+)
+
+
+def shorter(lines: list[str], i: int) -> Iterator[list[str]]:
+    """A program with less in it, for each way to leave out something at a line."""
+    line = lines[i]
+    depth = len(line) - len(line.lstrip())
+    end = i + 1
+    while end < len(lines) and (not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > depth):
+        end += 1
+    yield lines[:i] + lines[end:]
+    if end > i + 1:  # what is in a block, without it
+        yield lines[:i] + [inner[4:] for inner in lines[i + 1 : end]] + lines[end:]
+    for pattern, text in SIMPLER:
+        if (changed := re.sub(pattern, text, line)) != line:
+            yield [*lines[:i], changed, *lines[i + 1 :]]
+
+
+def smallest(text: str, limit: float = 60.0) -> str:
+    """Leaves out of a failing program what it takes none of to fail in the same way."""
+    failure, lines, end = kind(outcome(text)), text.splitlines(), time.monotonic() + limit
+    before: list[str] = []
+    while before != lines:
+        before, i = lines, 3
+        while i < len(lines) and time.monotonic() < end:
+            found = (new for new in shorter(lines, i) if kind(outcome("\n".join(new))) == failure)
+            smaller = next(found, None)
+            lines, i = (lines, i + 1) if smaller is None else (smaller, i)
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--start", type=int, default=int(time.time()), help="the first seed")
+    parser.add_argument("--count", type=int, default=0, help="how many programs; without end if 0")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for how long")
+    parser.add_argument("--patience", type=float, default=60, help="seconds to make a failing program smaller")
+    parser.add_argument("--raw", action="store_true", help="print failing programs as they are")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    began = told = time.monotonic()
+    seed = options.start
+    try:
+        while not options.count or seed < options.start + options.count:
+            if time.monotonic() - began > options.seconds:
+                break
+            text = source(seed)
+            error = outcome(text)
+            name = type(error).__name__ if error is None or isinstance(error, (Refused, Unrunnable)) else "failed"
+            counts[name] += 1
+            if name == "failed":
+                failures[kind(error)] += 1
+                if failures[kind(error)] == 1:
+                    print(f"\n=== seed {seed}\n{text if options.raw else smallest(text, options.patience)}\n")
+                    traceback.print_exception(error, limit=-3)
+            seed += 1
+            if time.monotonic() - told > 30:
+                told = time.monotonic()
+                print(f"--- {sum(counts.values())} programs up to seed {seed}: {dict(counts)}", flush=True)
+    except KeyboardInterrupt:
+        pass
+    print(f"{sum(counts.values())} programs from seed {options.start} in {time.monotonic() - began:.0f} s: {dict(counts)}")
+    for text, count in failures.most_common():
+        print(f"{count:5} x {text}")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

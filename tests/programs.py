@@ -1,0 +1,331 @@
+"""What random programs are made of, and how two runs of one are compared: with regions and without.
+
+Plain matrices in float64. `compare(make, run)` takes `make()`, which makes a function; its `remat` is
+the real one, or one that returns the function itself.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.autograd.forward_ad as fwAD
+import torch.nn.functional as F
+from cases import SineAndCosine, assert_same, rand, tensor_leaves, total
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import CheckpointPolicy
+
+from benchmarks.measure import OpCounter, held_bytes
+import remat as package
+from remat import CaptureError, MutationError, _tree, checkpoint_name, policies
+
+__all__ = [
+    "GENERATOR", "F", "Layer", "SimpleNamespace", "SineAndCosine", "checkpoint_name", "chosen", "compare",
+    "differentiated", "differentiated_again", "dual", "functional_call", "grad", "hook", "jacfwd", "jacrev", "jvp",
+    "keeps_no_more", "np", "packing", "pair", "policies", "random", "recomputes_no_more", "remat", "tensor", "torch",
+    "vjp", "vmap",
+]  # fmt: skip
+
+Fn = Callable[..., Any]
+GENERATOR = torch.Generator()
+FIRED: list[float] = []  # the hooks on gradients that have run, by the factor of each
+PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.convolution")
+
+
+REGIONS = [True]  # whether `remat` makes regions now
+
+
+class Unrunnable(Exception):
+    """The program doesn't run without regions."""
+
+
+class Refused(Exception):
+    """The region says that it can't be right here, and what to do instead."""
+
+
+# --- what programs call -----------------------------------------------------------------------------------------------
+
+
+def remat(fn: Any = None, **options: Any) -> Any:
+    """The real one, or the function itself for the plain run. A global, so that no function has it in its closure."""
+    if REGIONS[0]:
+        return package.remat(fn, **options)
+    return (lambda fn: fn) if fn is None else fn
+
+
+@contextmanager
+def without_regions() -> Iterator[None]:
+    REGIONS[0] = False
+    try:
+        yield
+    finally:
+        REGIONS[0] = True
+
+
+def tensor(seed: int, grad: bool = True) -> Tensor:
+    return (rand(3, 3, seed=seed, grad=False) * 0.7).requires_grad_(grad)
+
+
+def pair(t: Tensor, dim: int = 0) -> Tensor:
+    return torch.stack([t, t.cos()], dim)
+
+
+def hook(t: Tensor, factor: float) -> None:
+    def scaled(g: Tensor | None) -> Tensor | None:
+        if g is not None:
+            FIRED.append(factor)
+        return None if g is None else g * factor
+
+    if t.requires_grad:
+        t.register_hook(scaled)
+
+
+@contextmanager
+def packing() -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        yield
+
+
+def chosen(seed: int, answers: int = 2) -> Fn:
+    """A policy's function that answers by the operator and the shapes of its tensors, the same each time."""
+    five = [CheckpointPolicy[f"{a}_{b}"] for a in ("MUST", "PREFER") for b in ("RECOMPUTE", "SAVE")]
+    five.append(CheckpointPolicy.MUST_CPU_OFFLOAD)
+
+    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
+        number = zlib.crc32(f"{op}{shapes}{seed}".encode()) % answers
+        return five[number] if answers == 5 else number == 0
+
+    predicate.__qualname__ = f"chosen({seed}, {answers})"
+    return predicate
+
+
+def differentiated(f: Fn, a: Tensor, b: Tensor) -> Tensor:
+    """The gradient at a point that is the end of the graph, which can be differentiated in turn through `b`."""
+    with torch.enable_grad():
+        p = a.detach().requires_grad_()
+        out = total(f(p, b))
+        g = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)[0] if out.requires_grad else None
+    return a if g is None else g
+
+
+def differentiated_again(f: Fn, a: Tensor, b: Tensor) -> Tensor:
+    """The gradient at a tensor in the middle of the graph, which can be differentiated in turn."""
+    p = a * 1
+    out = total(f(p, b))
+    if not (p.requires_grad and out.requires_grad):
+        return out * b
+    (g,) = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)
+    return p if g is None else g * 0.5
+
+
+def dual(f: Fn, a: Tensor, b: Tensor) -> Tensor:
+    """The derivative in a direction, by `torch.autograd.forward_ad`."""
+    with fwAD.dual_level():
+        out, tangent = fwAD.unpack_dual(f(fwAD.make_dual(a * 1, b.cos()), b))
+        return out + 0 if tangent is None else tangent + 0
+
+
+class Layer(nn.Module):
+    """Has weights, counts its calls and keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(tensor(10, grad=False))
+        self.norm = nn.BatchNorm1d(3).double()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, t: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(t.mean(0) * 0.1)
+        h = self.norm((t @ self.weight).tanh())
+        return h * self.calls.clone() + self.mean
+
+
+# --- how programs are run ---------------------------------------------------------------------------------------------
+
+
+def gradients(out: Tensor, leaves: Sequence[Tensor], **options: Any) -> list[Tensor]:
+    """Gradients; zeros for what has no influence, as torch has either."""
+    if not out.requires_grad:
+        return list(map(torch.zeros_like, leaves))
+    grads = torch.autograd.grad(out, leaves, allow_unused=True, **options)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads)]
+
+
+def in_parts(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> list:
+    out = fn(x, y)
+    return [out, *(gradients(row, leaves, retain_graph=True) for row in out.sum(1))]
+
+
+def accumulated(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> list:
+    out = fn(x, y)
+    if out.requires_grad:
+        total(out).backward()
+    return [out, *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
+
+
+def twice(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> list:
+    out = fn(x, y)
+    return [out, gradients(out.sin().sum(), leaves, retain_graph=True), gradients(total(out), leaves)]
+
+
+def two_calls(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> list:
+    first, second = fn(x, y), fn(y, x)
+    return [first, second, gradients(total(first), leaves), gradients(total(second), leaves)]
+
+
+def three_calls(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> list:
+    outs = [fn(x, y)]
+    found = [gradients(total(outs[0]), leaves)]
+    for a, b in ((y, x), (x, x)):
+        outs.append(fn(a, b))
+        found.append(gradients(total(outs[-1]), leaves))
+    return [outs, found]
+
+
+def without_grad(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> list:
+    with torch.no_grad():
+        return [fn(x, y)]
+
+
+def higher(orders: int, fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> list:
+    out = fn(x, y)
+    found = [out]
+    for order in range(orders):
+        found.append(gradients(total(found[-1]), leaves, create_graph=order + 1 < orders))
+    return found
+
+
+def batched(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> list:
+    out = fn(x, y)
+    if not out.requires_grad:
+        return [out, [torch.zeros(9, 3, 3).double() for _ in leaves]]
+    heads = torch.eye(9, dtype=out.dtype).view(9, 3, 3)
+    grads = torch.autograd.grad(out, leaves, heads, allow_unused=True, is_grads_batched=True)
+    return [out, [torch.zeros(9, 3, 3).double() if g is None else g for g in grads]]
+
+
+def hooks_around(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> list:
+    with packing():
+        return higher(1, fn, x, y, leaves)
+
+
+RUNS: dict[str, Fn] = {
+    "no_grad": without_grad,
+    "backward": accumulated,
+    "grad": lambda *a: higher(1, *a),
+    "twice": twice,
+    "in parts": in_parts,
+    "two calls": two_calls,
+    "three calls": three_calls,
+    "double": lambda *a: higher(2, *a),
+    "triple": lambda *a: higher(3, *a),
+    "batched": batched,
+    "hooks around": hooks_around,
+}
+
+
+def arguments() -> tuple[Tensor, Tensor]:
+    return tensor(0), tensor(1)
+
+
+def observe(make: Fn, run: str, exact: bool) -> Any:
+    """All that a run of a program shows: values, gradients, buffers, hooks that ran, and where the generators are."""
+    torch.manual_seed(1)
+    GENERATOR.manual_seed(2)
+    random.seed(3)
+    np.random.seed(4)
+    FIRED.clear()
+    fn, captured, *buffers = make()
+    x, y = arguments()
+    found = RUNS[run](fn, x, y, [x, y, *captured])
+    generators = torch.rand(2), torch.rand(2, generator=GENERATOR), random.random(), float(np.random.rand())
+    return {
+        "result": torch.utils._pytree.tree_map(lambda t: t.detach().clone(), found),
+        "buffers": [t.clone() for t in buffers[0]] if buffers else [],
+        "hooks that ran": sorted(FIRED) if exact else [],
+        "generators": generators,
+    }
+
+
+def surroundings() -> tuple:
+    modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return modes, hooks, torch.is_grad_enabled(), torch._C._functorch.maybe_get_level(torch.zeros(()))
+
+
+def compare(make: Fn, run: str, exact: bool) -> None:
+    """Asserts that a program shows the same with regions as without.
+
+    Raises:
+        Unrunnable: it doesn't run without.
+        Refused: a region refuses what it can't be right about.
+    """
+    before = surroundings()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with without_regions():
+                expected = observe(make, run, exact)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            raise Unrunnable from error
+        try:
+            found = observe(make, run, exact)
+        except (MutationError, CaptureError) as error:
+            raise Refused from error
+    assert surroundings() == before
+    if exact:
+        assert_same(found, expected)
+        return
+    tensors = [t for t in tensor_leaves(expected["result"]) if t.is_floating_point()]
+    largest = max(float(t.abs().max()) for t in tensors)
+    if not largest < 1e6:  # derivatives of high order that say nothing, whatever computes them
+        raise Unrunnable from OverflowError(f"results up to {largest:.0e}")
+    compare_closely(found, expected, 1e-6 * (1 + largest))
+
+
+def compare_closely(found: Any, expected: Any, atol: float) -> None:
+    """Where sums are reordered."""
+    assert _tree.flatten(found)[1] == _tree.flatten(expected)[1]
+    for a, b in zip(_tree.flatten(found)[0], _tree.flatten(expected)[0]):
+        if isinstance(b, Tensor):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=atol)
+        else:
+            assert a == b
+
+
+def keeps_no_more(make: Fn) -> None:
+    """Asserts that the whole as one region without a policy keeps no more than without."""
+    with without_regions():
+        fn = make()[0]
+    held, plainly = held_bytes(remat(fn), *arguments()), held_bytes(fn, *arguments())
+    assert held <= plainly, f"a region keeps {held} bytes, the plain function {plainly}"
+
+
+def recomputes_no_more(make: Fn, policy: Any, other: Any) -> None:
+    """Asserts that the whole as one region runs no more products again if more may be kept."""
+
+    def products(policy: Any) -> int:
+        with without_regions():
+            fn = make()[0]
+        out = remat(fn, policy=policy)(*arguments())
+        if not out.requires_grad:
+            return 0
+        with OpCounter() as counter:
+            out.sum().backward()
+        return sum(counter[name] for name in PRODUCTS)
+
+    few, more = products(policy | other), products(policy)
+    assert few <= more, f"{few} products in the backward if more is kept, {more} otherwise"
