@@ -1,6 +1,6 @@
 """Rematerialization for PyTorch: the same values and derivatives from less memory."""
 
-from . import compat, nn, policies
+from . import compat, integrations, nn, policies
 from ._errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
 from ._listing import SavedResidual, print_saved_residuals, saved_residuals
 from ._names import checkpoint_name
@@ -20,6 +20,7 @@ __all__ = [
     "checkpoint_name",
     "compat",
     "disable_remat",
+    "integrations",
     "is_recomputing",
     "nn",
     "policies",

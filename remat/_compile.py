@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from . import _torch
@@ -28,9 +27,7 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, policy: Any, **settings:
     if policy is not None:  # Dynamo takes a partial of a function as a context, and only one that it sees being made
         settings["context_fn"] = functools.partial(_contexts_of, policy)
     with _torch.no_nested_graph_breaks():
-        return torch.utils.checkpoint.checkpoint(
-            lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, **settings
-        )
+        return _torch.original_checkpoint(lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, **settings)
 
 
 def _contexts_of(policy: Any) -> tuple:

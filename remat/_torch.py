@@ -198,6 +198,25 @@ def is_shared(tensor: torch.Tensor) -> bool:
 SelectiveModes = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
 
 
+original_checkpoint = torch.utils.checkpoint.checkpoint  # another may be put in its place
+
+
+def let_dynamo_trace_checkpoint(replaced: bool) -> None:
+    """Dynamo takes whatever has the public name for torch's function: it would not look into what replaces that."""
+    from torch._dynamo.variables import builder
+
+    builder.is_utils_checkpoint = (
+        (lambda obj: obj is original_checkpoint) if replaced else torch._dynamo.utils.is_utils_checkpoint
+    )
+
+
+def activation_checkpointing() -> tuple[Callable, Callable]:
+    """Torch's functions that choose modules and wrap one, which FSDP's users call; they have no public place."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    return checkpoint_wrapper.apply_activation_checkpointing, checkpoint_wrapper.checkpoint_wrapper
+
+
 def checkpoint_settings(debug: bool, early_stop: bool) -> tuple[bool, bool]:
     """The two settings, or what ``set_checkpoint_debug_enabled`` and ``set_checkpoint_early_stop`` say instead."""
     debug_now = torch.utils.checkpoint._checkpoint_debug_enabled

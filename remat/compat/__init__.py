@@ -21,7 +21,9 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
+from ._apply import apply_activation_checkpointing
 from ._checkpoint import checkpoint, checkpoint_sequential
+from ._install import install, uninstall
 from ._wrapper import checkpoint_wrapper, disable_checkpointing, is_checkpointing, is_recomputing
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "DefaultDeviceType",
     "GraphExecGroup",
     "SelectiveCheckpointContext",
+    "apply_activation_checkpointing",
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
@@ -39,10 +42,12 @@ __all__ = [
     "detach_variable",
     "disable_checkpointing",
     "get_device_states",
+    "install",
     "is_checkpointing",
     "is_recomputing",
     "noop_context_fn",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "uninstall",
 ]

@@ -17,7 +17,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import remat.nn
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, peak_bytes
-from remat import RematError, policies
+from remat import PolicyError, RematError, policies
+from remat.integrations.transformers import enable
 
 transformers = pytest.importorskip("transformers")
 GradientCheckpointingLayer = pytest.importorskip("transformers.modeling_layers").GradientCheckpointingLayer
@@ -67,29 +68,6 @@ def costs(model: Any) -> tuple[int, int, int]:
     ops = count_ops(step, model)
     products = sum(ops[name] for name in ("aten.mm", "aten.addmm", "aten.bmm"))
     return held_bytes(loss, model), peak_bytes(step, model), products
-
-
-@pytest.mark.filterwarnings("ignore:In training a:UserWarning")
-@pytest.mark.parametrize("name", MODELS)
-def test_apply_beside_the_library(name: str) -> None:
-    plain = made(name)
-    model = applied(copy.deepcopy(plain))
-    assert_same(step(model), step(plain, use_cache=False))
-    held, peak, products = costs(model)
-    its_held, its_peak, its_products = costs(checkpointed(copy.deepcopy(plain)))
-    assert held <= its_held < costs(plain)[0] / 2
-    assert peak <= its_peak
-    assert products <= its_products
-
-
-@pytest.mark.filterwarnings("ignore:In training a:UserWarning")
-@pytest.mark.parametrize("name", MODELS)
-def test_a_policy(name: str) -> None:
-    plain = made(name)
-    model = applied(copy.deepcopy(plain), policy=policies.save_matmuls)
-    assert_same(step(model), step(plain, use_cache=False))
-    assert costs(model)[2] == costs(plain)[2]  # no product is recomputed
-    assert costs(applied(copy.deepcopy(plain)))[0] < costs(model)[0] < costs(plain)[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -181,6 +159,103 @@ def test_remat_of_an_applied_layer() -> None:
     model, plain = applied(made("llama")), made("llama")
     model.model.layers[1] = remat.remat(model.model.layers[1])
     assert_same(step(model, use_cache=False), step(plain, use_cache=False))
+
+
+# --- integrations.transformers.enable ---------------------------------------------------------------------------------
+
+
+def enabled(model: Any, policy: Any = None) -> Any:
+    assert enable(model, policy) is model
+    return model
+
+
+SWITCHES: dict[str, Callable[[Any], Any]] = {
+    "enable alone": lambda model: None,
+    "by the older name": lambda model: model.gradient_checkpointing_enable(),
+    "with arguments": lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
+    "by the newer name": lambda model: model.activation_checkpointing_enable(),
+    "reentrant": lambda model: model.activation_checkpointing_enable({"use_reentrant": True}),
+    "offload": lambda model: model.activation_checkpointing_enable(offload=True),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_enable(switch: str) -> None:
+    """However its checkpointing is switched on afterwards, layers are regions with the policy."""
+    plain = made("llama")
+    for policy in (None, policies.save_matmuls):
+        model = enabled(copy.deepcopy(plain), policy)
+        SWITCHES[switch](model)
+        assert_same(step(model), step(plain, use_cache=False))
+        held, peak, products = costs(model)
+        if policy is None:
+            its_held, its_peak, its_products = costs(checkpointed(copy.deepcopy(plain)))
+            assert held <= its_held and peak <= its_peak and products <= its_products
+        else:
+            assert products == costs(plain)[2]
+        again = copy.deepcopy(model)
+        SWITCHES[switch](again)
+        assert costs(again) == (held, peak, products)
+        model.gradient_checkpointing_disable()
+        assert costs(model)[0] == costs(plain)[0]
+
+
+def test_enable_every_second_layer() -> None:
+    plain = made("llama")
+    model, its = enabled(copy.deepcopy(plain)), copy.deepcopy(plain)
+    for each in (model, its):
+        each.activation_checkpointing_enable(every_n_layers=2)
+    assert_same(step(model), step(plain))
+    assert costs(checkpointed(copy.deepcopy(plain)))[0] < costs(model)[0] <= costs(its)[0] < costs(plain)[0]
+
+
+def test_other_models_are_not_changed() -> None:
+    enabled(made("llama"))
+    other = checkpointed(made("llama"))
+    functions = {layer._gradient_checkpointing_func.func for layer in other.model.layers}
+    assert functions == {torch.utils.checkpoint.checkpoint}
+
+
+def test_errors_of_enable() -> None:
+    with pytest.raises(TypeError, match=r"takes a transformers\.PreTrainedModel.*got Linear"):
+        enable(nn.Linear(2, 2))
+    model = made("llama")
+    with pytest.raises(PolicyError, match="dots"):
+        enable(model, "dots")
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no activation checkpointing.*remat\.nn\.apply"):
+        enable(model)
+    assert not model.is_gradient_checkpointing
+
+
+class Batches(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": (IDS[i % 2] + i) % 64, "labels": (IDS[i % 2] + i) % 64}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_trainer(name: str, checkpointing: bool, tmp_path: Any) -> None:
+    """Three steps; the Trainer's own switch leaves regions where they are."""
+
+    def trained(model: Any) -> tuple[list[Tensor], int]:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+            use_cpu=True, disable_tqdm=True, gradient_checkpointing=checkpointing, seed=3,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=Batches())
+        products = count_ops(trainer.train)
+        return list(model.parameters()), products["aten.mm"] + products["aten.addmm"]
+
+    without = made(name)
+    without.config.use_cache = False
+    expected, its_products = trained(without)
+    actual, products = trained(enabled(made(name), policies.save_matmuls))
+    assert_same(actual, expected)
+    assert products < its_products if checkpointing else products == its_products
 
 
 def test_compile() -> None:

@@ -1,0 +1,108 @@
+"""Regions for programs that call ``torch.utils.checkpoint.checkpoint`` themselves."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from .. import _torch
+from .._policy import as_policy
+from ._checkpoint import checkpoint
+
+_ORIGINAL = _torch.original_checkpoint
+_installed: list[Callable] = []  # the last one is in the place of torch's function
+
+
+class Installation:
+    """What :func:`install` has put in place; as a context manager it is taken away at the end."""
+
+    def __init__(self, function: Callable) -> None:
+        self._function = function
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._function in _installed:
+            before = _current()
+            _installed.remove(self._function)
+            _exchange(before, _current())
+
+
+def install(policy: Any = None) -> Installation:
+    """Make programs that call ``torch.utils.checkpoint.checkpoint`` run regions instead, without a change of them.
+
+    The function is exchanged in ``torch.utils.checkpoint`` and in every module that has imported it already, under
+    whatever name. ``use_reentrant=True`` is taken as ``False`` there; :func:`checkpoint` itself goes on refusing it.
+
+    Args:
+        policy: what the regions may keep beyond their inputs, where the call has no ``context_fn``, which is a policy
+            of its own; see :func:`remat.remat`.
+
+    Returns:
+        A context manager that takes it away again, as :func:`uninstall` does.
+
+    Raises:
+        PolicyError: ``policy`` is not a policy. Nothing is changed then.
+
+    Note:
+        What somebody made of torch's function before isn't reached: a ``functools.partial`` of it, a default of an
+        argument, an attribute of a class. Transformers makes such a partial when a model's checkpointing is switched
+        on: install before that, or use ``remat.integrations.transformers.enable``.
+
+    Example:
+        >>> import torch
+        >>> import torch.utils.checkpoint
+        >>> import remat
+        >>> w = torch.ones(4, 4, requires_grad=True)
+        >>> with remat.compat.install(policy=remat.policies.save_matmuls):
+        ...     y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin(), torch.ones(2, 4), use_reentrant=False)
+        >>> y.sum().backward()
+    """
+    if policy is not None:
+        as_policy(policy)
+
+    @functools.wraps(_ORIGINAL)
+    def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+        own = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
+        return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)
+
+    before = _current()
+    _installed.append(installed)
+    _exchange(before, installed)
+    return Installation(installed)
+
+
+def uninstall() -> None:
+    """Put torch's own function back everywhere; without effect where nothing is installed.
+
+    Example:
+        >>> import torch.utils.checkpoint
+        >>> import remat
+        >>> before = torch.utils.checkpoint.checkpoint
+        >>> _ = remat.compat.install()
+        >>> remat.compat.uninstall()
+        >>> torch.utils.checkpoint.checkpoint is before
+        True
+    """
+    before = _current()
+    _installed.clear()
+    _exchange(before, _ORIGINAL)
+
+
+def _current() -> Callable:
+    return _installed[-1] if _installed else _ORIGINAL
+
+
+def _exchange(old: Callable, new: Callable) -> None:
+    """In all modules but those in which Dynamo and this package have to know torch's own."""
+    if new is not old:
+        _torch.let_dynamo_trace_checkpoint(new is not _ORIGINAL)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, ModuleType) and not name.startswith(("remat.", "torch._")):
+                for key, value in list(vars(module).items()):
+                    if value is old:
+                        setattr(module, key, new)

@@ -1,0 +1,108 @@
+"""Hugging Face's transformers, and what is built on its models: its Trainer, peft, trl."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import save_on_cpu
+
+from .._policy import as_policy
+from ..compat import checkpoint
+
+__all__ = ["enable"]
+
+M = TypeVar("M", bound=torch.nn.Module)
+_POLICY = "_remat_policy"  # the attribute of an enabled model; copies and pickles have it too
+
+
+def enable(model: M, policy: Any = None) -> M:
+    """Let a model's own activation checkpointing run regions, and switch it on.
+
+    It stays so when the ``Trainer`` switches it on once more (``activation_checkpointing=True``, or
+    ``gradient_checkpointing=True``), or when you do, by ``model.activation_checkpointing_enable(...)`` or its older
+    name ``gradient_checkpointing_enable``, with their ``every_n_layers`` and ``offload``. As always with the library's
+    checkpointing, layers run without a cache in training. ``model.activation_checkpointing_disable()`` switches it off.
+
+    Args:
+        model: a ``transformers.PreTrainedModel``, or a model of peft around one.
+        policy: what the regions may keep beyond their inputs; see :func:`remat.remat`.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError: ``model`` is not a model of transformers.
+        ValueError: the model has no activation checkpointing; use :func:`remat.nn.apply`.
+        PolicyError: ``policy`` is not a policy.
+
+    Example (needs transformers)::
+
+        model = AutoModelForCausalLM.from_pretrained(...)
+        remat.integrations.transformers.enable(model, policy=remat.policies.save_matmuls)
+        Trainer(model, TrainingArguments(..., gradient_checkpointing=True)).train()
+    """
+    try:
+        from transformers import PreTrainedModel
+    except ImportError as error:
+        raise ImportError("remat.integrations.transformers needs transformers: `pip install transformers`.") from error
+    if policy is not None:
+        as_policy(policy)
+    found = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    if not found:
+        raise TypeError(
+            f"enable takes a transformers.PreTrainedModel, or a model around one; got {type(model).__name__}."
+        )
+    inner = found[0]  # peft's model is around it
+    if not inner.supports_gradient_checkpointing:
+        raise ValueError(
+            f"{type(inner).__name__} has no activation checkpointing of its own. Make its layers regions: "
+            f"`remat.nn.apply(model, TheLayerClass)`."
+        )
+    _set_by_us(PreTrainedModel)
+    inner.__dict__[_POLICY] = policy
+    getattr(inner, "activation_checkpointing_enable", inner.gradient_checkpointing_enable)()
+    functions = (getattr(each, "_gradient_checkpointing_func", None) for each in inner.modules())
+    if not any(getattr(each, "func", None) in (checkpoint, _offloaded) for each in functions):
+        raise ValueError(
+            f"{type(inner).__name__} switches its checkpointing on in a way of its own. Make its layers regions: "
+            f"`remat.nn.apply(model, TheLayerClass)`."
+        )
+    return model
+
+
+def _set_by_us(cls: Any) -> None:
+    """All ways to switch checkpointing on end in this method, which would put torch's checkpoint back."""
+    set_function = cls._set_gradient_checkpointing
+    if getattr(set_function, "is_ours", False):
+        return
+
+    @functools.wraps(set_function)
+    def set_region(self: Any, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any) -> None:
+        if gradient_checkpointing_func is not None:
+            if enable and _POLICY in self.__dict__:
+                gradient_checkpointing_func = _as_region(gradient_checkpointing_func, self.__dict__[_POLICY])
+            kwargs["gradient_checkpointing_func"] = gradient_checkpointing_func
+        set_function(self, enable=enable, **kwargs)
+
+    set_region.is_ours = True  # type: ignore[attr-defined]
+    cls._set_gradient_checkpointing = set_region
+
+
+def _as_region(function: functools.partial, policy: Any) -> Callable:
+    """Of the library's partial of torch's checkpoint, or of one that offloads what that keeps."""
+    settings = {name: value for name, value in function.keywords.items() if name != "use_reentrant"}
+    if "context_fn" not in settings:
+        settings["policy"] = policy
+    offloads = getattr(function.func, "__module__", "").startswith("transformers")
+    return functools.partial(_offloaded if offloads else checkpoint, **settings)
+
+
+def _offloaded(function: Callable, *args: Any, **settings: Any) -> Any:
+    accelerator = torch.accelerator.current_accelerator()
+    with nullcontext() if accelerator is None else save_on_cpu(pin_memory=True, device_type=accelerator.type):
+        return checkpoint(function, *args, **settings)

@@ -1,0 +1,75 @@
+"""Each library of the table in `benchmarks.libraries`: right, and at most what its own checkpointing costs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same
+from torch import Tensor
+
+from benchmarks.libraries import LIBRARIES, Library, costs, measure, step
+from benchmarks.measure import leaked_bytes
+from remat import policies
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+libraries = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: f"{library.name}, {library.write}")
+
+
+def made(library: Library) -> Any:
+    pytest.importorskip(library.package)
+    return library.make()
+
+
+@libraries
+def test_loss_and_gradients(library: Library) -> None:
+    """With dropout, router logits, batch norm's statistics, a policy: those of the plain model, in two steps."""
+    plain = made(library)
+    models = [library.ours(copy.deepcopy(plain), policy) for policy in (None, policies.save_matmuls)]
+    for _ in range(2):
+        expected = step(library, plain)
+        for model in models:
+            assert_same(step(library, model), expected)
+            assert_same(list(model.buffers()), list(plain.buffers()))
+
+
+@libraries
+def test_costs(library: Library) -> None:
+    made(library)
+    row = measure(library)
+    assert row.passed, row
+    assert row.ours.kept < row.save_matmuls.kept < row.plain.kept
+    assert row.save_matmuls.products <= row.ours.products
+    assert row.own.products > row.plain.products  # the comparison is with a checkpoint that does something
+
+
+@libraries
+def test_nothing_is_left_after_a_step(library: Library) -> None:
+    """Not from step to step either: models collect attentions and router logits in lists."""
+    model = library.ours(made(library), None)
+    step(library, model)
+    assert leaked_bytes(step, library, model) <= sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    parameters = dict(model.named_parameters())
+    gradients = [torch.zeros_like(p) for p in parameters.values() if p.requires_grad]
+
+    def two_steps() -> None:
+        for _ in range(2):
+            loss = library.loss(model)
+            found = torch.autograd.grad(loss, [p for p in parameters.values() if p.requires_grad], allow_unused=True)
+            for total, gradient in zip(gradients, found, strict=True):
+                if isinstance(gradient, Tensor):
+                    total.add_(gradient)
+
+    two_steps()
+    assert leaked_bytes(two_steps) == 0
+
+
+def test_costs_are_counted() -> None:
+    """A model without checkpointing is no match for one with it."""
+    library = LIBRARIES[-1]
+    model = library.make()
+    step(library, model)
+    assert costs(library, model).kept > 2 * costs(library, library.own(copy.deepcopy(model))).kept
