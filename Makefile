@@ -14,7 +14,7 @@ test: $(STAMP)
 
 # Random programs, with regions and without, until it is stopped: make fuzz, make fuzz ARGS="--seconds 600".
 fuzz: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py $(ARGS)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -38,6 +38,6 @@ def checked_options(
             raise TypeError(f"{name} must be True or False, got {value!r}.")
     if determinism_check not in CHECKS:
         raise ValueError(f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.")
-    return Options(
-        preserve_rng_state, determinism_check, early_stop, debug, None if policy is None else as_policy(policy)
-    )
+    policy = None if policy is None else as_policy(policy)
+    # Dynamo can't trace the factory of a field.
+    return Options(preserve_rng_state, determinism_check, early_stop, debug, policy, told=Told())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from inspect import unwrap
 from itertools import pairwise
 from typing import Any
 
@@ -62,7 +63,7 @@ def sequential(
 
 
 def _check_sequential(module: torch.nn.Sequential) -> None:
-    own = type(module).forward is not torch.nn.Sequential.forward or "forward" in vars(module)
+    own = unwrap(type(module).forward) is not torch.nn.Sequential.forward or "forward" in vars(module)
     if own or any(vars(module).get(name) for name in _HOOKS):
         raise ValueError(
             f"The {type(module).__name__} has {'a forward' if own else 'hooks'} of its own, which would not be called. "

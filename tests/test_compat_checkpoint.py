@@ -976,6 +976,7 @@ ROWS = {
     ],
     "contexts that suppress exceptions": ["test_a_first_context_that_swallows_exceptions"],
     "`checkpoint_sequential`: `segments` out of range": ["test_segments_must_be_a_number_of_segments"],
+    "`checkpoint_sequential` with a second input": ["test_checkpoint_sequential_takes_one_input"],
     "`checkpoint_sequential`: a module that is twice in a `Sequential`": [
         "test_a_module_that_is_there_twice_is_called_twice"
     ],

@@ -339,7 +339,7 @@ def test_one_level_runs_as_before(fn: Fn) -> None:
     vmap(by_grad(region))(X.clone())
     runs.clear()
     by_grad(region)(X.clone())
-    assert runs == [False, True]
+    assert runs == ([False] if fn is freezes_input else [False, True])  # what has no derivative needs no recompute
 
 
 def test_one_level_stops_early() -> None:
