@@ -22,8 +22,8 @@ def apply_activation_checkpointing(
 ) -> None:
     """Make calls of chosen submodules regions, in place. A drop-in for torch's function of this name.
 
-    Torch has it in ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``. Here the modules, their names and
-    ``state_dict`` keys stay what they are. The model itself is not chosen, as in torch.
+    Torch has it beside its ``checkpoint_wrapper`` for FSDP. Here the modules, their names and ``state_dict`` keys stay
+    what they are. The model itself is not chosen, as in torch.
 
     Args:
         model: the model.
@@ -39,7 +39,8 @@ def apply_activation_checkpointing(
         TypeError: ``model`` is not a module, or a chosen module can't be a region.
         PolicyError: ``policy`` is not a policy.
 
-        Modules that came before the one that raised are changed; :func:`remat.nn.undo` changes them back.
+    Note:
+        Modules that came before one that raises are changed; :func:`remat.nn.undo` changes them back.
 
     Example:
         >>> import torch
@@ -58,7 +59,7 @@ def apply_activation_checkpointing(
     if policy is not None:
         as_policy(policy)
     choose, torchs = _torch.activation_checkpointing()
-    wrap = functools.partial(checkpoint_wrapper, policy=policy)
+    wrap: Callable[..., torch.nn.Module] = functools.partial(checkpoint_wrapper, policy=policy)
     settings = dict(getattr(checkpoint_wrapper_fn, "keywords", {}))
     if getattr(checkpoint_wrapper_fn, "func", checkpoint_wrapper_fn) is torchs:
         settings.pop("checkpoint_impl", None)
