@@ -68,5 +68,10 @@ def is_by_name(policy: Policy) -> bool:
 
 
 def asks(policy: Policy) -> bool:
-    """Whether it has predicates, which want the arguments of operations."""
-    return isinstance(policy, If) or any(map(asks, policy._parts()))
+    """Whether it hangs on the arguments of operations, as predicates do."""
+    return has_predicate(policy) or (isinstance(policy, Preset) and policy.asks) or any(map(asks, policy._parts()))
+
+
+def has_predicate(policy: Policy) -> bool:
+    """Whether a user's function is a part of it."""
+    return isinstance(policy, If) or any(map(has_predicate, policy._parts()))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch.utils.checkpoint
@@ -34,16 +36,36 @@ class Preset(Policy):
         """Whether it says the same of all values."""
         return self.name in _CONSTANTS
 
-    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict:
+    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         if self.is_constant:
             return _CONSTANTS[self.name]
+        if self.asks and _ops.packet_name(op) == "aten::bmm":
+            return ask(_is_unbatched_einsum)
         return SAVE if _ops.packet_name(op) in _ops.GROUPS[self.name] else RECOMPUTE
+
+    @property
+    def asks(self) -> bool:
+        """Whether the arguments of operations matter, as they do to predicates."""
+        return self.name == "save_matmuls_without_batch_dims"
 
     def _possible(self, named: bool) -> Verdicts:
         return frozenset((_CONSTANTS[self.name],) if self.is_constant else (SAVE, RECOMPUTE))
 
     def _mentioned(self) -> Iterator[Any]:
         return _ops.members(_ops.GROUPS.get(self.name, frozenset()))
+
+
+def _is_unbatched_einsum(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether a ``bmm`` is how ``torch.einsum`` computes a product of two matrices: with a batch dimension of size 1.
+
+    Its arguments are as those of a user's own ``bmm``. Only the Python function that called it tells them apart.
+    """
+    if not args or args[0].shape[0] != 1:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.functional.einsum.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 _CONSTANTS = {"nothing_saveable": RECOMPUTE, "everything_saveable": SAVE}

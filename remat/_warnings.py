@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ._determinism import Line, user_line
-from ._judge import asks, is_by_name
+from ._judge import asks, has_predicate, is_by_name
 from ._memory import Memory
 from ._names import is_named
 from ._policy import Verdict
@@ -74,7 +74,7 @@ class Unmatched:
         _warn(
             f"The policy {self.policy!r} of a rematerialized function has matched none of the operators that ran, so "
             f"that nothing is kept by it: {', '.join(shown)}{f' and {more} others' if more > 0 else ''}. "
-            f"{_OF_FUNCTIONS if asks(self.policy) else _OF_OPERATORS}",
+            f"{_OF_FUNCTIONS if has_predicate(self.policy) else _OF_OPERATORS}",
             self.line,
         )
 

@@ -45,8 +45,9 @@ everything_saveable: Policy = preset("everything_saveable")
 save_matmuls: Policy = preset("save_matmuls")
 dots_saveable = checkpoint_dots = save_matmuls
 #: The results of products with weights, as in linear layers: not of batched products such as attention scores, and not
-#: of convolutions. Under ``vmap`` it is judged what the product has become: with a batched weight, or in a derivative
-#: that is mapped itself, mostly a batched one.
+#: of convolutions. A batch of size 1, which is how ``torch.einsum`` multiplies two matrices, is none there. Under
+#: ``vmap`` it is judged what the product has become: with a batched weight, or in a derivative that is mapped itself,
+#: mostly a batched one.
 save_matmuls_without_batch_dims: Policy = preset("save_matmuls_without_batch_dims")
 dots_with_no_batch_dims_saveable = checkpoint_dots_with_no_batch_dims = save_matmuls_without_batch_dims
 #: What fused attention kernels return: the output, the logsumexp and the state of the dropout. Where torch computes
