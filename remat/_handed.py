@@ -12,6 +12,7 @@ from ._determinism import fingerprint
 from ._errors import MutationError, RematError
 from ._parts import is_plain
 from ._passes import current_scope
+from ._state import unseen
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -48,7 +49,7 @@ class Handed:
         return running.unpacked[self]
 
     def _unpacked(self) -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), unseen():  # the hooks are no part of the region, whose first run may still go on
             tensor = self._unpack(self.packed)
             found = fingerprint(tensor, "metadata") if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             if found != self._kind:

@@ -24,7 +24,7 @@ from ._handed import Handed, HandedToRegion, Hooks
 from ._hooks import drop_gradient_hooks
 from ._offload import Group, Offloaded
 from ._parts import is_dual, lift
-from ._state import alias
+from ._state import alias, unseen
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
@@ -113,6 +113,12 @@ class Kept:
     def is_as_before(self, i: int, tensor: torch.Tensor) -> bool:
         same = _torch.version(tensor) == self.versions[i]
         return same and (i not in self.sums or checksum(tensor) == self.sums[i])
+
+    def find_changed(self) -> None:
+        """In the middle of the first run, for a run again that a backward pass inside needs: from the copies."""
+        if self.copies:
+            changed = [i for i, copy in self.copies.items() if _may_differ(self.tensors[i], copy)]
+            self.changed = dict.fromkeys(changed, True)
 
     def close(self) -> None:
         """After the first run: let go of what isn't needed.
@@ -256,9 +262,10 @@ def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
     return cut.view_as(cut) if cut.layout is torch.strided else cut.clone()
 
 
-def _may_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _may_differ(a: Any, b: torch.Tensor) -> bool:
     """Of two tensors with the same metadata; of fake and nested ones nobody can tell."""
-    return isinstance(a, _torch.FakeTensor) or a.is_nested or not torch.equal(a, b)
+    with unseen():
+        return isinstance(a, _torch.FakeTensor) or a.is_nested or not torch.equal(a, b)
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:

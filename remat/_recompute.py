@@ -79,17 +79,23 @@ class Filler:
     def _run(self) -> None:
         frame, root = self.frame, self.root
         frame.consts.accumulated |= frame.inside
+        if frame.open:
+            frame.consts.find_changed()
+            frame.operands.find_changed()
         operands = frame.operands.all_again()
         trace, root.trace = root.trace, None  # saved tensors are counted here
         result = None
         replay = root.log = None if frame.log is None else frame.log.replay()
         if frame.record is not None and frame.record.tells:
             root.plan = frame.record.plan(slot for slot in self.slots if slot)
+        policies = frame.policies
+        if frame.open and frame.record is not None:  # no replay says so to regions inside
+            policies = (*policies, frame.record.policy)
         hooks = RemovableHandle.next_id
         below = self._pack_below_levels if root.kinds else self.pack
         _torch.push_hooks(self._pack_and_tell if frame.noted else below, _same)
         try:
-            with as_in_forward(frame.policies, filling=frame.open):
+            with as_in_forward(policies, filling=frame.open):
                 result = frame.region.call_again(operands)
         except (Stop, Exception):
             # TorchScript makes another exception of a stop; and it may be another region's.

@@ -20,7 +20,7 @@ class _State(threading.local):
     disabled: bool = False
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
-    filling: int = 0  # a region runs again inside of its first run: the first so many records don't note that
+    filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
 
     def __init__(self) -> None:
         self.reader: Any = None  # the frame that gets a value for a backward now
@@ -129,11 +129,13 @@ class first_run:
     __slots__ = ("before",)
 
     def __enter__(self) -> None:
-        self.before = state.own_work, state.checkpointing
+        self.before = state.own_work, state.checkpointing, state.unseen, state.filling
         state.own_work, state.checkpointing = False, True
+        if state.unseen:  # it is called by hooks around other regions, whose records don't note it
+            state.unseen, state.filling = False, len(state.records)
 
     def __exit__(self, *exception: Any) -> None:
-        state.own_work, state.checkpointing = self.before
+        state.own_work, state.checkpointing, state.unseen, state.filling = self.before
 
 
 class unseen:

@@ -371,3 +371,39 @@ def test_regions_around_the_calls_of_sharded_blocks(call: Callable) -> None:
             optimizer.zero_grad()
         trained.append([p.full_tensor().detach() for p in model.parameters()])
     assert_same(*trained)
+
+
+class Counting(nn.Module):
+    """Reads in its derivative a counter that each call changes, and keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(x).sin() * self.calls.clone()
+
+
+@every_way
+@pytest.mark.parametrize("calls", [1, 3])
+def test_buffers_that_change_before_a_backward_inside(calls: int, wrap: Wrap) -> None:
+    """It runs the region again in the middle of its first run, from the buffers as they were."""
+
+    def run(wrap: Wrap) -> Any:
+        layer, x = Counting(), numbers(3, 4)
+
+        def f(x: Tensor) -> Tensor:
+            y = x.detach().requires_grad_()
+            (inside,) = torch.autograd.grad(layer(y).exp().sum(), y, create_graph=True)
+            return layer(x) * inside.sin()
+
+        f = wrap(f)
+        found = []
+        for _ in range(calls):
+            out = f(x)
+            found.append((out, torch.autograd.grad(out.exp().sum(), [x, *layer.parameters()])))
+        return found, list(layer.buffers())
+
+    same_as_plain(run, wrap)

@@ -6,6 +6,7 @@ import collections
 import functools
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -613,3 +614,56 @@ def test_ranges_change_nothing_of_what_is_kept() -> None:
         for policy in POLICIES.values():
             bytes_held = [held_bytes(lambda f=f, p=policy: remat(f, policy=p)(x)) for f in (plain, ranges)]
             assert bytes_held[0] == bytes_held[1]
+
+
+def derivative_at(f: Callable, x: Tensor) -> Tensor:
+    """Which a region calls inside: its own backward, and one that can be differentiated in turn."""
+    out = total(f(x))
+    if not (x.requires_grad and out.requires_grad):
+        return out * x
+    (found,) = torch.autograd.grad(out, x, create_graph=True, allow_unused=True)
+    return torch.zeros_like(x) if found is None else found
+
+
+def derived_in_a_region_inside(region: Callable, outer: Callable) -> Callable:
+    @outer
+    def f(x: Tensor) -> Tensor:
+        @region
+        def inner(y: Tensor) -> Tensor:
+            return y * derivative_at(lambda z: (z @ MATRIX).sin() + z * 0.5, y.detach().requires_grad_())
+
+        return inner(x) * derivative_at(inner, x.detach().requires_grad_())
+
+    return f
+
+
+def derived_twice_in_a_region_inside(region: Callable, outer: Callable) -> Callable:
+    @outer
+    def f(x: Tensor) -> Tensor:
+        @region
+        def inner(y: Tensor) -> Tensor:
+            return derivative_at(lambda z: z * derivative_at(lambda t: (t @ MATRIX).sin() * t, z * 1), y * 1)
+
+        return x * derivative_at(inner, x.detach().requires_grad_())
+
+    return f
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks around"])
+@pytest.mark.parametrize("name", [*POLICIES, "none"])
+@pytest.mark.parametrize("make", [derived_in_a_region_inside, derived_twice_in_a_region_inside])
+def test_regions_in_backward_passes_inside(make: Callable, name: str, hooks: bool) -> None:
+    """They hand over the same to the region around in each of its runs, also in one before its first run has ended."""
+    x, policy = rand(4, 4), POLICIES.get(name)
+
+    def gradient(f: Callable) -> tuple[Tensor, Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone) if hooks else nullcontext():
+            out = f(x)
+            return out, torch.autograd.grad(total(out), x)[0]
+
+    expected = gradient(make(lambda f: f, lambda f: f))
+    for inner in (None, policies.save_ops("aten.mm", "aten.sin")):
+        region, outer = functools.partial(remat, policy=inner), functools.partial(remat, policy=policy)
+        for regions in ((region, outer), (region, lambda f, outer=outer: remat(outer(f)))):
+            for found, wanted in zip(gradient(make(*regions)), expected):
+                assert torch.equal(found, wanted)
