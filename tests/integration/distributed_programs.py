@@ -80,11 +80,15 @@ class Perceptron(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Norm(nn.LayerNorm):
+    """One in a block."""
+
+
 class Block(nn.Module):
     def __init__(self, width: int, unused: bool) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width)
-        self.norm2, self.perceptron = nn.LayerNorm(width), Perceptron(width)
+        self.norm1, self.attention = Norm(width), Attention(width)
+        self.norm2, self.perceptron = Norm(width), Perceptron(width)
         self.dropout = nn.Dropout(0.1)
         if unused:
             self.unused = nn.Linear(width, width)
@@ -117,11 +121,11 @@ class Transformer(nn.Module):
 
 
 class Way(NamedTuple):
-    """`change` changes the model, before it is sharded or, if it is `last`, afterwards; `call` calls a block."""
+    """`change` changes the model before (0), between (1) or after (2) the program's changes; `call` calls a block."""
 
     change: Callable[[nn.Module], Any] | None = None
     call: Callable | None = None
-    last: bool = False
+    place: int = 1
 
 
 def is_block(module: nn.Module) -> bool:
@@ -166,7 +170,8 @@ WAYS = {
     "apply": Way(by_regions()),
     "apply, products": Way(by_regions(save_products)),
     "apply, collectives": Way(by_regions(policies.save_collectives)),
-    "apply last": Way(by_regions(), last=True),
+    "apply first": Way(by_regions(), place=0),
+    "apply last": Way(by_regions(), place=2),
     "called": Way(call=compat.checkpoint),
     "called, products": Way(call=functools.partial(compat.checkpoint, policy=save_products)),
     "installed": Way(call=installed_call),
@@ -274,7 +279,7 @@ Change = Callable[[Any], Any]
 
 @dataclass
 class Program:
-    """`before` comes before the blocks are checkpointed, as tensor parallelism may, and `after` afterwards."""
+    """`before` comes before the blocks are checkpointed, as torch's tensor parallelism must, `after` afterwards."""
 
     before: Change = lambda model: model
     after: Change = lambda model: model
@@ -287,9 +292,11 @@ class Program:
         torch.manual_seed(0)
         model: Any = Transformer(**self.kind)
         model.call = way.call or model.call
-        change = way.change or (lambda model: model)
-        for each in (self.before, self.after, change) if way.last else (self.before, change, self.after):
-            model = each(model) or model
+        changes = [self.before, self.after]
+        if way.change:
+            changes.insert(way.place, way.change)
+        for change in changes:
+            model = change(model) or model
         return model
 
     def run(self, way: str) -> Result:
@@ -398,9 +405,9 @@ def stage_of(model: Transformer, number: int, count: int) -> nn.Module:
 half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 half1 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 but_norms = MixedPrecision(  # what comes to these is cast
-    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, _module_classes_to_ignore=[nn.LayerNorm]
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, _module_classes_to_ignore=[Norm]
 )
-layers = nn.Linear, nn.LayerNorm
+layers = nn.Linear, Norm
 together = functools.partial(train, same=True)
 
 WITHOUT_SELECTIVE = tuple(way for way in USUAL if way != "torch, products")
@@ -427,8 +434,8 @@ PROGRAMS = {
         ways=WITHOUT_SELECTIVE,
         products_of="FSDP1, original parameters, bfloat16",
     ),
-    "tensor parallel": Program(before=tensor_parallel, train=together, ways=(*USUAL, *COLLECTIVE, "apply last")),
-    "sequence parallel": Program(before=sequence_parallel, train=together, ways=(*USUAL, *COLLECTIVE)),
+    "tensor parallel": Program(before=tensor_parallel, train=together, ways=(*USUAL, *COLLECTIVE)),
+    "sequence parallel": Program(before=sequence_parallel, train=together, ways=(*USUAL, *COLLECTIVE, "apply first")),
     "pipeline, GPipe": Program(train=pipeline(ScheduleGPipe)),
     "pipeline, 1F1B": Program(train=pipeline(Schedule1F1B)),
     "pipeline, zero bubble": Program(

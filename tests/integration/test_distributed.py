@@ -30,6 +30,7 @@ MAIN = "import sys, distributed_programs; distributed_programs.main(sys.argv[1])
 BOUNDS = {
     "drop-in": "torch",
     "apply": "torch",
+    "apply first": "torch",
     "apply last": "torch",
     "apply, products": "torch, products",
     "apply, collectives": "torch, collectives",
