@@ -219,7 +219,7 @@ class _Walk(Containers):
             for name, value in modules.items():
                 if value is not None:
                     queue.append((_Walk.module, value, Attribute(modules, name, place)))
-        names = list(state)
+        names = [] if cls.__module__ == _FSDP1 else list(state)
         if names[: len(_BASE_STATE)] == _BASE_STATE:  # the usual order: most are skipped at once
             del names[: len(_BASE_STATE)]
         for name in names:
@@ -258,6 +258,7 @@ def _is_sharded(cls: Any) -> bool:
     return any(base.__module__.startswith("torch.distributed.fsdp") for base in cls.__mro__)
 
 
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # whose modules have no state but FSDP's own
 _DATA = frozenset([_Walk.tensor, _Walk.dict, _Walk.list, _Walk.tuple, _Walk.set, _Walk.context])
 _NAMED = frozenset([_Walk.namespace, _Walk.module, _Walk.instance])
 _WHEN_CALLED = ("__init__", "__call__", "forward")  # of a class; the last one by `autograd.Function.apply`

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-# What FSDP2 calls them, with the name of the module behind. Its casts of inputs and outputs are none of these.
-_FSDP = "FSDP::pre_forward", "FSDP::root_pre_forward", "FSDP::post_forward"
+# What FSDP2 calls them, with the name of the module behind, and FSDP1. Casts of inputs and outputs are none of FSDP2's.
+_FSDP = (
+    *("FSDP::pre_forward", "FSDP::root_pre_forward", "FSDP::post_forward"),
+    *(f"FullyShardedDataParallel.{hook}" for hook in ("_pre_forward", "_root_pre_forward", "_post_forward")),
+)
 
 
 class Ranges:

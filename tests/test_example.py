@@ -75,3 +75,28 @@ def test_a_loop_for_torch_trains_the_same_with_another_import() -> None:
     assert "losses and parameters are the same" in result.stdout
     before, after = (float(peak) for peak, _ in re.findall(rf"^\S+ +{NUMBER} +{NUMBER}$", result.stdout, re.MULTILINE))
     assert 0 < after <= before
+
+
+def test_fsdp2() -> None:
+    """Two processes with gloo: the same losses, and less is kept."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [*command, "examples/fsdp2.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "losses are the same" in result.stdout
+    rows = re.findall(rf"^(plain|remat|remat, save_matmuls) +{NUMBER} +{NUMBER}$", result.stdout, re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["plain", "remat", "remat, save_matmuls"]
+    (plain, nothing, matmuls), (plain_peak, nothing_peak, _) = zip(*((float(a), float(b)) for _, a, b in rows))
+    assert 0 < nothing < 0.3 * plain
+    assert nothing < matmuls < plain
+    assert nothing_peak < plain_peak
+
+
+def test_fsdp2_says_how_to_start_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, "examples/fsdp2.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 1
+    assert "torchrun --nproc-per-node 2" in result.stderr
