@@ -117,8 +117,9 @@ class Kept:
     def find_changed(self) -> None:
         """In the middle of the first run, for a run again that a backward pass inside needs: from the copies."""
         if self.copies:
-            changed = [i for i, copy in self.copies.items() if _may_differ(self.tensors[i], copy)]
-            self.changed = dict.fromkeys(changed, True)
+            same = [now == before for now, before in zip(_versions(self.tensors), self.versions)]
+            copies = self.copies.items()
+            self.changed = {i: same[i] for i, copy in copies if not same[i] or _may_differ(self.tensors[i], copy)}
 
     def close(self) -> None:
         """After the first run: let go of what isn't needed.
@@ -243,7 +244,8 @@ class Kept:
     def captured_again(self, i: int) -> torch.Tensor:
         """The same for a captured tensor: itself where that does no harm, so that its place needs no new value."""
         tensor = self.tensors[i]
-        if self.accumulated or i in self.duals or i in self.packed or i in self.changed or tensor is None:
+        added_to = self.accumulated and self.requires_grad[i]
+        if added_to or i in self.duals or i in self.packed or i in self.changed or tensor is None:
             return self.again(i)
         if tensor.requires_grad is not self.requires_grad[i]:  # it was frozen since, or has no history any more
             tensor = _cut(tensor, self.requires_grad[i], self.leaf[i])

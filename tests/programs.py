@@ -281,10 +281,8 @@ def compare(make: Fn, run: str, exact: bool) -> None:
                 expected = observe(make, run, exact)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             raise Unrunnable from error
-        try:
+        with errors_told_apart():
             found = observe(make, run, exact)
-        except (MutationError, CaptureError) as error:
-            raise Refused from error
     assert surroundings() == before
     if exact:
         assert_same(found, expected)
@@ -294,6 +292,14 @@ def compare(make: Fn, run: str, exact: bool) -> None:
     if not largest < 1e6:  # derivatives of high order that say nothing, whatever computes them
         raise Unrunnable from OverflowError(f"results up to {largest:.0e}")
     compare_closely(found, expected, 1e-6 * (1 + largest))
+
+
+@contextmanager
+def errors_told_apart() -> Iterator[None]:
+    try:
+        yield
+    except (MutationError, CaptureError) as error:
+        raise Refused from error
 
 
 def compare_closely(found: Any, expected: Any, atol: float) -> None:
@@ -310,7 +316,8 @@ def keeps_no_more(make: Fn) -> None:
     """Asserts that the whole as one region without a policy keeps no more than without."""
     with without_regions():
         fn = make()[0]
-    held, plainly = held_bytes(remat(fn), *arguments()), held_bytes(fn, *arguments())
+    with errors_told_apart():
+        held, plainly = held_bytes(remat(fn), *arguments()), held_bytes(fn, *arguments())
     assert held <= plainly, f"a region keeps {held} bytes, the plain function {plainly}"
 
 
@@ -327,5 +334,6 @@ def recomputes_no_more(make: Fn, policy: Any, other: Any) -> None:
             out.sum().backward()
         return sum(counter[name] for name in PRODUCTS)
 
-    few, more = products(policy | other), products(policy)
+    with errors_told_apart():
+        few, more = products(policy | other), products(policy)
     assert few <= more, f"{few} products in the backward if more is kept, {more} otherwise"

@@ -407,3 +407,39 @@ def test_buffers_that_change_before_a_backward_inside(calls: int, wrap: Wrap) ->
         return found, list(layer.buffers())
 
     same_as_plain(run, wrap)
+
+
+@every_way
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")])
+def test_a_buffer_that_two_regions_change(policy: Any, wrap: Wrap) -> None:
+    """One of them captures it and doesn't read it, and what is written to it once is what it held."""
+
+    def run(wrap: Wrap) -> Any:
+        layer, x = Counting(), numbers(3, 4)
+        layer.register_buffer("mean", torch.zeros(4))
+
+        def counted(x: Tensor) -> Tensor:
+            layer.mean.mul_(0.9)
+            return layer(x) + layer.mean.clone()
+
+        inner = wrap(lambda x, first: x.sin() if first else counted(x).sin())
+
+        def f(x: Tensor) -> Tensor:
+            y = x.detach().requires_grad_()
+            first = inner(y, True)
+            (before,) = torch.autograd.grad(first.exp().sum(), y, create_graph=True)
+            inside = y * inner(y, False)
+            (inside,) = torch.autograd.grad((inside * before).sum(), y, create_graph=True)
+            return counted(x) * inside.sin() + inner(x, False)
+
+        f = rematerialized(f, policy=policy) if wrap is not plainly else f
+        found = []
+        for _ in range(3):
+            out = f(x)
+            found.append((out, torch.autograd.grad(out.exp().sum(), [x, *layer.parameters()])))
+        return found, list(layer.buffers())
+
+    def plainly(fn: Any) -> Any:
+        return fn
+
+    assert_same(run(wrap), run(plainly))
