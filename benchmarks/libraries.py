@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import remat.nn
-from benchmarks.measure import count_ops, held_bytes, peak_bytes
+from benchmarks.measure import OpCounter, PeakMemory, gc_disabled, held_bytes
 from benchmarks.report import KIB, installed, parse, report, verdict
 
-__all__ = ["LIBRARIES", "Costs", "Library", "costs", "main", "step"]
+__all__ = ["LIBRARIES", "Costs", "Library", "costs", "main", "step", "watched"]
 
 TOKENS = torch.arange(2 * 24).reshape(2, 24) * 7 % 64
 PRODUCTS = "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution"
@@ -63,39 +63,45 @@ def step(library: Library, model: Any) -> tuple[Tensor, list[Tensor | None]]:
     return loss.detach(), [p.grad for p in model.parameters()]
 
 
+def watched(fn: Callable[..., Any], /, *args: Any) -> tuple[Any, int, int]:
+    """What a call returns, the peak of live bytes in it, and how many products it runs."""
+    with gc_disabled(), PeakMemory() as memory, OpCounter() as ops:
+        result = fn(*args)
+    return result, memory.peak, sum(ops[name] for name in PRODUCTS)
+
+
 def costs(library: Library, model: Any) -> Costs:
     """What a step costs once the gradients are there."""
-    ops = count_ops(step, library, model)
-    held = held_bytes(lambda: library.loss(model))
-    return Costs(held, peak_bytes(step, library, model), sum(ops[name] for name in PRODUCTS))
+    _, peak, products = watched(step, library, model)
+    return Costs(held_bytes(lambda: library.loss(model)), peak, products)
 
 
 # --- transformers -------------------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "GPT-2": ("GPT2Config", "GPT2LMHeadModel", {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 3,
+    "GPT-2": ("GPT2Config", "GPT2LMHeadModel", {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2,
               "n_head": 4, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}),
     "Llama": ("LlamaConfig", "LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}),
     "Mixtral": ("MixtralConfig", "MixtralForCausalLM", {**SIZES, **EXPERTS}),
     "T5": ("T5Config", "T5ForConditionalGeneration", {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64,
-           "num_layers": 3, "num_heads": 4, "use_cache": False, "decoder_start_token_id": 0}),
+           "num_layers": 2, "num_heads": 4, "use_cache": False, "decoder_start_token_id": 0}),
     "ViT": ("ViTConfig", "ViTForImageClassification", {"hidden_size": 32, "intermediate_size": 64,
-            "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}),
+            "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}),
 }  # fmt: skip
 
 
-def transformer(name: str) -> Any:
+def transformer(name: str, **options: Any) -> Any:
     import transformers
 
     config, cls, sizes = CONFIGS[name]
     torch.manual_seed(0)
-    return getattr(transformers, cls)(getattr(transformers, config)(**sizes)).train()
+    return getattr(transformers, cls)(getattr(transformers, config)(**sizes, **options)).train()
 
 
 def transformer_loss(name: str, model: Any) -> Tensor:

@@ -1,10 +1,15 @@
-"""Ranges marked for the profiler, which come by as operations, and what FSDP does in its own ones."""
+"""Ranges marked for the profiler: those of regions, and others, which come by as operations; and FSDP's own ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.profiler import record_function
+
+from . import _torch
 
 # What FSDP2 calls them, with the name of the module behind, and FSDP1. Casts of inputs and outputs are none of FSDP2's.
 _FSDP = (
@@ -37,3 +42,31 @@ class Ranges:
 
     def __bool__(self) -> bool:
         return bool(self._open)
+
+
+def in_range(fn: Callable, run: str) -> Callable:
+    """The function of a region, which marks its runs for the profiler. No mode sees that."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        open_range = record_function(f"remat {_name_of(fn)} {run}")
+        with _torch.without_torch_function(), _torch.without_dispatch():
+            open_range.__enter__()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            with _torch.without_torch_function(), _torch.without_dispatch():
+                open_range.__exit__(None, None, None)
+
+    return marked
+
+
+def _name_of(fn: Any) -> str:
+    """The name of the class of the module that a function belongs to, or is; of any other function its own."""
+    while True:
+        owner = getattr(fn, "__self__", fn)
+        if isinstance(owner, torch.nn.Module):
+            return getattr(type(owner), "_remat_own", type(owner)).__name__
+        inner = fn.func if isinstance(fn, partial) else getattr(fn, "__wrapped__", None)
+        if inner is None:
+            return getattr(fn, "__name__", type(fn).__name__)
+        fn = inner

@@ -28,6 +28,7 @@ from ._options import Options
 from ._outputs import Outputs
 from ._places import Place
 from ._plan import Plan
+from ._ranges import in_range
 from ._rebound import rebound
 from ._record import Record
 from ._recorder import Recorder
@@ -161,9 +162,8 @@ class Region:
 
     def take_suspects(self) -> dict[int, torch.Tensor]:
         """What the watch of the last run suspects."""
-        suspects = {} if self.watch is None else self.watch.suspects
-        self.watch = None
-        return suspects
+        watch, self.watch = self.watch, None
+        return {} if watch is None else watch.suspects
 
     def operands(self) -> list[torch.Tensor]:
         """The operands, as the caller of the region knows them."""
@@ -205,8 +205,10 @@ class Region:
                 return self._call(args, kwargs, again)
 
     def _call(self, args: Sequence, kwargs: dict, again: bool) -> Any:
-        contexts = self.options.contexts
-        return self.fn(*args, **kwargs) if contexts is None else contexts.run(self.fn, args, kwargs, again)
+        contexts, fn = self.options.contexts, self.fn
+        if _torch.profiling():
+            fn = in_range(fn, "recompute" if again else "forward")
+        return fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
 
     def first(self, args: tuple, kwargs: dict) -> Any:
         """The first run, on the user's own arguments."""
@@ -234,12 +236,10 @@ class Region:
             result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)
         self.ran = True
-        with self._bound(operands), self._swapped(operands, self.trace) or nullcontext():
+        bound = rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
+        with bound, self._swapped(operands, self.trace) or nullcontext():
             result = self.call(operands, self._recorder(operands))
         return self.outputs.record(result, operands)
-
-    def _bound(self, operands: Sequence[torch.Tensor]) -> Any:
-        return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
 
     def _recorder(self, operands: Sequence[torch.Tensor]) -> Recorder | None:
         """What watches a first run under a policy."""

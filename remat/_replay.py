@@ -19,7 +19,7 @@ from ._plan import Plan
 from ._program import Step
 from ._ranges import Ranges
 from ._record import Record, RegionMode
-from ._residual import Residual, memory
+from ._residual import Residual, memory, tensor_of
 from ._state import state, unseen
 from ._torch import transforms_active, without_torch_function
 from ._values import Argument, Layout
@@ -32,7 +32,7 @@ class Replay(RegionMode):
         super().__init__()
         self.record, self.plan = record, plan
         self.path = record.program.path
-        self.step: Step = record.program.start.next  # what should come next
+        self.step: Step = record.program.start.next  # what should come next; those before came, or were left out
         self.draws, self.ranges = 0, Ranges()
         self.late = Late()
         self.undrawn: list[LateCall] = []  # what would have drawn random numbers
@@ -62,12 +62,8 @@ class Replay(RegionMode):
                 elif step.is_simple and not levels and value not in record.program.overwritten:
                     self.at_hand[number] = residual.on(step.result)
 
-    @property
-    def position(self) -> int:
-        """The number of steps that came, or were left out."""
-        return self.step.number
-
     def __enter__(self) -> Replay:
+        self.number = len(state.records)
         state.policies.append(self.record.policy)
         return super().__enter__()
 
@@ -77,7 +73,8 @@ class Replay(RegionMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         step, storages = self.step, self.storages
-        if step.func is not func or step.guard is None or kwargs or self.late.running or state.unseen:
+        aside = self.late.running or state.unseen or self.number < state.filling
+        if step.func is not func or step.guard is None or kwargs or aside:
             return self._otherwise(func, types, args, kwargs or {})
         if step.is_view:
             shown = storages.shown(step, args)  # what is known has its content
@@ -106,7 +103,11 @@ class Replay(RegionMode):
             return NotImplemented
         if facts_of(func).marks:
             return self.ranges.mark(func, args, kwargs)
-        if self.late.running or state.unseen or self.ranges:
+        filling = self.number < state.filling  # a region inside, in its first run, is recomputed: it's in no log
+        if filling:
+            with without_torch_function():
+                self.late.fill(tensors((args, kwargs)))
+        if filling or self.late.running or state.unseen or self.ranges:
             self.storages.meet()
             return self.late.mark(func(*args, **kwargs))
         step = self.path[self.step.number]
@@ -211,7 +212,7 @@ class Replay(RegionMode):
         found = program.by_key.get(key)
         if found is None:
             return None
-        step = next((step for step in found if step.number >= self.position), found[0])
+        step = next((step for step in found if step.number >= self.step.number), found[0])
         self.step = step.next
         return step
 
@@ -253,7 +254,7 @@ class Replay(RegionMode):
             content = self.record.kept(value) if content is None else content
             if content is not None and value in self.record.program.overwritten:
                 # What the region changes in place later must not be the kept one.
-                content = memory(_tensor(content)).clone()
+                content = memory(tensor_of(content)).clone()
             kept.append(content)
         return self._make_up(step, args, kwargs, read, kept)
 
@@ -264,7 +265,7 @@ class Replay(RegionMode):
             written = step.facts.written(args, kwargs)
             count -= len(written)
             for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
-                memory(tensor).copy_(memory(_tensor(content)))
+                memory(tensor).copy_(memory(tensor_of(content)))
                 self.late.is_full(tensor)
                 self.storages.bind(tensor, value)
         if all(content is not None for content in contents[:count]):
@@ -294,7 +295,3 @@ class Replay(RegionMode):
         if self.late:
             with without_torch_function():
                 self.late.settle(but=[part for tensor in tensors(result) for part in parts(tensor)])
-
-
-def _tensor(content: Residual | torch.Tensor) -> torch.Tensor:
-    return content.get() if isinstance(content, Residual) else content

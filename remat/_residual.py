@@ -89,6 +89,11 @@ class Residual:
         self._near = None
 
 
+def tensor_of(content: Residual | torch.Tensor) -> torch.Tensor:
+    """What was kept of a value, or the value itself, as a tensor."""
+    return content.get() if isinstance(content, Residual) else content
+
+
 def memory(tensor: torch.Tensor) -> torch.Tensor:
     """All that the storage of a tensor holds, in bytes: without its dtype, and without conjugation that is put off."""
     storage = tensor.untyped_storage()

@@ -97,10 +97,10 @@ def check_segments(segments: Any, count: int) -> None:
 
 def chain(functions: Sequence[Callable]) -> Callable:
     """One function that calls these one after another."""
-    return partial(_call_in_turn, tuple(functions))  # in the arguments of a partial, captured tensors are found
+    return partial(segment, tuple(functions))  # in the arguments of a partial, captured tensors are found
 
 
-def _call_in_turn(functions: tuple[Callable, ...], *args: Any, **kwargs: Any) -> Any:
+def segment(functions: tuple[Callable, ...], *args: Any, **kwargs: Any) -> Any:
     result = functions[0](*args, **kwargs)
     for fn in functions[1:]:
         result = fn(result)

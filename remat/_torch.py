@@ -178,6 +178,8 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+profiling = torch._C._autograd._profiler_enabled  # nothing public tells whether a profiler runs in this thread
+
 # --- operations ---------------------------------------------------------------------------------------------------
 without_dispatch = torch._C._DisableTorchDispatch  # aliases of plain tensors are no business of any mode
 modes_that_see = torch._C._len_torch_dispatch_stack  # how many there are: most often none

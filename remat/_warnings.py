@@ -45,10 +45,10 @@ def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, me
         if memory.is_news(pattern):
             near = difflib.get_close_matches(pattern, given, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            seen = f"named {', '.join(map(repr, given))}" if given else "no names at all"
+            seen = f"values named {', '.join(map(repr, given))}" if given else "no named values at all"
             _warn(
                 f"The policy of a rematerialized function mentions the name {pattern!r}, which no value has: there "
-                f"were values {seen}.{hint} Names are given with remat.checkpoint_name(x, name).",
+                f"were {seen}.{hint} Names are given with remat.checkpoint_name(x, name).",
                 user_line(),
             )
 

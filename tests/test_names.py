@@ -135,7 +135,7 @@ def test_unseen_names_are_warned_of_once() -> None:
 
 
 def test_no_names_at_all() -> None:
-    with pytest.warns(UserWarning, match="there were values no names at all"):
+    with pytest.warns(UserWarning, match="there were no named values at all"):
         remat(lambda x: x.sin(), policy=policies.save_only_these_names("q"))(rand(3))
 
 

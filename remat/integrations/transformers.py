@@ -66,6 +66,7 @@ def enable(model: M, policy: Any = None) -> M:
     _set_by_us(PreTrainedModel)
     inner.__dict__[_POLICY] = policy
     getattr(inner, "activation_checkpointing_enable", inner.gradient_checkpointing_enable)()
+    inner.disable_input_require_grads()  # hooks for the reentrant variant, which torch.func refuses
     functions = (getattr(each, "_gradient_checkpointing_func", None) for each in inner.modules())
     if not any(getattr(each, "func", None) in (checkpoint, _offloaded) for each in functions):
         raise ValueError(

@@ -14,7 +14,9 @@ from benchmarks.libraries import LIBRARIES, Library, costs, measure, step
 from benchmarks.measure import leaked_bytes
 from remat import policies
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
+]  # fmt: skip
 
 libraries = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: f"{library.name}, {library.write}")
 

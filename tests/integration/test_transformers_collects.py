@@ -18,7 +18,11 @@ from remat.compat import checkpoint
 transformers = pytest.importorskip("transformers")
 GradientCheckpointingLayer = pytest.importorskip("transformers.modeling_layers").GradientCheckpointingLayer
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.usefixtures("collector_off"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
 
 
 def mixtral(function: Callable | None) -> nn.Module:
@@ -41,7 +45,6 @@ def mixtral(function: Callable | None) -> nn.Module:
 @pytest.mark.parametrize("collects", [False, True], ids=["logits", "all"])
 @pytest.mark.parametrize("loss", ["loss", "logits", "none"])
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=["nothing", "matmuls"])
-@pytest.mark.usefixtures("collector_off")
 def test_mixtral(policy: Any, loss: str, collects: bool) -> None:
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 

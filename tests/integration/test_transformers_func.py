@@ -1,0 +1,147 @@
+"""Per-sample gradients and Hessian-vector products of transformers' models, whose layers are regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same
+from torch import Tensor
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.libraries import applied, enabled, own_transformer, transformer, watched
+from remat import policies
+
+pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
+]  # fmt: skip
+
+IDS = torch.arange(3 * 16).reshape(3, 16) * 7 % 64
+LAYERS, PER_LAYER = 2, {"Llama": 9, "GPT-2": 6}  # products in the forward of a layer, with those of its attention
+
+
+def made(model: str, attention: str) -> Any:
+    return transformer(model, attn_implementation="eager" if attention == "eager" else "sdpa")
+
+
+def loss(model: Any, parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """Of some sentences; dropout draws the same numbers in each call."""
+    torch.manual_seed(1)
+    return functional_call(model, parameters, (), {"input_ids": ids, "labels": ids}).loss
+
+
+def parameters_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def direction(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.linspace(-1, 1, p.numel()).reshape(p.shape) for name, p in parameters.items()}
+
+
+def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
+    return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
+
+
+def per_sample(model: Any) -> dict[str, Tensor]:
+    of_one = grad(lambda parameters, ids: loss(model, parameters, ids[None]))
+    return vmap(of_one, in_dims=(None, 0), randomness="different")(parameters_of(model), IDS)
+
+
+def forward_over_reverse(model: Any) -> dict[str, Tensor]:
+    parameters = parameters_of(model)
+    return jvp(grad(lambda p: loss(model, p, IDS)), (parameters,), (direction(parameters),))[1]
+
+
+def reverse_over_reverse(model: Any) -> dict[str, Tensor]:
+    parameters = parameters_of(model)
+    along = direction(parameters)
+    return grad(lambda p: dot(grad(lambda p: loss(model, p, IDS))(p), along))(parameters)
+
+
+def double_backward(model: Any) -> dict[str, Tensor]:
+    """Without torch.func's transforms, so that the library's own checkpointing can do it too."""
+    parameters = {name: p.requires_grad_() for name, p in parameters_of(model).items()}
+    inputs = list(parameters.values())
+    first = torch.autograd.grad(loss(model, parameters, IDS), inputs, create_graph=True)
+    product = torch.autograd.grad(dot(dict(zip(parameters, first)), direction(parameters)), inputs)
+    return dict(zip(parameters, product))
+
+
+Derivative = Callable[[Any], dict[str, Tensor]]
+
+
+def backend(attention: str) -> Any:
+    return sdpa_kernel(SDPBackend.MATH) if attention == "math" else nullcontext()
+
+
+@cache
+def of_plain(derivative: Derivative, model: str, attention: str) -> tuple[dict[str, Tensor], int, int]:
+    return watched(derivative, made(model, attention))
+
+
+@pytest.mark.parametrize(("attention", "ours"), [("eager", applied), ("sdpa", enabled)])
+@pytest.mark.parametrize("model", PER_LAYER)
+def test_per_sample_gradients(model: str, attention: str, ours: Callable) -> None:
+    expected, its_peak, its_products = of_plain(per_sample, model, attention)
+    for policy in (None, policies.save_matmuls):
+        regions = ours(made(model, attention), policy)
+        assert_same(per_sample(regions), expected)  # the first run finds out that random numbers are drawn
+        result, peak, products = watched(per_sample, regions)
+        assert_same(result, expected)
+        assert peak < 0.6 * its_peak
+        again = 0 if policy else LAYERS * (PER_LAYER[model] - 2 * (model == "Llama" and attention == "sdpa"))
+        assert products <= its_products + again
+
+
+def test_after_the_librarys_own_switch() -> None:
+    """It has the embeddings' output require grad, within the function that is transformed."""
+    model = enabled(made("Llama", "sdpa"), None)
+    model.activation_checkpointing_enable()
+    with pytest.raises(RuntimeError, match="requires_grad_"):
+        per_sample(model)
+    model.disable_input_require_grads()
+    assert_same(per_sample(model), of_plain(per_sample, "Llama", "sdpa")[0])
+
+
+# Torch's own kernel for the CPU has a first derivative only.
+@pytest.mark.parametrize(("attention", "ours"), [("eager", enabled), ("math", applied)])
+@pytest.mark.parametrize("derivative", [forward_over_reverse, reverse_over_reverse])
+@pytest.mark.parametrize("model", PER_LAYER)
+def test_hessian_vector_product(model: str, derivative: Derivative, attention: str, ours: Callable) -> None:
+    """By ``grad`` of a product the terms of a sum come in another order; else it is equal bit for bit."""
+    exact = derivative is forward_over_reverse
+    forward = LAYERS * PER_LAYER[model]
+    with backend(attention):
+        expected, its_peak, its_products = of_plain(derivative, model, attention)
+        for policy in (None, policies.save_matmuls):
+            regions = ours(made(model, attention), policy)
+            per_sample(regions)
+            result, peak, products = watched(derivative, regions)
+            assert_same(result, expected, exact)
+            again = products - its_products
+            if policy is None:
+                assert peak < 0.6 * its_peak
+                assert again <= (3 if exact else 7) * forward  # with tangents a product is three
+            else:
+                assert peak < 0.75 * its_peak
+                assert again <= (0 if exact else 4) * forward
+
+
+@pytest.mark.parametrize("ours", [applied, enabled])
+@pytest.mark.parametrize("model", PER_LAYER)
+def test_double_backward(model: str, ours: Callable) -> None:
+    """Beside the library's own checkpointing."""
+    expected, _, _ = of_plain(double_backward, model, "eager")
+    result, its_peak, its_products = watched(double_backward, own_transformer(made(model, "eager")))
+    assert_same(result, expected, exact=False)
+    regions = ours(made(model, "eager"), None)
+    result, peak, products = watched(double_backward, regions)
+    assert_same(result, expected, exact=False)
+    assert peak <= its_peak and products <= its_products
