@@ -80,9 +80,10 @@ class Frame:
         """Run the region for the first time, by ``call(*args)``; what it saves becomes slots of this frame."""
         if self.outer is None and self.options.offload_inputs and not self.region.root.kinds:
             self.operands.offload()  # torch.func's levels keep their inputs
+        root = self.region.root
         if self.record is not None:
             self.record.outer = self.outer
-        root = self.region.root
+            self.record.in_region = root.around is not None and root.around.region is not None
         root.log = self.log
         with hooks_allowed(whoever_forbids=root.ran):
             below = self._pack_below_levels if root.kinds else self.pack

@@ -59,6 +59,7 @@ class Keeping:
         self.own, self.told = own, told  # the region's own policy, without that of a region around
         self.unmatched: Unmatched | None = None  # that policy has matched no operator
         self.outer: tuple | None = None  # the hooks around the region, which keep what it keeps
+        self.in_region = False  # they are those of a region
         self.open = True  # the first run has not ended
         self.slots_tell = True  # what autograd saved is known
         self.inputs: list[int] = []  # of the operands and the captured tensors
@@ -145,7 +146,12 @@ class Keeping:
         return residual
 
     def _let_go_of_unneeded(self) -> None:
-        """In the middle of a run: of what has been read, and whose readers have made nothing that is still there."""
+        """In the middle of a run: of what has been read, and whose readers have made nothing that is still there.
+
+        What is handed to a region around must not depend on what is still there.
+        """
+        if self.in_region:
+            return
         self.catch_up()
         held, count = self._held, len(self.log)
         there = {value for value in self.storages.values() if value not in held or _is_used(held, value)}

@@ -44,8 +44,8 @@ class Saved(Keeping):
         else:
             for tensor in tensors:
                 self._enter(tensor)
-        # What is handed to hooks around must be the same in each run, also where the last program was another one.
-        follows = self._flags and self.outer is None and not (self._judge.asks or self.all_lines)
+        # What is handed to a region around must be the same in each run, also where the last program was another one.
+        follows = self._flags and not self.in_region and not (self._judge.asks or self.all_lines)
         if known and follows and known[0].offsets == self.offsets:
             self._last, self._path, self.follows = known[0], known[0].path, True
             self._sources, self.step = iter(known[0].sources), known[0].start.next

@@ -36,3 +36,46 @@ def test_a_difference_is_found() -> None:
     )
     assert outcome(program.format(value="y.sin()")) is None
     assert outcome(program.format(value="(2.0 if REGIONS[0] else 3.0)")) is not None
+
+
+# What was handed over by the inner regions depended on which tensors were still referred to.
+REFERRED_TO = """
+from programs import *
+
+
+def make():
+    w1 = tensor(2)
+    w2 = tensor(3)
+    layer = Layer()
+
+    def whole(a, b):
+        @remat
+        def middle(a, *, b):
+            first = w1.softmax(-1)
+            first + first * 0.5
+
+            @remat(policy=policies.everything_saveable)
+            def inner(a, b):
+                w1.tril() + w1.triu()
+                t = a
+                for v in (b, a):
+                    step = remat(lambda p: (p * v).tanh() @ v, policy=policies.save_ops("aten.sin", "aten.mul"))
+                    t = step(t)
+                return w2, w2
+
+            inner(a, first)
+            again = differentiated(lambda p, q: sum(inner(p, q)), w1, w1)
+            return again, again
+
+        differentiated_again(lambda p, q: sum(middle(p, b=q)), w1, w1)
+        return layer(a)
+
+    return whole, [w1, w2, *layer.parameters()], [*layer.buffers()]
+
+
+recomputes_no_more(make, policies.save_convolutions, ~policies.save_ops("aten.add", "aten.tanh"))
+"""
+
+
+def test_reduced_programs() -> None:
+    assert outcome(REFERRED_TO) is None
