@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import remat.nn
 from benchmarks.measure import count_ops, held_bytes
@@ -123,6 +124,52 @@ def test_sequential_and_wrappers_of_torch() -> None:
         runs.clear()
         torchs.checkpoint_wrapper(Block())(rand(4, 8)).sum().backward()
         assert runs == [False, True]
+
+
+def test_a_module_that_is_imported_meanwhile() -> None:
+    """It gets torch's function back with all others."""
+    module: Any = types.ModuleType("imported_meanwhile")
+    sys.modules["imported_meanwhile"] = module
+    try:
+        with compat.install(policies.save_matmuls):
+            exec("from torch.utils.checkpoint import checkpoint", vars(module))
+            assert products(module.checkpoint) == PLAIN
+        assert module.checkpoint is ORIGINAL
+    finally:
+        del sys.modules["imported_meanwhile"]
+
+
+def test_every_second_product_as_in_torchtitan() -> None:
+    """A policy that counts, in torch's wrapper of modules: what it keeps, and no more."""
+
+    def contexts() -> Any:
+        count = {"first": 0, "again": 0}
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            run = "again" if ctx.is_recompute else "first"
+            count[run] += op is torch.ops.aten.mm.default
+            keep = op is torch.ops.aten.mm.default and count[run] % 2
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(4):
+                x = (x @ W).sin()
+            return x
+
+    def figures() -> tuple[int, int]:
+        module, x = torchs.checkpoint_wrapper(Block(), context_fn=contexts, preserve_rng_state=False), rand(4, 8)
+        assert_same(torch.autograd.grad(module(x).sum(), x), torch.autograd.grad(Block()(x).sum(), x))
+        counts = count_ops(lambda: torch.autograd.grad(module(x).sum(), x))
+        return counts["aten.mm"], held_bytes(module, x)
+
+    its_products, its_bytes = figures()
+    with compat.install():
+        products, held = figures()
+    assert products == its_products == 4 + 2 + 4
+    assert held <= its_bytes
 
 
 def test_partials_from_before_are_not_reached() -> None:
@@ -239,3 +286,25 @@ def test_errors_of_apply() -> None:
         compat.apply_activation_checkpointing(torch.sin)  # type: ignore[arg-type]
     assert [type(m) for m in ours.modules()] == [type(m) for m in model().modules()]
     remat.nn.undo(ours)
+
+
+# --- what is imported, and when ---------------------------------------------------------------------------------------
+
+LIBRARIES = "transformers", "peft", "accelerate", "lightning", "diffusers", "fairscale", "timm"
+
+
+def test_no_library_is_imported_before_it_is_called_for() -> None:
+    code = """
+import sys, remat
+remat.integrations.transformers, remat.compat.install
+print(*(name for name in sys.argv[1:] if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code, *LIBRARIES], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to install."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="needs transformers: `pip install transformers`"):
+        remat.integrations.transformers.enable(nn.Linear(2, 2))

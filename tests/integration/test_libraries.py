@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from cases import assert_same
 from torch import Tensor
 
-from benchmarks.libraries import LIBRARIES, Library, costs, measure, step
+from benchmarks.libraries import LIBRARIES, Library, costs, measure, step, table
 from benchmarks.measure import leaked_bytes
 from remat import policies
 
 pytestmark = [
     pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
 ]  # fmt: skip
+
+DOCS = Path(__file__).parents[2] / "docs" / "libraries.md"
 
 libraries = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: f"{library.name}, {library.write}")
 
@@ -46,6 +49,19 @@ def test_costs(library: Library) -> None:
     assert row.ours.kept < row.save_matmuls.kept < row.plain.kept
     assert row.save_matmuls.products <= row.ours.products
     assert row.own.products > row.plain.products  # the comparison is with a checkpoint that does something
+    if library is next(each for each in LIBRARIES if each.name == library.name):
+        assert cells(table([row]).splitlines()[-1])[2:5] == documented(library.name)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def documented(name: str) -> list[str]:
+    """What is kept, the peak and what is recomputed, as the documentation has them."""
+    rows = [cells(line) for line in DOCS.read_text().splitlines() if line.startswith(f"| {name} |")]
+    assert len(rows) == 1, f"{name} has {len(rows)} rows: `python -m benchmarks.libraries` prints the figures"
+    return rows[0][2:]
 
 
 @libraries

@@ -6,7 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -222,6 +222,50 @@ def test_enable_every_second_layer() -> None:
     assert costs_of(checkpointed)[0] < costs(model)[0] <= costs(its)[0] < costs_of(as_it_is)[0]
 
 
+def test_enable_with_a_context_fn() -> None:
+    """That of the call is a policy of its own, in place of the one that was given to ``enable``."""
+    products = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, products)
+    for policy in (None, policies.everything_saveable):
+        model = enabled(made("llama"), policy)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"context_fn": contexts})
+        assert_same(step(model), step(made("llama"), use_cache=False))
+        held, _, count = costs(model)
+        assert count == costs_of(as_it_is)[2]
+        assert costs_of(checkpointed)[0] < held < costs_of(as_it_is)[0]
+
+
+def test_enable_before_peft() -> None:
+    """The adapters are put into layers that are regions already."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    def with_adapters(model: Any) -> Any:
+        torch.manual_seed(2)
+        return peft.get_peft_model(model, config)
+
+    plain, its = with_adapters(made("llama")), with_adapters(checkpointed(made("llama")))
+    for policy in (None, policies.save_matmuls):
+        model = with_adapters(enabled(made("llama"), policy))
+        assert_same(step(model), step(plain, use_cache=False))
+        found = costs(model)
+        if policy is None:
+            assert all(ours <= theirs for ours, theirs in zip(found, costs(its), strict=True))
+        else:
+            assert found[0] < costs(plain)[0] and found[2] < costs(its)[2]
+
+
+def test_install_before_and_after_the_switch() -> None:
+    """The library makes a partial of torch's function when its checkpointing is switched on."""
+    before = checkpointed(made("llama"))
+    with remat.compat.install(policies.save_matmuls):
+        after = checkpointed(made("llama"))
+        figures = costs(before), costs(after)
+        assert_same(step(after), step(before))
+    assert figures[0][2] == costs_of(checkpointed)[2]
+    assert figures[1][2] == costs_of(as_it_is)[2]
+
+
 def test_other_models_are_not_changed() -> None:
     enabled(made("llama"))
     other = checkpointed(made("llama"))
@@ -249,32 +293,33 @@ class Batches(torch.utils.data.Dataset):
         return {"input_ids": (IDS[i % 2] + i) % 64, "labels": (IDS[i % 2] + i) % 64}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_trainer(name: str, checkpointing: bool, tmp_path: Any) -> None:
-    """Three steps; the Trainer's own switch leaves regions where they are."""
+def trained(model: Any, checkpointing: bool, output: str) -> tuple[list[Tensor], int, int]:
+    """The parameters after three steps of a Trainer, the peak and the products."""
+    model.config.use_cache = False
+    arguments = transformers.TrainingArguments(
+        output_dir=output, max_steps=3, per_device_train_batch_size=2, report_to=[], save_strategy="no", seed=3,
+        use_cpu=True, disable_tqdm=True, gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=Batches())
+    _, peak, products = watched(trainer.train)
+    return list(model.parameters()), peak, products
 
-    def trained(model: Any, checkpointing: bool) -> tuple[list[Tensor], int, int]:
-        model.config.use_cache = False
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], save_strategy="no",
-            use_cpu=True, disable_tqdm=True, gradient_checkpointing=checkpointing, seed=3,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model, arguments, train_dataset=Batches())
-        _, peak, products = watched(trainer.train)
-        return list(model.parameters()), peak, products
 
-    expected, plain_peak, plain_products = trained(made(name), False)
-    its, its_peak, its_products = trained(made(name), True)
+@pytest.mark.parametrize(("name", "own_switch"), [("llama", [True, False]), ("gpt2", [True])])
+def test_trainer(name: str, own_switch: list[bool], tmp_path: Any) -> None:
+    """Regions stay where they are if the Trainer switches the library's checkpointing on, and if it does not."""
+    expected, plain_peak, plain_products = trained(made(name), False, str(tmp_path))
+    its, its_peak, its_products = trained(made(name), True, str(tmp_path))
     assert_same(its, expected)
-    for policy in (None, policies.save_matmuls):
-        actual, peak, products = trained(enabled(made(name), policy), checkpointing)
-        assert_same(actual, expected)
-        assert peak < plain_peak
-        if policy is None:
-            assert peak <= its_peak and plain_products < products <= its_products
-        else:
-            assert products == plain_products
+    for switch in own_switch:
+        for policy in (None, policies.save_matmuls):
+            actual, peak, products = trained(enabled(made(name), policy), switch, str(tmp_path))
+            assert_same(actual, expected)
+            assert peak < plain_peak
+            if policy is None:
+                assert peak <= its_peak and plain_products < products <= its_products
+            else:
+                assert products == plain_products
 
 
 def test_compile() -> None:
