@@ -177,7 +177,11 @@ class Pullback(Derived):
 
         def gradients(cotangents: Tensors) -> list[torch.Tensor]:
             grads = pull(cotangents)
-            self.present = list(map(is_not, grads, repeat(None)))
+            if self.present:  # another way to pull back may find more zeros by structure than the first one did
+                heads = compress(primals, self.needs)
+                grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, heads)]
+            else:
+                self.present = list(map(is_not, grads, repeat(None)))
             return list(compress(grads, self.present))
 
         return gradients
@@ -227,7 +231,7 @@ class InnerPullback(Pullback):
 
     def __init__(self, pullback: Pullback) -> None:
         super().__init__(pullback._without_level(), pullback.needs, pullback.given, pullback.level)
-        self.key = pullback.key
+        self.key, self.present = pullback.key, pullback.present
 
     def _by_func(self, primals: Tensors) -> Pull:
         with _torch.allow_requires_grad(True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -48,9 +49,9 @@ class Region:
 
     __slots__ = (
         "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "cells", "consts", "contents",
-        "devices", "fixed", "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory",
-        "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped", "trace",
-        "walk", "watch",
+        "devices", "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log", "mapped",
+        "memory", "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped",
+        "trace", "walk", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +80,7 @@ class Region:
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
         self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
+        self.hooked = False  # its first run has put hooks on what it was given
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
         self.trace: Trace | None = None  # of the first run, where runs again may need it
         self.record: Record | None = None  # of the first run, under a policy
@@ -159,12 +161,6 @@ class Region:
         """Make captured tensors that have no place operands: they are swapped wherever they are read."""
         self.swapped = [*self.swapped, *tensors]
 
-    def take_suspects(self) -> dict[int, torch.Tensor]:
-        """What the watch of the last run suspects."""
-        suspects = {} if self.watch is None else self.watch.suspects
-        self.watch = None
-        return suspects
-
     def operands(self) -> list[torch.Tensor]:
         """The operands, as the caller of the region knows them."""
         return [*self.arguments, *self.captured]
@@ -222,7 +218,7 @@ class Region:
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
             if self.same or self.overlaps:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)
-            bound, swapped = self._bound_again(operands, captured), self._swapped(operands, trace)
+            bound, swapped = self._bound_again(operands, captured), self._swapped(operands, repeat(None), trace)
             if bound is None and swapped is None:
                 return self._replayed(operands, captured)
             with bound or nullcontext(), swapped or nullcontext():
@@ -234,12 +230,10 @@ class Region:
             result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)
         self.ran = True
-        with self._bound(operands), self._swapped(operands, self.trace) or nullcontext():
+        bound = rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
+        with bound, self._swapped(operands, self.operands(), self.trace) or nullcontext():
             result = self.call(operands, self._recorder(operands))
         return self.outputs.record(result, operands)
-
-    def _bound(self, operands: Sequence[torch.Tensor]) -> Any:
-        return rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
 
     def _recorder(self, operands: Sequence[torch.Tensor]) -> Recorder | None:
         """What watches a first run under a policy."""
@@ -267,12 +261,12 @@ class Region:
         values += zip(self.places, captured)
         return rebound(values, cells=self.cells)
 
-    def _swapped(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
+    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, trace: Trace | None) -> Any:
         own = dict(zip(map(id, self.swapped), operands[len(self.given.positions) :])) if self.swapped else {}
         # What it captures may have been changed, as long as it does not read it.
         stale = self._stale() if self.ran else {}
-        if own or self.inherited or stale or trace is not None or self.watch is not None:
-            return Interceptor(own, self.inherited, self.watch, trace, stale)
+        if own or self.inherited or stale or trace is not None or self.watch is not None or self.hooked:
+            return Interceptor(own, self.inherited, self.watch, trace, stale, dict(zip(map(id, operands), given)))
         return None
 
     def _stale(self) -> dict[int, str]:
