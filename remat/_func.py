@@ -66,7 +66,8 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                 elif search.ends():
                     raise
             record.roll_back()
-            drop_gradient_hooks(map(given_as, region.operands()), hooks)
+            with own_work():
+                drop_gradient_hooks(map(given_as, region.operands()), hooks)
             region.restart()
     finally:
         region.forget()

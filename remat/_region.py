@@ -266,7 +266,9 @@ class Region:
         # What it captures may have been changed, as long as it does not read it.
         stale = self._stale() if self.ran else {}
         if own or self.inherited or stale or trace is not None or self.watch is not None or self.hooked:
-            return Interceptor(own, self.inherited, self.watch, trace, stale, dict(zip(map(id, operands), given)))
+            # A tensor may stand for another one too, on which no hook can be.
+            stands_for = {id(t): outer for t, outer in zip(operands, given) if outer is None or outer.requires_grad}
+            return Interceptor(own, self.inherited, self.watch, trace, stale, stands_for)
         return None
 
     def _stale(self) -> dict[int, str]:
