@@ -202,7 +202,7 @@ class PlainNode(torch.autograd.Function):
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         if first:
             _observe(root, inputs, follows=True, recorded=True)
-        with torch.enable_grad(), nullcontext() if first else hooks_hidden():
+        with torch.enable_grad(), _torch.set_forward_grad_enabled(True), nullcontext() if first else hooks_hidden():
             outs = region.run(inputs)
         if first:
             call.close(root)

@@ -71,7 +71,8 @@ class Filler:
         if _torch.hooks_disabled_message() is not None:
             contexts.append(hooks_allowed(whoever_forbids=True))
         if (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active():
-            contexts.append(fwAD.dual_level())
+            # To ask for operands may run the region around again, which may enter a level itself: none is in another.
+            contexts += [frame.operands.at_hand(), frame.consts.at_hand(), fwAD.dual_level()]
         if frame.streams:
             contexts.append(resumed(frame.streams))
         return contexts
