@@ -65,7 +65,7 @@ class Filler:
         if _torch.transforms_active():
             contexts.append(_torch.without_levels())
         if _torch.batched_backward_depth():
-            contexts.append(_outside_of_batched_backward())
+            contexts.append(outside_of_batched_backward())
         if not _torch.is_torch_function_enabled():
             contexts.append(_torch.torch_function_enabled())
         if _torch.hooks_disabled_message() is not None:
@@ -217,7 +217,8 @@ class Filler:
 
 
 @contextmanager
-def _outside_of_batched_backward() -> Iterator[None]:
+def outside_of_batched_backward() -> Iterator[None]:
+    """A run again is part of no ``torch.autograd.grad(..., is_grads_batched=True)``, which forbids random numbers."""
     depth = _torch.batched_backward_depth()
     _torch.set_batched_backward_depth(0)
     try:

@@ -34,7 +34,7 @@ from ._record import Record
 from ._recorder import Recorder
 from ._remembered import Remembered, unchanged, walk
 from ._replay import Replay
-from ._sharing import as_before, same
+from ._sharing import apart, as_before, same
 from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
 from .policies import nothing_saveable
@@ -230,6 +230,7 @@ class Region:
             result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)
         self.ran = True
+        operands = apart(operands, self.operands())
         bound = rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
         with bound, self._swapped(operands, self.operands(), self.trace) or nullcontext():
             result = self.call(operands, self._recorder(operands))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from benchmarks.measure import count_ops, leaked_bytes, peak_bytes
-from remat import remat
+from remat import policies, remat
 
 Wrap = Callable[[Callable], Callable]
 W = rand(4, 4, grad=False)
@@ -316,3 +316,29 @@ def test_to_ask_which_tensors_are_followed_recomputes_no_more() -> None:
         return count_ops(call, rand(4, 4, grad=False))["aten.mm"]
 
     assert products(asks) == products(does_not)
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable], ids=str)
+@pytest.mark.parametrize("transform", ["grad", "vjp", "grad of a region"])
+def test_batched_gradients_of_a_region_that_draws(transform: str, policy: Any) -> None:
+    """Its recompute is part of a backward pass in which torch refuses to draw random numbers."""
+
+    def program(wrap: Wrap) -> Callable:
+        def noisy(x: Tensor) -> Tensor:
+            return x.sin() * torch.rand(4, dtype=x.dtype)
+
+        inner = {
+            "grad": lambda x: grad(lambda p: (noisy(p) * x).sum())(x),
+            "vjp": lambda x: vjp(noisy, x)[1](x)[0],
+            "grad of a region": lambda x: grad(lambda p: (wrap(noisy)(p) * x).sum())(x),
+        }[transform]
+        return wrap(lambda x: (inner(x) * x).sin())
+
+    def run(wrap: Wrap) -> tuple:
+        torch.manual_seed(0)
+        x = X.clone().requires_grad_()
+        out = program(wrap)(x)
+        (rows,) = torch.autograd.grad(out, x, torch.eye(4, dtype=x.dtype), is_grads_batched=True)
+        return out, rows, torch.rand(2)
+
+    assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)
