@@ -24,6 +24,7 @@ from ._hooks import hooks_allowed, hooks_hidden
 from ._intercept import Watch
 from ._kept import NONE_KEPT, Kept
 from ._parts import as_leaf, detached, is_dual, is_recorded
+from ._recompute import outside_of_batched_backward
 from ._trace import Trace
 
 Tensors = Sequence[torch.Tensor]
@@ -105,7 +106,8 @@ def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted:
     if root.ran:
         if root.record is not None:
             root.record.in_backward()
-        with hooks_allowed(whoever_forbids=True):
+        batched = outside_of_batched_backward() if _torch.batched_backward_depth() else nullcontext()
+        with hooks_allowed(whoever_forbids=True), batched:
             outs = _again(region, call.guarded(operands), call, recorded, dual)
         return list(map(detached, outs)) if _torch.dual_level_active() and not recorded else outs
     return _first(region, operands, call, wanted, recorded, dual)
@@ -202,7 +204,7 @@ class PlainNode(torch.autograd.Function):
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         if first:
             _observe(root, inputs, follows=True, recorded=True)
-        with torch.enable_grad(), nullcontext() if first else hooks_hidden():
+        with torch.enable_grad(), _torch.set_forward_grad_enabled(True), nullcontext() if first else hooks_hidden():
             outs = region.run(inputs)
         if first:
             call.close(root)

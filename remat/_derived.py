@@ -93,20 +93,25 @@ class Graded(Derived):
     what depends on that or on the level itself (the choice of an attention kernel, autocast under ``vmap``).
     """
 
-    __slots__ = ("mask",)
+    __slots__ = ("lifted", "mask")
 
-    def __init__(self, inner: Any, mask: tuple[bool, ...]) -> None:
-        super().__init__(inner, ("grad", mask))
+    def __init__(self, inner: Any, mask: tuple[bool, ...], lifted: tuple[bool, ...]) -> None:
+        super().__init__(inner, ("grad", mask, lifted))
         self.mask = mask
+        self.lifted = lifted  # which operands are of this level
 
     def run(self, operands: Tensors) -> list[torch.Tensor]:
         with _torch.grad_level() as level, _torch.allow_requires_grad(True):
-            wrapped = [_torch.wrap_grad(t, level) for t in operands]
+            wrapped = self.lift(operands, level)
             for tensor, follows in zip(wrapped, self.mask):
                 if follows:
                     tensor.requires_grad_()
             outs = self.inner.run(wrapped)
             return [_torch.unwrap_grad(t, level) for t in outs]
+
+    def lift(self, operands: Tensors, level: int) -> list[torch.Tensor]:
+        """The operands as they are at the level."""
+        return [_torch.wrap_grad(t, level) if lifted else t for t, lifted in zip(operands, self.lifted)]
 
 
 class Jvp(Derived):
@@ -177,7 +182,11 @@ class Pullback(Derived):
 
         def gradients(cotangents: Tensors) -> list[torch.Tensor]:
             grads = pull(cotangents)
-            self.present = list(map(is_not, grads, repeat(None)))
+            if self.present:  # another way to pull back may find more zeros by structure than the first one did
+                heads = compress(primals, self.needs)
+                grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, heads)]
+            else:
+                self.present = list(map(is_not, grads, repeat(None)))
             return list(compress(grads, self.present))
 
         return gradients
@@ -185,10 +194,10 @@ class Pullback(Derived):
     def _by_func(self, primals: Tensors) -> Pull:
         needed = [i for i, needs in enumerate(self.needs) if needs]
         inner = self._without_level()
+        lift = self.inner.lift if isinstance(self.inner, Graded) else _lift_all
 
         def run(*heads: torch.Tensor) -> list[torch.Tensor]:
-            level = _torch.current_interpreter().level()
-            inputs = [_torch.wrap_grad(t, level) for t in primals]
+            inputs = lift(primals, _torch.current_interpreter().level())
             for i, head in zip(needed, heads):
                 inputs[i] = head
             return self.chosen(inner.run(inputs))
@@ -227,7 +236,7 @@ class InnerPullback(Pullback):
 
     def __init__(self, pullback: Pullback) -> None:
         super().__init__(pullback._without_level(), pullback.needs, pullback.given, pullback.level)
-        self.key = pullback.key
+        self.key, self.present = pullback.key, pullback.present
 
     def _by_func(self, primals: Tensors) -> Pull:
         with _torch.allow_requires_grad(True):
@@ -250,6 +259,10 @@ def gradients(
         retain = create = True
     # Unused heads are allowed, and nothing is accumulated.
     return list(_torch.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False))
+
+
+def _lift_all(operands: Tensors, level: int) -> list[torch.Tensor]:
+    return [_torch.wrap_grad(t, level) for t in operands]
 
 
 def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from . import _torch
 from ._arguments import take_apart
 from ._around import Around
 from ._bottom import Call
-from ._hooks import is_hooks_refusal
-from ._intercept import FoundCaptured, Search, made_inside
+from ._hooks import drop_gradient_hooks, is_hooks_refusal
+from ._intercept import FoundCaptured, Search, given_as, made_inside
 from ._left_behind import check_left_behind
 from ._levels import NeedsLevel, apply
 from ._memory import Memory
@@ -39,7 +40,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             operands = region.operands()
             if state.interceptors:
                 operands = [state.interceptors[-1].resolve(t) for t in operands]
-            record = Call()
+            record, hooks = Call(), RemovableHandle.next_id
             record.tape_fits = not region.by_level
             try:
                 with own_work():
@@ -65,6 +66,8 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                 elif search.ends():
                     raise
             record.roll_back()
+            with own_work():
+                drop_gradient_hooks(map(given_as, region.operands()), hooks)
             region.restart()
     finally:
         region.forget()
@@ -76,8 +79,8 @@ def _news(region: Region) -> bool:
         return False
     known, news = region.memory.known, False
     assert region.ambient is not None
-    if not known.draws and region.ambient.moved():
-        known.draws = news = True
+    if not known.graded and (region.ambient.moved() or (region.watch is not None and region.watch.tells_levels())):
+        known.graded = news = True
     if not region.by_level and region.watch is not None and region.watch.needs_order():
         known.by_level.add(region.kinds)
         region.by_level = news = True

@@ -75,6 +75,19 @@ class HandedToRegion:
         return self._unpack(self.packed)
 
 
+class AtHand:
+    """One that they have given back for a run of the region, and keep on keeping."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.packed = tensor
+
+    def get(self) -> torch.Tensor:
+        """The tensor."""
+        return self.packed
+
+
 def _unpacks_once(unpack: Any) -> bool:
     """Whether a hook is that of ``torch.utils.checkpoint``, which raises when a tensor is asked for twice."""
     return getattr(unpack, "__module__", None) == "torch.utils.checkpoint"

@@ -14,6 +14,7 @@ from . import _torch
 from ._errors import RematError
 
 _REFUSAL = "don't yet support saved tensor hooks"  # of torch.func
+_NESTED = "Nested forward mode AD is not supported"  # of forward_ad
 _DISABLE = disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr-defined]
 
 
@@ -70,14 +71,18 @@ def check_hooks_are_allowed() -> None:
 
 
 def is_hooks_refusal(error: Exception) -> bool:
-    """Whether saved-tensor hooks can't be disabled as some are active: by torch.func.grad, by vjp, or by the user.
+    """Whether a region can't run under saved-tensor hooks: torch.func.grad, vjp, or the user can't disable them.
 
-    The words of torch.func are known, whoever raises them again. Of the user's own the place is known.
+    The words of torch.func are known, whoever raises them again. Of the user's own the place is known. Nor can a region
+    under hooks enter a ``forward_ad`` level and run a backward pass inside: a recompute for it would enter the level
+    too, and torch has no levels in levels.
     """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return _REFUSAL in str(error) or (last is not None and last.tb_frame.f_code is _DISABLE)
+    return any(words in str(error) for words in (_REFUSAL, _NESTED)) or (
+        last is not None and last.tb_frame.f_code is _DISABLE
+    )
 
 
 def drop_gradient_hooks(tensors: Iterable[torch.Tensor | None], since: int) -> None:

@@ -7,17 +7,19 @@ only when it is used.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from . import _torch
 from ._bulk import gone
 from ._errors import CaptureError, MutationError
 from ._facts import mapped, tensors
-from ._parts import requires_grad_somewhere
+from ._parts import is_followed_below, requires_grad_somewhere
 from ._state import state
 from ._trace import Trace
 
@@ -39,7 +41,7 @@ class Watch:
     the captured ones among them are the very same objects in another run.
     """
 
-    __slots__ = ("cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "wrappers")
+    __slots__ = ("asks", "cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "wrappers")
 
     def __init__(
         self, region: Any, operands: list[torch.Tensor], inside: list[torch.Tensor], plain_too: bool, recorded: bool
@@ -47,6 +49,7 @@ class Watch:
         self.region = region
         self.recorded = recorded  # plain autograd, or forward mode, differentiates below all levels
         self.cuts = self.maps = False  # see ``needs_order``
+        self.asks = False  # the function asks what autograd follows
         self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
         self.seen: dict[int, weakref.ref] = {}
         self.made(inside)
@@ -70,14 +73,27 @@ class Watch:
         dual = _torch.JVP in self.region.kinds and _torch.is_dead(tensor)
         return inside and (dual or requires_grad_somewhere(tensor))
 
+    def tells_levels(self) -> bool:
+        """Whether the function asks what autograd follows, and is told of more than its innermost ``grad`` level does.
+
+        Below all levels one graph stands for all of them and for autograd itself, each of which may follow another
+        operand. Without a region, only the innermost one is seen.
+        """
+        kinds = self.region.kinds
+        if not self.asks or _torch.GRAD not in kinds:
+            return False
+        top = len(kinds) - kinds[::-1].index(_torch.GRAD)
+        return any(is_followed_below(top, tensor) for tensor in self.region.operands())
+
     def needs_order(self) -> bool:
         """Whether the result depends on which ``grad`` level differentiates what, and in which order.
 
-        ``detach_`` and the like cut a tensor from the graph of the innermost level alone. And an autograd Function has
-        rules for both ``vmap`` and gradients, and need not have one for the gradient of its ``vmap``.
+        ``detach_`` and the like cut a tensor from the graph of the innermost level alone, and hooks change the
+        gradient of that level alone. And an autograd Function has rules for both ``vmap`` and gradients, and need not
+        have one for the gradient of its ``vmap``.
         """
         kinds = self.region.kinds
-        cuts = self.cuts and kinds[-1] == _torch.GRAD and (self.recorded or len(kinds) > 1)
+        cuts = self.cuts and _torch.GRAD in kinds and (self.recorded or len(kinds) > 1)
         return cuts or (self.maps and _torch.VMAP in kinds and _torch.GRAD in kinds[kinds.index(_torch.VMAP) :])
 
     def is_captured(self, tensor: torch.Tensor) -> bool:
@@ -114,7 +130,8 @@ class Search:
 
     def ends(self) -> bool:
         """Whether the run that just ended needs no other; if it does, the region has adopted what was found."""
-        now, memory = self.region.take_suspects(), self.region.memory
+        watch, memory = self.region.watch, self.region.memory
+        now, self.region.watch = {} if watch is None else watch.suspects, None
         if not now or self.kinds in memory.searched:
             return True
         if self.before is None:
@@ -141,6 +158,7 @@ class Interceptor(TorchFunctionMode):
         watch: Watch | None = None,
         trace: Trace | None = None,
         stale: Mapping[int, str] | None = None,
+        given: Mapping[int, torch.Tensor | None] | None = None,
     ) -> None:
         super().__init__()
         self.swaps = {**inherited, **own}
@@ -149,6 +167,7 @@ class Interceptor(TorchFunctionMode):
         self.watch = watch
         self.trace = trace
         self.stale = stale or {}
+        self.given = given or {}  # for the operands of this run what the region was given; None if it is run again
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -156,11 +175,15 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.swaps:
             args, kwargs = self._swap(args), self._swap(kwargs)
+        if func in _HOOKS and id(args[0]) in self.given:
+            return self._hook(func, *args, **kwargs)
         watch = self.watch
         if watch is not None:
             seen = watch.seen
             if func is _torch.custom_function_call:
                 watch.maps = True
+            elif func in _ASKS:
+                watch.asks = True
             elif func in _BY_LEVEL and _torch.current_level() == state.interceptors[-1].level:
                 watch.cuts |= requires_grad_somewhere(args[0])
             read = args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs))
@@ -194,6 +217,15 @@ class Interceptor(TorchFunctionMode):
         if self.trace is not None and exception[0] is None:
             self.trace.end()
 
+    def _hook(self, func: Any, operand: torch.Tensor, hook: Any) -> Any:
+        """A hook on an operand goes to the tensor that it stands for: it gets the gradient of all uses of that one."""
+        tensor = self.given[id(operand)]
+        if tensor is None:
+            return RemovableHandle(OrderedDict())
+        if self.watch is not None:
+            self.watch.region.hooked = True
+        return func(tensor, hook)
+
     def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
         """What an operand of a region inside of this one is here."""
         if id(tensor) in self.swaps:
@@ -221,14 +253,26 @@ class Interceptor(TorchFunctionMode):
 
 
 _TENSOR = {torch.Tensor}
-# What cuts a tensor from the graph of one level alone, and what has a rule for each kind of level.
+# What acts on the graph of one level alone, and what has a rule for each kind of level.
 _BY_LEVEL = {
     torch.detach_,
     torch.Tensor.detach_,
     torch.Tensor.data.__get__,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.register_hook,
+    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     _torch.custom_function_call,
 }
+# What depends on which tensors autograd follows.
+_ASKS = {
+    torch.autograd.grad,
+    torch.autograd.backward,
+    torch.Tensor.backward,
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+}
+# What tensors that a region is given must get themselves: the gradients of others are those of the region alone.
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 
 def made_inside(tensors: Collection[torch.Tensor]) -> None:
@@ -236,6 +280,13 @@ def made_inside(tensors: Collection[torch.Tensor]) -> None:
     for interceptor in state.interceptors:
         if interceptor.watch is not None:
             interceptor.watch.made(tensors)
+
+
+def given_as(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that stands for this one outside of the regions that run for the first time under torch.func."""
+    for interceptor in reversed(state.interceptors):
+        tensor = interceptor.given.get(id(tensor), tensor)
+    return tensor
 
 
 def _chain(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -7,7 +7,8 @@ region itself changed them (batch-norm statistics).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from . import _offload, _torch
 from ._bulk import requires_grad
 from ._determinism import checksum
 from ._errors import MutationError
-from ._handed import Handed, HandedToRegion, Hooks
+from ._handed import AtHand, Handed, HandedToRegion, Hooks
 from ._hooks import drop_gradient_hooks
 from ._offload import Group, Offloaded
 from ._parts import is_dual, lift
@@ -60,7 +61,7 @@ class Kept:
             self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
         self.requires_grad = tuple(map(requires_grad, tensors))
         self.leaf = tuple(map(_is_leaf, tensors))
-        self.packed: Mapping[int, Handed | HandedToRegion] = _NOTHING  # what hooks around the region took over
+        self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # what hooks around the region took over
         self.copies: Mapping[int, torch.Tensor] = _NOTHING
         self.changed: Mapping[int, bool] = _NOTHING  # by the region; whether without a trace in the version counter
         self.duals = _tangents(tensors) if _torch.dual_level_active() else _NOTHING
@@ -101,8 +102,7 @@ class Kept:
         kind = Handed if to_region is None else HandedToRegion
         packed: dict[int, Handed | HandedToRegion] = {}
         for i in range(len(self)) if to_region is None else to_region:
-            tensor = self.tensors[i]
-            if tensor is not None and (which is None or which(tensor)):
+            if (tensor := self.tensors[i]) is not None and (which is None or which(tensor)):
                 packed.setdefault(i, kind(tensor, hooks))
         self.packed = packed
 
@@ -226,6 +226,16 @@ class Kept:
             primal, tangent = (_cut(*dual) for dual in self.duals[i])
             return fwAD.make_dual(primal, tangent)
         return _cut(tensor, self.requires_grad[i], self.leaf[i])
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """What hooks around the region keep is asked for once, now."""
+        packed = self.packed
+        self.packed = {i: each if i in self.changed else AtHand(each.get()) for i, each in packed.items()}
+        try:
+            yield
+        finally:
+            self.packed = packed
 
     def all_again(self) -> list[torch.Tensor]:
         """All of them for a run again."""

@@ -130,7 +130,7 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
     tangents = [None if t is None else _torch.unwrap_grad(t, level) for _, t in duals]
     mask = tuple(t is not None for t in tangents)
     if not any(mask):
-        region = _graded(region, level, (False,) * len(mask))
+        region = _graded(region, level, operands, (False,) * len(mask))
         with interpreter.lower():
             outs = apply(region, primals, call, wanted, skip)
         return [_torch.wrap_grad(t, level) for t in outs]
@@ -162,7 +162,7 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     if level != skip and torch.is_grad_enabled():
         at_level = map(eq, map(_torch.level_of, operands), repeat(level))
         followed = list(map(and_, map(requires_grad, operands), at_level))
-    region = _graded(region, level, tuple(followed))
+    region = _graded(region, level, operands, tuple(followed))
     if not any(followed):
         with _Below(interpreter, torch.is_grad_enabled()):
             outs = apply(region, _values(operands, level), call, wanted, skip)
@@ -205,20 +205,22 @@ class _Below:
         _torch.set_grad_enabled(self.before)
 
 
-def _graded(region: Any, level: int, followed: tuple[bool, ...]) -> Any:
+def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ...]) -> Any:
     """Put a level back around a first run, where the function could tell that it is missing.
 
-    That is where other levels are below it, where it draws random numbers (laid out in memory differently), where
-    autocast tells levels apart, and where it cuts a tensor from the graph of this level alone.
+    That is where other levels are below it, where it draws random numbers (laid out in memory differently), where it
+    asks what autograd follows, where autocast tells levels apart, and where it cuts a tensor from the graph of this
+    level alone.
     """
     root = region.root
     if root.ran or isinstance(region, Pullback):
         return region
+    lifted = tuple([_torch.level_of(t) == level for t in operands])
     below = root.kinds[: level - 1]
-    if _torch.VMAP in below or _torch.JVP in below or root.memory.known.draws or root.by_level:
-        return Graded(region, followed)
+    if _torch.VMAP in below or _torch.JVP in below or root.memory.known.graded or root.by_level:
+        return Graded(region, followed, lifted)
     if _torch.VMAP in root.kinds and root.ambient.casts:
-        return Graded(region, (False,) * len(followed))
+        return Graded(region, (False,) * len(followed), lifted)
     return region
 
 

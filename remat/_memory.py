@@ -16,13 +16,13 @@ from ._code import CACHE
 class Known:
     """What is known of a module or of code, also where a function is made of it anew for each call."""
 
-    __slots__ = ("by_level", "changing", "compiles", "draws", "programs", "uses_func", "warnings")
+    __slots__ = ("by_level", "changing", "compiles", "graded", "programs", "uses_func", "warnings")
 
     def __init__(self) -> None:
         self.by_level: set[tuple] = set()  # kinds of transforms under which each level must take its own derivative
         self.changing: set[str] = set()  # names of tensors that it was seen to change in place
         self.compiles = False  # it calls `torch.cond` or the like, which compile what they run
-        self.draws = False  # it draws random numbers
+        self.graded = False  # it can tell whether the ``grad`` levels are there
         self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
         self.warnings: set[str] = set()  # of what users were warned: once is enough
         self.programs: dict[Any, Any] = {}  # what first runs under policies did, by what judges for these

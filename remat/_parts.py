@@ -62,6 +62,15 @@ def requires_grad_somewhere(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad
 
 
+def is_followed_below(level: int, tensor: torch.Tensor) -> bool:
+    """Whether a level below this one differentiates a tensor, or autograd itself, and this one does not."""
+    tensor = _torch.unwrap_if_dead(tensor)
+    while _torch.level_of(tensor) > level:
+        tensor = _torch.unwrap_once(tensor)
+    here = tensor.requires_grad and _torch.level_of(tensor) == level
+    return not here and requires_grad_somewhere(tensor)
+
+
 def bare(tensor: torch.Tensor) -> torch.Tensor:
     """A grad-level wrapper without its history at that level; ``detach`` would cut it from those below too."""
     if not _torch.is_grad_wrapper(tensor):

@@ -65,13 +65,14 @@ class Filler:
         if _torch.transforms_active():
             contexts.append(_torch.without_levels())
         if _torch.batched_backward_depth():
-            contexts.append(_outside_of_batched_backward())
+            contexts.append(outside_of_batched_backward())
         if not _torch.is_torch_function_enabled():
             contexts.append(_torch.torch_function_enabled())
         if _torch.hooks_disabled_message() is not None:
             contexts.append(hooks_allowed(whoever_forbids=True))
         if (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active():
-            contexts.append(fwAD.dual_level())
+            # To ask for operands may run the region around again, which may enter a level itself: none is in another.
+            contexts += [frame.operands.at_hand(), frame.consts.at_hand(), fwAD.dual_level()]
         if frame.streams:
             contexts.append(resumed(frame.streams))
         return contexts
@@ -222,7 +223,8 @@ class Filler:
 
 
 @contextmanager
-def _outside_of_batched_backward() -> Iterator[None]:
+def outside_of_batched_backward() -> Iterator[None]:
+    """A run again is part of no ``torch.autograd.grad(..., is_grads_batched=True)``, which forbids random numbers."""
     depth = _torch.batched_backward_depth()
     _torch.set_batched_backward_depth(0)
     try:

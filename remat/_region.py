@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -34,7 +35,7 @@ from ._record import Record
 from ._recorder import Recorder
 from ._remembered import Remembered, unchanged, walk
 from ._replay import Replay
-from ._sharing import as_before, same
+from ._sharing import apart, as_before, same
 from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
 from .policies import nothing_saveable
@@ -49,9 +50,9 @@ class Region:
 
     __slots__ = (
         "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "cells", "consts", "contents",
-        "devices", "fixed", "fn", "found", "given", "holders", "inherited", "kinds", "log", "mapped", "memory",
-        "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped", "trace",
-        "walk", "watch",
+        "devices", "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log", "mapped",
+        "memory", "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped",
+        "trace", "walk", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +81,7 @@ class Region:
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
         self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
+        self.hooked = False  # its first run has put hooks on what it was given
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
         self.trace: Trace | None = None  # of the first run, where runs again may need it
         self.record: Record | None = None  # of the first run, under a policy
@@ -160,11 +162,6 @@ class Region:
         """Make captured tensors that have no place operands: they are swapped wherever they are read."""
         self.swapped = [*self.swapped, *tensors]
 
-    def take_suspects(self) -> dict[int, torch.Tensor]:
-        """What the watch of the last run suspects."""
-        watch, self.watch = self.watch, None
-        return {} if watch is None else watch.suspects
-
     def operands(self) -> list[torch.Tensor]:
         """The operands, as the caller of the region knows them."""
         return [*self.arguments, *self.captured]
@@ -224,7 +221,7 @@ class Region:
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
             if self.same or self.overlaps:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)
-            bound, swapped = self._bound_again(operands, captured), self._swapped(operands, trace)
+            bound, swapped = self._bound_again(operands, captured), self._swapped(operands, repeat(None), trace)
             if bound is None and swapped is None:
                 return self._replayed(operands, captured)
             with bound or nullcontext(), swapped or nullcontext():
@@ -236,8 +233,9 @@ class Region:
             result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)
         self.ran = True
+        operands = apart(operands, self.operands())
         bound = rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
-        with bound, self._swapped(operands, self.trace) or nullcontext():
+        with bound, self._swapped(operands, self.operands(), self.trace) or nullcontext():
             result = self.call(operands, self._recorder(operands))
         return self.outputs.record(result, operands)
 
@@ -267,12 +265,14 @@ class Region:
         values += zip(self.places, captured)
         return rebound(values, cells=self.cells)
 
-    def _swapped(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
+    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, trace: Trace | None) -> Any:
         own = dict(zip(map(id, self.swapped), operands[len(self.given.positions) :])) if self.swapped else {}
         # What it captures may have been changed, as long as it does not read it.
         stale = self._stale() if self.ran else {}
-        if own or self.inherited or stale or trace is not None or self.watch is not None:
-            return Interceptor(own, self.inherited, self.watch, trace, stale)
+        if own or self.inherited or stale or trace is not None or self.watch is not None or self.hooked:
+            # A tensor may stand for another one too, on which no hook can be.
+            stands_for = {id(t): outer for t, outer in zip(operands, given) if outer is None or outer.requires_grad}
+            return Interceptor(own, self.inherited, self.watch, trace, stale, stands_for)
         return None
 
     def _stale(self) -> dict[int, str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ._parts import is_plain
+from ._state import unseen
 from ._values import holder, is_dense
 
 Layout = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
@@ -22,6 +23,16 @@ def same(given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> lis
     places = [(i, first.setdefault(id(tensor), i)) for i, tensor in enumerate(captured, len(given))]
     twice = [(i, j) for i, j in places if i != j]
     return twice + [(i, first[id(tensor)]) for i, tensor in enumerate(given) if id(tensor) in first]
+
+
+def apart(operands: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands, with a view for one that is another one too below the levels, but not where it was given."""
+    first: dict[int, torch.Tensor] = {}
+    with unseen():
+        return [
+            t if first.setdefault(id(t), outer) is outer else t.view_as(t)  # of which autograd knows
+            for t, outer in zip(operands, given)
+        ]
 
 
 def overlapping(tensors: Sequence[Any], changed: Iterable[int]) -> list[dict[int, Layout]]:

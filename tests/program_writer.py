@@ -256,10 +256,8 @@ class Writer:
             self.storage[name] = self.fresh()
 
     def hook(self) -> None:
-        """Under torch.func only on what is made here: what a region gets from outside is another tensor there."""
-        names = self.own if self.func else self.visible
-        if names:
-            self.line(f"hook({self.random.choice(names)}, {self.random.choice([0.5, 1.5, -1.0])})")
+        if self.visible:
+            self.line(f"hook({self.random.choice(self.visible)}, {self.random.choice([0.5, 1.5, -1.0])})")
 
     def without_grad(self) -> None:
         with self.block(

@@ -580,3 +580,112 @@ class TestAroundTorchFunc:
         # The level keeps the tangents of what a backward reads until it ends, whoever runs that backward.
         assert peak_bytes(program(remat)) < 0.6 * peak_bytes(program(lambda fn: fn))
         assert leaked_bytes(program(remat)) == 0
+
+
+# --- levels that are entered in a region ------------------------------------------------------------------------------
+
+
+def moved(fn, x, y):
+    """The derivative of `fn` in a direction, by a level of its own."""
+    with fwAD.dual_level():
+        out, tangent = fwAD.unpack_dual(fn(fwAD.make_dual(x * 1, y.cos()), y))
+        return out * 0 if tangent is None else tangent * 1
+
+
+def forces(x, y):
+    """Runs a backward pass inside."""
+    p = x * 1
+    (g,) = torch.autograd.grad((p * y).sin().sum(), p, create_graph=True)
+    return g * x
+
+
+def own_level_and_capture(wrap):
+    def outer(x, y):
+        h = y.sin()
+        inner = wrap(lambda p: (p * h).sin() * h.sin())
+        return moved(lambda p, q: inner(p), x.sin(), y)
+
+    return wrap(outer)
+
+
+def forces_of_what_is_around(wrap):
+    def outer(x, y):
+        inner = wrap(lambda p, q: forces(q, p) * p * y)
+        return moved(inner, x.sin(), y)
+
+    return wrap(outer)
+
+
+INSIDE = {
+    "a level": lambda wrap: wrap(lambda x, y: moved(block, x, y)),
+    "around a region": lambda wrap: wrap(lambda x, y: moved(wrap(block), x.sin(), y.sin())),
+    "around one that captures": own_level_and_capture,
+    "twice": lambda wrap: wrap(lambda x, y: moved(wrap(block), moved(wrap(block), x, y), x)),
+    "in two regions": lambda wrap: wrap(lambda x, y: moved(wrap(lambda p, q: wrap(block)(p, q.sin())), x.sin(), y)),
+    "forces": lambda wrap: wrap(lambda x, y: moved(forces, x, y)),
+    "forces in a region": lambda wrap: wrap(lambda x, y: moved(wrap(forces), x.sin(), y.sin())),
+    "forces of what is around": forces_of_what_is_around,
+    "forces in a region of two": lambda wrap: wrap(
+        lambda x, y: wrap(lambda p, q: moved(wrap(forces), p, q))(x.sin(), y)
+    ),
+    "after a transform": lambda wrap: wrap(lambda x, y: moved(block, grad(lambda p: block(p, y).sum())(x), y)),
+}
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable, policies.save_matmuls], ids=str)
+@pytest.mark.parametrize("program", INSIDE)
+@pytest.mark.filterwarnings("ignore:The policy")
+def test_levels_inside_of_regions(program, policy):
+    def run(wrap):
+        x, w = rand(3, 3), rand(3, 3, seed=1)
+        found = [INSIDE[program](wrap)(x, w)]
+        for _ in range(2):
+            found += torch.autograd.grad((found[-1] + x * w).sin().sum(), (x, w), create_graph=True)
+        return found
+
+    expected = run(lambda fn: fn)
+    region = run(lambda fn: remat(fn, policy=policy))
+    assert_same(region, expected, exact=False)
+    assert_same(region[0], expected[0])
+    assert not fwAD._current_level >= 0
+
+
+@pytest.mark.parametrize("program", INSIDE)
+def test_first_derivatives_with_levels_inside_of_regions(program):
+    """The graph is freed while it is run; the second call goes by what was learnt from the first."""
+    ours = INSIDE[program](remat)
+    for _ in range(2):
+        results = []
+        for fn in (ours, INSIDE[program](lambda fn: fn)):
+            x, w = rand(3, 3), rand(3, 3, seed=1)
+            results.append(torch.autograd.grad(fn(x, w).sum(), (x, w)))
+        assert_same(*results, exact=False)
+
+
+@pytest.mark.parametrize("program", ["a level", "around a region", "forces"])
+def test_levels_inside_of_regions_save_memory(program):
+    def chain(wrap):
+        def call(x):
+            w = torch.eye(64, dtype=x.dtype)
+            y = x.clone().requires_grad_()
+            h = y
+            for _ in range(10):
+                h = INSIDE[program](wrap)(h, w)
+            return torch.autograd.grad(h.sum(), y)
+
+        return call
+
+    x = rand(64, 64, grad=False)
+    chain(remat)(x)
+    assert peak_bytes(chain(remat), x) < 0.6 * peak_bytes(chain(lambda fn: fn), x)
+    assert leaked_bytes(chain(remat), x) == 0
+
+
+def test_a_level_in_a_level_is_refused_as_without_remat():
+    def fn(x):
+        with fwAD.dual_level(), fwAD.dual_level():
+            return x.sin()
+
+    for each in (fn, remat(fn)):
+        with pytest.raises(RuntimeError, match="Nested forward mode AD"):
+            each(rand(3))

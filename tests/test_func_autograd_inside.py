@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from benchmarks.measure import count_ops, leaked_bytes, peak_bytes
-from remat import remat
+from remat import policies, remat
 
 Wrap = Callable[[Callable], Callable]
 W = rand(4, 4, grad=False)
@@ -235,3 +235,110 @@ def test_a_first_run_that_is_given_up_is_forgotten_by_the_region_around() -> Non
         return torch.autograd.grad((out * pull(out)[0]).sum(), x)
 
     both(program)
+
+
+# --- what each level follows ------------------------------------------------------------------------------------------
+
+
+def depends(x: Tensor, y: Tensor) -> Tensor:
+    """Energies are differentiated only with respect to what requires grad."""
+    p, out = x * 1, ((x * y).sin() + y).sum()
+    if not (p.requires_grad and out.requires_grad):
+        return out * y
+    (g,) = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)
+    return y if g is None else g.sin() * y
+
+
+def is_computed(x: Tensor, y: Tensor) -> Tensor:
+    h = x.sin()
+    return (h * 2 if h.is_leaf else h * 3) * y
+
+
+def has_a_node(x: Tensor, y: Tensor) -> Tensor:
+    h = x.sin()
+    return (h * 2 if h.grad_fn is None else h * 3) * y
+
+
+Given = Callable[[Callable, Wrap], Callable]
+# How two tensors are given of which one is not followed by the innermost level.
+GIVEN: dict[str, Given] = {
+    "x from outside": lambda fn, wrap: lambda x: grad(lambda y: wrap(fn)(x, y).sum())(X.cos()),
+    "y from outside": lambda fn, wrap: lambda y: grad(lambda x: wrap(fn)(x, y).sum())(X.cos()),
+    "x captured": lambda fn, wrap: lambda x: grad(lambda y: wrap(lambda y: fn(x, y))(y).sum())(X.cos()),
+    "both": lambda fn, wrap: lambda x: grad(lambda y: wrap(fn)(x * y, y).sum())(x.cos()),
+    "mapped": lambda fn, wrap: lambda x: vmap(grad(lambda y: wrap(fn)(x, y).sum()))(ROWS).sum(0),
+    "unbatched": lambda fn, wrap: lambda x: grad(lambda y: vmap(wrap(fn), (None, 0))(x, ROWS * y).sum())(X),
+    "in a region": lambda fn, wrap: lambda x: grad(lambda y: wrap(lambda y: wrap(fn)(x, y).sin())(y).sum())(X.cos()),
+}
+ORDERS: dict[str, Callable[[Callable], Any]] = {
+    "value": lambda f: f(X),
+    "autograd": lambda f: through_orders(f, 1),
+    "autograd, three orders": lambda f: through_orders(f, 3),
+    "grad": lambda f: grad(lambda x: f(x).sin().sum())(X),
+    "jvp": lambda f: jvp(f, (X,), (X.cos(),)),
+    "vmap(grad)": lambda f: vmap(grad(lambda x: f(x).sin().sum()))(ROWS),
+}
+
+
+def through_orders(f: Callable, orders: int) -> list[Tensor]:
+    x = X.clone().requires_grad_()
+    found = [f(x)]
+    for _ in range(orders):
+        found += torch.autograd.grad((found[-1] + x).sin().sum(), x, create_graph=True)
+    return found
+
+
+@pytest.mark.parametrize("fn", [depends, is_computed, has_a_node])
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("order", ORDERS)
+def test_levels_follow_different_tensors(order: str, given: str, fn: Callable) -> None:
+    """A function sees what its innermost level follows, whatever the levels around it and autograd follow."""
+    expected = ORDERS[order](GIVEN[given](fn, plain))
+    for _ in range(2):  # the second call goes by what was learnt from the first
+        assert_same(ORDERS[order](GIVEN[given](fn, remat)), expected, exact=False)
+
+
+def test_to_ask_which_tensors_are_followed_recomputes_no_more() -> None:
+    def asks(x: Tensor, y: Tensor) -> Tensor:
+        h = (y @ W).sin()
+        return (h if (x * 1).requires_grad else h * x) @ W
+
+    def does_not(x: Tensor, y: Tensor) -> Tensor:
+        return ((y @ W).sin() * x) @ W
+
+    def products(fn: Callable) -> int:
+        region, x = remat(fn), rand(4, 4, seed=2)
+
+        def call(y: Tensor) -> Tensor:
+            return torch.autograd.grad(grad(lambda y: region(x, y).sin().sum())(y).sum(), x)[0]
+
+        call(rand(4, 4, grad=False))
+        return count_ops(call, rand(4, 4, grad=False))["aten.mm"]
+
+    assert products(asks) == products(does_not)
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable], ids=str)
+@pytest.mark.parametrize("transform", ["grad", "vjp", "grad of a region"])
+def test_batched_gradients_of_a_region_that_draws(transform: str, policy: Any) -> None:
+    """Its recompute is part of a backward pass in which torch refuses to draw random numbers."""
+
+    def program(wrap: Wrap) -> Callable:
+        def noisy(x: Tensor) -> Tensor:
+            return x.sin() * torch.rand(4, dtype=x.dtype)
+
+        inner = {
+            "grad": lambda x: grad(lambda p: (noisy(p) * x).sum())(x),
+            "vjp": lambda x: vjp(noisy, x)[1](x)[0],
+            "grad of a region": lambda x: grad(lambda p: (wrap(noisy)(p) * x).sum())(x),
+        }[transform]
+        return wrap(lambda x: (inner(x) * x).sin())
+
+    def run(wrap: Wrap) -> tuple:
+        torch.manual_seed(0)
+        x = X.clone().requires_grad_()
+        out = program(wrap)(x)
+        (rows,) = torch.autograd.grad(out, x, torch.eye(4, dtype=x.dtype), is_grads_batched=True)
+        return out, rows, torch.rand(2)
+
+    assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)

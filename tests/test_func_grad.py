@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, assert_same, cases, rand, scalar
+from cases import Case, assert_same, cases, rand, scalar, total
 from torch import Tensor
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -263,6 +263,49 @@ def test_outputs_that_are_inputs_or_views_of_them() -> None:
     both(lambda wrap: grad(call(wrap), argnums=(0, 1))(*args))
     both(lambda wrap: hessian(call(wrap), argnums=(0, 1))(*args))
     both(lambda wrap: jacrev(wrap(f), argnums=(0, 1))(*args))
+
+
+ONE_BELOW: dict[str, Callable[[Callable], Callable]] = {
+    "grad": lambda f: lambda x: grad(lambda p: total(f(p, x)))(x),
+    "grad, of the second": lambda f: lambda x: grad(lambda p: total(f(x, p)))(x),
+    "in a lambda": lambda f: lambda x: grad(lambda p: total((lambda q: f(q, x))(p)))(x),
+    "three": lambda f: lambda x: grad(lambda p, q: total((f(p, q), f(q, x))))(x, x),
+    "vjp": lambda f: lambda x: vjp(lambda p: f(p, x), x)[1](tuple(x.cos() for _ in f(x, x)))[0],
+    "jvp": lambda f: lambda x: jvp(lambda p: total(f(p, x)), (x,), (x.cos(),))[1],
+    "vmap": lambda f: lambda x: vmap(lambda p: grad(lambda q: total(f(q, x)))(x) * p)(x),
+}
+
+
+@pytest.mark.parametrize("around", ["nothing", "autograd", "grad", "region"])
+@pytest.mark.parametrize("name", ONE_BELOW)
+def test_operands_that_are_one_tensor_below_the_levels(name: str, around: str) -> None:
+    """A transform gives a function a tensor that it follows, and the function reads the same one unfollowed."""
+
+    def swapped(p: Tensor, q: Tensor) -> tuple:
+        return q, p
+
+    def mixed(p: Tensor, q: Tensor) -> tuple:
+        return p.sin() * q, p, q, p * 1
+
+    def differentiates(p: Tensor, q: Tensor) -> tuple:
+        out = (p * q).sin().sum()
+        if not (out.requires_grad and p.requires_grad):
+            return q * 2, q
+        (g,) = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)
+        return q if g is None else g * q, q
+
+    def run(fn: Callable, wrap: Wrap) -> Any:
+        call, x = ONE_BELOW[name](wrap(fn)), X[0].clone()
+        if around == "grad":
+            return grad(lambda x: call(x).sin().sum())(x)
+        if around == "region":
+            return wrap(call)(x)
+        x.requires_grad_(around == "autograd")
+        out = call(x) + x
+        return out if around == "nothing" else (out, *torch.autograd.grad(out.sin().sum(), x))
+
+    for fn in (swapped, mixed, differentiates):
+        both(lambda wrap: run(fn, wrap))
 
 
 def test_complex_numbers() -> None:

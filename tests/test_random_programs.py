@@ -8,8 +8,7 @@ from program_writer import source
 from programs import Refused, Unrunnable
 
 COUNT, PART = 200, 20
-# Known defects: nested dual levels, derivatives taken inside of nested regions, buffers that two regions update.
-KNOWN = {3, 20, 24, 54, 165, 185}
+KNOWN: set[int] = set()
 
 
 @pytest.mark.parametrize("start", range(0, COUNT, PART))

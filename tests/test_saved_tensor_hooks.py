@@ -576,6 +576,23 @@ def _(wrap: Wrap) -> None:
     fire_alike(wrap, register, register)
 
 
+@row("`Tensor.register_hook` under `torch.func`")
+def _(wrap: Wrap) -> None:
+    """More of it is in ``test_func_hooks.py``."""
+
+    def run(wrap: Wrap) -> Tensor:
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            hidden = (x @ w).tanh()
+            for tensor in (x, w, hidden):
+                tensor.register_hook(lambda grad: grad * grad.sum())
+            return hidden.exp() @ w
+
+        x, w = leaves()
+        return torch.func.grad(lambda x: (wrap(fn)(x, w.detach() * x) * x).sum())(x.detach())
+
+    torch.testing.assert_close(run(wrap), run(plain))
+
+
 @row("`register_post_accumulate_grad_hook`")
 def _(wrap: Wrap) -> None:
     def register(log: Counter, x: Tensor, w: Tensor, v: Tensor, out: Tensor) -> None:
