@@ -140,6 +140,10 @@ class Program:
         self.offsets: tuple[int, ...] = ()  # of the inputs of the last run
         self.lazy = all(entry.under[1] for entry in log)  # else user code reads tensors in ways that can't be seen
         self.overwritten = {number for entry in log for number in entry.overwritten}
+        if self.overwritten:  # a recompute may take any of equal steps for the one whose result it then overwrites
+            outs = [(step.key, i, value) for step in self.steps for i, value in enumerate(step.outs)]
+            equal = {(key, i) for key, i, value in outs if value in self.overwritten}
+            self.overwritten |= {value for key, i, value in outs if (key, i) in equal}
         # If not differentiated, or detached, user code may read it in ways that can't be seen.
         self.waiting = {number for entry in log for number in entry.tracked if number not in seen}
         self.made: dict[int, int] = {}  # for each value that an operation made, which one

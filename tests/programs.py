@@ -313,7 +313,7 @@ def compare_closely(found: Any, expected: Any, atol: float) -> None:
 
 
 def keeps_no_more(make: Fn) -> None:
-    """Asserts that the whole as one region without a policy keeps no more than without, and buffers as they were."""
+    """Asserts that the whole as one region without a policy keeps no more than without, save for old buffers."""
     with without_regions():
         fn, _, *buffers = make()
     copies = sum(buffer.nbytes for each in buffers for buffer in each)

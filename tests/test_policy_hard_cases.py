@@ -338,7 +338,7 @@ def test_a_value_never_gets_to_another_operation() -> None:
 
 def test_a_write_that_the_first_run_did_not_make() -> None:
     def fn(x: Tensor) -> Tensor:
-        a, b = x.detach() * 2, x.detach() * 2
+        a, b = x.detach() * 2, x.detach() * 3
         a, b = (b, a) if is_recomputing() else (a, b)
         a.add_(1)
         return (x * a).sin() * (x * b).exp().clamp(max=9)
@@ -346,6 +346,22 @@ def test_a_write_that_the_first_run_did_not_make() -> None:
     out = remat(fn, policy=lambda ctx, op, *args, **kwargs: op is aten.mul.Tensor)(rand(4, 4)).sum()
     with pytest.raises(RecomputeMismatchError, match="changes a tensor in place"):
         out.backward()
+
+
+@pytest.mark.parametrize("policy", [policies.everything_saveable, policies.save_ops("aten.clone")], ids=str)
+def test_a_write_to_one_of_two_equal_values(policy: Any) -> None:
+    """A recompute may take either for the other: both hold the same, until one is changed."""
+
+    def fn(x: Tensor) -> Tensor:
+        h, made = x.sin(), {}
+        for name in ("changed", "same") if is_recomputing() else ("same", "changed"):
+            made[name] = h.clone()
+            if name == "changed":
+                made[name].mul_(2)
+        return made["changed"].sin() * made["same"].exp().sin() * made["same"]
+
+    x = rand(4, 4)
+    assert_equal(gradient(remat(fn, policy=policy), x), gradient(fn, x))
 
 
 def test_a_kept_value_that_is_changed_later_names_the_operation() -> None:

@@ -7,7 +7,7 @@ from fuzz import outcome
 from program_writer import source
 from programs import Refused, Unrunnable
 
-COUNT, PART = 200, 20
+COUNT, PART = 120, 12
 KNOWN: set[int] = set()
 
 
