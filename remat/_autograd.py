@@ -20,7 +20,7 @@ from ._state import own_work, state
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region."""
-    if not state.knows_func(memory.known):
+    if not memory.known.uses_func:
         try:
             if not state.interceptors:
                 return _run(fn, options, memory, args, kwargs)
@@ -29,10 +29,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
         except RuntimeError as error:
             if not is_hooks_refusal(error):
                 raise
-            if memory.known.uses_func:
-                state.found_again = {*state.found_again, memory.known}
-            else:
-                memory.known.found_func()
+            memory.known.uses_func = True
     return _func.call(fn, options, memory, args, kwargs)
 
 

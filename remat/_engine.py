@@ -10,7 +10,6 @@ Ownership goes one way, so that reference counts alone free it all: autograd's n
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from itertools import count, repeat
@@ -39,7 +38,7 @@ class Frame:
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
-        "__weakref__", "alone", "began", "check", "consts", "inside", "known", "lock", "log", "look", "noted", "open",
+        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "noted", "open",
         "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot", "slots",
         "start", "streams",
     )  # fmt: skip
@@ -68,7 +67,6 @@ class Frame:
         self.streams = current_streams(root.devices) if root.devices else ()
         self.log = OpLog() if options.debug else None
         self.policies = tuple(state.policies)
-        self.began = min(time.perf_counter(), state.as_of)
         self.record = None if root.ran else root.record
         self.slot = Slot if self.record is None else RecordedSlot
         self.noted = read_inside or self.record is not None

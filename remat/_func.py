@@ -62,7 +62,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                 region.mapped = True
             except Exception as error:
                 if is_hooks_refusal(error) and not memory.known.uses_func:
-                    memory.known.found_func()
+                    memory.known.uses_func = True
                 elif search.ends():
                     raise
             record.roll_back()

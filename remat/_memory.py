@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import time
 import weakref
 from contextlib import suppress
 from types import FunctionType, MethodType
@@ -18,7 +16,7 @@ from ._code import CACHE
 class Known:
     """What is known of a module or of code, also where a function is made of it anew for each call."""
 
-    __slots__ = ("by_level", "changing", "compiles", "graded", "programs", "uses_func", "uses_func_since", "warnings")
+    __slots__ = ("by_level", "changing", "compiles", "graded", "programs", "uses_func", "warnings")
 
     def __init__(self) -> None:
         self.by_level: set[tuple] = set()  # kinds of transforms under which each level must take its own derivative
@@ -26,12 +24,8 @@ class Known:
         self.compiles = False  # it calls `torch.cond` or the like, which compile what they run
         self.graded = False  # it can tell whether the ``grad`` levels are there
         self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
-        self.uses_func_since = math.inf  # when that was found
         self.warnings: set[str] = set()  # of what users were warned: once is enough
         self.programs: dict[Any, Any] = {}  # what first runs under policies did, by what judges for these
-
-    def found_func(self) -> None:
-        self.uses_func, self.uses_func_since = True, time.perf_counter()
 
 
 class Memory:

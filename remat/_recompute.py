@@ -96,7 +96,7 @@ class Filler:
         below = self._pack_below_levels if root.kinds else self.pack
         _torch.push_hooks(self._pack_and_tell if frame.noted else below, _same)
         try:
-            with as_in_forward(policies, frame.open, frame.began):
+            with as_in_forward(policies, filling=frame.open):
                 result = frame.region.call_again(operands)
         except (Stop, Exception):
             # TorchScript makes another exception of a stop; and it may be another region's.

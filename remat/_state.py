@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,18 +22,11 @@ class _State(threading.local):
     unseen: bool = False  # operations are the package's own
     filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
 
-    as_of: float = math.inf  # a recompute goes by what was known of functions when its region ran for the first time
-    found_again: Set[Any] = frozenset()  # and by what has been found in it since
-
     def __init__(self) -> None:
         self.reader: Any = None  # the frame that gets a value for a backward now
         self.interceptors: list[Any] = []  # of the regions that run now, the innermost last
         self.policies: list[Any] = []  # of those with a policy, the innermost last
         self.records: list[Any] = []  # of those that run for the first time, under a policy
-
-    def knows_func(self, known: Any) -> bool:
-        """Whether a function is known to use torch.func, so that it is not tried without."""
-        return known.uses_func and (known.uses_func_since <= self.as_of or known in self.found_again)
 
 
 state = _State()
@@ -101,20 +93,19 @@ class recomputing:
 class as_in_forward:
     """For a run again, which may start within the bookkeeping of any other run: the ``policies`` around are these."""
 
-    __slots__ = ("as_of", "before", "filling", "policies")
+    __slots__ = ("before", "filling", "policies")
 
-    def __init__(self, policies: tuple[Any, ...], filling: bool, as_of: float) -> None:
-        self.policies, self.filling, self.as_of = policies, filling, as_of
+    def __init__(self, policies: tuple[Any, ...], filling: bool) -> None:
+        self.policies, self.filling = policies, filling
 
     def __enter__(self) -> None:
-        self.before = state.unseen, state.filling, state.policies, state.as_of, state.found_again
+        self.before = state.unseen, state.filling, state.policies
         state.unseen, state.policies = False, list(self.policies)
-        state.as_of, state.found_again = self.as_of, frozenset()
         if self.filling:
             state.filling = len(state.records)  # those of regions that start inside do
 
     def __exit__(self, *exception: Any) -> None:
-        state.unseen, state.filling, state.policies, state.as_of, state.found_again = self.before
+        state.unseen, state.filling, state.policies = self.before
 
 
 class own_work:
