@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._parts import as_leaf, is_recorded, requires_grad_somewhere
+from ._parts import as_leaf, is_dual, is_recorded, requires_grad_somewhere
 
 Tensors = Sequence[torch.Tensor]
 Pull = Callable[[Tensors], list]
@@ -122,7 +122,7 @@ class Jvp(Derived):
     def __init__(self, inner: Any, mask: tuple[bool, ...]) -> None:
         super().__init__(inner, ("jvp", mask))
         self.mask = mask
-        self.out_mask: list[bool] = []  # which outputs have a tangent, found by running
+        self.out_mask: list[bool] = []  # which outputs have a tangent, found by the first run
 
     @property
     def uses_func(self) -> bool:
@@ -136,12 +136,12 @@ class Jvp(Derived):
             inputs = list(primals)
             for i, dual in zip(moving, duals):
                 inputs[i] = dual
-            # torch.func.jvp wants at least one output.
-            return [*self.inner.run(inputs), duals[0].new_zeros(())]
+            outs = self.inner.run(inputs)
+            self.out_mask = self.out_mask or [differentiable(t) and is_dual(t) for t in outs]
+            return [*outs, duals[0].new_zeros(())]  # torch.func.jvp wants at least one output
 
         heads = tuple(without_overlap(primals[i]) for i in moving)
         outs, tangents = torch.func.jvp(run, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
-        self.out_mask = [differentiable(out) for out in outs[:-1]]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
 
 

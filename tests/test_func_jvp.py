@@ -124,6 +124,26 @@ def test_outputs_without_a_tangent() -> None:
         both(lambda wrap: jacfwd(lambda *a: wrap(g)(*a)[i], argnums=(0, 1))(*args))
 
 
+def test_what_does_not_move_has_no_tangent() -> None:
+    """A tangent of zeros would be one without a batch dimension, which no operation in place can write to."""
+
+    def in_place(x: Tensor) -> Tensor:
+        return x.clone().sin_()
+
+    def build(wrap: Wrap) -> Callable:
+        def call(x: Tensor) -> Tensor:
+            still = grad(lambda p: wrap(lambda p: x.sin())(p).sum())(X[0])
+            unrelated = wrap(lambda p, q: (p.sin(), q.cos()))(x, X[0])[1]
+            first = jvp(in_place, (x.sin(),), (still,))[1]
+            return first + jvp(in_place, (x.sin(),), (unrelated,))[1]
+
+        return call
+
+    both(lambda wrap: jacfwd(build(wrap))(X[0]))
+    both(lambda wrap: jacfwd(lambda x: wrap(build(wrap))(x * 1).sin())(X[0]))
+    both(lambda wrap: jacfwd(jacfwd(build(wrap)))(X[0]))
+
+
 def test_complex_and_no_dimensions() -> None:
     z = rand(3, grad=False, dtype=torch.complex128)
     both(lambda wrap: jvp(wrap(lambda z: (z.exp() * 1j, z.abs())), (z,), (z,)))
