@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from ._late import LateTensor
 from ._parts import bottom
 from ._state import unseen
 from ._torch import NO_VERSION, raw_version, saved_look, without_levels
@@ -90,7 +91,10 @@ def describe(saved: tuple) -> str:
 def checksum(tensor: torch.Tensor) -> int:
     """A sum of the tensor's bits in 32-bit words, weighted by position, modulo 2**64; batched ones as a whole."""
     with torch.no_grad(), unseen(), without_levels():
-        data = bottom(tensor).detach()
+        data = bottom(tensor)
+        if isinstance(data, LateTensor):  # of a recompute around
+            data.fill_itself()
+        data = data.detach()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous().reshape(-1)
         data = torch.view_as_real(data.resolve_conj()).reshape(-1) if data.is_complex() else data
         size = data.element_size()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._errors import RecomputeMismatchError
 from ._facts import mapped, tensors
-from ._program import Step
 from ._state import alias, unseen
 from ._torch import as_subclass, without_levels, without_overrides
 from ._values import Layout, holder
+
+if TYPE_CHECKING:
+    from ._program import Step
 
 
 class LateCall:
@@ -134,12 +136,17 @@ class LateTensor(torch.Tensor):
         {"numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__", "storage"}
     )
 
+    def fill_itself(self) -> None:
+        """Get the content, if it has none yet."""
+        late = self.late()
+        if late is not None:
+            late.fill([self])
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", None) in cls._READERS:
             for tensor in tensors(args):
-                late = tensor.late() if isinstance(tensor, LateTensor) else None
-                if late is not None:
-                    late.fill([tensor])
+                if isinstance(tensor, LateTensor):
+                    tensor.fill_itself()
         with without_overrides():
             return func(*args, **(kwargs or {}))

@@ -161,3 +161,29 @@ def test_every_function_per_sample(case: Any) -> None:
             return vmap(grad(total, argnums=argnums), randomness="different")(*stacked)
 
     assert_same(run(remat(case.fn, determinism_check="values")), run(case.fn), exact=False)
+
+
+@pytest.mark.parametrize("policy", [policies.everything_saveable, policies.save_ops("aten.mul"), None], ids=str)
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 0)])
+def test_a_result_that_the_recompute_of_the_region_around_puts_off(in_dims: tuple, argnums: Any, policy: Any) -> None:
+    """Values are read to be compared, where no operation reads them."""
+
+    def program(outer: Callable, inner: Callable) -> Fn:
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            scaled = w * 2
+            scaled.mul_(0.5)
+            return inner(lambda x: scaled * x)(x)
+
+        per_sample = vmap(grad(loss(outer(fn)), argnums=argnums), in_dims=in_dims)
+
+        def call(x: Tensor) -> Any:
+            x = x.clone().requires_grad_()
+            found = per_sample(*(batches(t) if dim == 0 else t for t, dim in zip((x, W), in_dims)))
+            found = found if isinstance(found, tuple) else (found,)
+            return found, torch.autograd.grad(sum(t.sin().sum() for t in found), x, allow_unused=True)
+
+        return call
+
+    ours = program(lambda fn: remat(fn, policy=policy), lambda fn: remat(fn, determinism_check="values"))
+    assert_same(ours(X), program(lambda fn: fn, lambda fn: fn)(X), exact=False)
