@@ -4,13 +4,17 @@ JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.stamp
 
-.PHONY: demo test fuzz lint docs bench clean
+.PHONY: demo test test-all fuzz lint docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/char_lm.py
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+# The same with all cases of what `make test` takes a part of.
+test-all: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --all
 
 # Random programs, with regions and without, until it is stopped: make fuzz, make fuzz ARGS="--seconds 600".
 fuzz: $(STAMP)

@@ -12,6 +12,7 @@ from ._around import Around
 from ._engine import Frame
 from ._hooks import is_hooks_refusal
 from ._kept import Kept
+from ._lowerings import go_back, lowered_by_func, mark
 from ._memory import Memory
 from ._options import Options
 from ._region import Region
@@ -20,7 +21,8 @@ from ._state import own_work, state
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region."""
-    if not memory.known.uses_func:
+    marks = mark()
+    if not lowered_by_func(memory.known.uses_func):
         try:
             if not state.interceptors:
                 return _run(fn, options, memory, args, kwargs)
@@ -30,6 +32,8 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             if not is_hooks_refusal(error):
                 raise
             memory.known.uses_func = True
+            go_back(marks)
+            lowered_by_func(True)
     return _func.call(fn, options, memory, args, kwargs)
 
 

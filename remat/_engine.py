@@ -25,6 +25,7 @@ from ._errors import MutationError, RecomputeMismatchError
 from ._handed import Handed
 from ._hooks import check_hooks_are_allowed, hooks_allowed
 from ._kept import Kept
+from ._lowerings import Lowerings
 from ._passes import current_group, current_scope
 from ._recompute import Filler
 from ._sharing import overlapping
@@ -38,8 +39,8 @@ class Frame:
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
-        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "noted", "open",
-        "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot", "slots",
+        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings", "noted",
+        "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot", "slots",
         "start", "streams",
     )  # fmt: skip
 
@@ -67,6 +68,7 @@ class Frame:
         self.streams = current_streams(root.devices) if root.devices else ()
         self.log = OpLog() if options.debug else None
         self.policies = tuple(state.policies)
+        self.lowerings: list[bool] = []  # of the regions inside
         self.record = None if root.ran else root.record
         self.slot = Slot if self.record is None else RecordedSlot
         self.noted = read_inside or self.record is not None
@@ -89,9 +91,11 @@ class Frame:
             below = self._pack_below_levels if root.kinds else self.pack
             unpack = self.unpack if self.record is None else self._unpack_under_policy
             _torch.push_hooks(self._pack_and_note if self.noted else below, unpack)
+            state.lowerings.append(Lowerings(self.lowerings, follows=False))
             try:
                 result = call(*args)
             finally:
+                state.lowerings.pop()
                 _torch.pop_hooks()
                 root.log = None
         self.open = False

@@ -19,6 +19,7 @@ from ._hooks import drop_gradient_hooks, is_hooks_refusal
 from ._intercept import FoundCaptured, Search, given_as, made_inside
 from ._left_behind import check_left_behind
 from ._levels import NeedsLevel, apply
+from ._lowerings import go_back, mark
 from ._memory import Memory
 from ._options import Options
 from ._region import Region
@@ -33,7 +34,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     region = Region(fn, *take_apart(args, kwargs), options, memory, Around())
     region.kinds = kinds
     region.by_level = kinds in memory.known.by_level
-    search = Search(region, kinds)
+    search, marks = Search(region, kinds), mark()
     try:
         while True:
             region.open(follow=is_followed)
@@ -66,6 +67,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                 elif search.ends():
                     raise
             record.roll_back()
+            go_back(marks)
             with own_work():
                 drop_gradient_hooks(map(given_as, region.operands()), hooks)
             region.restart()

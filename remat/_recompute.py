@@ -16,6 +16,7 @@ from . import _torch
 from ._determinism import describe, is_other, look_at, user_line
 from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks, hooks_allowed
+from ._lowerings import Lowerings
 from ._parts import bare
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward
@@ -96,7 +97,7 @@ class Filler:
         below = self._pack_below_levels if root.kinds else self.pack
         _torch.push_hooks(self._pack_and_tell if frame.noted else below, _same)
         try:
-            with as_in_forward(policies, filling=frame.open):
+            with as_in_forward(policies, Lowerings(frame.lowerings, follows=True), filling=frame.open):
                 result = frame.region.call_again(operands)
         except (Stop, Exception):
             # TorchScript makes another exception of a stop; and it may be another region's.

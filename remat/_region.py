@@ -35,7 +35,7 @@ from ._record import Record
 from ._recorder import Recorder
 from ._remembered import Remembered, unchanged, walk
 from ._replay import Replay
-from ._sharing import apart, as_before, same
+from ._sharing import apart, apart_from_captured, as_before, same
 from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
 from .policies import nothing_saveable
@@ -229,6 +229,8 @@ class Region:
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
+        if self.consts.tensors:
+            operands = apart_from_captured(operands, self.consts.tensors, self.same)
         if self.ran:
             result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)

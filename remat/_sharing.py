@@ -35,6 +35,15 @@ def apart(operands: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> li
         ]
 
 
+def apart_from_captured(
+    operands: Sequence[torch.Tensor], captured: Sequence[Any], same: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """The same for one that is a captured tensor too below the levels, but not where it was given."""
+    ids, was = set(map(id, captured)), {i for i, _ in same}
+    with unseen():
+        return [t.view_as(t) if id(t) in ids and i not in was else t for i, t in enumerate(operands)]
+
+
 def overlapping(tensors: Sequence[Any], changed: Iterable[int]) -> list[dict[int, Layout]]:
     """Groups of changed tensors that lie on the same part of a storage, which copies of them wouldn't.
 

@@ -26,6 +26,7 @@ class _State(threading.local):
         self.reader: Any = None  # the frame that gets a value for a backward now
         self.interceptors: list[Any] = []  # of the regions that run now, the innermost last
         self.policies: list[Any] = []  # of those with a policy, the innermost last
+        self.lowerings: list[Any] = []  # of the runs of regions that are open now, the innermost last
         self.records: list[Any] = []  # of those that run for the first time, under a policy
 
 
@@ -91,21 +92,24 @@ class recomputing:
 
 
 class as_in_forward:
-    """For a run again, which may start within the bookkeeping of any other run: the ``policies`` around are these."""
+    """For a run again, which may start within the bookkeeping of any other run.
 
-    __slots__ = ("before", "filling", "policies")
+    The ``policies`` around are these, and regions inside are lowered as ``lowerings`` say.
+    """
 
-    def __init__(self, policies: tuple[Any, ...], filling: bool) -> None:
-        self.policies, self.filling = policies, filling
+    __slots__ = ("before", "filling", "lowerings", "policies")
+
+    def __init__(self, policies: tuple[Any, ...], lowerings: Any, filling: bool) -> None:
+        self.policies, self.lowerings, self.filling = policies, lowerings, filling
 
     def __enter__(self) -> None:
-        self.before = state.unseen, state.filling, state.policies
-        state.unseen, state.policies = False, list(self.policies)
+        self.before = state.unseen, state.filling, state.policies, state.lowerings
+        state.unseen, state.policies, state.lowerings = False, list(self.policies), [self.lowerings]
         if self.filling:
             state.filling = len(state.records)  # those of regions that start inside do
 
     def __exit__(self, *exception: Any) -> None:
-        state.unseen, state.filling, state.policies = self.before
+        state.unseen, state.filling, state.policies, state.lowerings = self.before
 
 
 class own_work:

@@ -1,13 +1,23 @@
-"""What every test runs under: one thread, a fixed seed, and CUDA tests only where CUDA is."""
+"""What every test runs under: one thread, a fixed seed, and CUDA tests only where CUDA is.
+
+What is marked `long`, or `sampled` and not drawn, runs with `--all` only, which is `make test-all`.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo  # an import in a test would leave its frames in reference cycles, and the tensors that they hold
 
 from benchmarks.measure import gc_disabled
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked `long` and `sampled` too, all of them")
 
 
 def pytest_configure() -> None:
@@ -15,13 +25,38 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked `cuda` where there is no device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is for `--all`, and skips the tests marked `cuda` where there is no device."""
+    if not config.getoption("--all"):
+        numbers: Counter[str] = Counter()
+        left_out = [item for item in items if _is_for_all(item, numbers)]
+        config.hook.pytest_deselected(items=left_out)
+        out = set(left_out)
+        items[:] = [item for item in items if item not in out]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _is_for_all(item: pytest.Item, numbers: Counter[str]) -> bool:
+    """One in so many cases of a test that is `sampled` is not."""
+    if item.get_closest_marker("long"):
+        return True
+    sampled = item.get_closest_marker("sampled")
+    if sampled is None:
+        return False
+    test = item.nodeid.partition("[")[0]
+    numbers[test] += 1
+    return (numbers[test] - 1) % sampled.args[0] > 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """What there is already need not be looked at whenever a test of the file collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

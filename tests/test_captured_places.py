@@ -793,6 +793,19 @@ def test_odd_objects_do_no_harm() -> None:
     assert paths(lambda x: held) == ["held[1]['w']"]
 
 
+def test_pytest_is_no_state_of_a_region() -> None:
+    """It puts calls of its own functions where a test module asserts something."""
+    tensor = torch.ones(2)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        assert tensor.shape == x.shape, "of one shape"
+        return x + tensor
+
+    found = find(fn)
+    assert [place.path for place, _ in found.places] == ["closure variable 'tensor'"]
+    assert len(found.contents) == 0
+
+
 def test_nothing_is_kept_alive() -> None:
     gc.disable()
     try:

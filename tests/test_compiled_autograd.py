@@ -122,6 +122,7 @@ def named(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model", "policy"), [*((model, None) for model in MODELS), (nested, policies.save_matmuls)], ids=named
 )
@@ -132,6 +133,7 @@ def test_gradients_and_those_of_the_next_eager_backward(model: Callable, policy:
     assert_same(grads(f, eagerly), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "way"), [(None, by_config), *((policy, by_context) for policy in POLICIES)], ids=named
 )
@@ -169,6 +171,7 @@ def test_of_a_compiled_function_around_an_eager_region() -> None:
     torch.testing.assert_close(x.grad, other.grad)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES[:2], ids=named)
 def test_nothing_is_held_between_two_backward_passes(policy: Any) -> None:
     x, w = inputs()

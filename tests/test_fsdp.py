@@ -178,6 +178,7 @@ def process_group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("process_group", "collector_off")
 @pytest.mark.parametrize(
     "units, options", [*((units, "trained") for units in UNITS), *(("layers", options) for options in [*OPTIONS][1:])]
@@ -208,6 +209,7 @@ def check_all(rank: int, folder: str, options: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS)
 def test_two_processes(options: str, tmp_path: Path) -> None:
     program = f"""

@@ -99,6 +99,7 @@ def assert_same(actual: list[Any], expected: list[Any]) -> None:
     assert all(map(torch.equal, actual, expected))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_the_same_with_and_without_a_policy(fn: Callable) -> None:
     for policy in POLICIES:

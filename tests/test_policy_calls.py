@@ -155,6 +155,7 @@ def test_calls_that_differ(branch: str, policy: str) -> None:
     check(BRANCHES[branch], policy, calls)
 
 
+@pytest.mark.long
 @every_policy
 def test_random_programs(policy: str) -> None:
     def fn(x: Tensor, w: Tensor, seed: int) -> Tensor:
@@ -375,6 +376,7 @@ def viewing(x: Tensor, w: Tensor, which: int) -> Tensor:
 OTHER_BRANCHES = [*((branches, which) for which in range(1, 8)), *((viewing, which) for which in range(1, 12))]
 
 
+@pytest.mark.sampled(4)
 @every_policy
 @pytest.mark.parametrize("fn, which", OTHER_BRANCHES)
 def test_another_branch_after_calls_that_did_the_same(policy: str, fn: Callable, which: int) -> None:

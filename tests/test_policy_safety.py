@@ -127,6 +127,7 @@ def named(t: Tensor, name: str = "h") -> Tensor:
 OPTIONS = [{}, {"early_stop": False}, {"determinism_check": "values"}, {"determinism_check": "none"}, {"debug": True}]
 
 
+@pytest.mark.sampled(3)
 @EVERY
 @cases()
 def test_autograd(case: Case, policy: Any) -> None:
@@ -183,6 +184,7 @@ def works(case: Case, transform: str) -> bool:
     return vmapped and forward and (case.double or not twice) and not (case.name == "lstm" and "jvp" in transform)
 
 
+@pytest.mark.sampled(4)
 @SOME
 @cases(func=True)
 def test_func(case: Case, policy: Any) -> None:
@@ -341,6 +343,7 @@ def compare(run: Callable[[Fn], Any], fn: Fn, rest: Fn | None, policy: Any, inne
     assert_same((run(region), torch.rand(1)), expected, exact=False)
 
 
+@pytest.mark.long
 @MANY
 @given(
     fn=programs(STEPS | AUTOGRAD_STEPS),
@@ -370,6 +373,7 @@ def test_random_programs(fn: Fn, rest: Any, policy: Any, inner: Any, how: str, o
     compare(run, fn, rest, policy, inner, option)
 
 
+@pytest.mark.long
 @MANY
 @given(
     fn=programs(STEPS),

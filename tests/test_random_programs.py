@@ -75,6 +75,35 @@ def make():
 recomputes_no_more(make, policies.save_convolutions, ~policies.save_ops("aten.add", "aten.tanh"))
 """
 
+# One call of a function shows that it can't run under saved-tensor hooks, after another one that could.
+FOUND_LATE = """
+from programs import *
 
-def test_reduced_programs() -> None:
-    assert outcome(REFERRED_TO) is None
+
+def make():
+    w1 = tensor(2)
+    w2 = tensor(3)
+    constant = tensor(4, grad=False)
+
+    @remat
+    def outer(a, b):
+        t = F.conv2d(constant[None, None], w1[None, None], padding=1)[0, 0].tanh()
+
+        @remat
+        def inner(p, q):
+            differentiated(lambda a, b: b + a * 0.5, w2, q)
+            return w2
+
+        inner(t, constant)
+        return dual(inner, constant, a)
+
+    return outer, [w1, w2], []
+
+
+compare(make, 'hooks around', exact=True)
+"""
+
+
+@pytest.mark.parametrize("program", [REFERRED_TO, FOUND_LATE], ids=["referred to", "found late"])
+def test_reduced_programs(program: str) -> None:
+    assert outcome(program) is None

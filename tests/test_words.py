@@ -113,6 +113,7 @@ def plain_torch(run: Callable, word: tuple[str, ...]) -> Tensor | None:
         return None
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("word", WORDS, ids=["-".join(word) for word in WORDS])
 def test_word(word: tuple[str, ...]) -> None:
     wanted = {run: plain_torch(run, word) for run in (by_call, through)}

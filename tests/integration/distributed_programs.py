@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -185,7 +185,10 @@ CALLED = "torch, called", "torch, called, products", "called", "called, products
 
 @dataclass
 class Costs:
-    """Of a step: bytes kept for the backward, left after it and at the peak, products, collectives by operator."""
+    """Of the last step: bytes kept for the backward, left after it and at the peak, products, collectives by operator.
+
+    The peak is the least of all steps: a thread of gloo may hold the last result of a collective for a moment.
+    """
 
     kept: int
     left: int
@@ -218,7 +221,7 @@ class Meter(PeakMemory, OpCounter):
             found.append(self.live)
         return min(found)
 
-    def costs(self, kept: int) -> Costs:
+    def costs(self, kept: int, peak: int) -> Costs:
         sent = {
             operator: times
             for name, times in self.counts.items()
@@ -226,7 +229,7 @@ class Meter(PeakMemory, OpCounter):
             if library in ("c10d", "_c10d_functional") and operator not in SILENT
         }
         products = sum(self[f"aten.{name}"] for name in ("mm", "addmm", "bmm"))
-        return Costs(kept, self.settled(), self.peak, products, Counter(sent))
+        return Costs(kept, self.settled(), peak, products, Counter(sent))
 
 
 def batch(number: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
@@ -252,23 +255,22 @@ def gradients(*modules: nn.Module) -> dict[str, Tensor]:
 
 def train(model: nn.Module, same: bool = False, micro: int = 1) -> Result:
     """Steps of `micro` batches, the `same` in both processes or others; gradients are reduced after the last one."""
-    optimizer, losses, kept = torch.optim.SGD(model.parameters(), 0.1), [], 0
+    optimizer, losses, kept, peaks = torch.optim.SGD(model.parameters(), 0.1), [], 0, []
     for step in range(STEPS):
         torch.manual_seed(step)
         optimizer.step()
         optimizer.zero_grad()
-        meter = Meter()
-        watched: AbstractContextManager[Any] = meter if step == STEPS - 1 else nullcontext()
-        with watched:
+        with Meter() as meter:
             for i in range(micro):
                 tokens, targets = batch(step * micro + i, 0 if same else dist.get_rank())
                 with model.no_sync() if i < micro - 1 else nullcontext():
                     loss = loss_of(model(tokens), targets)
                     losses.append(loss.detach())
-                    kept = meter.settled() if step == STEPS - 1 else 0
+                    kept = meter.settled()
                     loss.backward()
                     del loss
-    return Result(losses, gradients(model), meter.costs(kept))
+        peaks.append(meter.peak)
+    return Result(losses, gradients(model), meter.costs(kept, min(peaks)))
 
 
 # --- the programs -----------------------------------------------------------------------------------------------------
@@ -372,6 +374,7 @@ def pipeline(kind: Any, each: int = 1) -> Callable[[Any], Result]:
         stages = [PipelineStage(module, i, count, CPU) for module, i in zip(modules, here)]
         schedule = kind(stages[0] if each == 1 else stages, 4, loss_fn=loss_of)
         losses: list[Tensor] = []
+        peaks = []
         for step in range(STEPS):
             torch.manual_seed(step)
             for module in modules:
@@ -379,11 +382,10 @@ def pipeline(kind: Any, each: int = 1) -> Callable[[Any], Result]:
             tokens, targets = batch(step, 0, size=8)
             inputs = [tokens] if 0 in here else []
             outputs = {"target": targets, "losses": losses} if count - 1 in here else {}
-            meter = Meter()
-            watched: AbstractContextManager[Any] = meter if step == STEPS - 1 else nullcontext()
-            with watched:
+            with Meter() as meter:
                 schedule.step(*inputs, **outputs)
-        return Result([loss.detach() for loss in losses], gradients(*modules), meter.costs(0))
+            peaks.append(meter.peak)
+        return Result([loss.detach() for loss in losses], gradients(*modules), meter.costs(0, min(peaks)))
 
     return train
 
