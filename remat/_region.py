@@ -58,8 +58,7 @@ class Region:
     def __init__(
         self, fn: Callable, given: Arguments, tensors: list, options: Options, memory: Memory, around: Around | None
     ) -> None:
-        self.fn = fn
-        self.options, self.memory = options, memory
+        self.fn, self.options, self.memory = fn, options, memory
         self.given, self.arguments = given, tensors
         self.around = around  # which has recorded for it since
         self.found: Found | None = None  # what the function captures
@@ -229,9 +228,8 @@ class Region:
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
-        if self.consts.tensors:
-            operands = apart_from_captured(operands, self.consts.tensors, self.same)
         if self.ran:
+            operands = apart_from_captured(operands, self.consts.tensors, self.same)
             result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)
         self.ran = True

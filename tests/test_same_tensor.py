@@ -414,6 +414,25 @@ def test_changed_by_the_region(make: Callable, policy: Any, nested: bool) -> Non
     torch.testing.assert_close(program(wrap), program(plain), rtol=0, atol=0)
 
 
+def test_captured_and_below_its_levels_an_argument() -> None:
+    """What the inner region returns is captured, and the argument `p` is that tensor below the level of `p`."""
+    w, x = torch.linspace(-1, 1, 3, dtype=torch.double, requires_grad=True), torch.arange(3.0).double()
+
+    def program(wrap: Wrap) -> Any:
+        def fn(a: Tensor, b: Tensor) -> Tensor:
+            def inside(p: Tensor) -> Tensor:
+                inner = wrap(lambda q: {"sum": w + p * 0.5, "captured": b})
+                return grad(lambda q: inner(q)["sum"].cos().sum())(w).sum()
+
+            return b + grad(inside)(b)
+
+        out = grad(lambda a: wrap(fn)(a, x).sin().sum())(x)
+        value, aux = grad(lambda a: (lambda r: (r.cos().sum(), r))(wrap(fn)(a, x)), has_aux=True)(x)
+        return out, value, aux, torch.autograd.grad((aux + w).sum(), w)
+
+    torch.testing.assert_close(program(remat), program(plain), rtol=0, atol=0)
+
+
 # --- tied weights ---------------------------------------------------------------------------------------------------
 
 
