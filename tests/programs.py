@@ -6,10 +6,12 @@ the real one, or one that returns the function itself.
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,7 @@ from benchmarks.measure import OpCounter, held_bytes
 from remat import CaptureError, MutationError, _tree, checkpoint_name, policies
 
 __all__ = [
+    "added",
     "GENERATOR", "F", "Layer", "SimpleNamespace", "SineAndCosine", "checkpoint_name", "chosen", "compare",
     "differentiated", "differentiated_again", "dual", "functional_call", "grad", "hook", "jacfwd", "jacrev", "jvp",
     "keeps_no_more", "np", "packing", "pair", "policies", "random", "recomputes_no_more", "remat", "tensor", "torch",
@@ -78,9 +81,14 @@ def pair(t: Tensor, dim: int = 0) -> Tensor:
     return torch.stack([t, t.cos()], dim)
 
 
+def added(tensors: Iterable[Tensor]) -> Tensor:
+    """Their sum, which doesn't begin with 0: torch can't add that to its zeros without memory, under a mode."""
+    return functools.reduce(operator.add, tensors)
+
+
 def hook(t: Tensor, factor: float) -> None:
     def scaled(g: Tensor | None) -> Tensor | None:
-        if g is not None:
+        if g is not None and not package.is_recomputing():  # which repeats the backward passes inside of a region
             FIRED.append(factor)
         return None if g is None else g * factor
 
