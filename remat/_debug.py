@@ -24,12 +24,13 @@ class OpLog(DispatchMode):
         super().__init__()
         self.entries: list[tuple[str, str, str]] = []
         self.ranges = Ranges()
+        self.noting = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if facts_of(func).marks:
             return self.ranges.mark(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if func not in _IGNORED and not state.unseen and not self.ranges:
+        if self.noting and func not in _IGNORED and not state.unseen and not self.ranges:
             self.note(str(func), _describe(result), str(user_line()))
         return result
 

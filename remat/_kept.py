@@ -73,6 +73,9 @@ class Kept:
             may_change = [i for i, tensor in enumerate(tensors) if self._may_change(i, tensor)]
             if may_change:
                 self.copies = {i: tensors[i].detach().clone() for i in may_change}
+                for i in set(may_change).intersection(self.duals):  # a change in place changes the tangent too
+                    primal, tangent = self.duals[i]
+                    self.duals[i] = primal, (tangent[0].detach().clone(), *tangent[1:])
 
     def __len__(self) -> int:
         return len(self.versions)
@@ -174,7 +177,7 @@ class Kept:
             for i, copy in self.copies.items():
                 tensor = self.tensors[i]
                 if tensor is not None and _may_differ(tensor, copy):
-                    tensor.copy_(copy)
+                    tensor.copy_(fwAD.make_dual(copy, self.duals[i][1][0]) if i in self.duals else copy)
 
     # --- for a run again --------------------------------------------------------------------------------------------
 
@@ -223,8 +226,10 @@ class Kept:
         """The i-th tensor for a run again: cut from the graph that it came from, tangent included."""
         tensor = self.get(i)
         if self.duals and i in self.duals:
-            primal, tangent = (_cut(*dual) for dual in self.duals[i])
-            return fwAD.make_dual(primal, tangent)
+            primal, tangent = self.duals[i]
+            if i in self.changed:
+                primal, tangent = (tensor, *primal[1:]), (tangent[0].clone(), *tangent[1:])
+            return fwAD.make_dual(_cut(*primal), _cut(*tangent))
         return _cut(tensor, self.requires_grad[i], self.leaf[i])
 
     @contextmanager

@@ -31,7 +31,7 @@ class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "difference", "ending", "frame", "last", "look", "rest", "root", "slots", "stopped",
+        "difference", "ended", "ending", "filling", "frame", "last", "look", "rest", "root", "slots", "stopped",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, slots: list[Any]) -> None:
@@ -41,14 +41,18 @@ class Filler:
         self.slots = slots
         self.rest: Any = iter(slots)
         self.stopped = False
+        self.ended = False  # it stops at the next operation
+        self.filling: int | None = None  # the operation that may fill what it has saved, by its sequence number
         self.ending: int | None = None  # after so many steps it stops
         self.difference: str | None = None
         self.last = next(filter(None, reversed(slots)))
 
     def run(self) -> None:
         contexts = self._contexts()
-        before = torch.is_grad_enabled()
+        before, log = torch.is_grad_enabled(), self.frame.log
         _torch.set_grad_enabled(True)
+        if log is not None:
+            log.noting = False  # it may still be the first run's, of which this is no part
         try:
             if not contexts:
                 return self._run()
@@ -58,6 +62,8 @@ class Filler:
                 self._run()
         finally:
             _torch.set_grad_enabled(before)
+            if log is not None:
+                log.noting = True
 
     def _contexts(self) -> list[Any]:
         """What a run again has to be shielded from, or given back: nothing, in a plain backward pass."""
@@ -130,7 +136,10 @@ class Filler:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         slot = next(self.rest, _ONE_MORE)
-        if not slot:  # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
+        if not slot:
+            if self.ended and self.filling != _torch.next_sequence_number():
+                self._stop()
+            # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
             if slot is _ONE_MORE:
                 self._check_more()
             return tensor if tensor.is_leaf else alias(tensor)
@@ -141,6 +150,8 @@ class Filler:
             now = look_at(value, self.frame.check)
         if now != slot.fingerprint:
             self._compare(slot, now)
+        if slot.first is not None:
+            self.filling = _torch.next_sequence_number()
         slot.version = now[4]
         slot.value = value  # last, as another thread may be waiting for it
         if slot is self.last:
@@ -185,7 +196,9 @@ class Filler:
             latest = self.slots[max(0, self.count - 3) : self.count]
             early = [slot.source.after for slot in latest if slot and slot.early]
             self.ending = max(early, default=None)
-            if self.ending is None:
+            # Without a record any tensor without a history may be such, as the noise of a randomized leaky ReLU is.
+            self.ended = self.frame.record is None and self.filling == _torch.next_sequence_number()
+            if self.ending is None and not self.ended:
                 self._stop()
 
     def _stop(self) -> None:
