@@ -184,7 +184,7 @@ class Interceptor(TorchFunctionMode):
                 watch.maps = True
             elif func in _ASKS:
                 watch.asks = True
-            elif func in _BY_LEVEL and _torch.current_level() == state.interceptors[-1].level:
+            elif func in _BY_LEVEL and _torch.level_of(args[0]) <= (state.interceptors[-1].level or 0):
                 watch.cuts |= requires_grad_somewhere(args[0])
             read = args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs))
             for tensor in read:

@@ -191,7 +191,7 @@ class Filler:
         """All slots are filled."""
         if self.difference is not None:
             raise RecomputeMismatchError(self.difference)
-        if self.frame.options.early_stop:
+        if self.frame.options.early_stop or self.frame.open:  # the first run has come no further
             # The operation that runs now may fill what it has saved: then it must run to its end.
             latest = self.slots[max(0, self.count - 3) : self.count]
             early = [slot.source.after for slot in latest if slot and slot.early]

@@ -126,12 +126,15 @@ def differentiated(f: Fn, a: Tensor, b: Tensor) -> Tensor:
 
 
 def differentiated_again(f: Fn, a: Tensor, b: Tensor) -> Tensor:
-    """The gradient at a tensor in the middle of the graph, which can be differentiated in turn."""
+    """The gradient at a tensor in the middle of the graph, which can be differentiated in turn.
+
+    The same whether a result that `p` has no influence on says that it requires grad: it may, if it does below a level.
+    """
     p = a * 1
     out = total(f(p, b))
-    if not (p.requires_grad and out.requires_grad):
-        return out * b
-    (g,) = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)
+    g = None
+    if p.requires_grad and out.requires_grad:
+        (g,) = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)
     return torch.zeros_like(p) if g is None else g * 0.5
 
 
