@@ -17,10 +17,11 @@ from torch.autograd.graph import (
     save_on_cpu,
     saved_tensors_hooks,
 )
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import OpCounter, PeakMemory, assert_freed_without_gc, count_ops, gc_disabled, held_bytes
-from remat import MutationError, is_recomputing, remat
+from remat import MutationError, is_recomputing, policies, remat
 
 N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
 
@@ -1337,3 +1338,41 @@ def test_an_inference_tensor_goes_into_a_region_in_a_region(made: str) -> None:
     (expected,) = torch.autograd.grad(fn(scale)(x).sum(), x)
     (found,) = torch.autograd.grad(remat(fn(remat(scale)))(x).sum(), x)
     assert torch.equal(found, expected)
+
+
+def randomized(x):
+    return F.rrelu(x, 0.1, 0.3, training=True)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        randomized,
+        lambda x: randomized(x * 2),
+        lambda x: randomized(x.sin()) * 2,
+        lambda x: F.rrelu_(x.sin(), 0.1, 0.3, training=True),
+        lambda x: randomized(randomized(x)),
+    ],
+    ids=["an argument", "made inside", "not last", "in place", "twice"],
+)
+@pytest.mark.parametrize("transform", [torch.autograd.grad, torch.func.grad], ids=["autograd", "func"])
+@pytest.mark.parametrize("policy", [None, policies.nothing_saveable, policies.save_ops("aten.sin")], ids=repr)
+@pytest.mark.filterwarnings("ignore:The policy")
+def test_an_operation_that_fills_what_it_has_saved(fn, transform, policy):
+    """The noise is saved before it is drawn, so the recompute must not stop there."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        x = torch.linspace(-2, 1, 12).requires_grad_()
+        if transform is torch.autograd.grad:
+            return torch.autograd.grad(wrap(fn)(x).exp().sum(), x)[0], torch.rand(1)
+        return torch.func.grad(lambda x: wrap(fn)(x).exp().sum())(x.detach()), torch.rand(1)
+
+    assert_same(run(lambda fn: remat(fn, policy=policy)), run(lambda fn: fn))
+
+
+def test_dropout_before_a_product_that_is_not_needed():
+    """What is saved without a history is filled already: the product after it is not computed again."""
+    x, w = torch.rand(4, 4, requires_grad=True), torch.rand(4, 4, requires_grad=True)
+    y = remat(lambda x: F.dropout(x @ w, 0.5) @ w)(x)
+    assert count_ops(torch.autograd.grad, y.sum(), (x, w))["aten.mm"] == 1 + 4

@@ -385,6 +385,19 @@ def test_debug_sees_the_operations_of_the_function_alone(policy: Any, check: str
             backward(remat(other, policy=policy, determinism_check=check, debug=True, early_stop=False), x)
 
 
+def test_debug_with_a_backward_pass_inside() -> None:
+    """It needs a recompute in the middle of the first run, which is none of that run's operations."""
+
+    def fn(x: Tensor) -> Tensor:
+        h = x.sin()
+        (g,) = torch.autograd.grad((h * x.exp()).cos().sum(), x, create_graph=True)
+        return g * h.tanh()
+
+    x = leaf(4)
+    for middle in (lambda x: x, lambda x: x * 2):
+        same(backward(lambda x: remat(fn, debug=True)(middle(x)), x), backward(lambda x: fn(middle(x)), x))
+
+
 def test_debug_without_a_difference() -> None:
     x, fn = leaf(3), lambda x: x.sin().exp().cos()
     same(backward(remat(fn, debug=True), x), backward(fn, x))

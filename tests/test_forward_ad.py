@@ -689,3 +689,28 @@ def test_a_level_in_a_level_is_refused_as_without_remat():
     for each in (fn, remat(fn)):
         with pytest.raises(RuntimeError, match="Nested forward mode AD"):
             each(rand(3))
+
+
+@pytest.mark.parametrize("kind", ["updated", "updated twice", "batch norm"])
+def test_statistics_with_tangents(kind):
+    """A buffer that is updated from a dual tensor has a tangent from then on: a recompute changes a copy of both."""
+
+    def run(wrap):
+        mean, norm = torch.zeros(3, dtype=torch.double), torch.nn.BatchNorm1d(3).double()
+
+        def update(x):
+            if kind == "batch norm":
+                return norm(x).tanh() * norm.running_mean.clone()
+            mean.mul_(0.9).add_(x.detach().mean(0) * 0.1)
+            with torch.no_grad():
+                mean.add_(x.mean(0) * 0.1)
+            return x.tanh() + mean.clone()
+
+        region, x = wrap(update), rand(3, 3)
+        with fwAD.dual_level():
+            y = region(fwAD.make_dual(x * 1, x.cos()))
+            y = region(y) if kind != "updated" else y
+            out, tangent = fwAD.unpack_dual(y)
+        return torch.autograd.grad((out.cos() * tangent).sum(), x), [mean, *norm.buffers()]
+
+    assert_same(run(remat), run(lambda fn: fn), exact=False)

@@ -307,3 +307,23 @@ def test_everything_is_freed() -> None:
         out = by_grad(remat(on_both))(x)
         watch(x, out)
         del x, out
+
+
+@pytest.mark.parametrize("inner", ["grad", "vmap"])
+def test_registered_in_an_inner_transform(inner: str) -> None:
+    """On a tensor of the region's own level."""
+    w = rand(3, 3, seed=2)
+
+    def run(wrap: Wrap) -> Any:
+        def fn(x: Tensor) -> Tensor:
+            h = x.sin() * w
+            if inner == "grad":
+                grad(lambda y: (hook(h), (y * x).sum())[1])(x)
+            else:
+                vmap(lambda y: (hook(h), y * 2)[1])(torch.stack([x, x]))
+            return h.cos()
+
+        value = grad(lambda x: wrap(fn)(x).sum())(X)
+        return value, torch.autograd.grad(value.sum(), w)
+
+    assert_same(run(remat), run(plain), exact=False)

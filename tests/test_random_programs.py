@@ -103,7 +103,37 @@ def make():
 compare(make, 'hooks around', exact=True)
 """
 
+# A recompute in the middle of a first run came further than that, and updated statistics.
+TOO_FAR = """
+from programs import *
 
-@pytest.mark.parametrize("program", [REFERRED_TO, FOUND_LATE], ids=["referred to", "found late"])
+
+def make():
+    w1 = tensor(2)
+    region = remat(Layer())
+
+    def whole(a, b):
+        start = differentiated_again(lambda p, q: q, b, w1)
+        end = dual(lambda p, q: start * 1.5, tensor(4, grad=False), b)
+
+        @remat(early_stop=False)
+        def outer(a, b):
+            def inside(p):
+                region(p)
+                return differentiated(lambda p, q: q + p * 0.5, p, p)
+
+            differentiated_again(lambda p, q: inside(q), a, inside(b))
+            return w1
+
+        return differentiated(outer, end, end)
+
+    return whole, [w1, *region.parameters()], [*region.buffers()]
+
+
+compare(make, 'grad', exact=False)
+"""
+
+
+@pytest.mark.parametrize("program", [REFERRED_TO, FOUND_LATE, TOO_FAR], ids=["referred to", "found late", "too far"])
 def test_reduced_programs(program: str) -> None:
     assert outcome(program) is None
