@@ -74,11 +74,13 @@ def _may_be_the_same(before: type, now: type) -> bool:
     those of FSDP do. And its class may be made anew in each run.
     """
     told = not issubclass(before, _UNTOLD) and not issubclass(now, _UNTOLD)
-    return before is now or not told or {before.__name__, now.__name__} <= _COPIES
+    return before is now or not told or {before.__name__, now.__name__} <= _MOVES
 
 
 _UNTOLD = type(None), BackwardCFunction
-_COPIES = {"CloneBackward0", "ViewBackward0"}
+_MOVES = {  # these compute nothing, and the rules of ``vmap`` choose among them by how a tensor lies in memory
+    "CatBackward0", "CloneBackward0", "ReshapeAliasBackward0", "StackBackward0", "UnsafeViewBackward0", "ViewBackward0",
+}  # fmt: skip
 
 
 def describe(saved: tuple) -> str:

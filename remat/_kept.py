@@ -73,9 +73,13 @@ class Kept:
             may_change = [i for i, tensor in enumerate(tensors) if self._may_change(i, tensor)]
             if may_change:
                 self.copies = {i: tensors[i].detach().clone() for i in may_change}
-                for i in set(may_change).intersection(self.duals):  # a change in place changes the tangent too
-                    primal, tangent = self.duals[i]
-                    self.duals[i] = primal, (tangent[0].detach().clone(), *tangent[1:])
+                self.duals = (
+                    {  # a change in place changes the tangent too
+                        i: (primal, (tangent[0].detach().clone(), *tangent[1:]) if i in self.copies else tangent)
+                        for i, (primal, tangent) in self.duals.items()
+                    }
+                    or _NOTHING
+                )
 
     def __len__(self) -> int:
         return len(self.versions)
