@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._bulk import call
+from ._bulk import call, gone
 from ._debug import OpLog
 from ._determinism import LOOKS, fingerprint
 from ._errors import MutationError, RecomputeMismatchError
@@ -41,7 +41,7 @@ class Frame:
     __slots__ = (
         "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings", "noted",
         "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot", "slots",
-        "start", "streams",
+        "start", "streams", "unfilled",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,7 @@ class Frame:
         self.start = _torch.next_sequence_number()
         root = region.root
         self.streams = current_streams(root.devices) if root.devices else ()
+        self.unfilled: Callable[[], Any] = gone  # the slot that the operation which the recompute ended at may fill
         self.log = OpLog() if options.debug else None
         self.policies = tuple(state.policies)
         self.lowerings: list[bool] = []  # of the regions inside
@@ -216,6 +217,9 @@ class Frame:
             group.take(packed)
         if value is None:
             value = self._as_reader(self._filled, packed)
+        if packed is self.unfilled() and _torch.fills_what_it_saves():
+            self.unfilled, packed.value = gone, None
+            value = self._as_reader(self._filled, packed, True)
         if _torch.version(value) != packed.version or (packed.first and packed.has_changed()):
             raise MutationError(
                 f"A captured tensor, or one that the region made, {fingerprint(value, 'metadata')}, was saved for the "
@@ -234,7 +238,7 @@ class Frame:
         finally:
             state.reader = reader
 
-    def _filled(self, wanted: Slot) -> torch.Tensor:
+    def _filled(self, wanted: Slot, fill: bool = False) -> torch.Tensor:
         """Run the region again. Outside of a backward pass only the wanted slot gets its value, for the moment."""
         with self.lock:
             value = wanted.value
@@ -248,7 +252,7 @@ class Frame:
             elif self.record is not None:
                 alive = [SERVED if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
-            filler = Filler(self, alive)
+            filler = Filler(self, alive, fill)
             try:
                 filler.run()
                 value = wanted.value
@@ -257,7 +261,7 @@ class Frame:
             finally:
                 filler.let_go()
             if value is None:
-                return self._filled(wanted)  # another thread has let go of it meanwhile
+                return self._filled(wanted, fill)  # another thread has let go of it meanwhile
             if running is None:
                 wanted.value = None
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -13,6 +14,7 @@ import torch.autograd.forward_ad as fwAD
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch
+from ._bulk import gone
 from ._determinism import describe, is_other, look_at, user_line
 from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks, hooks_allowed
@@ -31,18 +33,19 @@ class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "difference", "ended", "ending", "filling", "frame", "last", "look", "rest", "root", "slots", "stopped",
+        "difference", "ended", "ending", "fill", "filling", "frame", "last", "look", "rest", "root", "slots", "stopped",
     )  # fmt: skip
 
-    def __init__(self, frame: Frame, slots: list[Any]) -> None:
+    def __init__(self, frame: Frame, slots: list[Any], fill: bool = False) -> None:
         self.frame = frame
+        self.fill = fill  # the operation that saves the last tensor runs too, as it may fill what it has saved
         self.root = frame.region.root
         self.look = frame.look
         self.slots = slots
         self.rest: Any = iter(slots)
         self.stopped = False
         self.ended = False  # it stops at the next operation
-        self.filling: int | None = None  # the operation that may fill what it has saved, by its sequence number
+        self.filling: tuple[int, Any] | None = None  # which operation may fill which slot, by its sequence number
         self.ending: int | None = None  # after so many steps it stops
         self.difference: str | None = None
         self.last = next(filter(None, reversed(slots)))
@@ -122,7 +125,7 @@ class Filler:
 
     def let_go(self) -> None:
         """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
-        del self.frame, self.root, self.slots, self.rest, self.last
+        del self.frame, self.root, self.slots, self.rest, self.last, self.filling
 
     @property
     def count(self) -> int:
@@ -137,7 +140,7 @@ class Filler:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         slot = next(self.rest, _ONE_MORE)
         if not slot:
-            if self.ended and self.filling != _torch.next_sequence_number():
+            if self.ended and not self._is_filling():
                 self._stop()
             # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
             if slot is _ONE_MORE:
@@ -151,7 +154,7 @@ class Filler:
         if now != slot.fingerprint:
             self._compare(slot, now)
         if slot.first is not None:
-            self.filling = _torch.next_sequence_number()
+            self.filling = _torch.next_sequence_number(), slot
         slot.version = now[4]
         slot.value = value  # last, as another thread may be waiting for it
         if slot is self.last:
@@ -196,10 +199,15 @@ class Filler:
             latest = self.slots[max(0, self.count - 3) : self.count]
             early = [slot.source.after for slot in latest if slot and slot.early]
             self.ending = max(early, default=None)
-            # Without a record any tensor without a history may be such, as the noise of a randomized leaky ReLU is.
-            self.ended = self.frame.record is None and self.filling == _torch.next_sequence_number()
-            if self.ending is None and not self.ended:
+            if self.ending is not None:
+                return
+            self.ended = self.fill and self._is_filling()
+            if not self.ended:
+                self.frame.unfilled = weakref.ref(self.filling[1]) if self.filling and self._is_filling() else gone
                 self._stop()
+
+    def _is_filling(self) -> bool:
+        return self.filling is not None and self.filling[0] == _torch.next_sequence_number()
 
     def _stop(self) -> None:
         self.stopped = True

@@ -163,6 +163,12 @@ engine_call = torch.autograd.graph._engine_run_backward
 next_sequence_number = torch._C._autograd._get_sequence_nr
 
 
+def fills_what_it_saves() -> bool:
+    """Whether the node that runs now is of an operation that saves a tensor and then fills it: but one is known."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith("RreluWithNoise")
+
+
 def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
     """The hooks registered on a tensor, by their numbers: those that a run again has added must not stay."""
     return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}

@@ -132,7 +132,7 @@ def test_memory(outcomes: Outcomes, program: str, way: str) -> None:
         assert taken.left == plain.left
         assert taken.peak < plain.peak
         if BOUNDS[way] in ("torch", "torch, called"):
-            assert taken.peak <= 1.05 * bound.peak  # the gradient of a bias more, or what gloo holds for a moment
+            assert taken.peak <= 1.1 * bound.peak  # the gradient of a bias more, or what gloo holds for a moment
 
 
 @ours
