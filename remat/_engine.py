@@ -105,10 +105,8 @@ class Frame:
         tensors = [*self.operands.tensors, *self.consts.tensors]
         self.operands.close()
         self.consts.close()
-        if self.region is root and (self.operands.changed or self.consts.changed):
-            first = len(self.operands)
-            changed = [*self.operands.changed, *(first + i for i in self.consts.changed)]
-            root.overlaps = overlapping(tensors, changed)
+        if self.region is root and (self.operands.may_have_changed or self.consts.may_have_changed):
+            root.overlaps = overlapping(tensors, self.operands, self.consts)
         del tensors
         self.consts.forget_histories()
         if self.record is not None:

@@ -206,8 +206,8 @@ class Filler:
 
     def _differs(self, index: int, before: Any, now: Any) -> str:
         return (
-            f"Tensor {index} that the region saved for its backward was {describe(before)} in the forward and is "
-            f"{describe(now)} when the region was run again, at {user_line()}. {_ADVICE}"
+            f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and is "
+            f"{describe(now, before)} when the region was run again, at {user_line()}. {_ADVICE}"
         )
 
     def _too_many(self) -> str:
