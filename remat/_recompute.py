@@ -67,6 +67,8 @@ class Filler:
             contexts.append(_torch.without_levels())
         if _torch.batched_backward_depth():
             contexts.append(outside_of_batched_backward())
+        if torch.is_inference_mode_enabled():  # of the backward; in a forward under it nothing is saved
+            contexts.append(torch.inference_mode(False))
         if not _torch.is_torch_function_enabled():
             contexts.append(_torch.torch_function_enabled())
         if _torch.hooks_disabled_message() is not None:

@@ -20,7 +20,7 @@ from torch.autograd.graph import (
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import OpCounter, PeakMemory, assert_freed_without_gc, count_ops, gc_disabled, held_bytes
-from remat import MutationError, is_recomputing, remat
+from remat import MutationError, is_recomputing, policies, remat
 
 N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
 
@@ -1337,3 +1337,20 @@ def test_an_inference_tensor_goes_into_a_region_in_a_region(made: str) -> None:
     (expected,) = torch.autograd.grad(fn(scale)(x).sum(), x)
     (found,) = torch.autograd.grad(remat(fn(remat(scale)))(x).sum(), x)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls])
+@pytest.mark.parametrize("nested", [False, True])
+def test_backward_under_inference_mode(policy, nested: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return (x.sin() @ x.cos()).exp()
+
+    x = torch.randn(3, 3, requires_grad=True)
+    grads = []
+    for wrap in (lambda f: f, lambda f: remat(f, policy=policy)):
+        inner = wrap(fn)
+        out = wrap(lambda x: inner(x).sin())(x) if nested else inner(x)
+        with torch.inference_mode():
+            grads.append(torch.autograd.grad(out.sum(), x)[0])
+            assert torch.is_inference_mode_enabled() and grads[-1].is_inference()
+    assert torch.equal(*grads)
