@@ -20,7 +20,7 @@ from ._lowerings import Lowerings
 from ._parts import bare
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward
-from ._streams import resumed
+from ._streams import is_on_another, resumed
 from ._torch import modes_that_see
 
 if TYPE_CHECKING:
@@ -137,6 +137,8 @@ class Filler:
                 self._check_more()
             return tensor if tensor.is_leaf else alias(tensor)
         value = alias(tensor) if modes_that_see() else tensor.detach()
+        if self.frame.streams and not self.frame.mixed:
+            self.frame.mixed = is_on_another(tensor.device, self.frame.streams)
         try:
             now = self.look(tensor)
         except RuntimeError:  # an inference tensor
@@ -182,7 +184,8 @@ class Filler:
         """All slots are filled."""
         if self.difference is not None:
             raise RecomputeMismatchError(self.difference)
-        if self.frame.options.early_stop:
+        # What the user tells the allocator, and which stream waits for which, may come after the last operation.
+        if self.frame.options.early_stop and not self.frame.mixed:
             # The operation that runs now may fill what it has saved: then it must run to its end.
             latest = self.slots[max(0, self.count - 3) : self.count]
             early = [slot.source.after for slot in latest if slot and slot.early]

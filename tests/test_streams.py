@@ -103,3 +103,74 @@ def test_nothing_waits_for_copies_of_what_nobody_changes(monkeypatch: pytest.Mon
     found = torch.autograd.grad(remat(fn, policy=SINES)(x).sum(), x)
     assert_same(found, torch.autograd.grad(fn(x).sum(), x))
     assert waits == []
+
+
+# --- side streams in a region -----------------------------------------------------------------------------------------
+
+
+def told_late(x: Tensor, side: torch.cuda.Stream) -> Tensor:
+    main = torch.cuda.current_stream()
+    y = x.sin()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        z = (y @ y).exp()
+    y.record_stream(side)
+    main.wait_stream(side)
+    z.record_stream(main)
+    return z
+
+
+def told_at_once(x: Tensor, side: torch.cuda.Stream) -> Tensor:
+    main = torch.cuda.current_stream()
+    y = x.sin()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        y.record_stream(side)
+        z = (y @ y).exp()
+    main.wait_stream(side)
+    z.record_stream(main)
+    return z
+
+
+def reads_what_is_not_saved(x: Tensor, side: torch.cuda.Stream) -> Tensor:
+    main = torch.cuda.current_stream()
+    y = x * 2
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        z = (y + 1).exp()
+    y.record_stream(side)
+    main.wait_stream(side)
+    z.record_stream(main)
+    return z * 3
+
+
+def two_branches(x: Tensor, side: torch.cuda.Stream) -> Tensor:
+    main = torch.cuda.current_stream()
+    side.wait_stream(main)
+    u = x.sin().cos().exp()
+    with torch.cuda.stream(side):
+        x.record_stream(side)
+        v = x.cos().sin().exp()
+    main.wait_stream(side)
+    v.record_stream(main)
+    return u + v
+
+
+REGIONS = [told_late, told_at_once, reads_what_is_not_saved, two_branches]
+POLICIES = [None, policies.save_matmuls, policies.offload(policies.save_matmuls)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("anew", [False, True], ids=["one side stream", "a new one in each run"])
+@pytest.mark.parametrize("fn", REGIONS, ids=lambda fn: fn.__name__)
+def test_a_side_stream_in_a_region(fn: Callable, anew: bool, policy: policies.Policy | None) -> None:
+    side = torch.cuda.Stream()
+
+    def region(x: Tensor) -> Tensor:
+        return fn(x, torch.cuda.Stream() if anew else side)
+
+    x = leaf(16, 16)
+    expected = torch.autograd.grad(fn(x, side).sum(), x)
+    out = remat(region, policy=policy)(x).sum()
+    for keep in (True, False):
+        assert_same(torch.autograd.grad(out, x, retain_graph=keep), expected)
