@@ -9,12 +9,15 @@ STAMP := .venv/.stamp
 demo: $(STAMP)
 	$(BIN)/python examples/char_lm.py
 
+# The second run is of the tests marked `cuda`, on a simulated device (tests/device), which takes a minute to compile.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate cuda tests
 
 # The same with all cases of what `make test` takes a part of.
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --all
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate cuda --all tests
 
 # Random programs, with regions and without, until it is stopped: make fuzz, make fuzz ARGS="--seconds 600".
 fuzz: $(STAMP)
@@ -40,7 +43,7 @@ bench: $(STAMP)
 
 # The environment stays: remove .venv by hand to build it anew.
 clean:
-	rm -rf .bench docs/_build build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .bench .build docs/_build build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # torch comes first and pinned, so that the second line finds it installed and leaves it alone. fairscale, beside which

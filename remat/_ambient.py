@@ -19,7 +19,7 @@ from torch.backends import cuda as sdpa
 
 from . import _torch
 from ._bulk import call
-from ._generators import accelerator, global_generators, with_state
+from ._generators import accelerator, current_device, global_generators, set_current_device, with_state
 from ._slow_states import State
 
 
@@ -48,7 +48,8 @@ class Ambient:
         self._settings = _read_settings()
         self._devices, self._generators, self._every, self._states = (), (), None, ()
         if preserve_rng_state:
-            self._devices, self._generators = tuple(devices), tuple(map(with_state, generators))
+            self._devices = (*devices, *current_device())  # at the backward another one may be current
+            self._generators = tuple(map(with_state, generators))
             self._every = global_generators(self._devices) + self._generators
             self._states = tuple(map(_get_state, self._every))
         return self
@@ -166,7 +167,7 @@ def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], An
         (_torch.cached_weights, _torch.set_cached_weights),
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
-        (_torch.device_mode, _torch.set_device_mode),
+        (_torch.device_modes, _torch.set_device_modes),
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         (_torch.sdpa_priority, _torch.set_sdpa_priority),
         *zip(_torch.sdpa_enabled, _SDPA_SETTERS, strict=True),
@@ -175,6 +176,8 @@ def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], An
         (torch.is_autocast_enabled, torch.set_autocast_enabled),
         (torch.get_autocast_dtype, torch.set_autocast_dtype),
     )
+    if accelerator():
+        settings.append((current_device, set_current_device))
     for kind in ("cpu", *(device.type for device in accelerator())):
         if torch.amp.is_autocast_available(kind):
             settings += [(partial(get, kind), partial(put, kind)) for get, put in autocast]

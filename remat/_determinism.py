@@ -40,11 +40,19 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
     return Metadata((tensor.dtype, tensor.shape, tensor.device, None, values))
 
 
-# The same of a tensor that is saved, with the kind of node that made it, as another one tells of another path, and with
-# its version. Inference tensors have none: for them this is a RuntimeError.
+def _look(tensor: torch.Tensor) -> tuple:
+    look = saved_look(tensor)
+    try:
+        return (*look, tensor.stride())
+    except RuntimeError:  # sparse ones have none
+        return (*look, None)
+
+
+# The same of a tensor that is saved, with the kind of node that made it, as another one tells of another path, with its
+# version and its strides. Inference tensors have no version: for them this is a RuntimeError.
 LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "metadata": saved_look,
-    "values": lambda tensor: (*saved_look(tensor), checksum(tensor)),
+    "metadata": _look,
+    "values": lambda tensor: (*_look(tensor), checksum(tensor)),
     "none": lambda tensor: (None, None, None, type(None), raw_version(tensor)),
 }
 
@@ -54,7 +62,8 @@ def look_at(tensor: torch.Tensor, check: str) -> tuple:
     try:
         return LOOKS[check](tensor)
     except RuntimeError:
-        look = tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), NO_VERSION
+        stride = tensor.stride() if tensor.layout is torch.strided else None
+        look = tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), NO_VERSION, stride
         return (*look, checksum(tensor)) if check == "values" else look
 
 
@@ -63,7 +72,15 @@ def is_other(before: tuple, now: tuple) -> bool:
 
     Versions may differ: that of a view of a tensor outside is that tensor's.
     """
-    return before[:3] != now[:3] or before[5:] != now[5:] or not _may_be_the_same(before[3], now[3])
+    if before[:3] != now[:3] or before[6:] != now[6:] or not _may_be_the_same(before[3], now[3]):
+        return True
+    return before[5:6] != now[5:6] and _moves(before) != _moves(now)
+
+
+def _moves(saved: tuple) -> list[int] | None:
+    """The strides that matter: no other element is reached in a dimension of one."""
+    _, shape, _, _, _, stride, *_ = saved
+    return None if stride is None or 0 in shape else [step for n, step in zip(shape, stride) if n != 1]
 
 
 def _may_be_the_same(before: type, now: type) -> bool:
@@ -83,11 +100,13 @@ _MOVES = {  # these compute nothing, and the rules of ``vmap`` choose among them
 }  # fmt: skip
 
 
-def describe(saved: tuple) -> str:
-    """A fingerprint of a saved tensor in words."""
-    dtype, shape, device, maker, _, *values = saved
+def describe(saved: tuple, other: tuple) -> str:
+    """A fingerprint of a saved tensor in words, with strides if those of the other one differ."""
+    dtype, shape, device, maker, _, stride, *values = saved
     name = None if maker is type(None) else maker.__name__
-    return str(Metadata((dtype, shape, device, name, values[0] if values else None)))
+    metadata = str(Metadata((dtype, shape, device, name, values[0] if values else None)))
+    same = stride == other[5] or shape != other[1]
+    return metadata if same else f"{metadata} with strides {stride}"
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -31,7 +31,7 @@ from ._recompute import Filler
 from ._sharing import overlapping
 from ._slots import SERVED, Above, Found, RecordedSlot, Slot, View
 from ._state import alias, own_work, state
-from ._streams import current_streams
+from ._streams import current_streams, taken
 from ._torch import is_wrapped, origin, raw_version, sequence_number
 
 
@@ -39,9 +39,9 @@ class Frame:
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
-        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings", "noted",
-        "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot", "slots",
-        "start", "streams", "unfilled",
+        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings", "mixed",
+        "noted", "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot",
+        "slots", "start", "streams", "unfilled",
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +65,8 @@ class Frame:
         self.inside = False  # a backward pass ran inside the region's forward
         self.start = _torch.next_sequence_number()
         root = region.root
-        self.streams = current_streams(root.devices) if root.devices else ()
+        self.streams = current_streams(root.devices) if root.devices else []
+        self.mixed = False  # a recompute has used other streams too
         self.unfilled: Callable[[], Any] = gone  # the slot that the operation which the recompute ended at may fill
         self.log = OpLog() if options.debug else None
         self.policies = tuple(state.policies)
@@ -106,10 +107,8 @@ class Frame:
         tensors = [*self.operands.tensors, *self.consts.tensors]
         self.operands.close()
         self.consts.close()
-        if self.region is root and (self.operands.changed or self.consts.changed):
-            first = len(self.operands)
-            changed = [*self.operands.changed, *(first + i for i in self.consts.changed)]
-            root.overlaps = overlapping(tensors, changed)
+        if self.region is root and (self.operands.may_have_changed or self.consts.may_have_changed):
+            root.overlaps = overlapping(tensors, self.operands, self.consts)
         del tensors
         self.consts.forget_histories()
         if self.record is not None:
@@ -220,6 +219,8 @@ class Frame:
         if packed is self.unfilled() and _torch.fills_what_it_saves():
             self.unfilled, packed.value = gone, None
             value = self._as_reader(self._filled, packed, True)
+        if self.mixed:
+            taken(value, self.streams)
         if _torch.version(value) != packed.version or (packed.first and packed.has_changed()):
             raise MutationError(
                 f"A captured tensor, or one that the region made, {fingerprint(value, 'metadata')}, was saved for the "
@@ -260,6 +261,7 @@ class Frame:
                     raise RecomputeMismatchError(filler.too_few())
             finally:
                 filler.let_go()
+            self.alone &= not self.mixed
             if value is None:
                 return self._filled(wanted, fill)  # another thread has let go of it meanwhile
             if running is None:

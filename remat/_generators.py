@@ -25,8 +25,23 @@ def accelerator() -> tuple[torch.device, ...]:
     return () if device is None else (device,)
 
 
+def current_device() -> tuple[torch.device, ...]:
+    """The accelerator's current device, if the backend has started."""
+    for device in accelerator():
+        module = torch.get_device_module(device)
+        if getattr(module, "is_initialized", module.is_available)() and hasattr(module, "current_device"):
+            return (torch.device(device.type, module.current_device()),)
+    return ()
+
+
+def set_current_device(value: tuple[torch.device, ...]) -> None:
+    """Set it to what ``current_device`` has returned."""
+    for device in value:
+        torch.accelerator.set_device_index(device.index)
+
+
 def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
-    """Those of the host, of the accelerator and of `devices`, where the backend has started."""
+    """Those of the host, of all devices of the accelerator, and of `devices`, where the backend has started."""
     found = _host_generators("numpy" in sys.modules)
     if devices := devices + accelerator():
         found += tuple(_device_generators(devices))
@@ -44,15 +59,14 @@ def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
     for device in devices:
         module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
         if module is not None and getattr(module, "is_initialized", module.is_available)():
-            generator = _device_generator(module, device)
-            started[id(generator)] = generator
+            # What a region draws from is not told by its tensors, and the states are in host memory.
+            every = getattr(module, "default_generators", None)
+            for generator in [_device_generator(module, device)] if every is None else every:
+                started[id(generator)] = generator
     return started.values()
 
 
 def _device_generator(module: ModuleType, device: torch.device) -> Any:
-    if hasattr(module, "default_generators"):
-        index = module.current_device() if device.index is None else device.index
-        return module.default_generators[index]
     where = {} if device.type == "mps" else {"device": device}  # there is but one
     get, put = module.get_rng_state, module.set_rng_state
     return SimpleNamespace(get_state=partial(get, **where), set_state=partial(put, **where))

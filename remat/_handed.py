@@ -10,6 +10,7 @@ import torch
 from . import _torch
 from ._determinism import fingerprint
 from ._errors import MutationError, RematError
+from ._layout import laid_out
 from ._parts import is_plain
 from ._passes import current_scope
 from ._state import unseen
@@ -58,7 +59,7 @@ class Handed:
                     f"The region is run again from it, so it must have the shape, dtype and device that it had: let "
                     f"the unpack hook convert it back, or the pack hook return it as it is."
                 )
-            return tensor if self._stride is None else _laid_out(tensor, self._stride)
+            return tensor if self._stride is None else laid_out(tensor, self._stride)
 
 
 class HandedToRegion:
@@ -97,13 +98,3 @@ def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """None for a tensor that has none."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and is_plain(tensor)
     return tensor.stride() if plain else None
-
-
-def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Its dimensions in the order that they had in memory, on which it depends what can be viewed."""
-    if tensor.stride() == stride:
-        return tensor
-    like = torch.empty_like(torch.empty_strided(tensor.shape, stride, device="meta")).stride()
-    if tensor.stride() == like:
-        return tensor
-    return torch.empty_strided(tensor.shape, like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -233,9 +233,9 @@ class Keeping:
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""
+        self._held.clear()
         for residual in self._lent.values():
             residual.settle()
-        self._held.clear()
         self._lent.clear()
         self._slots.clear()
 

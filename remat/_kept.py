@@ -19,13 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _offload, _torch
 from ._bulk import requires_grad
+from ._compared import Comparison, can_be_asked, may_differ
 from ._determinism import checksum
 from ._errors import MutationError
 from ._handed import AtHand, Handed, HandedToRegion, Hooks
 from ._hooks import drop_gradient_hooks
+from ._layout import copied, span
 from ._offload import Group, Offloaded
 from ._parts import is_dual, lift
-from ._state import alias, unseen
+from ._state import alias
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
@@ -46,8 +48,8 @@ class Kept:
     """
 
     __slots__ = (
-        "accumulated", "as_they_were", "changed", "changing", "copies", "duals", "grads", "hooks", "leaf", "name",
-        "packed", "requires_grad", "sums", "tensors", "versions",
+        "_asked", "_changed", "accumulated", "as_they_were", "changing", "copies", "duals", "grads", "hooks", "leaf",
+        "name", "packed", "requires_grad", "sums", "tensors", "versions",
     )  # fmt: skip
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:
@@ -63,7 +65,8 @@ class Kept:
         self.leaf = tuple(map(_is_leaf, tensors))
         self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # what hooks around the region took over
         self.copies: Mapping[int, torch.Tensor] = _NOTHING
-        self.changed: Mapping[int, bool] = _NOTHING  # by the region; whether without a trace in the version counter
+        self._changed: Mapping[int, bool] = _NOTHING
+        self._asked: Comparison | None = None  # which of those that have a copy really changed
         self.duals = _tangents(tensors) if _torch.dual_level_active() else _NOTHING
         self.grads: list[tuple[int, int]] | None = None
         self.hooks = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
@@ -72,17 +75,29 @@ class Kept:
         if changing or not all(self.requires_grad):
             may_change = [i for i, tensor in enumerate(tensors) if self._may_change(i, tensor)]
             if may_change:
-                self.copies = {i: tensors[i].detach().clone() for i in may_change}
-                self.duals = (
-                    {  # a change in place changes the tangent too
+                self.copies = {i: copied(tensors[i].detach()) for i in may_change}
+                if self.duals:
+                    self.duals = {  # a change in place changes the tangent too
                         i: (primal, (tangent[0].detach().clone(), *tangent[1:]) if i in self.copies else tangent)
                         for i, (primal, tangent) in self.duals.items()
                     }
-                    or _NOTHING
-                )
 
     def __len__(self) -> int:
         return len(self.versions)
+
+    @property
+    def changed(self) -> Mapping[int, bool]:
+        """What the region has changed, and whether without a trace in the version counter. It may wait for a device."""
+        if self._asked is not None:
+            same, self._asked = self._asked.same(), None
+            self._changed = {i: unseen for i, unseen in self._changed.items() if i not in same}
+            self.copies = {i: copy for i, copy in self.copies.items() if i not in same}
+        return self._changed
+
+    @property
+    def may_have_changed(self) -> Mapping[int, bool]:
+        """The same and perhaps more, without waiting."""
+        return self._changed
 
     def watch_gradients(self) -> None:
         """Find out whether ``accumulated``."""
@@ -94,6 +109,8 @@ class Kept:
         if tensor.requires_grad or tensor.layout is not torch.strided:
             return False
         limit = COPY_VECTOR_BYTES if tensor.dim() <= 1 else COPY_BYTES
+        if not _torch.is_wrapped(tensor) and not tensor.is_nested:
+            return max(tensor.numel(), span(tensor.shape, tensor.stride())) * tensor.element_size() <= limit
         return tensor.numel() * tensor.element_size() <= limit
 
     # --- during the first run ---------------------------------------------------------------------------------------
@@ -126,7 +143,7 @@ class Kept:
         if self.copies:
             same = [now == before for now, before in zip(_versions(self.tensors), self.versions)]
             copies = self.copies.items()
-            self.changed = {i: same[i] for i, copy in copies if not same[i] or _may_differ(self.tensors[i], copy)}
+            self._changed = {i: same[i] for i, copy in copies if not same[i] or may_differ(self.tensors[i], copy)}
 
     def close(self) -> None:
         """After the first run: let go of what isn't needed.
@@ -141,15 +158,21 @@ class Kept:
         if versions == self.versions and not self.copies and not self.packed:
             self.as_they_were = not self.sums
             return
-        changed, copies = {}, dict(self.copies)
+        changed: dict[int, bool] = {}
+        copies, asked = dict(self.copies), {}
         for i, (tensor, version) in enumerate(zip(self.tensors, versions)):
             assert tensor is not None
             if version == self.versions[i]:
-                # Where finding out would wait for the device, it counts as changed.
-                if i in copies and (tensor.device.type != "cpu" or _may_differ(copies[i], tensor)):
+                if i not in copies:
+                    pass
+                elif not _offload.in_host_memory(tensor):
+                    changed[i] = True
+                    if can_be_asked(tensor):
+                        asked[i] = tensor, copies[i]
+                elif may_differ(copies[i], tensor):
                     changed[i] = True
                 else:
-                    copies.pop(i, None)
+                    del copies[i]
             elif not tensor.is_leaf:
                 raise MutationError(
                     f"{self.name(i)} requires grad and was changed in place by the region, which can't be run again "
@@ -164,8 +187,10 @@ class Kept:
                     self.tensors[i] = None
                 if isinstance(offloaded := self.packed[i].packed, Offloaded):
                     offloaded.settle()
-        self.changed, self.copies = changed, copies
-        self.as_they_were = not (self.changed or self.copies or self.packed or self.sums)
+        self._changed, self.copies = changed, copies
+        if asked:
+            self._asked = Comparison(asked)
+        self.as_they_were = not (changed or self.copies or self.packed or self.sums)
 
     def forget_histories(self) -> None:
         """Of captured tensors: theirs may lead to regions that ran before, which captured others, and so on."""
@@ -180,7 +205,7 @@ class Kept:
         with torch.no_grad(), _torch.without_levels():
             for i, copy in self.copies.items():
                 tensor = self.tensors[i]
-                if tensor is not None and _may_differ(tensor, copy):
+                if tensor is not None and may_differ(tensor, copy):
                     tensor.copy_(fwAD.make_dual(copy, self.duals[i][1][0]) if i in self.duals else copy)
 
     # --- for a run again --------------------------------------------------------------------------------------------
@@ -210,7 +235,7 @@ class Kept:
                     f"Run the forward again: from now on it is copied first. Or pass the region a copy."
                 )
             with _torch.without_levels():
-                copy = self.copies[i].clone()
+                copy = copied(self.copies[i])
             return lift(copy)
         return self._unchanged(i, tensor)
 
@@ -281,12 +306,6 @@ def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
     if leaf:
         return cut
     return cut.view_as(cut) if cut.layout is torch.strided else cut.clone()
-
-
-def _may_differ(a: Any, b: torch.Tensor) -> bool:
-    """Of two tensors with the same metadata; of fake and nested ones nobody can tell."""
-    with unseen():
-        return isinstance(a, _torch.FakeTensor) or a.is_nested or not torch.equal(a, b)
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:

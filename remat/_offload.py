@@ -23,6 +23,7 @@ from contextlib import suppress
 import torch
 
 from . import _torch
+from ._layout import memory, span
 from ._passes import Pass, current_pass
 
 # Memory that is copied out is not free until the copy ends: a caller may be ahead of the copies by so much.
@@ -39,6 +40,11 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 def has_streams(device: torch.device) -> bool:
     """Whether copies run beside the computation; elsewhere they are made at once."""
     return device.type == "cuda"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is made of what runs now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Offloaded:
@@ -65,7 +71,7 @@ class Offloaded:
         with _torch.without_levels():
             source = _without_gaps(tensor)
             self._stride = source.stride()
-            self._host, self._copied = _to_host(_memory(source))
+            self._host, self._copied = _to_host(memory(source))
         self.nbytes = self._host.nbytes
         self.group = Group() if group is None else group
         self.group.members.append(weakref.ref(self))
@@ -247,13 +253,13 @@ def _to_device(
     """The tensor of this memory, on its way to the device."""
     tensor = torch.empty_strided(shape, stride, dtype=host.dtype, device=device)
     if copied is None:
-        _memory(tensor).copy_(host)
+        memory(tensor).copy_(host)
         return _Arrival(tensor)
     home, back = torch.cuda.current_stream(device), _side(device).back
     back.wait_stream(home)  # which may still use the memory for what was there before
     back.wait_event(copied)
     with torch.cuda.stream(back):
-        _memory(tensor).copy_(host, non_blocking=True)
+        memory(tensor).copy_(host, non_blocking=True)
     return _Arrival(tensor, back.record_event(), home)
 
 
@@ -265,17 +271,7 @@ def _stays(tensor: torch.Tensor) -> bool:
     return not plain or tensor.is_quantized or _torch.is_wrapped(tensor) or in_host_memory(tensor)
 
 
-def _span(tensor: torch.Tensor) -> int:
-    """How many elements of memory there are from a tensor's first to its last."""
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor lies in, as a vector: an expanded tensor's is smaller than the tensor."""
-    return tensor.as_strided((_span(tensor),), (1,))
-
-
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy if it takes only some of the elements that it spans, or if its values differ from those."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if _span(tensor) <= tensor.numel() else tensor.clone()
+    return tensor if span(tensor.shape, tensor.stride()) <= tensor.numel() else tensor.clone()

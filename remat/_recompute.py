@@ -22,7 +22,7 @@ from ._lowerings import Lowerings
 from ._parts import bare
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward
-from ._streams import resumed
+from ._streams import is_on_another, resumed
 from ._torch import modes_that_see
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class Filler:
             contexts.append(_torch.without_levels())
         if _torch.batched_backward_depth():
             contexts.append(outside_of_batched_backward())
+        if torch.is_inference_mode_enabled():  # of the backward; in a forward under it nothing is saved
+            contexts.append(torch.inference_mode(False))
         if not _torch.is_torch_function_enabled():
             contexts.append(_torch.torch_function_enabled())
         if _torch.hooks_disabled_message() is not None:
@@ -147,6 +149,8 @@ class Filler:
                 self._check_more()
             return tensor if tensor.is_leaf else alias(tensor)
         value = alias(tensor) if modes_that_see() else tensor.detach()
+        if self.frame.streams and not self.frame.mixed:
+            self.frame.mixed = is_on_another(tensor.device, self.frame.streams)
         try:
             now = self.look(tensor)
         except RuntimeError:  # an inference tensor
@@ -194,7 +198,9 @@ class Filler:
         """All slots are filled."""
         if self.difference is not None:
             raise RecomputeMismatchError(self.difference)
-        if self.frame.options.early_stop or self.frame.open:  # the first run has come no further
+        # What the user tells the allocator, and which stream waits for which, may come after the last operation. In the
+        # middle of a first run it has come no further.
+        if (self.frame.options.early_stop and not self.frame.mixed) or self.frame.open:
             # The operation that runs now may fill what it has saved: then it must run to its end.
             latest = self.slots[max(0, self.count - 3) : self.count]
             early = [slot.source.after for slot in latest if slot and slot.early]
@@ -227,8 +233,8 @@ class Filler:
 
     def _differs(self, index: int, before: Any, now: Any) -> str:
         return (
-            f"Tensor {index} that the region saved for its backward was {describe(before)} in the forward and is "
-            f"{describe(now)} when the region was run again, at {user_line()}. {_ADVICE}"
+            f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and is "
+            f"{describe(now, before)} when the region was run again, at {user_line()}. {_ADVICE}"
         )
 
     def _too_many(self) -> str:

@@ -48,6 +48,8 @@ class Record(Saved):
         self.catch_up()
         for tensor in facts.written(args, kwargs):
             value = self.storages.get(tensor)
+            if value in self._lent:
+                self._lent[value].before_writing()
             reads_it = self._judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
             if value in self.saveable and (reads_it or value in self._held):
                 with unseen():

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 class Residual:
     """What a storage held when it was kept: the value that an operation made, of which ``tensor`` is any alias."""
 
-    __slots__ = ("__weakref__", "_bring", "_form", "_guard", "_near", "_written", "line", "op")
+    __slots__ = ("__weakref__", "_bring", "_form", "_guard", "_near", "_offloaded", "_written", "line", "op")
 
     def __init__(self, op: Any, line: Line | None) -> None:
         self.op, self.line = op, line  # what made it, and where that was called
         self._bring: Callable[[], torch.Tensor] | None = None
+        self._near: torch.Tensor | None = None
+        self._offloaded: Offloaded | None = None
 
     def stay(self, tensor: torch.Tensor, form: tuple | None) -> None:
         """It is kept where it is."""
@@ -40,9 +42,13 @@ class Residual:
             self.stay(tensor, form)
             return
         with unseen():
-            self._near: torch.Tensor | None = alias(tensor)  # as long as the region runs for the first time
+            self._near = alias(tensor)  # as long as the region runs for the first time
             numbers = _numbers(tensor, layout)
-            self._bring = Offloaded(numbers, group).get if outer is None else Handed(numbers, outer).get
+            if outer is None:
+                self._offloaded = Offloaded(numbers, group)
+                self._bring = self._offloaded.get
+            else:
+                self._bring = Handed(numbers, outer).get
 
     @property
     def is_elsewhere(self) -> bool:
@@ -84,8 +90,15 @@ class Residual:
             )
         return self._guard
 
+    def before_writing(self) -> None:
+        """Its storage is about to get another value, which a copy to host memory that is under way must not read."""
+        if self._offloaded is not None:
+            self._offloaded.settle()
+
     def settle(self) -> None:
-        """The first run has ended."""
+        """The first run has ended. Whoever has its storage then, as of a result, may change it."""
+        if self._near is not None and _torch.is_shared(self._near):
+            self.before_writing()
         self._near = None
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ._parts import is_plain
 from ._state import unseen
 from ._values import holder, is_dense
+
+if TYPE_CHECKING:
+    from ._kept import Kept
 
 Layout = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
 
@@ -44,11 +47,26 @@ def apart_from_captured(
         return [t.view_as(t) if id(t) in ids and i not in was else t for i, t in enumerate(operands)]
 
 
-def overlapping(tensors: Sequence[Any], changed: Iterable[int]) -> list[dict[int, Layout]]:
-    """Groups of changed tensors that lie on the same part of a storage, which copies of them wouldn't.
+class Overlap(NamedTuple):
+    """Tensors of ``[*given, *captured]`` that lie on the same part of a storage, which copies of them wouldn't."""
 
-    What has another dtype than the rest is not found.
-    """
+    layouts: dict[int, Layout]
+    operands: Kept
+    consts: Kept
+
+    def of_copies(self) -> dict[int, Layout]:
+        """Those that a recompute gets copies of."""
+        first = len(self.operands)
+        return {
+            i: layout
+            for i, layout in self.layouts.items()
+            if (i in self.operands.changed if i < first else i - first in self.consts.changed)
+        }
+
+
+def overlapping(tensors: Sequence[Any], operands: Kept, consts: Kept) -> list[Overlap]:
+    """Of the tensors that these may have copies of. What has another dtype than the rest is not found."""
+    changed = [*operands.may_have_changed, *(len(operands) + i for i in consts.may_have_changed)]
     spans: dict[Any, list[tuple[int, int, int]]] = {}
     layouts: dict[int, Layout] = {}
     storages = []  # that their ids stay theirs
@@ -67,19 +85,20 @@ def overlapping(tensors: Sequence[Any], changed: Iterable[int]) -> list[dict[int
                 groups.append({})
             groups[-1][i] = layouts[i]
             last = max(last, end)
-    return [group for group in groups if len(group) > 1]
+    return [Overlap(group, operands, consts) for group in groups if len(group) > 1]
 
 
 def as_before(
     given: Sequence[torch.Tensor],
     captured: Sequence[torch.Tensor],
     same: Sequence[tuple[int, int]],
-    overlaps: Sequence[dict[int, Layout]],
+    overlaps: Sequence[Overlap],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors of a recompute: copies on one piece of memory where the tensors were, one where they were one."""
     tensors = [*given, *captured]
-    for group in overlaps:
-        _lay_on_each_other(group, tensors)
+    for overlap in overlaps:
+        if len(group := overlap.of_copies()) > 1:
+            _lay_on_each_other(group, tensors)
     for i, first in same:
         tensors[i] = tensors[first]
     return tensors[: len(given)], tensors[len(given) :]

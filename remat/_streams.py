@@ -1,4 +1,4 @@
-"""CUDA streams: a region runs again on the streams of its first run.
+"""Streams: a region runs again on the streams of its first run.
 
 Autograd runs each backward node on the stream of its forward, so the node that starts a recompute may be on any of the
 streams that a region used.
@@ -11,21 +11,42 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from ._generators import accelerator
+from ._parts import parts
 
-def current_streams(devices: Iterable[torch.device]) -> list[torch.cuda.Stream]:
-    """The current stream of each CUDA device among these."""
-    return [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
+
+def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """The current stream of each of these devices that has streams."""
+    kinds = [each.type for each in accelerator()]
+    return [torch.accelerator.current_stream(device) for device in devices if device.type in kinds]
 
 
 @contextmanager
-def resumed(streams: list[torch.cuda.Stream]) -> Iterator[None]:
+def resumed(streams: list[torch.Stream]) -> Iterator[None]:
     """Run on these streams: after what was started where the caller is, and before what it starts next."""
-    callers = [torch.cuda.current_stream(stream.device) for stream in streams]
+    callers = [torch.accelerator.current_stream(stream.device) for stream in streams]
     switched = [(s, c) for s, c in zip(streams, callers) if s != c]
     with ExitStack() as stack:
         for stream, caller in switched:
             stream.wait_stream(caller)
-            stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(stream)
         yield
     for stream, caller in switched:
         caller.wait_stream(stream)
+
+
+def is_on_another(device: torch.device, streams: list[torch.Stream]) -> bool:
+    """Whether the device's current stream is none of these."""
+    known = [stream for stream in streams if stream.device == device]
+    return bool(known) and torch.accelerator.current_stream(device) not in known
+
+
+def taken(tensor: torch.Tensor, streams: list[torch.Stream]) -> None:
+    """The current stream reads what a recompute on these streams, and perhaps others, has made."""
+    for stream in streams:
+        if stream.device == tensor.device:
+            current = torch.accelerator.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
+            for part in parts(tensor):
+                part.record_stream(current)

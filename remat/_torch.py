@@ -272,28 +272,34 @@ sdpa_enabled = (
 sdpa_priority, set_sdpa_priority = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
 
 
-def device_mode() -> tuple[Any, Any, Any]:
-    """The default device of this thread: the mode at the bottom of its stack, and what two others note of it.
+def device_modes() -> tuple[Any, Any, Any]:
+    """The default devices of this thread: their modes, and what two others note of the one at the bottom.
 
-    ``torch.get_default_device`` can't tell "none" from "cpu", and makes a tensor to answer.
+    ``torch.get_default_device`` can't tell "none" from "cpu", and makes a tensor to answer. A device as a context puts
+    its mode on top of the stack, ``torch.set_default_device`` at the bottom. None is where another mode stands between.
     """
     if not (depth := torch._C._len_torch_function_stack()) and _device.CURRENT_DEVICE is None:
-        return None, None, None
-    mode = torch._C._get_function_stack_at(0) if depth else None
+        return (), None, None
+    modes = [torch._C._get_function_stack_at(i) for i in range(depth)]
+    devices = [mode if isinstance(mode, _device.DeviceContext) else None for mode in modes]
+    while devices and devices[-1] is None:
+        devices.pop()
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # of set_default_device
-    return mode if isinstance(mode, _device.DeviceContext) else None, _device.CURRENT_DEVICE, default  # Dynamo's
+    return tuple(devices), _device.CURRENT_DEVICE, default  # Dynamo's
 
 
-def set_device_mode(value: tuple[Any, Any, Any]) -> None:
-    """Put a mode, or none, where the default device's mode stands (the public ways can only add one)."""
-    mode, _device.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context = value
+def set_device_modes(value: tuple[Any, Any, Any]) -> None:
+    """Put these where those of now stand, and leave the other modes (the public ways can only add one)."""
+    devices, _device.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context = value
     modes = [_overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    if modes and isinstance(modes[-1], _device.DeviceContext):
-        modes.pop()
-    if mode is not None:
-        modes.append(mode)
-    for each in reversed(modes):
-        _overrides._push_mode(each)
+    others = [mode for mode in reversed(modes) if not isinstance(mode, _device.DeviceContext)]
+    for device in devices:
+        if device is not None:
+            _overrides._push_mode(device)
+        elif others:
+            _overrides._push_mode(others.pop(0))
+    for other in others:
+        _overrides._push_mode(other)
 
 
 # What a policy is asked about; torch documents `torch.ops` but not the types of what stands there.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +16,27 @@ import torch._dynamo  # an import in a test would leave its frames in reference 
 
 from benchmarks.measure import gc_disabled
 
+DEVICE = Path(__file__).parent / "device"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked `long` and `sampled` too, all of them")
+    parser.addoption("--simulate", choices=["cuda", "sim"], help="a simulated device, under this name: tests/device")
 
 
-def pytest_configure() -> None:
-    """One thread, so that sums are added in one order whatever the machine."""
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread, so that sums are added in one order whatever the machine; and a simulated device if one is wanted."""
     torch.set_num_threads(1)
+    if name := config.getoption("--simulate"):
+        from device import plugin
+
+        plugin.start(name)
+        config.pluginmanager.register(plugin)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The simulated device's own tests need it."""
+    return True if collection_path == DEVICE and not config.getoption("--simulate") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -306,6 +306,16 @@ def autocast_dtype(dtype):
         torch.set_autocast_dtype("cpu", before)
 
 
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def modes():
+    """The stack of function modes."""
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
 def observed():
     """What user code can see of the settings."""
     return (
@@ -409,6 +419,26 @@ class TestSettings:
                 assert torch.ones(1).device == CPU and torch.ones in seen
             seen.clear()
             assert torch.ones(1).device.type == "meta" and torch.ones in seen
+
+    @pytest.mark.parametrize("default", [None, "cpu", "meta"])
+    @pytest.mark.parametrize("between", [nullcontext, lambda: Passing()])
+    def test_a_device_over_a_default_device(self, default, between):
+        with default_device(default), between():
+            with torch.device("meta"), between():
+                with torch.device("cpu"):
+                    inner = capture()
+                ambient = capture()
+                stack = modes()
+                with inner.restored():
+                    assert torch.ones(1).device == CPU
+                assert modes() == stack and torch.ones(1).device.type == "meta"
+            stack, device = modes(), torch.ones(1).device.type
+            with ambient.restored():
+                assert torch.ones(1).device.type == "meta"
+                with torch.device("cpu"), inner.restored():
+                    assert torch.ones(1).device == CPU
+                assert torch.ones(1).device.type == "meta"
+            assert modes() == stack and torch.ones(1).device.type == device == (default or "cpu")
 
     def test_casts_are_not_kept(self):
         w = torch.ones(2, 2, requires_grad=True)

@@ -238,6 +238,7 @@ def allocated_peak(run: Callable[[], Any]) -> int:
     """The most that `run` had allocated beyond what there was before."""
     run()
     gc.collect()
+    leaf(1).backward()  # by now the device's thread has let go of the graph before this one
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1376,3 +1376,20 @@ def test_dropout_before_a_product_that_is_not_needed():
     x, w = torch.rand(4, 4, requires_grad=True), torch.rand(4, 4, requires_grad=True)
     y = remat(lambda x: F.dropout(x @ w, 0.5) @ w)(x)
     assert count_ops(torch.autograd.grad, y.sum(), (x, w))["aten.mm"] == 1 + 4
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls])
+@pytest.mark.parametrize("nested", [False, True])
+def test_backward_under_inference_mode(policy, nested: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return (x.sin() @ x.cos()).exp()
+
+    x = torch.randn(3, 3, requires_grad=True)
+    grads = []
+    for wrap in (lambda f: f, lambda f: remat(f, policy=policy)):
+        inner = wrap(fn)
+        out = (wrap(lambda x: inner(x).sin())(x) if nested else inner(x)).sum()
+        with torch.inference_mode():
+            grads.append(torch.autograd.grad(out, x)[0])
+            assert torch.is_inference_mode_enabled() and grads[-1].is_inference()
+    assert torch.equal(*grads)

@@ -1169,5 +1169,8 @@ def test_classes_are_made_once() -> None:
 def test_data_parallel() -> None:
     plain, model = made().cuda(), remat.nn.apply(made(), Block).cuda()
     x = X.cuda()
-    check(nn.DataParallel(model), plain, [False] * 4 + [True] * 4, x)
+    check(nn.DataParallel(model, [0]), plain, [False] * 4 + [True] * 4, x)
     check(nn.DataParallel(remat.remat(made().cuda()), [0]), plain, [False] * 4 + [True] * 4, x)
+    check(nn.DataParallel(model), nn.DataParallel(plain), None, x)
+    runs = 4 * min(torch.cuda.device_count(), len(x))
+    assert sorted(RUNS) == [False] * runs + [True] * runs

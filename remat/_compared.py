@@ -1,0 +1,82 @@
+"""Whether tensors still hold what copies of them do: known at once of those in host memory, else asked for ahead.
+
+A device is asked in the forward, and the answer is read when the region is recomputed. By then the device has most
+often come to where it was asked, so that nothing waits; to compare at once would wait for it in every forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import _offload, _torch
+from ._parts import parts
+from ._state import unseen
+from ._values import is_dense
+
+Pairs = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def may_differ(a: Any, b: torch.Tensor) -> bool:
+    """Of two tensors with the same metadata; of fake and nested ones nobody can tell."""
+    if a.is_meta and type(a) is torch.Tensor:
+        return False
+    with unseen():
+        return isinstance(a, _torch.FakeTensor) or a.is_nested or not torch.equal(a, b)
+
+
+def can_be_asked(tensor: torch.Tensor) -> bool:
+    """Whether a device can compare it; in a CUDA graph nothing could be read of the answer."""
+    plain = is_dense(tensor) and not tensor.is_quantized and not isinstance(tensor, _torch.FakeTensor)
+    return plain and not _offload.is_capturing(tensor.device)
+
+
+class Comparison:
+    """Such questions to devices, by number."""
+
+    __slots__ = ("_answers",)
+
+    def __init__(self, pairs: Pairs) -> None:
+        self._answers: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]] = []
+        numbers: dict[torch.device, list[int]] = {}
+        for i, (tensor, _) in pairs.items():
+            numbers.setdefault(tensor.device, []).append(i)
+        with torch.no_grad(), unseen(), _torch.without_levels():
+            for on_device in numbers.values():
+                flags = torch.stack([_differ(*pairs[i]) for i in on_device])
+                self._answers.append((on_device, *_on_its_way(flags)))
+
+    def same(self) -> set[int]:
+        """The numbers of those that hold the same."""
+        found: set[int] = set()
+        with unseen():
+            for numbers, host, copied in self._answers:
+                if copied is not None:
+                    copied.synchronize()
+                found.update(i for i, differs in zip(numbers, host.tolist()) if not differs)
+        return found
+
+
+def _on_its_way(flags: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """In host memory, after the event."""
+    if not _offload.has_streams(flags.device):
+        return flags.cpu(), None
+    host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
+    host.copy_(flags, non_blocking=True)
+    return host, torch.cuda.current_stream(flags.device).record_event()
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    of_parts = [(_bits(x) != _bits(y)).any() for x, y in zip(parts(a), parts(b))]
+    return of_parts[0] if len(of_parts) == 1 else torch.stack(of_parts).any()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,0 +1,28 @@
+"""Tests on the simulated device: `--simulate cuda`, or `--simulate sim`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from . import install, races, why_not
+
+
+def start(name: str) -> None:
+    """Install the device, or end the run with one line that says why not."""
+    reason = why_not(name)
+    if reason is None:
+        install(name)
+        return
+    required = os.environ.get("CI") == "true" and "build of torch" not in reason
+    pytest.exit(f"no tests on the simulated device: {reason}", returncode=int(required))
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    """No test may leave work of the device to chance."""
+    races()
+    yield
+    assert races() == []

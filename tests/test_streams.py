@@ -1,0 +1,176 @@
+"""Work on several streams: the simulated device finds what is left to chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import assert_same
+from torch import Tensor
+
+from remat import _offload, policies, remat
+
+pytestmark = pytest.mark.cuda
+SINES = policies.offload(policies.save_ops("aten.sin"))
+LONG = 10**9  # cycles: the device is busy for about half a second
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", requires_grad=True)
+
+
+# --- copies to the host, and changes in place -------------------------------------------------------------------------
+
+LEFT: list[Tensor] = []
+
+
+def result(x: Tensor) -> tuple[Tensor, ...]:
+    m = x.detach().sin()
+    return m, (x + m).cos()
+
+
+def result_with_a_gradient(x: Tensor) -> tuple[Tensor, ...]:
+    m = (x * 1).sin()
+    return m, (x + m).cos()
+
+
+def view_of_a_value(x: Tensor) -> tuple[Tensor, ...]:
+    m = x.detach().sin()
+    return m[1:], (x + m).cos()
+
+
+def left_in_a_list(x: Tensor) -> tuple[Tensor, ...]:
+    m = x.detach().sin()
+    LEFT.append(m)
+    return ((x + m).cos(),)
+
+
+def changed_in_the_region(x: Tensor) -> tuple[Tensor, ...]:
+    m = x.detach().sin()
+    y = (x + m).cos()
+    return (y * m.mul_(3),)
+
+
+def changed_in_a_nested_region(x: Tensor) -> tuple[Tensor, ...]:
+    m = x.detach().sin()
+    y = (x + m).cos()
+    z = remat(lambda x: m.mul_(3) * x.exp())(x)
+    return (y * m * z,)
+
+
+def changed_argument_of_a_nested_region(x: Tensor) -> tuple[Tensor, ...]:
+    m = x.detach().sin()
+    y = (x + m).cos()
+    z = remat(lambda m, x: m.mul_(3) * x.exp())(m, x)
+    return (y * m * z,)
+
+
+CHANGES: dict[Callable, Callable] = {
+    result: lambda m, y: m.mul_(3),
+    result_with_a_gradient: lambda m, y: m.detach().mul_(3),
+    view_of_a_value: lambda m, y: m.zero_(),
+    left_in_a_list: lambda y: LEFT[-1].mul_(3),
+    changed_in_the_region: lambda y: None,
+    changed_in_a_nested_region: lambda y: None,
+    changed_argument_of_a_nested_region: lambda y: None,
+}
+
+
+@pytest.mark.parametrize("fn", CHANGES, ids=lambda fn: fn.__name__)
+def test_a_copy_to_the_host_has_the_value_of_before_a_change(fn: Callable) -> None:
+    x = leaf(64, 64)
+    remat(fn, policy=SINES)(x)  # its streams are there now
+    with torch.cuda.stream(_offload._side(x.device).out):
+        torch.cuda._sleep(LONG)  # the copies come late
+    outs = remat(fn, policy=SINES)(x)
+    CHANGES[fn](*outs)
+    found = torch.autograd.grad(outs[-1].sum(), x)[0]
+    LEFT.clear()
+    assert_same(found, torch.autograd.grad(fn(x)[-1].sum(), x)[0])
+
+
+def test_nothing_waits_for_copies_of_what_nobody_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    monkeypatch.setattr(_offload.Offloaded, "settle", lambda self: waits.append(self))
+
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = (x @ x).sin().cos()
+        return x
+
+    x = leaf(16, 16)
+    found = torch.autograd.grad(remat(fn, policy=SINES)(x).sum(), x)
+    assert_same(found, torch.autograd.grad(fn(x).sum(), x))
+    assert waits == []
+
+
+# --- side streams in a region -----------------------------------------------------------------------------------------
+
+
+def told_late(x: Tensor, side: torch.cuda.Stream) -> Tensor:
+    main = torch.cuda.current_stream()
+    y = x.sin()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        z = (y @ y).exp()
+    y.record_stream(side)
+    main.wait_stream(side)
+    z.record_stream(main)
+    return z
+
+
+def told_at_once(x: Tensor, side: torch.cuda.Stream) -> Tensor:
+    main = torch.cuda.current_stream()
+    y = x.sin()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        y.record_stream(side)
+        z = (y @ y).exp()
+    main.wait_stream(side)
+    z.record_stream(main)
+    return z
+
+
+def reads_what_is_not_saved(x: Tensor, side: torch.cuda.Stream) -> Tensor:
+    main = torch.cuda.current_stream()
+    y = x * 2
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        z = (y + 1).exp()
+    y.record_stream(side)
+    main.wait_stream(side)
+    z.record_stream(main)
+    return z * 3
+
+
+def two_branches(x: Tensor, side: torch.cuda.Stream) -> Tensor:
+    main = torch.cuda.current_stream()
+    side.wait_stream(main)
+    u = x.sin().cos().exp()
+    with torch.cuda.stream(side):
+        x.record_stream(side)
+        v = x.cos().sin().exp()
+    main.wait_stream(side)
+    v.record_stream(main)
+    return u + v
+
+
+REGIONS = [told_late, told_at_once, reads_what_is_not_saved, two_branches]
+POLICIES = [None, policies.save_matmuls, policies.offload(policies.save_matmuls)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("anew", [False, True], ids=["one side stream", "a new one in each run"])
+@pytest.mark.parametrize("fn", REGIONS, ids=lambda fn: fn.__name__)
+def test_a_side_stream_in_a_region(fn: Callable, anew: bool, policy: policies.Policy | None) -> None:
+    side = torch.cuda.Stream()
+
+    def region(x: Tensor) -> Tensor:
+        return fn(x, torch.cuda.Stream() if anew else side)
+
+    x = leaf(16, 16)
+    expected = torch.autograd.grad(fn(x, side).sum(), x)
+    out = remat(region, policy=policy)(x).sum()
+    for keep in (True, False):
+        assert_same(torch.autograd.grad(out, x, retain_graph=keep), expected)
