@@ -718,3 +718,50 @@ def test_an_error_of_the_function_shows_its_line(policy: Any) -> None:
     with pytest.raises(RuntimeError) as caught:
         vmap(remat(fn, policy=policy))(rand(3, 2, grad=False))
     assert "x.sum() > 0" in "".join(traceback.format_tb(caught.tb))
+
+
+class SinOfNamedCos(torch.autograd.Function):
+    """Gives what it keeps for its backward a name."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), checkpoint_name(x.cos(), "cos")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Any) -> Tensor:
+        x, cos = ctx.saved_tensors
+        return g * (x.cos() if torch.is_grad_enabled() else cos)
+
+
+@pytest.mark.parametrize(("names", "recomputed"), [(("cos",), 0), ((), 1)])
+def test_a_name_in_the_forward_of_a_function(names: tuple, recomputed: int) -> None:
+    policy = policies.save_only_these_names(*names) if names else None
+    f, x = remat(lambda x: SinOfNamedCos.apply(x * 2)[0].exp(), policy=policy), rand(3)
+    plain = lambda x: (x * 2).sin().exp()
+    out = f(x)
+    with OpCounter() as ops:
+        (found,) = torch.autograd.grad(out.sum(), x)
+    assert ops["aten.cos"] == recomputed
+    assert_same(found, torch.autograd.grad(plain(x).sum(), x)[0], exact=False)
+    (first,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(plain(x).sum(), x, create_graph=True)
+    second = [torch.autograd.grad(each.sum(), x)[0] for each in (first, expected)]
+    assert_same(*second, exact=False)
+    assert_same(grad(lambda x: f(x).sum())(x.detach()), expected.detach(), exact=False)
+
+
+def test_what_is_kept_and_returned_is_there_once() -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = checkpoint_name(x.sin(), "y")
+        return y, y * y
+
+    x = rand(64, 64)
+    region = remat(f, policy=policies.save_only_these_names("y"))
+    assert held_bytes(region, x) <= held_bytes(f, x) == 2 * x.nbytes
+    assert count_ops(torch.autograd.grad, [t.sum() for t in region(x)], x)["aten.sin"] == 0
+    assert_same(torch.autograd.grad([t.sum() for t in region(x)], x), torch.autograd.grad([t.sum() for t in f(x)], x))
