@@ -296,6 +296,8 @@ def set_device_modes(value: tuple[Any, Any, Any]) -> None:
         _overrides._push_mode(other)
 
 
+backward_code = torch.autograd.graph._engine_run_backward.__code__  # in the stack of a thread that waits for autograd
+
 # What a policy is asked about; torch documents `torch.ops` but not the types of what stands there.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket

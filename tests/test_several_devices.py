@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -131,3 +133,122 @@ def test_a_pipeline(wrap: Callable) -> None:
         return [w.grad for w in weights if w.grad is not None]
 
     assert_same(run(wrap), run(lambda f: f))
+
+
+# --- two threads of the backward --------------------------------------------------------------------------------------
+
+
+class Pauses:
+    """Lets the recomputes of two devices meet: the one of device 1 is always half a step ahead."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def __call__(self, x: Tensor) -> None:
+        if self.on:
+            time.sleep(0.02 if x.device.index else 0.04)
+
+
+pauses = Pauses()
+captured: dict[str, Tensor] = {}
+
+
+class Holder(nn.Module):
+    held: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        pauses(x)
+        y = (x * self.held.to(x.device)).sin()
+        pauses(x)
+        return y
+
+
+def draws_in_python(x: Tensor) -> Tensor:
+    pauses(x)
+    a = random.random()
+    pauses(x)
+    return (x * a).sin() * random.random()
+
+
+def draws_on_the_host(x: Tensor) -> Tensor:
+    pauses(x)
+    a = torch.rand(3).to(x.device)
+    pauses(x)
+    return (x * a).sin()
+
+
+def reads_a_dict(x: Tensor) -> Tensor:
+    pauses(x)
+    y = (x * captured["held"].to(x.device)).sin()
+    pauses(x)
+    return y
+
+
+holder = Holder()
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls])
+@pytest.mark.parametrize("fn", [draws_in_python, draws_on_the_host, reads_a_dict, holder])
+def test_recomputes_in_two_threads(fn: Callable, policy: Any) -> None:
+    results = []
+    for wrap in (lambda f: f, lambda f: remat(f, policy=policy)):
+        random.seed(0)
+        torch.manual_seed(0)
+        p = torch.ones(3, requires_grad=True)
+        captured["held"] = holder.held = held = p * 2
+        xs = [torch.arange(1.0, 4, device=f"cuda:{i}", requires_grad=True) for i in range(2)]
+        loss = sum(wrap(fn)(x).sum().cpu() for x in xs)
+        before = random.getstate(), torch.get_rng_state().tolist()
+        pauses.on = True
+        try:
+            grads = torch.autograd.grad(loss, [*xs, p], allow_unused=True)
+        finally:
+            pauses.on = False
+        assert (random.getstate(), torch.get_rng_state().tolist()) == before
+        assert captured["held"] is held and holder.held is held and held.grad_fn is not None
+        results.append(grads)
+    assert_same(results[1], results[0])
+
+
+def test_a_default_dtype_of_the_forward_in_two_threads() -> None:
+    def fn(x: Tensor) -> Tensor:
+        pauses(x)
+        y = x * torch.ones(3).to(x.device)
+        pauses(x)
+        return (y * torch.ones(3).to(x.device)).sin()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        xs = [torch.ones(3, device=f"cuda:{i}", requires_grad=True, dtype=torch.float32) for i in range(2)]
+        loss = sum(remat(fn)(x).sum().cpu() for x in xs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pauses.on = True
+    try:
+        loss.backward()
+    finally:
+        pauses.on = False
+    assert torch.get_default_dtype() is torch.float32
+    assert_same([x.grad.cpu() for x in xs], [torch.ones(3).cos()] * 2, exact=False)
+
+
+def test_a_backward_over_both_devices_in_a_recompute() -> None:
+    """It needs the thread of the other device, which waits for its own recompute."""
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            other = y.to(f"cuda:{1 - x.device.index}").sin()
+            pauses(x)
+            inner = remat(lambda t: t.sin().exp())(other).to(x.device)
+            g = torch.autograd.grad((inner * y.cos()).sum(), y)[0]
+        return (x * g).sin()
+
+    xs = [torch.arange(1.0, 4, device=f"cuda:{i}", requires_grad=True) for i in range(2)]
+    expected = torch.autograd.grad(sum(fn(x).sum().cpu() for x in xs), xs)
+    loss = sum(remat(fn)(x).sum().cpu() for x in xs)
+    pauses.on = True
+    try:
+        assert_same(torch.autograd.grad(loss, xs), expected)
+    finally:
+        pauses.on = False
