@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from cases import assert_same
 from torch import Tensor, nn
 
-from remat import policies, remat
+from remat import disable_remat, is_recomputing, policies, remat
 
 pytestmark = [
     pytest.mark.cuda,
@@ -252,3 +253,85 @@ def test_a_backward_over_both_devices_in_a_recompute() -> None:
         assert_same(torch.autograd.grad(loss, xs), expected)
     finally:
         pauses.on = False
+
+
+# --- what a thread knows ----------------------------------------------------------------------------------------------
+
+
+class Notes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noted: list[bool]) -> Tensor:
+        ctx.noted = noted
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.noted.append(is_recomputing())
+        return grad * 1, None
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("to", ["cpu", "cuda:0", "cuda:1"])
+def test_is_recomputing_in_a_backward_inside(where: str, to: str) -> None:
+    noted: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.to(to).detach().requires_grad_()
+            g = torch.autograd.grad(Notes.apply(y.sin(), noted).sum(), y)[0].to(x.device)
+        return (x * g).sin()
+
+    x = leaf(where, 4)
+    out = remat(fn)(x).sum()
+    assert noted == [False]
+    out.backward()
+    assert noted == [False, True] and not is_recomputing()
+    Notes.apply(leaf(to, 4), noted).sum().backward()
+    assert noted == [False, True, False]  # it is no more in the thread of the device
+
+
+class RunsARegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Callable) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.region = region
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            return grad * torch.autograd.grad(ctx.region(y).sum(), y)[0], None
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
+def test_disable_remat_around_a_backward(where: str) -> None:
+    runs: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        runs.append(is_recomputing())
+        return x.sin().cos()
+
+    x = leaf(where, 4)
+    for disabled in (True, False, True):
+        out = RunsARegion.apply(x, remat(fn)).sum()
+        runs.clear()
+        with disable_remat() if disabled else nullcontext():
+            out.backward()
+        assert runs == ([False] if disabled else [False, True])
+
+
+def test_disable_remat_leaves_regions_of_before() -> None:
+    runs: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        runs.append(is_recomputing())
+        return remat(lambda x: x.sin().cos())(x).exp()
+
+    x = leaf("cuda:1", 4)
+    out = remat(fn)(x).sum()
+    with disable_remat():
+        found = torch.autograd.grad(out, x)
+    assert runs == [False, True]
+    assert_same(found, torch.autograd.grad(fn(x).sum(), x))
