@@ -19,7 +19,8 @@ from torch.backends import cuda as sdpa
 
 from . import _torch
 from ._bulk import call
-from ._generators import accelerator, current_device, global_generators, set_current_device, with_state
+from ._errors import RematError
+from ._generators import accelerator, current_device, global_generators, is_capturing, set_current_device, with_state
 from ._slow_states import State
 
 
@@ -43,11 +44,17 @@ class Ambient:
         generators: Iterable[Any],
         preserve_rng_state: bool,
     ) -> Ambient:
-        """The state of now; the generators of `devices` only where the backend has started."""
+        """The state of now; the generators of `devices` only where the backend has started.
+
+        Raises:
+            RematError: a CUDA graph is captured, in which a generator's state can't be set.
+        """
         self = cls.__new__(cls)
         self._settings = _read_settings()
         self._devices, self._generators, self._every, self._states = (), (), None, ()
         if preserve_rng_state:
+            if any(map(is_capturing, accelerator())):
+                raise RematError(_IN_A_GRAPH)
             self._devices = (*devices, *current_device())  # at the backward another one may be current
             self._generators = tuple(map(with_state, generators))
             self._every = global_generators(self._devices) + self._generators
@@ -147,6 +154,10 @@ def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
         raise
 
 
+_IN_A_GRAPH = (
+    "A region is called while a CUDA graph is captured, in which its recompute could not set the random generators "
+    "back. Pass `preserve_rng_state=False` to it if it draws no random numbers; if it does, leave it out of the graph."
+)
 _get_state = methodcaller("get_state")
 _UNKNOWN = repeat(object())  # states that may have moved
 _WEIGHTS = 0  # which of the settings the cached weights are

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import _offload, _torch
+from ._generators import is_capturing
 from ._parts import parts
 from ._state import unseen
 from ._values import is_dense
@@ -30,7 +31,7 @@ def may_differ(a: Any, b: torch.Tensor) -> bool:
 def can_be_asked(tensor: torch.Tensor) -> bool:
     """Whether a device can compare it; in a CUDA graph nothing could be read of the answer."""
     plain = is_dense(tensor) and not tensor.is_quantized and not isinstance(tensor, _torch.FakeTensor)
-    return plain and not _offload.is_capturing(tensor.device)
+    return plain and not is_capturing(tensor.device)
 
 
 class Comparison:

@@ -33,6 +33,7 @@ from ._slots import SERVED, Above, Found, RecordedSlot, Slot, View
 from ._state import alias, own_work, state
 from ._streams import current_streams, taken
 from ._torch import is_wrapped, origin, raw_version, sequence_number
+from ._turns import turn
 
 
 class Frame:
@@ -241,7 +242,7 @@ class Frame:
 
     def _filled(self, wanted: Slot, fill: bool = False) -> torch.Tensor:
         """Run the region again. Outside of a backward pass only the wanted slot gets its value, for the moment."""
-        with self.lock:
+        with turn(), self.lock:
             value = wanted.value
             if value is not None:
                 return value  # another thread has run it

@@ -34,6 +34,11 @@ def current_device() -> tuple[torch.device, ...]:
     return ()
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is made of what runs now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def set_current_device(value: tuple[torch.device, ...]) -> None:
     """Set it to what ``current_device`` has returned."""
     for device in value:

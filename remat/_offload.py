@@ -42,11 +42,6 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is made of what runs now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 class Offloaded:
     """One kept tensor in host memory. Its value is that of the moment when this is made.
 

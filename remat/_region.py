@@ -38,6 +38,7 @@ from ._replay import Replay
 from ._sharing import apart, apart_from_captured, as_before, same
 from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
+from ._turns import turn
 from .policies import nothing_saveable
 
 _on_cpu = attrgetter("is_cpu")
@@ -216,7 +217,7 @@ class Region:
     def call_again(self, operands: Sequence[torch.Tensor], trace: Trace | None = None) -> Any:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
         assert self.ambient is not None
-        with recomputing(), self.ambient.restored():
+        with turn(), recomputing(), self.ambient.restored():
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
             if self.same or self.overlaps:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)

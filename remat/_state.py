@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from ._torch import as_subclass, modes_that_see
+from ._torch import as_subclass, carried, carry, modes_that_see
 
 __all__ = ["disable_remat", "is_recomputing"]
 
 
 class _State(threading.local):
-    recomputing: bool = False
     checkpointing: bool = False  # a region runs for the first time
-    disabled: bool = False
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
     filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
@@ -28,6 +26,22 @@ class _State(threading.local):
         self.policies: list[Any] = []  # of those with a policy, the innermost last
         self.lowerings: list[Any] = []  # of the runs of regions that are open now, the innermost last
         self.records: list[Any] = []  # of those that run for the first time, under a policy
+
+    @property
+    def recomputing(self) -> bool:
+        return carried("remat.recomputing")
+
+    @recomputing.setter
+    def recomputing(self, value: bool) -> None:
+        carry("remat.recomputing", value)
+
+    @property
+    def disabled(self) -> bool:
+        return carried("remat.disabled")
+
+    @disabled.setter
+    def disabled(self, value: bool) -> None:
+        carry("remat.disabled", value)
 
 
 state = _State()
@@ -57,7 +71,8 @@ def is_recomputing() -> bool:
 def disable_remat() -> Iterator[None]:
     """Turn every region that is called under this context into a plain call of its function.
 
-    Regions whose forward ran before are not changed. Affects the current thread only.
+    Regions whose forward ran before are not changed. Affects the current thread, and what a backward pass that it
+    starts runs in the threads of devices.
 
     Example:
         >>> import torch

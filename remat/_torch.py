@@ -302,6 +302,16 @@ def set_device_modes(value: tuple[Any, Any, Any]) -> None:
         _overrides._push_mode(other)
 
 
+carry = torch._C._stash_obj_in_tls  # for this thread, and those of devices in a backward pass that it starts
+
+
+def carried(key: str) -> bool:
+    """What this thread, or the one that started its backward pass, has set; at first false."""
+    return torch._C._is_key_in_tls(key) and torch._C._get_obj_in_tls(key)
+
+
+backward_code = torch.autograd.graph._engine_run_backward.__code__  # in the stack of a thread that waits for autograd
+
 # What a policy is asked about; torch documents `torch.ops` but not the types of what stands there.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket

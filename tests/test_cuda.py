@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import peak_bytes
-from remat import is_recomputing, remat
+from remat import RematError, is_recomputing, remat
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
@@ -326,3 +326,37 @@ def test_two_devices_worth_of_tensors_in_one_region() -> None:
         out = f(x, y)
         results.append((out.detach(), torch.autograd.grad(out.sum(), (x, y)), states()))
     same(*results)
+
+
+# --- graphs -----------------------------------------------------------------------------------------
+
+
+def test_a_capture_needs_preserve_rng_state_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, small = leaf(4, 4), torch.ones(4, device=DEVICE)
+    fn = lambda x: (x.sin() * small).exp()
+    expected = plain(fn, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RematError, match=r"CUDA graph is captured.*`preserve_rng_state=False`"):
+            remat(fn)(x)
+        same(plain(remat(fn, preserve_rng_state=False), x), expected)
+    same(plain(remat(fn), x), expected)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="the simulated device has no CUDA graphs")
+def test_a_graph_of_forward_and_backward() -> None:
+    w, small = leaf(16, 16), torch.ones(16, device=DEVICE)
+    fn = lambda x: ((x @ w).sin() * small).exp().sum()
+    region = remat(fn, preserve_rng_state=False)
+    x, side = torch.randn(16, 16, device=DEVICE), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(region(x), w)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (found,) = torch.autograd.grad(region(x), w)
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        same(found, torch.autograd.grad(fn(x), w)[0])

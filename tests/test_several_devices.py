@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from cases import assert_same
 from torch import Tensor, nn
 
-from remat import policies, remat
+from remat import disable_remat, is_recomputing, policies, remat
 
 pytestmark = [
     pytest.mark.cuda,
@@ -131,3 +134,204 @@ def test_a_pipeline(wrap: Callable) -> None:
         return [w.grad for w in weights if w.grad is not None]
 
     assert_same(run(wrap), run(lambda f: f))
+
+
+# --- two threads of the backward --------------------------------------------------------------------------------------
+
+
+class Pauses:
+    """Lets the recomputes of two devices meet: the one of device 1 is always half a step ahead."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def __call__(self, x: Tensor) -> None:
+        if self.on:
+            time.sleep(0.02 if x.device.index else 0.04)
+
+
+pauses = Pauses()
+captured: dict[str, Tensor] = {}
+
+
+class Holder(nn.Module):
+    held: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        pauses(x)
+        y = (x * self.held.to(x.device)).sin()
+        pauses(x)
+        return y
+
+
+def draws_in_python(x: Tensor) -> Tensor:
+    pauses(x)
+    a = random.random()
+    pauses(x)
+    return (x * a).sin() * random.random()
+
+
+def draws_on_the_host(x: Tensor) -> Tensor:
+    pauses(x)
+    a = torch.rand(3).to(x.device)
+    pauses(x)
+    return (x * a).sin()
+
+
+def reads_a_dict(x: Tensor) -> Tensor:
+    pauses(x)
+    y = (x * captured["held"].to(x.device)).sin()
+    pauses(x)
+    return y
+
+
+holder = Holder()
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls])
+@pytest.mark.parametrize("fn", [draws_in_python, draws_on_the_host, reads_a_dict, holder])
+def test_recomputes_in_two_threads(fn: Callable, policy: Any) -> None:
+    results = []
+    for wrap in (lambda f: f, lambda f: remat(f, policy=policy)):
+        random.seed(0)
+        torch.manual_seed(0)
+        p = torch.ones(3, requires_grad=True)
+        captured["held"] = holder.held = held = p * 2
+        xs = [torch.arange(1.0, 4, device=f"cuda:{i}", requires_grad=True) for i in range(2)]
+        loss = sum(wrap(fn)(x).sum().cpu() for x in xs)
+        before = random.getstate(), torch.get_rng_state().tolist()
+        pauses.on = True
+        try:
+            grads = torch.autograd.grad(loss, [*xs, p], allow_unused=True)
+        finally:
+            pauses.on = False
+        assert (random.getstate(), torch.get_rng_state().tolist()) == before
+        assert captured["held"] is held and holder.held is held and held.grad_fn is not None
+        results.append(grads)
+    assert_same(results[1], results[0])
+
+
+def test_a_default_dtype_of_the_forward_in_two_threads() -> None:
+    def fn(x: Tensor) -> Tensor:
+        pauses(x)
+        y = x * torch.ones(3).to(x.device)
+        pauses(x)
+        return (y * torch.ones(3).to(x.device)).sin()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        xs = [torch.ones(3, device=f"cuda:{i}", requires_grad=True, dtype=torch.float32) for i in range(2)]
+        loss = sum(remat(fn)(x).sum().cpu() for x in xs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pauses.on = True
+    try:
+        loss.backward()
+    finally:
+        pauses.on = False
+    assert torch.get_default_dtype() is torch.float32
+    assert_same([x.grad.cpu() for x in xs], [torch.ones(3).cos()] * 2, exact=False)
+
+
+def test_a_backward_over_both_devices_in_a_recompute() -> None:
+    """It needs the thread of the other device, which waits for its own recompute."""
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            other = y.to(f"cuda:{1 - x.device.index}").sin()
+            pauses(x)
+            inner = remat(lambda t: t.sin().exp())(other).to(x.device)
+            g = torch.autograd.grad((inner * y.cos()).sum(), y)[0]
+        return (x * g).sin()
+
+    xs = [torch.arange(1.0, 4, device=f"cuda:{i}", requires_grad=True) for i in range(2)]
+    expected = torch.autograd.grad(sum(fn(x).sum().cpu() for x in xs), xs)
+    loss = sum(remat(fn)(x).sum().cpu() for x in xs)
+    pauses.on = True
+    try:
+        assert_same(torch.autograd.grad(loss, xs), expected)
+    finally:
+        pauses.on = False
+
+
+# --- what a thread knows ----------------------------------------------------------------------------------------------
+
+
+class Notes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noted: list[bool]) -> Tensor:
+        ctx.noted = noted
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.noted.append(is_recomputing())
+        return grad * 1, None
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("to", ["cpu", "cuda:0", "cuda:1"])
+def test_is_recomputing_in_a_backward_inside(where: str, to: str) -> None:
+    noted: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.to(to).detach().requires_grad_()
+            g = torch.autograd.grad(Notes.apply(y.sin(), noted).sum(), y)[0].to(x.device)
+        return (x * g).sin()
+
+    x = leaf(where, 4)
+    out = remat(fn)(x).sum()
+    assert noted == [False]
+    out.backward()
+    assert noted == [False, True] and not is_recomputing()
+    Notes.apply(leaf(to, 4), noted).sum().backward()
+    assert noted == [False, True, False]  # it is no more in the thread of the device
+
+
+class RunsARegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Callable) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.region = region
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            return grad * torch.autograd.grad(ctx.region(y).sum(), y)[0], None
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
+def test_disable_remat_around_a_backward(where: str) -> None:
+    runs: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        runs.append(is_recomputing())
+        return x.sin().cos()
+
+    x = leaf(where, 4)
+    for disabled in (True, False, True):
+        out = RunsARegion.apply(x, remat(fn)).sum()
+        runs.clear()
+        with disable_remat() if disabled else nullcontext():
+            out.backward()
+        assert runs == ([False] if disabled else [False, True])
+
+
+def test_disable_remat_leaves_regions_of_before() -> None:
+    runs: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        runs.append(is_recomputing())
+        return remat(lambda x: x.sin().cos())(x).exp()
+
+    x = leaf("cuda:1", 4)
+    out = remat(fn)(x).sum()
+    with disable_remat():
+        found = torch.autograd.grad(out, x)
+    assert runs == [False, True]
+    assert_same(found, torch.autograd.grad(fn(x).sum(), x))
