@@ -165,7 +165,7 @@ class Kept:
             if version == self.versions[i]:
                 if i not in copies:
                     pass
-                elif not _offload.in_host_memory(tensor):
+                elif tensor.device.type not in ("cpu", "meta"):
                     changed[i] = True
                     if can_be_asked(tensor):
                         asked[i] = tensor, copies[i]
