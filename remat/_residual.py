@@ -42,7 +42,7 @@ class Residual:
         if outer is None and _offload.in_host_memory(tensor):
             self.stay(tensor, form)
             return
-        if isinstance(tensor, LateTensor):  # of a recompute around
+        if outer is None and isinstance(tensor, LateTensor):  # of a recompute around
             tensor.fill_itself()
         with unseen():
             self._near = alias(tensor)  # as long as the region runs for the first time
