@@ -53,7 +53,7 @@ class Ambient:
         self._settings = _read_settings()
         self._devices, self._generators, self._every, self._states = (), (), None, ()
         if preserve_rng_state:
-            if any(map(is_capturing, accelerator())):
+            if is_capturing():
                 raise RematError(_IN_A_GRAPH)
             self._devices = (*devices, *current_device())  # at the backward another one may be current
             self._generators = tuple(map(with_state, generators))

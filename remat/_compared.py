@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import _offload, _torch
+from ._determinism import bits
 from ._generators import is_capturing
 from ._parts import parts
 from ._state import unseen
@@ -31,7 +32,7 @@ def may_differ(a: Any, b: torch.Tensor) -> bool:
 def can_be_asked(tensor: torch.Tensor) -> bool:
     """Whether a device can compare it; in a CUDA graph nothing could be read of the answer."""
     plain = is_dense(tensor) and not tensor.is_quantized and not isinstance(tensor, _torch.FakeTensor)
-    return plain and not is_capturing(tensor.device)
+    return plain and not is_capturing()
 
 
 class Comparison:
@@ -70,14 +71,5 @@ def _on_its_way(flags: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | N
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    of_parts = [(_bits(x) != _bits(y)).any() for x, y in zip(parts(a), parts(b))]
+    of_parts = [(bits(x.detach()) != bits(y.detach())).any() for x, y in zip(parts(a), parts(b))]
     return of_parts[0] if len(of_parts) == 1 else torch.stack(of_parts).any()
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

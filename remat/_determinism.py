@@ -41,11 +41,14 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
 
 
 def _look(tensor: torch.Tensor) -> tuple:
-    look = saved_look(tensor)
+    return (*saved_look(tensor), _stride(tensor))
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     try:
-        return (*look, tensor.stride())
+        return tensor.stride()
     except RuntimeError:  # sparse ones have none
-        return (*look, None)
+        return None
 
 
 # The same of a tensor that is saved, with the kind of node that made it, as another one tells of another path, with its
@@ -62,8 +65,7 @@ def look_at(tensor: torch.Tensor, check: str) -> tuple:
     try:
         return LOOKS[check](tensor)
     except RuntimeError:
-        stride = tensor.stride() if tensor.layout is torch.strided else None
-        look = tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), NO_VERSION, stride
+        look = tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), NO_VERSION, _stride(tensor)
         return (*look, checksum(tensor)) if check == "values" else look
 
 
@@ -116,13 +118,21 @@ def checksum(tensor: torch.Tensor) -> int:
         if isinstance(data, LateTensor):  # of a recompute around
             data.fill_itself()
         data = data.detach()
-        data = (data.to_dense() if data.layout is not torch.strided else data).contiguous().reshape(-1)
-        data = torch.view_as_real(data.resolve_conj()).reshape(-1) if data.is_complex() else data
-        size = data.element_size()
-        words = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).to(torch.int64)
+        data = (data.to_dense() if data.layout is not torch.strided else data).contiguous()
+        words = bits(data).reshape(-1).to(torch.int64)
         # An odd multiplier per position: any single change, and any swap of two unequal words, changes the sum.
         weights = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2654435761 * 2 + 1
         return int((words * weights).sum()) & 0xFFFFFFFFFFFFFFFF
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers in a tensor as integers of their size, those of a complex one in a dimension more."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Line(NamedTuple):

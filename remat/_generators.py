@@ -25,18 +25,18 @@ def accelerator() -> tuple[torch.device, ...]:
     return () if device is None else (device,)
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is made of what runs now."""
+    return any(device.type == "cuda" for device in accelerator()) and torch.cuda.is_current_stream_capturing()
+
+
 def current_device() -> tuple[torch.device, ...]:
     """The accelerator's current device, if the backend has started."""
     for device in accelerator():
         module = torch.get_device_module(device)
-        if getattr(module, "is_initialized", module.is_available)() and hasattr(module, "current_device"):
+        if _has_started(module) and hasattr(module, "current_device"):
             return (torch.device(device.type, module.current_device()),)
     return ()
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is made of what runs now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def set_current_device(value: tuple[torch.device, ...]) -> None:
@@ -63,12 +63,16 @@ def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
     started = {}  # a fake tensor may be on a device that this machine hasn't got
     for device in devices:
         module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
-        if module is not None and getattr(module, "is_initialized", module.is_available)():
+        if module is not None and _has_started(module):
             # What a region draws from is not told by its tensors, and the states are in host memory.
             every = getattr(module, "default_generators", None)
             for generator in [_device_generator(module, device)] if every is None else every:
                 started[id(generator)] = generator
     return started.values()
+
+
+def _has_started(module: ModuleType) -> bool:
+    return getattr(module, "is_initialized", module.is_available)()
 
 
 def _device_generator(module: ModuleType, device: torch.device) -> Any:

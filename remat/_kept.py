@@ -90,7 +90,7 @@ class Kept:
         """What the region has changed, and whether without a trace in the version counter. It may wait for a device."""
         if self._asked is not None:
             same, self._asked = self._asked.same(), None
-            self._changed = {i: unseen for i, unseen in self._changed.items() if i not in same}
+            self._changed = {i: untraced for i, untraced in self._changed.items() if i not in same}
             self.copies = {i: copy for i, copy in self.copies.items() if i not in same}
         return self._changed
 

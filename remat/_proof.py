@@ -32,16 +32,17 @@ def nobody_reads_the_graph(level: int, saved: Sequence[torch.Tensor], thread: in
     interpreter = _torch.top_interpreter()
     if interpreter.key().value != _torch.GRAD or interpreter.level() != level:
         return False
-    call = _nearest_engine_call(sys._getframe(1))
+    call = nearest_engine_call(sys._getframe(1))
     if call is None and threading.get_ident() != thread:
         # A device thread: the thread that called the engine waits in that very call.
-        call = _nearest_engine_call(sys._current_frames().get(thread))
+        call = nearest_engine_call(sys._current_frames().get(thread))
     if call is None or call.f_back is None or call.f_back.f_back is None:
         return False
     return call.f_back.f_back.f_code is _FUNC_GRAD_CALL
 
 
-def _nearest_engine_call(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not _ENGINE_CALL:
+def nearest_engine_call(frame: FrameType | None, within: FrameType | None = None) -> FrameType | None:
+    """The innermost call of autograd's engine from ``frame`` out, up to ``within``."""
+    while frame is not within and frame is not None and frame.f_code is not _ENGINE_CALL:
         frame = frame.f_back
-    return frame
+    return None if frame is within else frame

@@ -33,7 +33,8 @@ class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "difference", "ended", "ending", "fill", "filling", "frame", "last", "look", "rest", "root", "slots", "stopped",
+        "difference", "ended", "ending", "fill", "frame", "last", "look", "rest", "root", "slots", "stopped",
+        "unfilled",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, slots: list[Any], fill: bool = False) -> None:
@@ -45,7 +46,7 @@ class Filler:
         self.rest: Any = iter(slots)
         self.stopped = False
         self.ended = False  # it stops at the next operation
-        self.filling: tuple[int, Any] | None = None  # which operation may fill which slot, by its sequence number
+        self.unfilled: tuple[int, Any] | None = None  # which operation may fill which slot, by its sequence number
         self.ending: int | None = None  # after so many steps it stops
         self.difference: str | None = None
         self.last = next(filter(None, reversed(slots)))
@@ -127,7 +128,7 @@ class Filler:
 
     def let_go(self) -> None:
         """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
-        del self.frame, self.root, self.slots, self.rest, self.last, self.filling
+        del self.frame, self.root, self.slots, self.rest, self.last, self.unfilled
 
     @property
     def count(self) -> int:
@@ -142,7 +143,7 @@ class Filler:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         slot = next(self.rest, _ONE_MORE)
         if not slot:
-            if self.ended and not self._is_filling():
+            if self.ended and not self._may_fill():
                 self._stop()
             # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
             if slot is _ONE_MORE:
@@ -158,7 +159,7 @@ class Filler:
         if now != slot.fingerprint:
             self._compare(slot, now)
         if slot.first is not None:
-            self.filling = _torch.next_sequence_number(), slot
+            self.unfilled = _torch.next_sequence_number(), slot
         slot.version = now[4]
         slot.value = value  # last, as another thread may be waiting for it
         if slot is self.last:
@@ -207,13 +208,13 @@ class Filler:
             self.ending = max(early, default=None)
             if self.ending is not None:
                 return
-            self.ended = self.fill and self._is_filling()
+            self.ended = self.fill and self._may_fill()
             if not self.ended:
-                self.frame.unfilled = weakref.ref(self.filling[1]) if self.filling and self._is_filling() else gone
+                self.frame.unfilled = weakref.ref(self.unfilled[1]) if self.unfilled and self._may_fill() else gone
                 self._stop()
 
-    def _is_filling(self) -> bool:
-        return self.filling is not None and self.filling[0] == _torch.next_sequence_number()
+    def _may_fill(self) -> bool:
+        return self.unfilled is not None and self.unfilled[0] == _torch.next_sequence_number()
 
     def _stop(self) -> None:
         self.stopped = True

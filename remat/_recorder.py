@@ -6,7 +6,7 @@ from typing import Any
 
 from ._ambient import Ambient
 from ._facts import Facts, facts_of, tensors
-from ._generators import accelerator, is_capturing
+from ._generators import is_capturing
 from ._parts import is_wrapper_call
 from ._program import Step
 from ._ranges import Ranges
@@ -83,7 +83,7 @@ class Recorder(RegionMode):
         record, generators = self.record, None
         with without_torch_function():
             record.before_writing(facts, args, kwargs)
-            if facts.foreign and not any(map(is_capturing, accelerator())):
+            if facts.foreign and not is_capturing():
                 generators = Ambient.capture({t.device for t in tensors((args, kwargs))}, [], True)
         result = func(*args, **kwargs)
         if generators is not None and generators.moved():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ._layout import span
 from ._parts import is_plain
 from ._state import unseen
 from ._values import holder, is_dense
@@ -79,9 +80,9 @@ def overlapping(tensors: Sequence[Any], operands: Kept, consts: Kept) -> list[Ov
             spans.setdefault(key, []).append((tensor.storage_offset(), _end(*layout), i))
     groups: list[dict[int, Layout]] = []
     for each in spans.values():
-        last = -1
+        last = 0
         for start, end, i in sorted(each):
-            if start > last:
+            if start >= last:
                 groups.append({})
             groups[-1][i] = layouts[i]
             last = max(last, end)
@@ -108,11 +109,11 @@ def _lay_on_each_other(group: dict[int, Layout], tensors: list[torch.Tensor]) ->
     start = min(offset for _, _, offset in group.values())
     end = max(_end(*layout) for layout in group.values())
     with torch.no_grad():
-        memory = tensors[next(iter(group))].new_empty(end + 1 - start)
+        memory = tensors[next(iter(group))].new_empty(end - start)
         for i, (size, stride, offset) in group.items():
             part = memory.as_strided(size, stride, offset - start).copy_(tensors[i])
             tensors[i] = part.detach().requires_grad_(tensors[i].requires_grad)
 
 
 def _end(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
-    return offset + sum((n - 1) * step for n, step in zip(size, stride))
+    return offset + span(size, stride)

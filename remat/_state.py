@@ -14,6 +14,10 @@ from ._torch import as_subclass, carried, carry, modes_that_see
 __all__ = ["disable_remat", "is_recomputing"]
 
 
+def _carried(key: str) -> Any:
+    return property(lambda _: carried(key), lambda _, value: carry(key, value))
+
+
 class _State(threading.local):
     checkpointing: bool = False  # a region runs for the first time
     own_work: bool = False  # the package itself calls torch now, not the user's function
@@ -27,21 +31,9 @@ class _State(threading.local):
         self.lowerings: list[Any] = []  # of the runs of regions that are open now, the innermost last
         self.records: list[Any] = []  # of those that run for the first time, under a policy
 
-    @property
-    def recomputing(self) -> bool:
-        return carried("remat.recomputing")
-
-    @recomputing.setter
-    def recomputing(self, value: bool) -> None:
-        carry("remat.recomputing", value)
-
-    @property
-    def disabled(self) -> bool:
-        return carried("remat.disabled")
-
-    @disabled.setter
-    def disabled(self, value: bool) -> None:
-        carry("remat.disabled", value)
+    # These also hold in the threads of devices, in a backward pass that this one starts.
+    recomputing = _carried("remat.recomputing")
+    disabled = _carried("remat.disabled")
 
 
 state = _State()

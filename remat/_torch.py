@@ -310,8 +310,6 @@ def carried(key: str) -> bool:
     return torch._C._is_key_in_tls(key) and torch._C._get_obj_in_tls(key)
 
 
-backward_code = torch.autograd.graph._engine_run_backward.__code__  # in the stack of a thread that waits for autograd
-
 # What a policy is asked about; torch documents `torch.ops` but not the types of what stands there.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket

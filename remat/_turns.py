@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from . import _torch
+from ._proof import nearest_engine_call
 
 
 class _Thread(threading.local):
@@ -57,9 +57,4 @@ def _holder_runs_a_backward() -> bool:
     if holder is None:
         return False
     thread, start = holder
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame is not start:
-        if frame.f_code is _torch.backward_code:
-            return True
-        frame = frame.f_back
-    return False
+    return nearest_engine_call(sys._current_frames().get(thread), within=start) is not None
