@@ -23,7 +23,7 @@ from ._errors import MutationError
 from ._hooks import hooks_allowed, hooks_hidden
 from ._intercept import Watch
 from ._kept import NONE_KEPT, Kept
-from ._parts import as_leaf, detached, is_dual, is_recorded
+from ._parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from ._recompute import outside_of_batched_backward
 from ._trace import Trace
 
@@ -119,7 +119,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     follows = wanted is not None and any(wanted) and not inference
     inputs = operands
     if follows and call.tape_fits:  # what is followed below, by autograd itself, stays as it is
-        cut = wanted if not recorded else [w and not t.requires_grad for t, w in zip(operands, wanted)]
+        cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
         inputs = [as_leaf(t) if each else t for t, each in zip(operands, cut)]
     call.operands, call.kept = operands, Kept(inputs, _names(root), root.memory.known.changing)
     if region.uses_func and recorded and not dual:

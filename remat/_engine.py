@@ -32,7 +32,7 @@ from ._sharing import overlapping
 from ._slots import SERVED, Above, Found, RecordedSlot, Slot, View
 from ._state import alias, own_work, state
 from ._streams import current_streams, taken
-from ._torch import is_wrapped, origin, raw_version, sequence_number
+from ._torch import is_wrapped, modes_that_see, origin, raw_version, sequence_number
 from ._turns import turn
 
 
@@ -41,8 +41,8 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings", "mixed",
-        "noted", "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs", "region", "slot",
-        "slots", "start", "streams", "unfilled",
+        "modes", "noted", "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs",
+        "region", "slot", "slots", "start", "streams", "unfilled",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +69,7 @@ class Frame:
         self.streams = current_streams(root.devices) if root.devices else []
         self.mixed = False  # a recompute has used other streams too
         self.unfilled: Callable[[], Any] = gone  # the slot that the operation which the recompute ended at may fill
+        self.modes = modes_that_see() > 0
         self.log = OpLog() if options.debug else None
         self.policies = tuple(state.policies)
         self.lowerings: list[bool] = []  # of the regions inside

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,7 @@ from ._handed import AtHand, Handed, HandedToRegion, Hooks
 from ._hooks import drop_gradient_hooks
 from ._layout import copied, span
 from ._offload import Group, Offloaded
-from ._parts import is_dual, lift
+from ._parts import is_dual, is_in_graph, lift
 from ._state import alias
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
@@ -34,7 +34,7 @@ from ._state import alias
 COPY_BYTES = 16 * 1024
 COPY_VECTOR_BYTES = 1024 * 1024
 
-_is_leaf = attrgetter("is_leaf")
+_is_leaf, _is_view = attrgetter("is_leaf"), methodcaller("_is_view")
 _NOTHING: Mapping[int, Any] = MappingProxyType({})  # for most: a dict for each would be many objects
 
 Name = Callable[[int], str]
@@ -62,7 +62,7 @@ class Kept:
         if -1 in self.versions:
             self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
         self.requires_grad = tuple(map(requires_grad, tensors))
-        self.leaf = tuple(map(_is_leaf, tensors))
+        self.leaf = tuple(map(_leaf, tensors)) if any(map(_is_view, tensors)) else tuple(map(_is_leaf, tensors))
         self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # what hooks around the region took over
         self.copies: Mapping[int, torch.Tensor] = _NOTHING
         self._changed: Mapping[int, bool] = _NOTHING
@@ -298,13 +298,24 @@ class Kept:
         return tensor
 
 
-def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool) -> torch.Tensor:
-    """What is not a leaf stays none: regions inside tell from it what to keep, in each run the same."""
+def _leaf(tensor: torch.Tensor) -> bool | None:
+    """Whether a tensor is a leaf; None for one that only says so."""
+    return tensor.is_leaf and (not tensor.requires_grad or is_in_graph(tensor) or None)
+
+
+def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.Tensor:
+    """What is not a leaf stays none: regions inside tell from it what to keep, in each run the same.
+
+    And what autograd doesn't follow, though it requires grad, is not followed: operations save less for its sake.
+    """
     if not requires_grad:
         return tensor.detach() if tensor.requires_grad else tensor
     cut = tensor.detach().requires_grad_()
     if leaf:
         return cut
+    if leaf is None:
+        with torch.no_grad():
+            return cut.view_as(cut)
     return cut.view_as(cut) if cut.layout is torch.strided else cut.clone()
 
 
@@ -317,7 +328,7 @@ def _tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
     duals = {}
     for i, tensor in enumerate(tensors):
         if is_dual(tensor):
-            duals[i] = tuple((t, t.requires_grad, t.is_leaf) for t in fwAD.unpack_dual(tensor))
+            duals[i] = tuple((t, t.requires_grad, _leaf(t)) for t in fwAD.unpack_dual(tensor))
     return duals
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 
 from . import _torch
+from ._state import unseen
 
 
 def is_wrapper_call(types: tuple[type, ...]) -> bool:
@@ -53,6 +54,15 @@ def bottom(tensor: torch.Tensor) -> torch.Tensor:
     while _torch.is_wrapped(tensor):
         tensor = _torch.unwrap_once(tensor)
     return tensor
+
+
+def is_in_graph(tensor: torch.Tensor) -> bool:
+    """Whether autograd follows a tensor: a view made under ``no_grad`` says that it requires grad if its base does."""
+    if not (tensor.requires_grad and tensor.is_leaf and tensor._is_view()):
+        return tensor.requires_grad
+    with torch.enable_grad(), unseen():
+        node = tensor.view_as(tensor).grad_fn
+    return node is not None and node.next_functions[0][0] is not None
 
 
 def requires_grad_somewhere(tensor: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from ._parts import bare
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward
 from ._streams import is_on_another, resumed
-from ._torch import modes_that_see
+from ._torch import PlainMode, modes_that_see
 
 if TYPE_CHECKING:
     from ._engine import Frame
@@ -83,6 +83,8 @@ class Filler:
             contexts.append(_torch.torch_function_enabled())
         if _torch.hooks_disabled_message() is not None:
             contexts.append(hooks_allowed(whoever_forbids=True))
+        if frame.modes and not modes_that_see():
+            contexts.append(PlainMode())
         if (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active():
             # To ask for operands may run the region around again, which may enter a level itself: none is in another.
             contexts += [frame.operands.at_hand(), frame.consts.at_hand(), fwAD.dual_level()]

@@ -58,6 +58,13 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
         skipped_unless_inlined(cls.__torch_dispatch__)
 
 
+class PlainMode(DispatchMode):
+    """Only runs the operations: some of torch's own code, such as derivative formulas, asks whether any mode is on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 # --- saved-tensor hooks -------------------------------------------------------------------------------------------
 # The public context manager costs two Python objects and four calls per region.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks

@@ -342,3 +342,25 @@ def test_batched_gradients_of_a_region_that_draws(transform: str, policy: Any) -
         return out, rows, torch.rand(2)
 
     assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.everything_saveable], ids=str)
+@pytest.mark.parametrize("around", ["twice", "a region around", "once"])
+def test_derivatives_that_look_for_modes(around: str, policy: Any) -> None:
+    """That of ``prod`` takes other operations under a dispatch mode, such as a policy's: both runs must be alike."""
+
+    def program(wrap: Wrap) -> Any:
+        inner = wrap(lambda y: y.prod(0))
+        f = wrap(lambda x: grad(lambda y: inner(y).sum())(x).sin())
+        x = rand(3, 3)
+
+        def gradient(x: Tensor) -> Tensor:
+            p = x * 1
+            return torch.autograd.grad(f(p).sum(), p, create_graph=True)[0]
+
+        if around == "once":
+            return torch.autograd.grad(f(x).sum(), x)
+        out = wrap(gradient)(x) if around == "a region around" else gradient(x)
+        return out, torch.autograd.grad(out.sin().sum(), x)
+
+    assert_same(program(lambda fn: remat(fn, policy=policy)), program(plain), exact=False)
