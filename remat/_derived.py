@@ -93,10 +93,11 @@ class Graded(Derived):
     what depends on that or on the level itself (the choice of an attention kernel, autocast under ``vmap``).
     """
 
-    __slots__ = ("lifted", "mask")
+    __slots__ = ("level", "lifted", "mask")
 
-    def __init__(self, inner: Any, mask: tuple[bool, ...], lifted: tuple[bool, ...]) -> None:
+    def __init__(self, inner: Any, level: int, mask: tuple[bool, ...], lifted: tuple[bool, ...]) -> None:
         super().__init__(inner, ("grad", mask, lifted))
+        self.level = level
         self.mask = mask
         self.lifted = lifted  # which operands are of this level
 
@@ -194,7 +195,7 @@ class Pullback(Derived):
     def _by_func(self, primals: Tensors) -> Pull:
         needed = [i for i, needs in enumerate(self.needs) if needs]
         inner = self._without_level()
-        lift = self.inner.lift if isinstance(self.inner, Graded) else _lift_all
+        lift = _lift_all if inner is self.inner else self.inner.lift
 
         def run(*heads: torch.Tensor) -> list[torch.Tensor]:
             inputs = lift(primals, _torch.current_interpreter().level())
@@ -221,8 +222,9 @@ class Pullback(Derived):
         return pull
 
     def _without_level(self) -> Any:
-        """What it differentiates, where the level of a vjp stands for that of a Graded region."""
-        return self.inner.inner if isinstance(self.inner, Graded) else self.inner
+        """What it differentiates, where the level of a vjp stands for the one that a Graded region put back."""
+        inner = self.inner
+        return inner.inner if isinstance(inner, Graded) and inner.level == self.level else inner
 
     def chosen(self, outs: Sequence[Any]) -> list:
         """Those that have a cotangent."""

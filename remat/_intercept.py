@@ -200,14 +200,15 @@ class Interceptor(TorchFunctionMode):
                 seen[id(result)] = weakref.ref(result)
             else:
                 watch.made(tensors(result))
-        # Not what an inner transform calls, nor what looks different under other levels.
+        # Not what an inner transform or a recompute inside calls, nor what looks different under other levels.
         trace = self.trace
-        if trace is not None and func not in _BY_LEVEL and _torch.current_level() == state.interceptors[-1].level:
-            trace.note(func, result)
+        if trace is not None and state.recomputes == self.recomputes and func not in _BY_LEVEL:
+            if _torch.current_level() == state.interceptors[-1].level:
+                trace.note(func, result)
         return result
 
     def __enter__(self) -> Interceptor:
-        self.level = _torch.current_level()
+        self.level, self.recomputes = _torch.current_level(), state.recomputes
         state.interceptors.append(self)
         return super().__enter__()
 

@@ -23,6 +23,7 @@ from ._derived import Batched, Graded, InnerPullback, Jvp, Pullback, differentia
 from ._errors import RematError
 from ._parts import is_dual
 from ._proof import nobody_reads_the_graph
+from ._state import own_work
 
 Tensors = Sequence[torch.Tensor]
 
@@ -218,9 +219,9 @@ def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ..
     lifted = tuple([_torch.level_of(t) == level for t in operands])
     below = root.kinds[: level - 1]
     if _torch.VMAP in below or _torch.JVP in below or root.memory.known.graded or root.by_level:
-        return Graded(region, followed, lifted)
+        return Graded(region, level, followed, lifted)
     if _torch.VMAP in root.kinds and root.ambient.casts:
-        return Graded(region, (False,) * len(followed), lifted)
+        return Graded(region, level, (False,) * len(followed), lifted)
     return region
 
 
@@ -286,7 +287,8 @@ def pull_back(
     if region.root.by_level and isinstance(region, Pullback) and region.level == level:
         region = InnerPullback(region)  # by `torch.autograd.grad` in a function under torch.func.grad
     pullback = Pullback(region, tuple(needs), given, level)
-    found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call, skip=skip)
+    with own_work():
+        found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call, skip=skip)
     if len(found) == len(needs):
         return found
     grads = iter(found)

@@ -21,7 +21,7 @@ from ._hooks import drop_gradient_hooks, hooks_allowed
 from ._lowerings import Lowerings
 from ._parts import bare
 from ._slots import Slot, Stop
-from ._state import alias, as_in_forward
+from ._state import alias, as_in_forward, own_work
 from ._streams import is_on_another, resumed
 from ._torch import PlainMode, modes_that_see
 
@@ -98,7 +98,8 @@ class Filler:
         if frame.open:
             frame.consts.find_changed()
             frame.operands.find_changed()
-        operands = frame.operands.all_again()
+        with own_work():
+            operands = frame.operands.all_again()
         trace, root.trace = root.trace, None  # saved tensors are counted here
         result = None
         replay = root.log = None if frame.log is None else frame.log.replay()
