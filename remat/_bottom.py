@@ -222,5 +222,6 @@ class PlainNode(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
         from ._levels import pull_back
 
-        needs = ctx.needs_input_grad[2:]
-        return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, ctx.call, level=0, skip=0)
+        call, needs = ctx.call, ctx.needs_input_grad[2:]
+        call.guarded(call.operands)  # its error says more than autograd's
+        return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0, skip=0)

@@ -200,12 +200,14 @@ class Interceptor(TorchFunctionMode):
                 seen[id(result)] = weakref.ref(result)
             else:
                 watch.made(tensors(result))
-        # Not what an inner transform or a recompute inside calls, nor what looks different under other levels.
-        trace = self.trace
-        if trace is not None and state.recomputes == self.recomputes and func not in _BY_LEVEL:
-            if _torch.current_level() == state.interceptors[-1].level:
-                trace.note(func, result)
+        if self.trace is not None and func not in _BY_LEVEL and self._is_own_call():
+            self.trace.note(func, result)
         return result
+
+    def _is_own_call(self) -> bool:
+        """Not what an inner transform or a recompute inside calls, which isn't the same each time."""
+        same_level = _torch.current_level() == state.interceptors[-1].level
+        return same_level and state.recomputes == self.recomputes
 
     def __enter__(self) -> Interceptor:
         self.level, self.recomputes = _torch.current_level(), state.recomputes

@@ -35,7 +35,7 @@ from ._record import Record
 from ._recorder import Recorder
 from ._remembered import Remembered, unchanged, walk
 from ._replay import Replay
-from ._sharing import apart, apart_from_captured, as_before, same
+from ._sharing import apart, as_before, same, twice_below
 from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
 from ._turns import turn
@@ -53,7 +53,7 @@ class Region:
         "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "cells", "consts", "contents",
         "devices", "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log", "mapped",
         "memory", "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped",
-        "trace", "walk", "watch",
+        "trace", "twice", "walk", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +76,7 @@ class Region:
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
         self.consts: Kept = NONE_KEPT
         self.same: Sequence[tuple[int, int]] = ()  # of operands and captured tensors, those that are one
+        self.twice: Sequence[int] = ()  # operands that are another or a captured one below torch.func's levels
         self.overlaps: Sequence[Any] = ()  # of these, those on the same memory, where the region has changed it
         self.outputs = Outputs(options)
         self.ran = False
@@ -214,8 +215,11 @@ class Region:
         self.outputs.spec = _tree.flatten(result)[1]
         return result
 
-    def call_again(self, operands: Sequence[torch.Tensor], trace: Trace | None = None) -> Any:
+    def call_again(self, operands: Sequence[torch.Tensor]) -> Any:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
+        return self._again(apart(operands, self.twice), None)
+
+    def _again(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
         assert self.ambient is not None
         with turn(), recomputing(), self.ambient.restored():
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
@@ -230,11 +234,13 @@ class Region:
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
         if self.ran:
-            operands = apart_from_captured(operands, self.consts.tensors, self.same)
-            result = self.call_again(operands, None if self.trace is None else Retrace(self.trace))
+            captured = twice_below(operands, operands, self.consts.tensors, self.same)  # levels may hide it at first
+            operands = apart(operands, {*self.twice, *captured})
+            result = self._again(operands, None if self.trace is None else Retrace(self.trace))
             return self.outputs.compare(result, operands)
         self.ran = True
-        operands = apart(operands, self.operands())
+        self.twice = twice_below(operands, self.operands(), self.consts.tensors, self.same)
+        operands = apart(operands, self.twice)
         bound = rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
         with bound, self._swapped(operands, self.operands(), self.trace) or nullcontext():
             result = self.call(operands, self._recorder(operands))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,23 +29,22 @@ def same(given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> lis
     return twice + [(i, first[id(tensor)]) for i, tensor in enumerate(given) if id(tensor) in first]
 
 
-def apart(operands: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The operands, with a view for one that is another one too below the levels, but not where it was given."""
-    first: dict[int, torch.Tensor] = {}
-    with unseen():
-        return [
-            t if first.setdefault(id(t), outer) is outer else t.view_as(t)  # of which autograd knows
-            for t, outer in zip(operands, given)
-        ]
+def twice_below(
+    operands: Sequence[torch.Tensor], given: Sequence[torch.Tensor], captured: Sequence[Any], same: Sequence[tuple]
+) -> list[int]:
+    """The operands that are an earlier or a captured one too below the levels, but not where they were given."""
+    first: dict[int, Any] = dict.fromkeys(map(id, captured))
+    known = {i for i, _ in same}
+    pairs = enumerate(zip(operands, given))
+    return [i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer and i not in known]
 
 
-def apart_from_captured(
-    operands: Sequence[torch.Tensor], captured: Sequence[Any], same: Sequence[tuple[int, int]]
-) -> list[torch.Tensor]:
-    """The same for one that is a captured tensor too below the levels, but not where it was given."""
-    ids, was = set(map(id, captured)), {i for i, _ in same}
+def apart(operands: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[torch.Tensor]:
+    """The operands, some as views, which autograd tells apart."""
+    if not which:
+        return operands
     with unseen():
-        return [t.view_as(t) if id(t) in ids and i not in was else t for i, t in enumerate(operands)]
+        return [t.view_as(t) if i in which else t for i, t in enumerate(operands)]
 
 
 class Overlap(NamedTuple):
