@@ -327,3 +327,29 @@ def test_registered_in_an_inner_transform(inner: str) -> None:
         return value, torch.autograd.grad(value.sum(), w)
 
     assert_same(run(remat), run(plain), exact=False)
+
+
+def test_what_only_levels_below_differentiate() -> None:
+    """The level that the function sees does not: as without a region, no hook is registered in the recompute either."""
+    w = rand(3, 3, seed=2)
+
+    def run(wrap: Wrap) -> Any:
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            h = w.sin()
+
+            def inner(y: Tensor) -> Tensor:
+                if h.requires_grad:
+                    hook(h)
+                return y.sum()
+
+            grad(inner)(x)
+            return h
+
+        def loss(x: Tensor) -> tuple[Tensor, Tensor]:
+            out = wrap(fn)(x, w)
+            return out.sum(), out
+
+        _, out = grad(loss, has_aux=True)(X)
+        return out, torch.autograd.grad(out.sum(), w)
+
+    assert_same(run(remat), run(plain), exact=False)

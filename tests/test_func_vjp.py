@@ -213,6 +213,16 @@ def test_captured_tensor_changed_before_the_pullback() -> None:
         pull(out)
 
 
+def test_captured_tensor_changed_before_plain_autograd() -> None:
+    """The region calls torch.func, and does not save what it adds where it is not a region."""
+    x = X.clone().requires_grad_()
+    w = x * 2
+    out = remat(lambda x: grad(lambda y: y.sin().sum())(x) + w)(x)
+    w.add_(1)
+    with pytest.raises(MutationError, match="closure variable 'w'"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize(
     "transform", [grad, lambda f: vmap(grad(f)), jacrev, hessian, lambda f: lambda x: jvp(grad(f), (x,), (x,))]
 )

@@ -134,6 +134,52 @@ compare(make, 'grad', exact=False)
 """
 
 
-@pytest.mark.parametrize("program", [REFERRED_TO, FOUND_LATE, TOO_FAR], ids=["referred to", "found late", "too far"])
+# Below the level of `vjp`, an operand was a captured tensor too; only the first run told the two apart.
+APART = """
+from programs import *
+
+
+def make():
+    def whole(a, b):
+        @remat
+        def outer(p, q):
+            captured = b
+            inner = remat(lambda p, q: [captured, b, p][1:])
+            return differentiated_again(inner, p, q)
+        return vjp(outer, b, a)[1](b)[0]
+    return whole, []
+
+
+compare(make, 'double', exact=False)
+"""
+
+# A recompute inside a traced region called what its first one had not.
+TRACED = """
+from programs import *
+
+
+def make():
+    w1 = tensor(2)
+
+    def whole(a, b):
+        @remat
+        def outer(p, q):
+            @remat(policy=~policies.save_ops("aten.add"))
+            def middle(p, q):
+                inner = remat(lambda p, q: q)
+                jacfwd(inner)(q, p)
+                return [b.sin(), b.sin()]
+            return differentiated_again(middle, q, a)
+        return vjp(outer, w1, b)[0]
+    return whole, [w1]
+
+
+compare(make, 'two calls', exact=False)
+"""
+
+NAMES = ["referred to", "found late", "too far", "apart", "traced"]
+
+
+@pytest.mark.parametrize("program", [REFERRED_TO, FOUND_LATE, TOO_FAR, APART, TRACED], ids=NAMES)
 def test_reduced_programs(program: str) -> None:
     assert outcome(program) is None

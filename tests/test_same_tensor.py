@@ -433,6 +433,17 @@ def test_captured_and_below_its_levels_an_argument() -> None:
     torch.testing.assert_close(program(remat), program(plain), rtol=0, atol=0)
 
 
+def test_returned_and_below_its_levels_an_argument() -> None:
+    """It is returned as the captured tensor that it is, in each run."""
+    x, constant = torch.linspace(-1, 1, 3, dtype=torch.double, requires_grad=True), torch.arange(3.0).double()
+
+    def program(wrap: Wrap) -> Any:
+        fn = wrap(lambda a, b: (b.sin(), constant))
+        return [grad(lambda p, q: fn(p, q)[0].sum())(p, constant) for p in (x, x.cos())]
+
+    torch.testing.assert_close(program(remat), program(plain), rtol=0, atol=0)
+
+
 # --- tied weights ---------------------------------------------------------------------------------------------------
 
 
