@@ -30,7 +30,7 @@ class OpLog(DispatchMode):
         if facts_of(func).marks:
             return self.ranges.mark(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if self.noting and func not in _IGNORED and not state.unseen and not self.ranges:
+        if self.noting and func not in _IGNORED and not (state.unseen or state.late or self.ranges):
             self.note(str(func), _describe(result), str(user_line()))
         return result
 

@@ -10,7 +10,7 @@ import torch
 
 from ._errors import RecomputeMismatchError
 from ._facts import mapped, tensors
-from ._state import alias, unseen
+from ._state import alias, state, unseen
 from ._torch import as_subclass, without_levels, without_overrides
 from ._values import Layout, holder
 
@@ -90,12 +90,12 @@ class Late:
             )
         mine = {key: entry for key, entry in self._entries.items() if entry[2] is call}
         self.fill(tensors((call.args, call.kwargs)))
-        before, self.running = self.running, True
+        before, late, self.running, state.late = self.running, state.late, True, True
         try:
             with torch.no_grad(), without_levels(), unseen(False):
                 outs = dict(_contents(call.step.result, call.step.func(*call.args, **call.kwargs)))
         finally:
-            self.running = before
+            self.running, state.late = before, late
         for key, (ref, layout, _) in mine.items():
             storage = ref()
             if storage is not None:

@@ -37,6 +37,11 @@ class Entry(NamedTuple):
     under: tuple[bool, bool]  # whether it read what requires grad, whether grad mode was on
     verdict: Verdict | None  # what becomes of what it made, as long as that has no names
 
+    @property
+    def holds(self) -> bool:
+        """Whether what may be kept of its inputs may be needed: it isn't kept itself, or only if something reads it."""
+        return self.verdict is None or not self.tracked
+
 
 NO_ENTRY = Entry((None, None, None), (), (), (), (), None, (True, True), None)
 
@@ -95,7 +100,7 @@ class Step:
         self.is_bare = self.is_simple and not self.constants
         self.pick = _picking([position for position, _, _ in self.operands])  # of the arguments those that are tensors
         self.next: Step = self  # and then, in its program
-        self.to_hold: list[tuple[int, int]] = []  # by position: what may be kept that it reads, if it may not
+        self.to_hold: list[tuple[int, int]] = []  # by position: what may be kept that it reads
         self.graded = entry.under[1]  # whether grad mode was on
         self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
 
@@ -153,7 +158,7 @@ class Program:
             self.made.update(dict.fromkeys(step.outs, step.number))
             if step.entry.verdict is not None:
                 self.saveable.update(dict.fromkeys(step.outs, step.entry.verdict))
-            else:
+            if step.entry.holds:
                 step.to_hold = [(i, value) for i, value, _ in step.operands if value in self.saveable]
             step.can_wait = (
                 step.result is not UNTOLD

@@ -102,7 +102,7 @@ class Record(Saved):
             self._saved_early(number, dict(zip(overwritten, outs[len(new) :])))
         if verdict is not None or self.all_lines:
             self.lines[number] = user_line()
-        if verdict is None:
+        if self.log[number].holds:
             for value, tensor in zip(reads, read):
                 if value in self.saveable:
                     self._hold(value, tensor)
@@ -142,7 +142,7 @@ class Record(Saved):
         held, to_hold = self._held, step.to_hold
         if self.names or not self.follows:  # these decide too, or what made it was another operation
             self.catch_up()
-            reads = step.operands if step.entry.verdict is None else ()
+            reads = step.operands if step.entry.holds else ()
             to_hold = [(position, value) for position, value, _ in reads if value in self.saveable]
         for position, value in to_hold:
             if value not in held and value not in self.overwritten:
@@ -157,7 +157,7 @@ class Record(Saved):
             return False
         self.step = step.next
         self.catch_up()
-        if step.entry.verdict is None:
+        if step.entry.holds:
             self._hold_what_it_read(step, args)
         return True
 

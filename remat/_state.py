@@ -23,6 +23,7 @@ class _State(threading.local):
     recomputes: int = 0  # how many are open, one within another
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
+    late: bool = False  # what runs now was put off: it was called before
     filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ IN_PLACE = several("""
     {a}.t().mul_(0.5) | {a}.view(-1)[::2].mul_(2) | {a}.copy_({b}) | {a} += {b} | {a}.zero_() | {a}.fill_(0.5)
     {a}.masked_fill_({b} > 0, 0.1) | {a}.index_add_(0, torch.tensor([0, 2]), {b}[:2]) | {a}.detach().add_(0.5)
     {a}.scatter_(0, torch.tensor([[0, 2, 1]]), {b}[:1]) | {a}.fill_diagonal_(0.5) | torch._foreach_add_([{a}], 0.5)
-    {a}.sin_() | {a}.tanh_() | {a}.sigmoid_() | {a}.relu_() | {a}.exp_().clamp_(max=3)
+    {a}.sin_() | {a}.tanh_() | {a}.sigmoid_() | {a}.relu_() | {a}.clamp_(max=1).exp_()
     {a}.mul_({b}) | {a}.addcmul_({b}, {b})
     F.dropout({a}, 0.4, inplace=True) | {a}.detach_() | F.relu({a}, inplace=True) | {a}.uniform_() | {a}.t_()
 """)
@@ -264,7 +264,7 @@ class Writer:
             f"with {self.random.choice(['torch.no_grad()', 'torch.no_grad()', 'torch.enable_grad()', 'packing()'])}:"
         ):
             self.saving()
-            self.random.choice([self.saving, self.linear, self.in_place])()
+            self.random.choice([self.saving, self.linear, self.in_place, self.view])()
 
     def module(self) -> None:
         kind = self.random.choice(

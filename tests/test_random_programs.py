@@ -177,9 +177,43 @@ def make():
 compare(make, 'two calls', exact=False)
 """
 
-NAMES = ["referred to", "found late", "too far", "apart", "traced"]
+# What a replay had put off was noted in the log of `debug=True` where it ran after all.
+PUT_OFF = """
+from programs import *
 
 
-@pytest.mark.parametrize("program", [REFERRED_TO, FOUND_LATE, TOO_FAR, APART, TRACED], ids=NAMES)
+def make():
+    w1 = tensor(2)
+    w2 = tensor(3)
+    def f1(a, b):
+        t2, t3 = a, b
+        @remat(policy=policies.everything_saveable & ("aten.mul_", "aten.copy_"))
+        def f4(a, *, b):
+            t5, t6 = a, b
+            @remat(policy=policies.nothing_saveable, debug=True)
+            def f7(a, *, b):
+                t10 = t6 * 0.5
+                @remat(policy=chosen(4), determinism_check='values')
+                def f11(a, b):
+                    t16 = torch.addmm(t10, t10, t10)
+                    return {'h': t16, 'n': [t16]}
+                t18 = (lambda p, q: f11(p, q)['h'])(t10, b)
+                t19 = t10.sin()
+                return {'h': t19, 'n': [t10]}
+            call = lambda p, q: f7(p, b=q)['h']
+            t20 = grad(lambda p, q: (lambda r: (r.sum(), r))(call(p, q)), has_aux=True)(t6, t2)
+            return t20
+        t48 = vmap(lambda p, q: f4(p, b=q))(pair(t2), pair(t2))
+        return t48
+    return f1, [w1, w2]
+
+
+compare(make, 'three calls', exact=False)
+"""
+
+NAMES = ["referred to", "found late", "too far", "apart", "traced", "put off"]
+
+
+@pytest.mark.parametrize("program", [REFERRED_TO, FOUND_LATE, TOO_FAR, APART, TRACED, PUT_OFF], ids=NAMES)
 def test_reduced_programs(program: str) -> None:
     assert outcome(program) is None
