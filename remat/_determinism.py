@@ -120,6 +120,8 @@ def checksum(tensor: torch.Tensor) -> int:
         data = data.detach()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous()
         words = bits(data).reshape(-1).to(torch.int64)
+        if words.is_meta:  # it has none
+            return 0
         # An odd multiplier per position: any single change, and any swap of two unequal words, changes the sum.
         weights = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2654435761 * 2 + 1
         return int((words * weights).sum()) & 0xFFFFFFFFFFFFFFFF

@@ -142,7 +142,7 @@ class Saved(Keeping):
         """Whether autograd has saved a value, or an operation has read it that may have to run again."""
         made, saveable = self.made[value], self.saveable
         for entry in self.log[made + 1 :]:
-            if value in entry.reads and not (entry.outs and all(out in saveable for out in entry.outs)):
+            if value in entry.reads and not (entry.tracked and all(out in saveable for out in entry.outs)):
                 return True
         if value in self.wanted:
             return True
