@@ -9,15 +9,17 @@ STAMP := .venv/.stamp
 demo: $(STAMP)
 	$(BIN)/python examples/char_lm.py
 
-# The second run is of the tests marked `cuda`, on a simulated device (tests/device), which takes a minute to compile.
+# The other runs are of the tests marked `cuda`, on a simulated device under both of its names (tests/device).
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate cuda tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate sim tests
 
 # The same with all cases of what `make test` takes a part of.
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --all
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate cuda --all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate sim tests
 
 # Random programs, with regions and without, until it is stopped: make fuzz, make fuzz ARGS="--seconds 600".
 fuzz: $(STAMP)

@@ -41,7 +41,7 @@ class Comparison:
     __slots__ = ("_answers",)
 
     def __init__(self, pairs: Pairs) -> None:
-        self._answers: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]] = []
+        self._answers: list[tuple[list[int], torch.Tensor, torch.Event | None]] = []
         numbers: dict[torch.device, list[int]] = {}
         for i, (tensor, _) in pairs.items():
             numbers.setdefault(tensor.device, []).append(i)
@@ -61,13 +61,13 @@ class Comparison:
         return found
 
 
-def _on_its_way(flags: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+def _on_its_way(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     """In host memory, after the event."""
     if not _offload.has_streams(flags.device):
         return flags.cpu(), None
     host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
     host.copy_(flags, non_blocking=True)
-    return host, torch.cuda.current_stream(flags.device).record_event()
+    return host, torch.accelerator.current_stream(flags.device).record_event()
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

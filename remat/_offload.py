@@ -23,6 +23,7 @@ from contextlib import suppress
 import torch
 
 from . import _torch
+from ._generators import accelerator
 from ._layout import memory, span
 from ._passes import Pass, current_pass
 
@@ -39,7 +40,8 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 
 def has_streams(device: torch.device) -> bool:
     """Whether copies run beside the computation; elsewhere they are made at once."""
-    return device.type == "cuda"
+    known = any(device.type == each.type for each in accelerator())
+    return known and hasattr(torch.get_device_module(device), "Stream")
 
 
 class Offloaded:
@@ -59,7 +61,7 @@ class Offloaded:
         self.nbytes = tensor.numel() * tensor.element_size()
         self.group: Group | None = None
         self._arrival: _Arrival | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
         self._kept = tensor if _stays(tensor) else None
         if self._kept is not None:
             return
@@ -74,7 +76,7 @@ class Offloaded:
     def settle(self) -> None:
         """Let the current stream wait for the copy out: what it does next may change the tensor in place."""
         if self._copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._copied)
+            torch.accelerator.current_stream(self.device).wait_event(self._copied)
 
     def get(self) -> torch.Tensor:
         """The tensor, on its device, for the current stream: the same one until ``release``."""
@@ -172,14 +174,14 @@ class _Arrival:
     __slots__ = ("done", "home", "tensor")
 
     def __init__(
-        self, tensor: torch.Tensor, done: torch.cuda.Event | None = None, home: torch.cuda.Stream | None = None
+        self, tensor: torch.Tensor, done: torch.Event | None = None, home: torch.Stream | None = None
     ) -> None:
         self.tensor, self.done, self.home = tensor, done, home
 
     def ready(self) -> torch.Tensor:
         """The tensor, for what the current stream does next."""
         if self.done is not None:
-            current = torch.cuda.current_stream(self.tensor.device)
+            current = torch.accelerator.current_stream(self.tensor.device)
             current.wait_event(self.done)
             if current != self.home:
                 self.tensor.record_stream(current)
@@ -195,11 +197,11 @@ class _Side:
     """The streams on which a device's copies run."""
 
     def __init__(self, device: torch.device) -> None:
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.pending: deque[tuple[torch.cuda.Event, int]] = deque()
+        self.out, self.back = torch.Stream(device), torch.Stream(device)
+        self.pending: deque[tuple[torch.Event, int]] = deque()
         self.pending_bytes = 0
 
-    def hold_back(self, copied: torch.cuda.Event, nbytes: int) -> None:
+    def hold_back(self, copied: torch.Event, nbytes: int) -> None:
         """Wait until this copy out and those before it that have not ended are no more than may be in flight."""
         late = None
         with _lock:
@@ -222,15 +224,15 @@ def _side(device: torch.device) -> _Side:
         return _sides[device]
 
 
-def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     """A copy in host memory, and the event after which it is one."""
     streams = has_streams(memory.device)
     host = torch.empty(memory.shape, dtype=memory.dtype, device="cpu", pin_memory=streams)
     if not streams:
         return host.copy_(memory), None
     side = _side(memory.device)
-    side.out.wait_stream(torch.cuda.current_stream(memory.device))
-    with torch.cuda.stream(side.out):
+    side.out.wait_stream(torch.accelerator.current_stream(memory.device))
+    with side.out:
         host.copy_(memory, non_blocking=True)
     memory.record_stream(side.out)
     copied = side.out.record_event()
@@ -240,7 +242,7 @@ def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | Non
 
 def _to_device(
     host: torch.Tensor,
-    copied: torch.cuda.Event | None,
+    copied: torch.Event | None,
     shape: Sequence[int],
     stride: Sequence[int],
     device: torch.device,
@@ -250,10 +252,10 @@ def _to_device(
     if copied is None:
         memory(tensor).copy_(host)
         return _Arrival(tensor)
-    home, back = torch.cuda.current_stream(device), _side(device).back
+    home, back = torch.accelerator.current_stream(device), _side(device).back
     back.wait_stream(home)  # which may still use the memory for what was there before
     back.wait_event(copied)
-    with torch.cuda.stream(back):
+    with back:
         memory(tensor).copy_(host, non_blocking=True)
     return _Arrival(tensor, back.record_event(), home)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import DEVICE, backend
 from cases import assert_same, rand
 from side_by_side import assert_rows_have_tests
 from test_offload import Copies, far  # noqa: F401  # a fixture
@@ -659,8 +660,8 @@ MIB = 2**20
 
 
 def on_device(offload: bool, count: int = 4) -> tuple[nn.Sequential, Tensor]:
-    model = rows(count, offload).float().cuda()
-    return model, rand(MIB // 16, 4, grad=False, dtype=torch.float32).cuda()
+    model = rows(count, offload).float().to(DEVICE)
+    return model, rand(MIB // 16, 4, grad=False, dtype=torch.float32).to(DEVICE)
 
 
 @pytest.mark.cuda
@@ -680,11 +681,11 @@ def test_memory_of_a_device() -> None:
     for offload in (True, False):
         model, x = on_device(offload, 8)
         step(model, x * 2)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        backend.synchronize()
+        before = backend.memory_allocated()
         out = model(x * 2).sum()
-        torch.cuda.synchronize()
-        kept[offload] = torch.cuda.memory_allocated() - before
+        backend.synchronize()
+        kept[offload] = backend.memory_allocated() - before
         out.backward()
         del out  # else the next `before` counts it
     assert kept[False] >= 8 * MIB > 2 * MIB >= kept[True]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import DEVICE, backend
 from torch import Tensor, nn
 
 from benchmarks.measure import peak_bytes
 from remat import RematError, is_recomputing, remat
 
 pytestmark = pytest.mark.cuda
-DEVICE = "cuda"
 MIB = 2**20
 
 
@@ -48,7 +48,7 @@ def take(request: pytest.FixtureRequest) -> Callable:
 
 
 def states(*generators: torch.Generator) -> list[Tensor]:
-    return [torch.get_rng_state(), torch.cuda.get_rng_state(), *(g.get_state() for g in generators)]
+    return [torch.get_rng_state(), backend.get_rng_state(), *(g.get_state() for g in generators)]
 
 
 # --- generators -------------------------------------------------------------------------------------
@@ -173,15 +173,15 @@ def test_casts_are_not_stale_after_an_optimizer_step() -> None:
 
 
 def test_region_on_two_streams() -> None:
-    side = torch.cuda.Stream()
+    side = backend.Stream()
     seen = []
 
     def fn(x: Tensor) -> Tensor:
-        current = torch.cuda.current_stream()
+        current = backend.current_stream()
         seen.append((is_recomputing(), current.cuda_stream))
         y = x.sin()
         side.wait_stream(current)
-        with torch.cuda.stream(side):
+        with backend.stream(side):
             z = (y @ y).exp()
             z.record_stream(current)
             y.record_stream(side)
@@ -197,22 +197,22 @@ def test_region_on_two_streams() -> None:
 
 
 def test_region_called_on_a_side_stream() -> None:
-    side, streams = torch.cuda.Stream(), []
+    side, streams = backend.Stream(), []
 
     def fn(x: Tensor) -> Tensor:
-        streams.append(torch.cuda.current_stream().cuda_stream)
+        streams.append(backend.current_stream().cuda_stream)
         return (x @ x.sin()).exp().cos()
 
     x = torch.randn(256, 256, device=DEVICE).div(16).requires_grad_()
     expected = plain(fn, x)
     streams.clear()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    side.wait_stream(backend.current_stream())
+    with backend.stream(side):
         loss = remat(fn)(x).sum()
-    torch.cuda.current_stream().wait_stream(side)
+    backend.current_stream().wait_stream(side)
     same(torch.autograd.grad(loss, x)[0], expected)
     assert streams == [side.cuda_stream] * 2
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert backend.current_stream() == backend.default_stream()
 
 
 # --- memory -----------------------------------------------------------------------------------------
@@ -239,12 +239,12 @@ def allocated_peak(run: Callable[[], Any]) -> int:
     run()
     gc.collect()
     leaf(1).backward()  # by now the device's thread has let go of the graph before this one
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    backend.synchronize()
+    backend.reset_peak_memory_stats()
+    before = backend.memory_allocated()
     run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    backend.synchronize()
+    return backend.max_memory_allocated() - before
 
 
 def of_autograd(f: Callable, x: Tensor) -> Callable[[], Any]:
@@ -331,6 +331,7 @@ def test_two_devices_worth_of_tensors_in_one_region() -> None:
 # --- graphs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA has graphs")
 def test_a_capture_needs_preserve_rng_state_off(monkeypatch: pytest.MonkeyPatch) -> None:
     x, small = leaf(4, 4), torch.ones(4, device=DEVICE)
     fn = lambda x: (x.sin() * small).exp()
@@ -348,11 +349,11 @@ def test_a_graph_of_forward_and_backward() -> None:
     w, small = leaf(16, 16), torch.ones(16, device=DEVICE)
     fn = lambda x: ((x @ w).sin() * small).exp().sum()
     region = remat(fn, preserve_rng_state=False)
-    x, side = torch.randn(16, 16, device=DEVICE), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    x, side = torch.randn(16, 16, device=DEVICE), backend.Stream()
+    side.wait_stream(backend.current_stream())
+    with backend.stream(side):
         torch.autograd.grad(region(x), w)
-    torch.cuda.current_stream().wait_stream(side)
+    backend.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         (found,) = torch.autograd.grad(region(x), w)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerator import DEVICE
 from cases import assert_same
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +21,6 @@ import remat
 from remat import checkpoint_name, policies
 
 pytestmark = pytest.mark.cuda
-accelerator = torch.accelerator.current_accelerator()
-DEVICE = "cuda" if accelerator is None else accelerator.type
 
 
 def leaf(device: str, *shape: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerator import DEVICE
 from cases import assert_same
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -19,7 +20,7 @@ from remat import RecomputeMismatchError, policies, remat
 W = torch.randn(3, 3, dtype=torch.double, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -164,8 +165,8 @@ def test_special_values_do_not_count_as_changed(value: float) -> None:
         seen.append(id(s))
         return (x * s).sin()
 
-    given = torch.full((3,), value, device="cuda")
-    gradient(remat(fn), torch.ones(3, device="cuda", requires_grad=True), given)
+    given = torch.full((3,), value, device=DEVICE)
+    gradient(remat(fn), torch.ones(3, device=DEVICE, requires_grad=True), given)
     assert seen == [id(given)] * 2
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
 import torch.nn.utils.prune as prune
+from accelerator import DEVICE, backend
 from cases import assert_same, rand
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -1166,11 +1167,12 @@ def test_classes_are_made_once() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(DEVICE != "cuda", reason="DataParallel is for CUDA")
 def test_data_parallel() -> None:
-    plain, model = made().cuda(), remat.nn.apply(made(), Block).cuda()
-    x = X.cuda()
+    plain, model = made().to(DEVICE), remat.nn.apply(made(), Block).to(DEVICE)
+    x = X.to(DEVICE)
     check(nn.DataParallel(model, [0]), plain, [False] * 4 + [True] * 4, x)
-    check(nn.DataParallel(remat.remat(made().cuda()), [0]), plain, [False] * 4 + [True] * 4, x)
+    check(nn.DataParallel(remat.remat(made().to(DEVICE)), [0]), plain, [False] * 4 + [True] * 4, x)
     check(nn.DataParallel(model), nn.DataParallel(plain), None, x)
-    runs = 4 * min(torch.cuda.device_count(), len(x))
+    runs = 4 * min(backend.device_count(), len(x))
     assert sorted(RUNS) == [False] * runs + [True] * runs

@@ -10,12 +10,12 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
+from accelerator import DEVICE, backend
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -543,6 +543,12 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
 
+    def __enter__(self) -> None:
+        self.before, self.world.current = self.world.current, self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.world.current = self.before
+
 
 class Streams(TorchDispatchMode):
     """Copies that don't block are put into the queue of the current stream."""
@@ -560,12 +566,6 @@ class Streams(TorchDispatchMode):
     def new(self, device: Any = None) -> Stream:
         self.others.append(Stream(self, self.eager))
         return self.others[-1]
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
 
     def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         self.pinned += pin_memory
@@ -589,9 +589,8 @@ def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_offload, "in_host_memory", lambda tensor: False)
     monkeypatch.setattr(_offload, "has_streams", lambda device: True)
     monkeypatch.setattr(_offload, "_sides", {})
-    monkeypatch.setattr(torch.cuda, "Stream", world.new)
-    monkeypatch.setattr(torch.cuda, "stream", world.on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: world.current)
+    monkeypatch.setattr(torch, "Stream", world.new)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: world.current)
     monkeypatch.setattr(torch, "empty", world.empty)
     monkeypatch.setattr(Tensor, "record_stream", lambda t, s: world.recorded.append((t.data_ptr(), s)))
     with world:
@@ -653,7 +652,7 @@ def test_read_on_another_stream(streams: Streams) -> None:
     kept = Offloaded(produced(streams, 3, 4))
     kept.prefetch()
     consumer = Stream(streams, False)
-    with streams.on(consumer):
+    with consumer:
         got = kept.get()
         same(read(streams, got), torch.full((4,), 3.0))
     assert streams.recorded[1:] == [(got.data_ptr(), consumer)]
@@ -695,7 +694,7 @@ LONG = 10**9  # cycles: the device is busy for about half a second
 @cuda
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_cuda_layouts(name: str) -> None:
-    tensor = LAYOUTS[name](BASE.cuda())
+    tensor = LAYOUTS[name](BASE.to(DEVICE))
     kept = Offloaded(tensor)
     assert kept._host.device.type == "cpu" and (kept._host.is_pinned() or not kept.nbytes)
     for _ in range(2):
@@ -705,16 +704,16 @@ def test_cuda_layouts(name: str) -> None:
 
 @cuda
 def test_cuda_copies_run_beside_the_computation() -> None:
-    x = torch.randn(MIB, device="cuda")
-    main = torch.cuda.current_stream()
+    x = torch.randn(MIB, device=DEVICE)
+    main = backend.current_stream()
     kept = Offloaded(x)
-    torch.cuda._sleep(LONG)
+    backend._sleep(LONG)
     busy = main.record_event()
     kept._copied.synchronize()
     assert not busy.query()
-    torch.cuda.synchronize()
+    backend.synchronize()
     kept.prefetch()
-    torch.cuda._sleep(LONG)
+    backend._sleep(LONG)
     busy = main.record_event()
     kept._arrival.done.synchronize()
     assert not busy.query()
@@ -723,32 +722,32 @@ def test_cuda_copies_run_beside_the_computation() -> None:
 
 @cuda
 def test_cuda_copy_waits_for_a_late_producer() -> None:
-    x = torch.zeros(MIB, device="cuda")
+    x = torch.zeros(MIB, device=DEVICE)
     Offloaded(x).get()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
+    backend.synchronize()
+    backend._sleep(LONG)
     x.fill_(3)
     kept = Offloaded(x)
     del x
-    other = torch.zeros(MIB, device="cuda")  # not in the memory that is still to be copied
+    other = torch.zeros(MIB, device=DEVICE)  # not in the memory that is still to be copied
     same(kept.get(), torch.full_like(other, 3))
 
 
 @cuda
 def test_cuda_memory_is_free_in_between() -> None:
-    x = torch.randn(16 * MIB, device="cuda")
+    x = torch.randn(16 * MIB, device=DEVICE)
     expected = x.sum()
     kept = Offloaded(x)
-    with_it = torch.cuda.memory_allocated()
+    with_it = backend.memory_allocated()
     del x
-    without = torch.cuda.memory_allocated()
+    without = backend.memory_allocated()
     assert without <= with_it - 64 * MIB
     got = kept.get()
     same(got.sum(), expected)
-    assert torch.cuda.memory_allocated() >= without + 64 * MIB
+    assert backend.memory_allocated() >= without + 64 * MIB
     kept.release()
     del got
-    assert torch.cuda.memory_allocated() <= without + MIB
+    assert backend.memory_allocated() <= without + MIB
 
 
 def plainly(x: Tensor, count: int) -> Tensor:
@@ -761,16 +760,16 @@ def plainly(x: Tensor, count: int) -> Tensor:
 @cuda
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_cuda_gradients_and_peak(retain_graph: bool) -> None:
-    x = torch.randn(MIB, device="cuda", requires_grad=True)  # 4 MiB
+    x = torch.randn(MIB, device=DEVICE, requires_grad=True)  # 4 MiB
     expected = plainly(x, 16)
     for _ in range(2):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        backend.synchronize()
+        backend.reset_peak_memory_stats()
+        before = backend.memory_allocated()
         loss, _ = regions(x, 8, steps=2)
         for _ in range(2 if retain_graph else 1):
             found = torch.autograd.grad(loss, x, retain_graph=retain_graph)[0]
-            peak = torch.cuda.max_memory_allocated() - before
+            peak = backend.max_memory_allocated() - before
             same(found, expected)
             assert peak < 20 * 4 * MIB  # of the 32 tensors, two groups of four and what is computed with
 
@@ -778,27 +777,27 @@ def test_cuda_gradients_and_peak(retain_graph: bool) -> None:
 @cuda
 def test_cuda_caller_far_ahead_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_offload, "IN_FLIGHT_BYTES", 8 * MIB)
-    x = torch.randn(MIB, device="cuda", requires_grad=True)
+    x = torch.randn(MIB, device=DEVICE, requires_grad=True)
     expected = plainly(x, 32)
     for _ in range(3):
-        torch.cuda._sleep(LONG // 10)
+        backend._sleep(LONG // 10)
         same(torch.autograd.grad(regions(x, 16, steps=2)[0], x)[0], expected)
 
 
 @cuda
 def test_cuda_other_streams() -> None:
-    x = torch.randn(MIB, device="cuda", requires_grad=True)
+    x = torch.randn(MIB, device=DEVICE, requires_grad=True)
     expected = plainly(x, 8)
-    side = torch.cuda.Stream()
+    side = backend.Stream()
     for _ in range(10):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        side.wait_stream(backend.current_stream())
+        with backend.stream(side):
             loss, _ = regions(x, 4, steps=2)
-        torch.cuda.current_stream().wait_stream(side)
+        backend.current_stream().wait_stream(side)
         same(torch.autograd.grad(loss, x)[0], expected)
     kept = Offloaded(x.detach())
     kept.prefetch()
-    with torch.cuda.stream(side):
+    with backend.stream(side):
         found = kept.get().clone()
         del kept
     side.synchronize()

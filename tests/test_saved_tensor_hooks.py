@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import DEVICE, backend
 from torch import Tensor
 from torch.autograd import grad
 from torch.autograd.graph import (
@@ -783,7 +784,7 @@ def test_save_on_cpu_of_a_device(where: str, pin_memory: bool, policy: str) -> N
     fn = block_with(on_host) if where in ("inside", "both") else block
     results = []
     for wrap in (partial(remat, policy=POLICIES[policy]), plain):
-        x, w = (rand(64, 64, seed=i).detach().cuda().requires_grad_() for i in range(2))
+        x, w = (rand(64, 64, seed=i).detach().to(DEVICE).requires_grad_() for i in range(2))
         with on_host() if where in ("around", "both") else nullcontext():
             out = wrap(fn)(x.t() * 1, w)
         with on_host() if where == "backward" else nullcontext():
@@ -796,16 +797,16 @@ def test_save_on_cpu_of_a_device(where: str, pin_memory: bool, policy: str) -> N
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_save_on_cpu_frees_the_device(pin_memory: bool) -> None:
     """Of a region under it only the result stays on the device."""
-    x = torch.randn(256, 256, device="cuda", requires_grad=True)
-    w = torch.randn(256, 256, device="cuda")
+    x = torch.randn(256, 256, device=DEVICE, requires_grad=True)
+    w = torch.randn(256, 256, device=DEVICE)
     remat(block)(x, w)  # what libraries allocate once
-    before = torch.cuda.memory_allocated()
+    before = backend.memory_allocated()
     argument = x.clone()
     with save_on_cpu(pin_memory=pin_memory):
         out = remat(block)(argument, w)
     del argument
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before + out.nbytes
+    backend.synchronize()
+    assert backend.memory_allocated() == before + out.nbytes
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import DEVICE, backend
 from cases import assert_same
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from remat import disable_remat, is_recomputing, policies, remat
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two devices"),
+    pytest.mark.skipif(backend.is_available() and backend.device_count() < 2, reason="needs two devices"),
 ]
 POLICIES = [None, policies.save_matmuls, policies.offload(policies.save_matmuls)]
 
@@ -27,7 +28,7 @@ def leaf(device: Any, *shape: int) -> Tensor:
 
 
 def states() -> list[Tensor]:
-    return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    return [torch.get_rng_state(), *backend.get_rng_state_all()]
 
 
 def dropped(x: Tensor) -> Tensor:
@@ -40,40 +41,40 @@ def draws_alike(fn: Callable, *args: Tensor, policy: Any = None, forward: int = 
     results = []
     for f in (fn, remat(fn, policy=policy)):
         torch.manual_seed(3)
-        with torch.cuda.device(forward):
+        with backend.device(forward):
             out = f(*args)
         drawn = states()
         torch.manual_seed(9)
         between = states()
-        with torch.cuda.device(backward):
+        with backend.device(backward):
             grads = torch.autograd.grad(out.sum(), args)
-            assert torch.cuda.current_device() == backward
+            assert backend.current_device() == backward
         assert_same(states(), between)
         results.append((out.detach(), grads, drawn))
     assert_same(results[1], results[0])
-    assert torch.cuda.current_device() == 0
+    assert backend.current_device() == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("backward", [0, 1])
 @pytest.mark.parametrize("forward", [0, 1])
-@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
 def test_current_device(where: str, forward: int, backward: int, policy: Any) -> None:
     def fn(x: Tensor) -> Tensor:
-        return (dropped(x) * torch.rand(4, device="cuda").to(x.device)).exp()
+        return (dropped(x) * torch.rand(4, device=DEVICE).to(x.device)).exp()
 
     draws_alike(fn, leaf(where, 4, 4), policy=policy, forward=forward, backward=backward)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
-@pytest.mark.parametrize("to", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
+@pytest.mark.parametrize("to", [f"{DEVICE}:0", f"{DEVICE}:1"])
 def test_draws_on_a_device_of_no_argument(where: str, to: str, policy: Any) -> None:
     draws_alike(lambda x: dropped(x.to(to)).cos(), leaf(where, 4, 4), policy=policy)
 
     def fn(x: Tensor) -> Tensor:
-        with torch.cuda.device(to):
-            return (x.sin() * torch.rand(4, device="cuda").to(x.device)).exp()
+        with backend.device(to):
+            return (x.sin() * torch.rand(4, device=DEVICE).to(x.device)).exp()
 
     draws_alike(fn, leaf(where, 4, 4), policy=policy)
 
@@ -83,17 +84,17 @@ def test_two_devices_in_one_region(policy: Any) -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return (dropped(x) * dropped(y).to(x.device)).cos()
 
-    draws_alike(fn, leaf("cuda:0", 4, 4), leaf("cuda:1", 4, 4), policy=policy)
+    draws_alike(fn, leaf(f"{DEVICE}:0", 4, 4), leaf(f"{DEVICE}:1", 4, 4), policy=policy)
 
 
 def test_a_region_changes_the_current_device() -> None:
     def fn(x: Tensor) -> Tensor:
-        torch.cuda.set_device(1)
-        y = x.sin() * torch.rand(4, device="cuda").to(x.device)
-        torch.cuda.set_device(0)
+        backend.set_device(1)
+        y = x.sin() * torch.rand(4, device=DEVICE).to(x.device)
+        backend.set_device(0)
         return y.exp()
 
-    draws_alike(fn, leaf("cuda:0", 4))
+    draws_alike(fn, leaf(f"{DEVICE}:0", 4))
     draws_alike(fn, leaf("cpu", 4))
 
 
@@ -105,11 +106,11 @@ def test_the_current_device_is_put_back_after_an_error() -> None:
 
     runs = iter([False, True])
     x = leaf("cpu", 4)
-    with torch.cuda.device(1):
+    with backend.device(1):
         out = remat(fn)(x).sum()
     with pytest.raises(RuntimeError, match="in the recompute"):
         out.backward()
-    assert torch.cuda.current_device() == 0
+    assert backend.current_device() == 0
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(f, policy=policies.save_matmuls)])
@@ -118,8 +119,8 @@ def test_a_pipeline(wrap: Callable) -> None:
 
     def run(wrap: Callable) -> list[Tensor]:
         torch.manual_seed(0)
-        weights = [leaf(f"cuda:{i}", 4, 4) for i in range(2)]
-        inputs = [torch.randn(4, 4).to("cuda:0") for _ in range(3)]
+        weights = [leaf(f"{DEVICE}:{i}", 4, 4) for i in range(2)]
+        inputs = [torch.randn(4, 4).to(f"{DEVICE}:0") for _ in range(3)]
         outs: dict[int, Tensor] = {}
 
         def forward(i: int) -> None:
@@ -197,7 +198,7 @@ def test_recomputes_in_two_threads(fn: Callable, policy: Any) -> None:
         torch.manual_seed(0)
         p = torch.ones(3, requires_grad=True)
         captured["held"] = holder.held = held = p * 2
-        xs = [torch.arange(1.0, 4, device=f"cuda:{i}", requires_grad=True) for i in range(2)]
+        xs = [torch.arange(1.0, 4, device=f"{DEVICE}:{i}", requires_grad=True) for i in range(2)]
         loss = sum(wrap(fn)(x).sum().cpu() for x in xs)
         before = random.getstate(), torch.get_rng_state().tolist()
         pauses.on = True
@@ -220,7 +221,7 @@ def test_a_default_dtype_of_the_forward_in_two_threads() -> None:
 
     torch.set_default_dtype(torch.float64)
     try:
-        xs = [torch.ones(3, device=f"cuda:{i}", requires_grad=True, dtype=torch.float32) for i in range(2)]
+        xs = [torch.ones(3, device=f"{DEVICE}:{i}", requires_grad=True, dtype=torch.float32) for i in range(2)]
         loss = sum(remat(fn)(x).sum().cpu() for x in xs)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -239,13 +240,13 @@ def test_a_backward_over_both_devices_in_a_recompute() -> None:
     def fn(x: Tensor) -> Tensor:
         with torch.enable_grad():
             y = x.detach().requires_grad_()
-            other = y.to(f"cuda:{1 - x.device.index}").sin()
+            other = y.to(f"{DEVICE}:{1 - x.device.index}").sin()
             pauses(x)
             inner = remat(lambda t: t.sin().exp())(other).to(x.device)
             g = torch.autograd.grad((inner * y.cos()).sum(), y)[0]
         return (x * g).sin()
 
-    xs = [torch.arange(1.0, 4, device=f"cuda:{i}", requires_grad=True) for i in range(2)]
+    xs = [torch.arange(1.0, 4, device=f"{DEVICE}:{i}", requires_grad=True) for i in range(2)]
     expected = torch.autograd.grad(sum(fn(x).sum().cpu() for x in xs), xs)
     loss = sum(remat(fn)(x).sum().cpu() for x in xs)
     pauses.on = True
@@ -270,8 +271,8 @@ class Notes(torch.autograd.Function):
         return grad * 1, None
 
 
-@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
-@pytest.mark.parametrize("to", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
+@pytest.mark.parametrize("to", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
 def test_is_recomputing_in_a_backward_inside(where: str, to: str) -> None:
     noted: list[bool] = []
 
@@ -305,7 +306,7 @@ class RunsARegion(torch.autograd.Function):
             return grad * torch.autograd.grad(ctx.region(y).sum(), y)[0], None
 
 
-@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
 def test_disable_remat_around_a_backward(where: str) -> None:
     runs: list[bool] = []
 
@@ -329,7 +330,7 @@ def test_disable_remat_leaves_regions_of_before() -> None:
         runs.append(is_recomputing())
         return remat(lambda x: x.sin().cos())(x).exp()
 
-    x = leaf("cuda:1", 4)
+    x = leaf(f"{DEVICE}:1", 4)
     out = remat(fn)(x).sum()
     with disable_remat():
         found = torch.autograd.grad(out, x)

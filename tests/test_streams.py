@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from accelerator import DEVICE, backend
 from cases import assert_same
 from torch import Tensor
 
@@ -17,7 +18,7 @@ LONG = 10**9  # cycles: the device is busy for about half a second
 
 
 def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", requires_grad=True)
+    return torch.randn(*shape, device=DEVICE, requires_grad=True)
 
 
 # --- copies to the host, and changes in place -------------------------------------------------------------------------
@@ -81,8 +82,8 @@ CHANGES: dict[Callable, Callable] = {
 def test_a_copy_to_the_host_has_the_value_of_before_a_change(fn: Callable) -> None:
     x = leaf(64, 64)
     remat(fn, policy=SINES)(x)  # its streams are there now
-    with torch.cuda.stream(_offload._side(x.device).out):
-        torch.cuda._sleep(LONG)  # the copies come late
+    with backend.stream(_offload._side(x.device).out):
+        backend._sleep(LONG)  # the copies come late
     outs = remat(fn, policy=SINES)(x)
     CHANGES[fn](*outs)
     found = torch.autograd.grad(outs[-1].sum(), x)[0]
@@ -108,11 +109,11 @@ def test_nothing_waits_for_copies_of_what_nobody_changes(monkeypatch: pytest.Mon
 # --- side streams in a region -----------------------------------------------------------------------------------------
 
 
-def told_late(x: Tensor, side: torch.cuda.Stream) -> Tensor:
-    main = torch.cuda.current_stream()
+def told_late(x: Tensor, side: torch.Stream) -> Tensor:
+    main = backend.current_stream()
     y = x.sin()
     side.wait_stream(main)
-    with torch.cuda.stream(side):
+    with backend.stream(side):
         z = (y @ y).exp()
     y.record_stream(side)
     main.wait_stream(side)
@@ -120,11 +121,11 @@ def told_late(x: Tensor, side: torch.cuda.Stream) -> Tensor:
     return z
 
 
-def told_at_once(x: Tensor, side: torch.cuda.Stream) -> Tensor:
-    main = torch.cuda.current_stream()
+def told_at_once(x: Tensor, side: torch.Stream) -> Tensor:
+    main = backend.current_stream()
     y = x.sin()
     side.wait_stream(main)
-    with torch.cuda.stream(side):
+    with backend.stream(side):
         y.record_stream(side)
         z = (y @ y).exp()
     main.wait_stream(side)
@@ -132,11 +133,11 @@ def told_at_once(x: Tensor, side: torch.cuda.Stream) -> Tensor:
     return z
 
 
-def reads_what_is_not_saved(x: Tensor, side: torch.cuda.Stream) -> Tensor:
-    main = torch.cuda.current_stream()
+def reads_what_is_not_saved(x: Tensor, side: torch.Stream) -> Tensor:
+    main = backend.current_stream()
     y = x * 2
     side.wait_stream(main)
-    with torch.cuda.stream(side):
+    with backend.stream(side):
         z = (y + 1).exp()
     y.record_stream(side)
     main.wait_stream(side)
@@ -144,11 +145,11 @@ def reads_what_is_not_saved(x: Tensor, side: torch.cuda.Stream) -> Tensor:
     return z * 3
 
 
-def two_branches(x: Tensor, side: torch.cuda.Stream) -> Tensor:
-    main = torch.cuda.current_stream()
+def two_branches(x: Tensor, side: torch.Stream) -> Tensor:
+    main = backend.current_stream()
     side.wait_stream(main)
     u = x.sin().cos().exp()
-    with torch.cuda.stream(side):
+    with backend.stream(side):
         x.record_stream(side)
         v = x.cos().sin().exp()
     main.wait_stream(side)
@@ -164,10 +165,10 @@ POLICIES = [None, policies.save_matmuls, policies.offload(policies.save_matmuls)
 @pytest.mark.parametrize("anew", [False, True], ids=["one side stream", "a new one in each run"])
 @pytest.mark.parametrize("fn", REGIONS, ids=lambda fn: fn.__name__)
 def test_a_side_stream_in_a_region(fn: Callable, anew: bool, policy: policies.Policy | None) -> None:
-    side = torch.cuda.Stream()
+    side = backend.Stream()
 
     def region(x: Tensor) -> Tensor:
-        return fn(x, torch.cuda.Stream() if anew else side)
+        return fn(x, backend.Stream() if anew else side)
 
     x = leaf(16, 16)
     expected = torch.autograd.grad(fn(x, side).sum(), x)

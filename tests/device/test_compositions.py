@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import test_words
+from accelerator import DEVICE
 from test_words import WORDS
 
 pytestmark = pytest.mark.cuda
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.cuda
 @pytest.fixture(autouse=True)
 def _on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("W", "X"):
-        monkeypatch.setattr(test_words, name, getattr(test_words, name).cuda())
+        monkeypatch.setattr(test_words, name, getattr(test_words, name).to(DEVICE))
 
 
 @pytest.mark.sampled(20)

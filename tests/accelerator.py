@@ -1,0 +1,9 @@
+"""The device of the tests marked `cuda`: a GPU, or the simulated one under either of its names."""
+
+from __future__ import annotations
+
+import torch
+
+_current = torch.accelerator.current_accelerator()
+DEVICE = "cuda" if _current is None else _current.type
+backend = torch.get_device_module(DEVICE)  # torch.cuda and its like
