@@ -173,9 +173,7 @@ class _Arrival:
 
     __slots__ = ("done", "home", "tensor")
 
-    def __init__(
-        self, tensor: torch.Tensor, done: torch.Event | None = None, home: torch.Stream | None = None
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, done: torch.Event | None = None, home: torch.Stream | None = None) -> None:
         self.tensor, self.done, self.home = tensor, done, home
 
     def ready(self) -> torch.Tensor:
