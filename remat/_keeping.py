@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -248,6 +249,18 @@ class Keeping:
     def tells(self) -> bool:
         """Whether it is known what ran, so that a run again can be spared some of it."""
         return not self.open
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """What hooks around the region keep is asked for once, now."""
+        far = [each for ref in self._loans.values() if (each := ref()) is not None and each.is_elsewhere]
+        for each in far:
+            each.come()
+        try:
+            yield
+        finally:
+            for each in far:
+                each.leave()
 
     def keep_all(self) -> None:
         """The slots will be gone: keep what they own."""

@@ -87,7 +87,8 @@ class Filler:
             contexts.append(PlainMode())
         if (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active():
             # To ask for operands may run the region around again, which may enter a level itself: none is in another.
-            contexts += [frame.operands.at_hand(), frame.consts.at_hand(), fwAD.dual_level()]
+            contexts += [each.at_hand() for each in (frame.operands, frame.consts, frame.record) if each is not None]
+            contexts.append(fwAD.dual_level())
         if frame.streams:
             contexts.append(resumed(frame.streams))
         return contexts

@@ -93,6 +93,14 @@ class Residual:
             )
         return self._guard
 
+    def come(self) -> None:
+        """Be here until ``leave``."""
+        self._near = self.get()
+
+    def leave(self) -> None:
+        """Be elsewhere again."""
+        self._near = None
+
     def before_writing(self) -> None:
         """Its storage is about to get another value, which a copy to host memory that is under way must not read."""
         if self._offloaded is not None:
@@ -102,7 +110,7 @@ class Residual:
         """The first run has ended. Whoever has its storage then, as of a result, may change it."""
         if self._near is not None and _torch.is_shared(self._near):
             self.before_writing()
-        self._near = None
+        self.leave()
 
 
 def tensor_of(content: Residual | torch.Tensor) -> torch.Tensor:

@@ -714,3 +714,25 @@ def test_statistics_with_tangents(kind):
         return torch.autograd.grad((out.cos() * tangent).sum(), x), [mean, *norm.buffers()]
 
     assert_same(run(remat), run(lambda fn: fn), exact=False)
+
+
+@pytest.mark.parametrize("policy", [policies.save_matmuls, ~policies.save_matmuls], ids=str)
+def test_a_level_that_an_outer_region_enters(policy):
+    """What an inner recompute is given is kept by the outer region, whose recompute enters the level itself."""
+
+    def run(wrap):
+        def inner(x, w):
+            torch.nn.functional.alpha_dropout(w, 0.3, training=True)
+            return (w @ w).tanh() @ x
+
+        def outer(x, w):
+            with fwAD.dual_level():
+                return fwAD.unpack_dual(wrap(inner)(fwAD.make_dual(x * 1, w.cos()), w)).tangent + 0
+
+        torch.manual_seed(0)
+        x, w = rand(3, 3), rand(3, 3, seed=1)
+        out = wrap(outer)(x, w)
+        first = torch.autograd.grad(out.sin().sum(), (x, w), retain_graph=True, allow_unused=True)
+        return first, torch.autograd.grad(out.sum(), (x, w), allow_unused=True), torch.rand(2)
+
+    assert_same(run(lambda fn: remat(fn, policy=policy)), run(lambda fn: fn), exact=False)
