@@ -25,12 +25,13 @@ class Around:
         self.region: Frame | Filler | None = self.owner if isinstance(self.owner, (Frame, Filler)) else None
         self.position = 0 if self.region is None else self.region.count
         self.traces = [(each.trace, each.trace.mark()) for each in state.interceptors if each.trace is not None]
+        self.traces += [(log, len(log.entries)) for log in state.logs]
 
     def undo(self) -> None:
         """Have the regions around forget what they have recorded since: a run inside of them is given up."""
         if self.region is not None:
             self.region.go_back(self.position)
-        for trace, mark in self.traces:
+        for trace, mark in self.traces:  # and logs
             trace.go_back(mark)
 
     def take(self, operands: Kept, uses: Iterable[tuple[int, int]] | None = None) -> None:

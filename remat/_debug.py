@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -30,12 +31,24 @@ class OpLog(DispatchMode):
         if facts_of(func).marks:
             return self.ranges.mark(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if self.noting and func not in _IGNORED and not (state.unseen or state.late or self.ranges):
+        if self.noting and func not in _IGNORED and not (state.unseen or state.late < inf or self.ranges):
             self.note(str(func), _describe(result), str(user_line()))
         return result
 
     def note(self, op: str, result: str, line: str) -> None:
         self.entries.append((op, result, line))
+
+    def go_back(self, count: int) -> None:
+        """Forget what was noted after the first ``count`` operations."""
+        del self.entries[count:]
+
+    def __enter__(self) -> OpLog:
+        state.logs.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        state.logs.pop()
 
     def replay(self) -> Replay:
         """The log of a run again, which is compared with this one while it grows."""

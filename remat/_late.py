@@ -38,6 +38,7 @@ class Late:
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref, Layout, LateCall]] = {}
+        self.number = 0  # that of the replay
         self.running = False  # operations that were put off run now
 
     def __bool__(self) -> bool:
@@ -90,7 +91,7 @@ class Late:
             )
         mine = {key: entry for key, entry in self._entries.items() if entry[2] is call}
         self.fill(tensors((call.args, call.kwargs)))
-        before, late, self.running, state.late = self.running, state.late, True, True
+        before, late, self.running, state.late = self.running, state.late, True, self.number
         try:
             with torch.no_grad(), without_levels(), unseen(False):
                 outs = dict(_contents(call.step.result, call.step.func(*call.args, **call.kwargs)))

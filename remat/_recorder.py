@@ -33,7 +33,7 @@ class Recorder(RegionMode):
             or step.guard is None
             or types
             or kwargs
-            or self.number < state.filling
+            or not state.filling <= self.number < state.late
             or state.unseen
         ):
             return self._otherwise(func, types, args, kwargs or {})
@@ -55,7 +55,7 @@ class Recorder(RegionMode):
         record, facts = self.record, facts_of(func)
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
-        if self.number < state.filling or state.unseen or self.ranges:
+        if not state.filling <= self.number < state.late or state.unseen or self.ranges:
             record.storages.meet()
             return func(*args, **kwargs)
         step = record.due

@@ -63,7 +63,7 @@ class Replay(RegionMode):
                     self.at_hand[number] = residual.on(step.result)
 
     def __enter__(self) -> Replay:
-        self.number = len(state.records)
+        self.number = self.late.number = len(state.records)
         state.policies.append(self.record.policy)
         return super().__enter__()
 

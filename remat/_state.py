@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class _State(threading.local):
     recomputes: int = 0  # how many are open, one within another
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
-    late: bool = False  # what runs now was put off: it was called before
+    late: float = inf  # the number of the replay that had put off what runs now: whatever began later saw it called
     filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class _State(threading.local):
         self.interceptors: list[Any] = []  # of the regions that run now, the innermost last
         self.policies: list[Any] = []  # of those with a policy, the innermost last
         self.lowerings: list[Any] = []  # of the runs of regions that are open now, the innermost last
+        self.logs: list[Any] = []  # of those that are debugged
         self.records: list[Any] = []  # of those that run for the first time, under a policy
 
     # These also hold in the threads of devices, in a backward pass that this one starts.
