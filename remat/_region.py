@@ -217,7 +217,7 @@ class Region:
     def call_again(self, operands: Sequence[torch.Tensor], trace: Trace | None = None) -> Any:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
         assert self.ambient is not None
-        with turn(), recomputing(), self.ambient.restored():
+        with turn(), recomputing(self.options.override), self.ambient.restored():
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
             if self.same or self.overlaps:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)

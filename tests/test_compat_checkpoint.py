@@ -398,6 +398,21 @@ def test_set_checkpoint_debug_enabled(module: Any, setters: Any) -> None:
     assert not is_detailed(fails_with(module))
 
 
+@pytest.mark.parametrize("setters", [torch.utils.checkpoint, remat.compat], ids=["torch", "remat"])
+def test_switches_reach_every_region(setters: Any) -> None:
+    """torch's own act on calls of its function; `tests/test_override.py` has every way to make a region."""
+    f = remat.remat(runs_differ(lambda x: x.sin().exp().sin(), lambda x: x[:1].sin().exp().sin()))
+    with setters.set_checkpoint_debug_enabled(True):
+        out = f(rand(3)).sum()
+    with pytest.raises(CheckpointError) as raised:
+        out.backward()
+    assert is_detailed(str(raised.value))
+    f = remat.remat(ends_late)
+    with setters.set_checkpoint_early_stop(False):
+        out = f(rand(3))
+    assert (ends_of_backward(out), ends_of_backward(f(rand(3)))) == (1, 0)
+
+
 def test_debug_names_the_line() -> None:
     def again(x: Tensor) -> Tensor:
         return x.sin().cos()  # this one
@@ -955,6 +970,7 @@ ROWS = {
     "`set_checkpoint_early_stop`, `set_checkpoint_debug_enabled`": [
         "test_early_stop",
         "test_set_checkpoint_debug_enabled",
+        "test_switches_reach_every_region",
     ],
     "`context_fn`, selective": ["test_a_list", "test_two_policies_are_an_error", "test_selective_with_other_options"],
     "selective: what is kept": ["test_what_the_backward_does_not_need_is_not_kept"],

@@ -604,7 +604,7 @@ def surroundings() -> dict[str, Any]:
         "parameters": [id(p) for p in (*MODULE.parameters(), *MODULE.buffers())],
         "interceptors": list(package._state.state.interceptors),
         "own work": package._state.state.own_work,
-        "disabled": package._state.state.disabled,
+        "override": package._state.state.override,
     }
 
 
