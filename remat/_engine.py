@@ -23,7 +23,7 @@ from ._debug import OpLog
 from ._determinism import LOOKS, fingerprint
 from ._errors import MutationError, RecomputeMismatchError
 from ._handed import Handed
-from ._hooks import check_hooks_are_allowed, hooks_allowed
+from ._hooks import hooks_allowed
 from ._kept import Kept
 from ._lowerings import Lowerings
 from ._passes import current_group, current_scope
@@ -48,8 +48,6 @@ class Frame:
     def __init__(
         self, region: Any, operands: Kept, consts: Kept, outer: tuple | None, read_inside: bool = False
     ) -> None:
-        if not region.root.ran:
-            check_hooks_are_allowed()
         self.region = region
         self.operands = operands
         self.consts = consts

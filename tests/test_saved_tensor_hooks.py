@@ -9,12 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 from torch.autograd import grad
 from torch.autograd.graph import (
@@ -53,6 +55,7 @@ Wrap = Callable[[Callable], Callable]
 Build = Callable[[Wrap], Callable]
 Check = Callable[[Wrap], None]
 ROWS: dict[str, Check] = {}
+HIDDEN: ContextVar[Tensor] = ContextVar("hidden")  # a captured tensor that is found when it is read
 
 
 def row(name: str) -> Callable[[Check], Check]:
@@ -390,6 +393,53 @@ def _(wrap: Wrap) -> None:
         with disable_remat():
             assert_same(derivatives(wrap(block)), derivatives(block))
     agree(wrap, region(block))
+
+
+@row("`disable_saved_tensors_hooks` around, where nothing needs a gradient")
+def _(wrap: Wrap) -> None:
+    """The regions are plain calls. What is found to need one only when it is read is an error as above."""
+    norm = torch.nn.BatchNorm1d(4, affine=False).double()
+    counts = torch.zeros(())
+    given = []
+
+    def fn(x: Tensor, w: Tensor, more: dict) -> Any:
+        given.append(is_recomputing())
+        counts.add_(1)
+        return {"y": norm(block(x, w)) * torch.rand(4), "x": x, "more": more["list"].add_(1), "n": 3}
+
+    def run(wrap: Wrap) -> tuple:
+        norm.reset_running_stats()
+        counts.zero_()
+        torch.manual_seed(0)
+        x, w = (t.detach() for t in leaves())
+        more = {"list": torch.ones(2)}
+        y = wrap(fn)(x, w, more)
+        z = wrap(lambda x: wrap(lambda x: block(x, w))(x.cos()))(x)
+        mapped = torch.vmap(wrap(block), (0, None))(x, w)
+        with fwAD.dual_level():
+            dual = fwAD.unpack_dual(wrap(block)(fwAD.make_dual(x, x.cos()), w)).tangent
+        buffers = [t.clone() for t in norm.buffers()]
+        assert y["x"] is x and y["more"] is more["list"]
+        return y, z, mapped, dual, torch.func.jvp(wrap(lambda x: block(x, w)), (x,), (x,)), counts.clone(), buffers
+
+    expected = run(plain)
+    given.clear()
+    with disabled():
+        assert_same(run(wrap), expected)
+        assert given == [False]
+        with torch.no_grad():
+            assert_same(wrap(block)(*leaves()), block(*leaves()))
+        x, w = leaves()
+        HIDDEN.set(w)
+        for call in (
+            lambda: wrap(block)(x.detach(), w),
+            lambda: wrap(lambda x: block(x, w))(x.detach()),
+            lambda: wrap(lambda x: block(x, HIDDEN.get()))(x.detach()),
+            lambda: wrap(lambda x: wrap(lambda x: block(x, HIDDEN.get()))(x.cos()))(x.detach()),
+        ):
+            with pytest.raises(RematError, match=r"'not in my house'"):
+                call()
+        assert _torch.hooks_disabled_message() == "not in my house"
 
 
 @row("`disable_saved_tensors_hooks` around `torch.func.grad`")
