@@ -980,6 +980,12 @@ ROWS = {
         "test_selective_under_torch_func",
     ],
     "selective: policy function": ["test_what_a_policy_function_gets"],
+    "selective: views (`aten.view`, `aten.t`)": ["test_policies_about_views"],
+    "selective: tensors made of others (wrapper subclasses)": [
+        "test_the_operation_is_judged",
+        "test_a_predicate_is_asked_once",
+        "test_the_operations_inside_are_judged_too",
+    ],
     "selective: `MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`": ["test_answers_of_a_policy_function"],
     "selective: in-place changes in the region": ["test_changes_in_the_region"],
     "selective: `allow_cache_entry_mutation=True`": ["test_changes_after_the_region"],
@@ -1010,4 +1016,5 @@ ROWS = {
 
 def test_each_row_of_the_documentation_has_its_tests() -> None:
     files = "test_compat_checkpoint.py", "test_compat_selective.py", "test_graph_exec_group.py"
+    files = (*files, "test_wrapper_subclasses.py")
     assert_rows_have_tests("Coming from torch.utils.checkpoint", ROWS, *files)
