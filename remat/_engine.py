@@ -259,6 +259,10 @@ class Frame:
                 value = wanted.value
                 if value is None and alive.index(wanted) >= filler.count:
                     raise RecomputeMismatchError(filler.too_few())
+            except RecomputeMismatchError as error:
+                if self.log is not None and error.logs is None:
+                    error.logs = self.log.texts()
+                raise
             finally:
                 filler.let_go()
             self.alone &= not self.mixed

@@ -419,6 +419,9 @@ def test_debug_names_the_line() -> None:
 
     with pytest.raises(RecomputeMismatchError) as raised:
         gradient(remat.compat, runs_differ(deep, again), debug=True)
+    assert raised.value.logs is not None
+    for entries, ops in zip(raised.value.logs, (["sin", "exp", "sin", "cos"], ["sin", "cos"])):
+        assert [entry.split(".")[1] for entry in entries] == ops
     lines, start = inspect.getsourcelines(again)
     number = next(start + i for i, line in enumerate(lines) if "this one" in line)
     assert f"test_compat_checkpoint.py:{number} (again)" in str(raised.value)
