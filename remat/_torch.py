@@ -290,7 +290,7 @@ _PRECISIONS = {  # of products on CUDA and by oneDNN
 
 
 def float32_precision() -> tuple[str, str]:
-    """What ``torch.set_float32_matmul_precision`` sets. Its getter takes 18 us to refuse where newer ones are in use."""
+    """What ``torch.set_float32_matmul_precision`` sets. Its getter takes 18 us to refuse where newer ones are used."""
     return _precision_of("cuda", "matmul"), _precision_of("mkldnn", "matmul")
 
 

@@ -386,6 +386,9 @@ def test_under_torch_func(lib: Any) -> None:
     if is_original(lib):
         with pytest.raises(RuntimeError, match="functorch"):
             grads(module)
+        for transform in (torch.func.vmap(module), lambda x: torch.func.jvp(module, (x,), (x,))):
+            with pytest.raises(RuntimeError, match="functorch"):
+                transform(x)
         return
     assert_same(grads(module), grads(plain))
     assert_same(torch.vmap(torch.func.grad(lambda x: module(x).sum()))(x), grads(plain), exact=False)

@@ -528,6 +528,12 @@ def _(wrap: Wrap) -> None:
 def _(wrap: Wrap) -> None:
     """Or with any hooks that keep a copy."""
 
+    def last(x: Tensor, w: Tensor) -> Tensor:
+        hidden = checkpoint_name(x @ w, "hidden").clone()
+        sine = (hidden**2).sin()
+        hidden.sin_()
+        return sine + hidden
+
     def fn(x: Tensor, w: Tensor) -> Tensor:
         hidden = checkpoint_name(x @ w, "hidden")
         sine = hidden.sin()
@@ -541,11 +547,24 @@ def _(wrap: Wrap) -> None:
         return grad(out.sum(), (x, w))
 
     for derive in (with_copies, lambda fn: with_mutations(fn, lambda out, argument: out)):
+        assert_same(derive(wrap(last)), derive(last))  # the recompute ends before the change
         try:
             assert_same(derive(wrap(fn)), derive(fn))
         except MutationError as error:
             assert wrap(fn)._options.policy is None
             assert "give the region a copy: `.clone()`" in str(error)
+
+
+@row("`grad_fn._raw_saved_*.register_hooks` on what a region saved")
+def _(wrap: Wrap) -> None:
+    x, w = leaves()
+    for call in (wrap(block), partial(torch.utils.checkpoint.checkpoint, block, use_reentrant=False)):
+        out = call(x, w)
+        with pytest.raises(RuntimeError, match="whose hooks have already been set"):
+            out.grad_fn._raw_saved_self.register_hooks(lambda t: t, lambda t: t)  # type: ignore[union-attr]
+        assert_same(grad(out.sum(), (x, w)), grad(block(x, w).sum(), (x, w)))
+    out = block(x, w)
+    out.grad_fn._raw_saved_self.register_hooks(lambda t: t, lambda t: t)  # type: ignore[union-attr]
 
 
 @row("`allow_mutation_on_saved_tensors`: a change of a captured tensor after the region")
