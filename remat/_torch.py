@@ -283,25 +283,19 @@ sdpa_enabled = (
 sdpa_priority, set_sdpa_priority = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
 
 
-_precision_of = torch._C._get_fp32_precision_getter
-_PRECISIONS = {  # of products on CUDA and by oneDNN
-    ("none", "none"): "highest", ("ieee", "ieee"): "highest", ("tf32", "tf32"): "high", ("tf32", "bf16"): "medium",
-}  # fmt: skip
+# What ``torch.set_float32_matmul_precision`` sets, by one of the two places where it does, which tells all its values
+# apart. The public getter takes 18 us to refuse where newer setters are in use.
+float32_precision = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
+_PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
 
 
-def float32_precision() -> tuple[str, str]:
-    """What ``torch.set_float32_matmul_precision`` sets. Its getter takes 18 us to refuse where newer ones are used."""
-    return _precision_of("cuda", "matmul"), _precision_of("mkldnn", "matmul")
-
-
-def set_float32_precision(value: tuple[str, str]) -> None:
+def set_float32_precision(value: str) -> None:
     """Put it back. What was set by backend is left alone: it may be inherited, which can't be put back."""
     try:
         torch.get_float32_matmul_precision()
     except RuntimeError:
         return
-    if value in _PRECISIONS:
-        torch.set_float32_matmul_precision(_PRECISIONS[value])
+    torch.set_float32_matmul_precision(_PRECISIONS[value])
 
 
 def device_modes() -> tuple[Any, Any, Any]:
