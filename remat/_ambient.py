@@ -1,8 +1,8 @@
 """Ambient state: what a second run of a region must see again, and must leave as it was.
 
 The random generators (of every device in use, those that the caller names, Python's and NumPy's
-global ones), the settings (autocast, grad mode, default dtype and device, attention kernels), and
-the weights that `torch.nn.utils.parametrize.cached()` holds.
+global ones), the settings (autocast, grad mode, default dtype and device, attention kernels, deterministic algorithms,
+precision of products), and the weights that `torch.nn.utils.parametrize.cached()` holds.
 """
 
 from __future__ import annotations
@@ -181,6 +181,8 @@ def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], An
         (_torch.device_modes, _torch.set_device_modes),
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         (_torch.sdpa_priority, _torch.set_sdpa_priority),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        (_torch.float32_precision, _torch.set_float32_precision),
         *zip(_torch.sdpa_enabled, _SDPA_SETTERS, strict=True),
     ]
     autocast = (

@@ -10,7 +10,7 @@ from . import _func
 from ._arguments import take_apart
 from ._around import Around
 from ._engine import Frame
-from ._hooks import is_hooks_refusal
+from ._hooks import hooks_are_allowed, is_hooks_refusal
 from ._kept import Kept
 from ._lowerings import go_back, lowered_by_func, mark
 from ._memory import Memory
@@ -22,7 +22,8 @@ from ._state import own_work, state
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region."""
     marks = mark()
-    if not lowered_by_func(memory.known.uses_func):
+    # Without hooks it can't be recomputed, and needn't be where nothing is differentiated: that shows there.
+    if not lowered_by_func(memory.known.uses_func or not hooks_are_allowed()):
         try:
             if not state.interceptors:
                 return _run(fn, options, memory, args, kwargs)

@@ -20,7 +20,7 @@ from ._bulk import requires_grad
 from ._derived import Batched, Pullback, gradients
 from ._engine import Frame
 from ._errors import MutationError
-from ._hooks import hooks_allowed, hooks_hidden
+from ._hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, hooks_hidden
 from ._intercept import Watch
 from ._kept import NONE_KEPT, Kept
 from ._parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
@@ -132,7 +132,8 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         call.close(root)
         if root.record is not None:
             root.record.close_without_slots()
-    elif recorded or dual or follows or (torch.is_grad_enabled() and not inference):
+    elif recorded or follows or ((dual or (torch.is_grad_enabled() and not inference)) and hooks_are_allowed()):
+        check_hooks_are_allowed()
         frame = _frame(region, call.kept, root.consts)
         with enabled:
             try:

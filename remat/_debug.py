@@ -24,6 +24,7 @@ class OpLog(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[tuple[str, str, str]] = []
+        self.again: list[tuple[str, str, str]] = []  # of the last run again
         self.ranges = Ranges()
         self.noting = True
 
@@ -52,7 +53,16 @@ class OpLog(DispatchMode):
 
     def replay(self) -> Replay:
         """The log of a run again, which is compared with this one while it grows."""
-        return Replay(self)
+        replay = Replay(self)
+        self.again = replay.entries
+        return replay
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Both runs, as users see them."""
+        first, again = (
+            [f"{op} -> {result} at {line}" for op, result, line in run] for run in (self.entries, self.again)
+        )
+        return first, again
 
 
 class Replay(OpLog):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ._errors import RematError
-from ._state import state
+from ._state import is_disabled
 
 
 def check_module(module: torch.nn.Module, name: str = "") -> None:
@@ -60,7 +60,7 @@ def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callab
     @wraps(forward)
     def checked(*args: Any, **kwargs: Any) -> Any:
         check_library_is_off(module, f"a {type(module).__name__}")
-        if module.training and torch.is_grad_enabled() and (torch.compiler.is_compiling() or not state.disabled):
+        if module.training and torch.is_grad_enabled() and (torch.compiler.is_compiling() or not is_disabled()):
             args, kwargs = _without_cache(module, args, kwargs)
         return forward(*args, **kwargs)
 

@@ -23,7 +23,7 @@ from ._debug import OpLog
 from ._determinism import LOOKS, fingerprint
 from ._errors import MutationError, RecomputeMismatchError
 from ._handed import Handed
-from ._hooks import check_hooks_are_allowed, hooks_allowed
+from ._hooks import hooks_allowed
 from ._kept import Kept
 from ._lowerings import Lowerings
 from ._passes import current_group, current_scope
@@ -48,8 +48,6 @@ class Frame:
     def __init__(
         self, region: Any, operands: Kept, consts: Kept, outer: tuple | None, read_inside: bool = False
     ) -> None:
-        if not region.root.ran:
-            check_hooks_are_allowed()
         self.region = region
         self.operands = operands
         self.consts = consts
@@ -261,6 +259,10 @@ class Frame:
                 value = wanted.value
                 if value is None and alive.index(wanted) >= filler.count:
                     raise RecomputeMismatchError(filler.too_few())
+            except RecomputeMismatchError as error:
+                if self.log is not None and error.logs is None:
+                    error.logs = self.log.texts()
+                raise
             finally:
                 filler.let_go()
             self.alone &= not self.mixed

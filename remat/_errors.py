@@ -25,7 +25,24 @@ class RecomputeMismatchError(RematError):
     Raised when the recompute saves another number of tensors, tensors of another shape, dtype or device, other
     values (with ``determinism_check="values"``), or returns another tree. The usual reasons are Python state that
     changed between the runs and a branch on a value that isn't reproducible.
+
+    Attributes:
+        logs: with ``debug=True`` two lists, of the forward and of the recompute as far as it came: each operation, what
+            it made, and the line that called it. ``None`` without, and where a recompute isn't run for autograd.
+
+    Example:
+        >>> import torch
+        >>> from remat import RecomputeMismatchError, is_recomputing, remat
+        >>> f = remat(lambda x: (x.sin() if is_recomputing() else x.cos()).exp(), debug=True)
+        >>> try:
+        ...     f(torch.ones(3, requires_grad=True)).sum().backward()
+        ... except RecomputeMismatchError as error:
+        ...     forward, recompute = error.logs
+        >>> forward[0].partition(" at ")[0], recompute[0].partition(" at ")[0]
+        ('aten.cos.default -> float32[3]', 'aten.sin.default -> float32[3]')
     """
+
+    logs: tuple[list[str], list[str]] | None = None
 
 
 class MutationError(RematError):

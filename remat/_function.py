@@ -13,7 +13,7 @@ import torch
 from . import _autograd, _compile, _func, _torch
 from ._memory import Memory, memory_of
 from ._options import Options
-from ._state import state
+from ._state import is_disabled, state
 
 
 @_torch.skipped_unless_inlined  # where Dynamo breaks its graph in a region, the region is run here
@@ -21,7 +21,11 @@ def call(fn: Callable, options: Options, memory: Memory | None, args: tuple, kwa
     """Call ``fn`` as a region, or as it is where there is nothing to keep."""
     if torch.compiler.is_compiling():
         return _compile.call(fn, options, args, kwargs)
-    if state.disabled or _torch.tracing():
+    if state.override or _torch.switched():
+        if is_disabled():
+            return fn(*args, **kwargs)
+        options = options.overridden()
+    if _torch.tracing():
         return fn(*args, **kwargs)
     memory = memory or memory_of(fn)
     if _torch.transforms_active():

@@ -55,14 +55,20 @@ def hooks_hidden() -> Iterator[None]:
             _torch.push_hooks(pack, unpack)
 
 
+def hooks_are_allowed() -> bool:
+    """Whether the user has not disabled saved-tensor hooks; torch.func does it too."""
+    message = _torch.hooks_disabled_message()
+    return message is None or _REFUSAL in message
+
+
 def check_hooks_are_allowed() -> None:
     """Before anything has been changed.
 
     Raises:
         RematError: the user has disabled saved-tensor hooks.
     """
-    message = _torch.hooks_disabled_message()
-    if message is not None and _REFUSAL not in message:
+    if not hooks_are_allowed():
+        message = _torch.hooks_disabled_message()
         raise RematError(
             f"Regions and `saved_residuals` work by saved-tensor hooks, which are disabled here with the message "
             f"{message!r}. Call them outside of `disable_saved_tensors_hooks`, or the region as a plain function under "

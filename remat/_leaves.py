@@ -183,12 +183,12 @@ def made_from(value: Any) -> Policy:
     raise PolicyError(f"{_EXPECTED}; got {value!r}.{_nearest(value) if isinstance(value, str) else ''}")
 
 
-def made_from_ops(ops: Any) -> Ops:
+def made_from_ops(ops: Any, resolve: Callable = _ops.resolve) -> Ops:
     """The policy that saves what these operators make, in whichever way they are written."""
     for op in ops:
         if isinstance(op, Policy):
             raise PolicyError(f"Policies are put together by `p | q` and `p & q`, not in a list: {ops!r}.")
-    return Ops(frozenset().union(*map(_ops.resolve, ops)))
+    return Ops(frozenset().union(*map(resolve, ops)))
 
 
 def made_from_predicate(value: Any) -> If:

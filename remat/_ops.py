@@ -15,6 +15,7 @@ import torch
 
 from . import _torch
 from ._errors import PolicyError
+from ._facts import facts_of
 
 Op = Any  # an OpOverload or a HigherOrderOperator
 
@@ -204,6 +205,22 @@ def resolve(op: Any) -> frozenset[Op]:
         raise PolicyError(f"save_ops takes operators such as torch.ops.aten.mm, got {op!r}.{operator_like(op)}")
     if not ops:
         raise PolicyError(_about_composite(found))
+    return ops
+
+
+def makers_of(op: Any) -> frozenset[Op]:
+    """The same of an operator that makes values.
+
+    Raises:
+        PolicyError: or it makes views alone, which a policy isn't asked about.
+    """
+    ops = frozenset(each for each in resolve(op) if not facts_of(each).views)
+    if not ops:
+        raise PolicyError(
+            f"{find(op) if isinstance(op, str) else op} makes views alone, which lie on the memory of what they are "
+            f"views of: there is nothing to save. Save the operators that make the values, or give the view a name "
+            f"with checkpoint_name and use policies.save_only_these_names, which keeps what it is a view of."
+        )
     return ops
 
 

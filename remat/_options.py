@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from . import _torch
 from ._contexts import Contexts
 from ._determinism import CHECKS
 from ._policy import Policy, as_policy
+from ._state import overriding, state
 from ._warnings import Told
+
+__all__ = ["override"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +29,20 @@ class Options:
     contexts: Contexts | None = None  # the user's own, around the runs of one region
     offload_inputs: bool = False  # to host memory, in plain autograd
     told: Told = field(default_factory=Told, compare=False, repr=False)
+    override: dict[str, Any] | None = field(default=None, compare=False, repr=False)  # what the call was under
+
+    def overridden(self) -> Options:
+        """The options of a region that is called now."""
+        changes = {**_torch.checkpoint_switches(), **(state.override or {})}
+        return replace(self, **changes, override=changes)
 
 
 def checked_options(
-    policy: Any, preserve_rng_state: Any, determinism_check: Any, early_stop: Any, debug: Any
+    policy: Any = None,
+    preserve_rng_state: Any = True,
+    determinism_check: Any = "metadata",
+    early_stop: Any = True,
+    debug: Any = False,
 ) -> Options:
     """The options of :func:`remat`, which says what they are and which errors there are."""
     for name, value in (
@@ -41,3 +57,46 @@ def checked_options(
     policy = None if policy is None else as_policy(policy)
     # Dynamo can't trace the factory of a field.
     return Options(preserve_rng_state, determinism_check, early_stop, debug, policy, told=Told())
+
+
+@contextmanager
+def override(
+    *,
+    preserve_rng_state: bool | None = None,
+    determinism_check: str | None = None,
+    early_stop: bool | None = None,
+    debug: bool | None = None,
+) -> Iterator[None]:
+    """Set options of every region that is called under this context, however it was made.
+
+    To debug a model, nothing has to be made anew. The context around a region's forward decides, wherever its backward
+    is, also of the regions that its recompute calls. An inner context comes before an outer one, and both before the
+    region's own options and torch's ``set_checkpoint_debug_enabled`` and ``set_checkpoint_early_stop``, which act on
+    every region too. Affects the current thread, and what a backward pass that it starts runs in the threads of
+    devices. What ``torch.compile`` compiles keeps the region's own options.
+
+    Args:
+        preserve_rng_state: this option and the others are those of :func:`remat.remat`; ``None`` leaves one as it is.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: ``determinism_check`` is not one of the three.
+
+    Example:
+        >>> import torch
+        >>> import remat
+        >>> model = remat.nn.apply(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.Sequential)
+        >>> with remat.override(debug=True, determinism_check="values"):
+        ...     loss = model(torch.ones(2, 4)).sum()
+        >>> loss.backward()  # compares the operations of both runs, and all values
+    """
+    options = {
+        "preserve_rng_state": preserve_rng_state,
+        "determinism_check": determinism_check,
+        "early_stop": early_stop,
+        "debug": debug,
+    }
+    changes = {name: value for name, value in options.items() if value is not None}
+    checked_options(**changes)
+    with overriding(**changes):
+        yield

@@ -72,7 +72,8 @@ class Record(Saved):
             return
         number = len(self.log)
         outcome = template(result, new, read)
-        verdict = self._verdict(number, facts, args, kwargs, result) if is_judged(outcome, facts) else None
+        judged = is_judged(outcome, facts) and facts not in self.outside
+        verdict = self._verdict(number, facts, args, kwargs, result) if judged else None
         if self._flags:
             differentiated = True in [tensor.requires_grad for tensor in read]
         else:

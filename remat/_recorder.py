@@ -24,6 +24,7 @@ class Recorder(RegionMode):
         self.number = 0  # how many regions around have a record
         self.draws = 0
         self.ranges = Ranges()
+        self.entered = False  # an operation on tensors made of others, which has been met
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         record = self.record
@@ -50,9 +51,9 @@ class Recorder(RegionMode):
 
     def _otherwise(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         """An operation that isn't what is expected, or the first time that it is."""
-        if types and is_wrapper_call(types):
-            return NotImplemented  # what it runs on the tensors inside comes by
         record, facts = self.record, facts_of(func)
+        if types and is_wrapper_call(types):
+            return self._on_others(func, facts, args, kwargs)
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
         if not state.filling <= self.number < state.late or state.unseen or self.ranges:
@@ -70,6 +71,26 @@ class Recorder(RegionMode):
         result = func(*args, **kwargs)
         with without_torch_function():
             record.ran(func, facts, args, kwargs, result, self._draw(facts, args, kwargs))
+        return result
+
+    def _on_others(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
+        """An operation on tensors that are made of others: what it runs on these comes by, and is what is noted."""
+        if self.entered or self.number < state.filling or state.unseen or self.ranges:
+            self.entered = False
+            return NotImplemented
+        record, self.entered = self.record, True
+        record.catch_up()
+        start = len(record.log)
+        record.outside.append(facts)
+        RegionMode.__enter__(self)  # else what it runs would pass this mode
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            RegionMode.__exit__(self, None, None, None)
+            self.entered = False
+            record.outside.pop()
+        with without_torch_function():
+            record.ran_outside(facts, args, kwargs, result, start)
         return result
 
     def _note(self, step: Step, args: tuple, kwargs: dict, result: Any) -> None:

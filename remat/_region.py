@@ -221,7 +221,7 @@ class Region:
 
     def _again(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
         assert self.ambient is not None
-        with turn(), recomputing(), self.ambient.restored():
+        with turn(), recomputing(self.options.override), self.ambient.restored():
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
             if self.same or self.overlaps:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)

@@ -69,7 +69,7 @@ def remat(
             structure of the result), ``"values"`` (also a checksum of every saved tensor) or ``"none"``.
         early_stop: end the second run as soon as it has what the backward needs.
         debug: also compare the runs operation by operation, and name the user's source line of the first one that
-            differs. Slow.
+            differs; the error's ``logs`` have them all. Slow.
 
     Returns:
         A callable with the signature, name and documentation of ``fn``; a decorator if ``fn`` is not given. It can be

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ._bulk import gone, requires_grad
-from ._determinism import Line
-from ._facts import Facts, facts_of
-from ._judge import Question
+from ._determinism import Line, user_line
+from ._facts import Facts, facts_of, tensors
+from ._judge import Question, question
 from ._keeping import NOWHERE, Keeping, Source
 from ._memory import Memory
 from ._parts import all_parts, is_plain, parts
@@ -31,6 +31,7 @@ class Saved(Keeping):
         self._learns = False  # views are noted, for the next run
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
         self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
+        self.outside: list[Facts] = []  # operations on tensors made of others, which run those that come by
         self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -107,6 +108,26 @@ class Saved(Keeping):
             if value is not None:
                 self.wanted.append(value)
                 self._hold(value, part)
+
+    def ran_outside(self, facts: Facts, args: tuple, kwargs: dict, result: Any, start: int) -> None:
+        """An operation on tensors made of others has run, by the steps since ``start``: its results are judged too."""
+        self.catch_up()
+        found = [part for tensor in tensors((result, facts.written(args, kwargs))) for part in parts(tensor)]
+        values = [value for part in found if (value := self.storages.find(part)) is not None]
+        made = {number for value in values if (number := self.made.get(value, -1)) >= start}
+        made = {number for number in made if is_judged(self.log[number].result, facts)}
+        if not made or facts in self.outside:
+            return
+        asked = question(facts.func, args, kwargs, result) if self._judge.asks else (None, facts.func, (), {})
+        verdict = self._judge.verdict_for(facts) or self._judge.on(asked)
+        if verdict is Verdict.RECOMPUTE:
+            return
+        self.told.operators |= self.own.verdict_for(facts.func) not in (None, Verdict.RECOMPUTE)
+        for number in made:
+            self._questions[number] = asked
+            self.lines.setdefault(number, user_line())
+            entry = self.log[number] = self.log[number]._replace(verdict=verdict)
+            self.saveable.update(dict.fromkeys(entry.outs, verdict))
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """A tensor of the region was named."""

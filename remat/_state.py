@@ -1,4 +1,4 @@
-"""What a thread knows about regions: whether it runs one again, and whether they are switched off."""
+"""What a thread knows about regions: whether it runs one again, and what is said of those that are called now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ._torch import as_subclass, carried, carry, modes_that_see
 
-__all__ = ["disable_remat", "is_recomputing"]
+__all__ = ["disable_remat", "is_disabled", "is_recomputing"]
 
 
 def _carried(key: str) -> Any:
@@ -37,7 +37,7 @@ class _State(threading.local):
 
     # These also hold in the threads of devices, in a backward pass that this one starts.
     recomputing = _carried("remat.recomputing")
-    disabled = _carried("remat.disabled")
+    override = _carried("remat.override")  # options of the regions that are called now; if anything, a dict
 
 
 state = _State()
@@ -67,8 +67,8 @@ def is_recomputing() -> bool:
 def disable_remat() -> Iterator[None]:
     """Turn every region that is called under this context into a plain call of its function.
 
-    Regions whose forward ran before are not changed. Affects the current thread, and what a backward pass that it
-    starts runs in the threads of devices.
+    Regions whose forward ran before are not changed, nor is what ``torch.compile`` compiles. Affects the current
+    thread, and what a backward pass that it starts runs in the threads of devices.
 
     Example:
         >>> import torch
@@ -78,29 +78,53 @@ def disable_remat() -> Iterator[None]:
         >>> with disable_remat():
         ...     y = f(x)  # keeps what torch.sin keeps
     """
-    before = state.disabled
-    state.disabled = True
+    with overriding(disabled=True):
+        yield
+
+
+def is_disabled() -> bool:
+    """Whether regions that are called here are plain calls, by :func:`disable_remat`.
+
+    Example:
+        >>> from remat import disable_remat, is_disabled
+        >>> with disable_remat():
+        ...     is_disabled()
+        True
+        >>> is_disabled()
+        False
+    """
+    return bool(state.override) and "disabled" in state.override
+
+
+@contextmanager
+def overriding(**changes: Any) -> Iterator[None]:
+    """Regions that are called within have these options, for which others around stay as they are."""
+    before = state.override
+    state.override = {**(before or {}), **changes}
     try:
         yield
     finally:
-        state.disabled = before
+        state.override = before
 
 
 # Each region enters some of these, so they are classes: a context manager made of a generator takes four times as long.
 
 
 class recomputing:
-    """The flags of a second run: regions inside of it act as they did in the first."""
+    """The flags of a second run: regions inside of it act as they did in the first, under the same ``override``."""
 
-    __slots__ = ("before",)
+    __slots__ = ("before", "override")
+
+    def __init__(self, override: dict[str, Any] | None) -> None:
+        self.override = override
 
     def __enter__(self) -> None:
-        self.before = state.recomputing, state.checkpointing, state.disabled
-        state.recomputing, state.checkpointing, state.disabled = True, False, False
+        self.before = state.recomputing, state.checkpointing, state.override
+        state.recomputing, state.checkpointing, state.override = True, False, self.override
         state.recomputes += 1
 
     def __exit__(self, *exception: Any) -> None:
-        state.recomputing, state.checkpointing, state.disabled = self.before
+        state.recomputing, state.checkpointing, state.override = self.before
         state.recomputes -= 1
 
 

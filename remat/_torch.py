@@ -20,7 +20,7 @@ import torch.overrides as _overrides
 import torch.utils._device as _device
 import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
-import torch.utils.checkpoint
+import torch.utils.checkpoint as _checkpoint
 
 F = TypeVar("F", bound=Callable)
 _SKIP = _eval_frame._FrameAction.SKIP
@@ -210,10 +210,10 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 # The two modes of its selective form, which have the user's policy in them.
-SelectiveModes = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
+SelectiveModes = _checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode
 
 
-original_checkpoint = torch.utils.checkpoint.checkpoint  # another may be put in its place
+original_checkpoint = _checkpoint.checkpoint  # another may be put in its place
 
 
 def let_dynamo_trace_checkpoint(replaced: bool) -> None:
@@ -232,11 +232,15 @@ def activation_checkpointing() -> tuple[Callable, Callable]:
     return checkpoint_wrapper.apply_activation_checkpointing, checkpoint_wrapper.checkpoint_wrapper
 
 
-def checkpoint_settings(debug: bool, early_stop: bool) -> tuple[bool, bool]:
-    """The two settings, or what ``set_checkpoint_debug_enabled`` and ``set_checkpoint_early_stop`` say instead."""
-    debug_now = torch.utils.checkpoint._checkpoint_debug_enabled
-    early_stop_now = torch.utils.checkpoint._enable_checkpoint_early_stop
-    return debug if debug_now is None else debug_now, early_stop if early_stop_now is None else early_stop_now
+def switched() -> bool:
+    """Whether ``set_checkpoint_debug_enabled`` or ``set_checkpoint_early_stop`` is on: these have no getters."""
+    return _checkpoint._checkpoint_debug_enabled is not None or _checkpoint._enable_checkpoint_early_stop is not None
+
+
+def checkpoint_switches() -> dict[str, bool]:
+    """What they say, by the names of options."""
+    says = {"debug": _checkpoint._checkpoint_debug_enabled, "early_stop": _checkpoint._enable_checkpoint_early_stop}
+    return {name: bool(value) for name, value in says.items() if value is not None}
 
 
 # --- modules ------------------------------------------------------------------------------------------------------
@@ -277,6 +281,21 @@ sdpa_enabled = (
 )
 # Which attention kernel is tried first; only `sdpa_kernel(..., set_priority=True)` sets it in public.
 sdpa_priority, set_sdpa_priority = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
+
+
+# What ``torch.set_float32_matmul_precision`` sets, by one of the two places where it does, which tells all its values
+# apart. The public getter takes 18 us to refuse where newer setters are in use.
+float32_precision = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
+_PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+
+
+def set_float32_precision(value: str) -> None:
+    """Put it back. What was set by backend is left alone: it may be inherited, which can't be put back."""
+    try:
+        torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return
+    torch.set_float32_matmul_precision(_PRECISIONS[value])
 
 
 def device_modes() -> tuple[Any, Any, Any]:

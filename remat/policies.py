@@ -12,6 +12,7 @@ from typing import Any
 
 from ._errors import PolicyError
 from ._leaves import Names, made_from_ops, made_from_predicate, preset
+from ._ops import makers_of
 from ._policy import Offloaded, Policy, as_policy
 
 __all__ = [
@@ -69,8 +70,10 @@ def save_ops(*ops: Any) -> Policy:
             ``"aten.mm"``.
 
     Raises:
-        PolicyError: there is no such operator, or it is a composite such as ``aten.linear``, which becomes other
-            operators before a policy sees it.
+        PolicyError: there is no such operator; it is a composite such as ``aten.linear``, which becomes other
+            operators before a policy sees it; or it makes views alone, as ``aten.t``, so there is nothing to keep.
+
+    A list, which may stand for this policy, may have such views among its operators, as torch's may.
 
     Example:
         >>> import torch
@@ -78,7 +81,7 @@ def save_ops(*ops: Any) -> Policy:
         >>> policies.save_ops("aten.mm", torch.ops.aten.bmm.default)
         policies.save_ops(torch.ops.aten.bmm.default, torch.ops.aten.mm)
     """
-    return made_from_ops(ops)
+    return made_from_ops(ops, makers_of)
 
 
 def save_only_these_names(*names: str) -> Policy:

@@ -332,7 +332,29 @@ def observed():
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
         tuple(torch._C._get_sdp_priority_order()),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
     )
+
+
+@contextmanager
+def deterministic(**how):
+    torch.use_deterministic_algorithms(True, **how)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def matmul_precision(precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 SETTINGS = {
@@ -347,6 +369,10 @@ SETTINGS = {
     "autocast dtype": lambda: autocast_dtype(torch.float16),
     "math": lambda: sdpa_kernel(SDPBackend.MATH),
     "priority": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+    "deterministic": deterministic,
+    "deterministic, warn only": lambda: deterministic(warn_only=True),
+    "high": lambda: matmul_precision("high"),
+    "medium": lambda: matmul_precision("medium"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import default_dtype
+from cases import default_dtype, run_program
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -570,6 +570,85 @@ def test_default_dtype_changed_inside_the_region(take: Callable) -> None:
             return makes_constants(x).float()
 
     compare(fn, take)
+
+
+def tells_of_algorithms(x: Tensor) -> Tensor:
+    """As numbers on a device may hang on these settings."""
+    modes = 1 + torch.get_deterministic_debug_mode(), {"highest": 1, "high": 2, "medium": 3}
+    return (x.sin() * modes[0] * modes[1][torch.get_float32_matmul_precision()]).exp().sin()
+
+
+def set_algorithms(mode: int, precision: str) -> None:
+    torch.set_deterministic_debug_mode(mode)
+    torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def algorithms(mode: int, precision: str) -> Iterator[None]:
+    set_algorithms(mode, precision)
+    try:
+        yield
+    finally:
+        set_algorithms(0, "highest")
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_algorithms_of_the_forward(take: Callable, mode: int, precision: str) -> None:
+    compare(tells_of_algorithms, take, lambda: algorithms(mode, precision))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_algorithms_of_the_backward(take: Callable, precision: str) -> None:
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    expected = take(tells_of_algorithms, nullcontext, x)
+
+    @contextmanager
+    def changed_after() -> Iterator[None]:
+        yield
+        set_algorithms(2, precision)
+
+    try:
+        same(take(remat(tells_of_algorithms), changed_after, x), expected)
+        assert (torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision()) == (2, precision)
+    finally:
+        set_algorithms(0, "highest")
+
+
+NEWER_PRECISION = """
+import torch
+from remat import remat
+
+def precision():
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+def run(change):
+    seen = []
+    x = torch.ones(3, 3, requires_grad=True)
+    out = remat(lambda x: (seen.append(precision()), x.sin().exp() @ x)[1])(x).sum()
+    change()
+    now = precision()
+    out.backward()
+    assert precision() == now
+    return seen
+
+def by_backend(value):
+    torch.backends.cuda.matmul.fp32_precision = value
+
+before = precision()
+assert run(lambda: None) == [before] * 2
+assert run(lambda: by_backend("tf32"))[0] == before
+torch.backends.fp32_precision = "tf32"
+assert run(lambda: None) == [("tf32", "none")] * 2 or run(lambda: None) == [("tf32", "tf32")] * 2
+run(lambda: setattr(torch.backends, "fp32_precision", "ieee"))
+by_backend("none")
+assert precision()[0] == "ieee"  # what is inherited is inherited still
+"""
+
+
+def test_precision_that_was_set_by_backend_stays_as_it_is() -> None:
+    """In a process of its own, as it can't be unset."""
+    run_program(NEWER_PRECISION)
 
 
 def shapes_on_meta(x: Tensor) -> Tensor:

@@ -398,12 +398,30 @@ def test_set_checkpoint_debug_enabled(module: Any, setters: Any) -> None:
     assert not is_detailed(fails_with(module))
 
 
+@pytest.mark.parametrize("setters", [torch.utils.checkpoint, remat.compat], ids=["torch", "remat"])
+def test_switches_reach_every_region(setters: Any) -> None:
+    """torch's own act on calls of its function; `tests/test_override.py` has every way to make a region."""
+    f = remat.remat(runs_differ(lambda x: x.sin().exp().sin(), lambda x: x[:1].sin().exp().sin()))
+    with setters.set_checkpoint_debug_enabled(True):
+        out = f(rand(3)).sum()
+    with pytest.raises(CheckpointError) as raised:
+        out.backward()
+    assert is_detailed(str(raised.value))
+    f = remat.remat(ends_late)
+    with setters.set_checkpoint_early_stop(False):
+        out = f(rand(3))
+    assert (ends_of_backward(out), ends_of_backward(f(rand(3)))) == (1, 0)
+
+
 def test_debug_names_the_line() -> None:
     def again(x: Tensor) -> Tensor:
         return x.sin().cos()  # this one
 
     with pytest.raises(RecomputeMismatchError) as raised:
         gradient(remat.compat, runs_differ(deep, again), debug=True)
+    assert raised.value.logs is not None
+    for entries, ops in zip(raised.value.logs, (["sin", "exp", "sin", "cos"], ["sin", "cos"])):
+        assert [entry.split(".")[1] for entry in entries] == ops
     lines, start = inspect.getsourcelines(again)
     number = next(start + i for i, line in enumerate(lines) if "this one" in line)
     assert f"test_compat_checkpoint.py:{number} (again)" in str(raised.value)
@@ -639,6 +657,127 @@ def test_under_torch_func() -> None:
         assert_same(torch.func.grad(lambda x: checkpoint(deep, x, **options).sum())(x), expected)
     with pytest.raises(RuntimeError):
         torch.func.grad(lambda x: torch.utils.checkpoint.checkpoint(deep, x, use_reentrant=False).sum())(x)
+
+
+TRANSFORMS: dict[str, Callable[[Callable], Callable[[Tensor], Any]]] = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](x),
+    "jacrev": torch.func.jacrev,
+    "hessian": lambda f: torch.func.hessian(lambda x: f(x).sum()),
+    "vmap": torch.func.vmap,
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),)),
+    "jacfwd": torch.func.jacfwd,
+    "linearize": lambda f: lambda x: torch.func.linearize(f, x)[1](x.cos()),
+}
+
+
+@both
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_each_transform(module: Any, transform: str) -> None:
+    make, x = TRANSFORMS[transform], rand(3, grad=False)
+    call = make(lambda x: module.checkpoint(deep, x, use_reentrant=False))
+    if is_torch(module) and transform in ("grad", "vjp", "jacrev", "hessian"):
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            call(x)
+    else:
+        assert_same(call(x), make(deep)(x))
+
+
+@both
+def test_a_backward_through_vmap(module: Any) -> None:
+    out = torch.func.vmap(lambda x: module.checkpoint(deep, x, use_reentrant=False))(x := rand(3)).sum()
+    if is_torch(module):
+        with pytest.raises(RuntimeError, match="vmap"):
+            out.backward()
+    else:
+        assert_same(torch.autograd.grad(out, x), torch.autograd.grad(deep(x).sum(), x))
+
+
+@both
+def test_functional_call(module: Any) -> None:
+    """The module has its own parameters back when it runs again: torch's gradients are those at these."""
+
+    class Outer(nn.Module):
+        def __init__(self, call: Callable) -> None:
+            super().__init__()
+            self.layer, self.call = made(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))), call
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.call(self.layer, x)
+
+    def gradients(call: Callable) -> tuple:
+        outer, x = Outer(call), rand(2, 3)
+        params = {name: (2 * p.detach()).requires_grad_() for name, p in outer.named_parameters()}
+        out = torch.func.functional_call(outer, params, (x,)).sin().sum()
+        return torch.autograd.grad(out, (x, *params.values()))
+
+    found = gradients(lambda layer, x: module.checkpoint(layer, x, use_reentrant=False))
+    expected = gradients(lambda layer, x: layer(x))
+    assert all(map(torch.equal, found, expected)) is not is_torch(module)
+
+
+@both
+def test_captured_tensors_changed_in_place(module: Any) -> None:
+    w, x = rand(3, grad=False), rand(3)
+    fn = lambda x: (x * w).sin().exp()
+    (expected,) = torch.autograd.grad(fn(x).sum(), x)
+    out = module.checkpoint(fn, x, use_reentrant=False).sum()
+    w.mul_(2)
+    if is_torch(module):
+        assert not torch.equal(torch.autograd.grad(out, x)[0], expected)
+    else:
+        with pytest.raises(MutationError, match="'w' was changed in place"):
+            torch.autograd.grad(out, x)
+
+
+SETTINGS: dict[str, tuple[Callable, Callable, tuple]] = {  # reads it as a number, sets it, to what and back
+    "default dtype": (lambda: torch.empty(0).itemsize, torch.set_default_dtype, (torch.float64, torch.float32)),
+    "attention kernels": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, (False, True)),
+    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, (2, 0)),
+    "precision of products": (
+        lambda: len(torch.get_float32_matmul_precision()), torch.set_float32_matmul_precision, ("high", "highest")
+    ),
+}  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_changed(module: Any, name: str) -> None:
+    """Numbers hang on these, on some devices."""
+    get, put, (now, before) = SETTINGS[name]
+    x, fn = rand(3), lambda x: (x * (1 + get())).sin().exp()
+    (expected,) = torch.autograd.grad(fn(x).sum(), x)
+    out = module.checkpoint(fn, x, use_reentrant=False).sum()
+    put(now)
+    try:
+        (found,) = torch.autograd.grad(out, x)
+    finally:
+        put(before)
+    assert torch.equal(found, expected) is not is_torch(module)
+
+
+@both
+@pytest.mark.parametrize("kind", ["tensor", "parameter", "all", "any"])
+def test_hooks_of_the_function(module: Any, kind: str) -> None:
+    register_multi = torch.autograd.graph.register_multi_grad_hook
+
+    def runs(call: Callable) -> int:
+        count, w, x = [], rand(3, seed=1), rand(3)
+
+        def fn(x: Tensor) -> Tensor:
+            if kind == "tensor":
+                x.register_hook(count.append)
+            elif kind == "parameter":
+                w.register_post_accumulate_grad_hook(count.append)
+            else:
+                register_multi((x, w), count.append, mode=kind)  # type: ignore[call-overload]
+            return (x.sin() * w).sin()
+
+        call(fn, x.clone()).sum().backward()
+        return len(count)
+
+    found = runs(functools.partial(module.checkpoint, use_reentrant=False))
+    assert (found, runs(lambda fn, x: fn(x))) == (2 if is_torch(module) else 1, 1)
 
 
 # --- policy -----------------------------------------------------------------------------------------------------------
@@ -900,6 +1039,7 @@ COMPILED: dict[str, tuple[dict, int]] = {
     "no options": ({}, 6),
     "preserve_rng_state": ({"preserve_rng_state": False}, 6),
     "determinism_check": ({"determinism_check": "none"}, 6),
+    "determinism_check, values": ({"determinism_check": "values"}, 6),
     "early_stop": ({"early_stop": False}, 6),
     "debug": ({"debug": True}, 6),
     "context_fn": ({"context_fn": SELECTIVE}, 4),
@@ -912,7 +1052,7 @@ COMPILED: dict[str, tuple[dict, int]] = {
 @pytest.mark.parametrize("option", COMPILED)
 def test_compile(module: Any, option: str) -> None:
     options, products = COMPILED[option]
-    if is_torch(module) and option in ("debug", "noop_context_fn", "policy"):
+    if is_torch(module) and option in ("debug", "determinism_check, values", "noop_context_fn", "policy"):
         pytest.skip("torch's function does not compile with it")
     call = lambda x, w: module.checkpoint(block, x, w, use_reentrant=False, **options)
     assert products_of_compiled(call) == products
@@ -955,15 +1095,22 @@ ROWS = {
     "`set_checkpoint_early_stop`, `set_checkpoint_debug_enabled`": [
         "test_early_stop",
         "test_set_checkpoint_debug_enabled",
+        "test_switches_reach_every_region",
     ],
     "`context_fn`, selective": ["test_a_list", "test_two_policies_are_an_error", "test_selective_with_other_options"],
     "selective: what is kept": ["test_what_the_backward_does_not_need_is_not_kept"],
-    "selective: backward twice, double backward, `torch.func`": [
+    "selective: backward twice, double backward, `torch.func.grad`": [
         "test_backward_twice",
         "test_double_backward",
         "test_selective_under_torch_func",
     ],
     "selective: policy function": ["test_what_a_policy_function_gets"],
+    "selective: views (`aten.view`, `aten.t`)": ["test_policies_about_views"],
+    "selective: tensors made of others (wrapper subclasses)": [
+        "test_the_operation_is_judged",
+        "test_a_predicate_is_asked_once",
+        "test_the_operations_inside_are_judged_too",
+    ],
     "selective: `MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`": ["test_answers_of_a_policy_function"],
     "selective: in-place changes in the region": ["test_changes_in_the_region"],
     "selective: `allow_cache_entry_mutation=True`": ["test_changes_after_the_region"],
@@ -985,13 +1132,33 @@ ROWS = {
     "a backward that needs inputs alone": ["test_a_backward_that_needs_the_inputs_alone_runs_nothing_again"],
     "`ctx.saved_tensors` read twice": ["test_saved_tensors_are_read_twice"],
     "statistics of batch norm, counters in buffers": ["test_statistics_change_once"],
-    "closures, globals, attributes that changed since": ["test_what_closures_hold_is_as_in_the_first_run"],
+    "variables of closures and globals, attributes of modules, that changed since": [
+        "test_what_closures_hold_is_as_in_the_first_run",
+        "test_what_is_put_back",
+    ],
+    "attributes of other objects, numbers in lists and dicts, that changed since": [
+        "test_it_is_not_detected",
+        "test_checksums_find_it",
+    ],
+    "captured tensors changed in place before the backward": ["test_captured_tensors_changed_in_place"],
+    "default dtype, attention kernels, deterministic algorithms, precision of products, changed since": [
+        "test_settings_that_changed",
+    ],
+    "hooks that the function registers on what it is given or captures": ["test_hooks_of_the_function"],
     "`except Exception` in the function": ["test_user_code_that_catches_everything"],
-    "`torch.func`": ["test_under_torch_func"],
-    "`torch.compile`": ["test_compile", "test_compile_of_the_other_forms"],
+    "`torch.func.functional_call`, then `backward`": ["test_functional_call"],
+    "`torch.func`: `grad`, `vjp`, `jacrev`, `hessian`": ["test_under_torch_func", "test_each_transform"],
+    "`torch.func`: `vmap`": ["test_each_transform", "test_a_backward_through_vmap"],
+    "`torch.func`: `jvp`, `jacfwd`, `linearize`": ["test_each_transform"],
+    "`torch.compile`": [
+        "test_compile",
+        "test_compile_of_the_other_forms",
+        "test_a_compiled_region_keeps_its_own_options",
+    ],
 }
 
 
 def test_each_row_of_the_documentation_has_its_tests() -> None:
     files = "test_compat_checkpoint.py", "test_compat_selective.py", "test_graph_exec_group.py"
+    files = (*files, "test_wrapper_subclasses.py", "test_not_detected.py", "test_override.py")
     assert_rows_have_tests("Coming from torch.utils.checkpoint", ROWS, *files)

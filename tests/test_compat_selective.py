@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -118,6 +119,45 @@ def test_what_a_policy_function_gets(module: Any) -> None:
     out.sum().backward()
     if NEWER or not is_torch(module):  # torch 2.11 asks again
         assert [entry[0] for entry in asked] == first
+
+
+VIEWS = {"aten.t.default", "aten.view.default", "aten.slice.Tensor", "aten.transpose.int", "aten.unsqueeze.default"}
+
+
+@both
+def test_policies_about_views(module: Any) -> None:
+    """torch's function is asked about them. In a list they are kept, and the value is computed all the same."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w.t()).view(-1)[:8].view(2, 4).transpose(0, 1).contiguous().sin_()
+        y = y * torch.empty_like(y).zero_() if y.sum().item() > 100 else y
+        return y.unsqueeze(0).exp()
+
+    asked: list[str] = []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        asked.append(str(op))
+        return False
+
+    call = functools.partial(module.checkpoint, fn, use_reentrant=False, context_fn=selective(policy))
+    assert_same(values_and_grads(call, *arguments()), values_and_grads(fn, *arguments()))
+    assert set(asked) & VIEWS == (VIEWS if is_torch(module) else set())
+    assert [op for op in asked if op not in VIEWS] == [
+        "aten.mm.default", "aten.clone.default", "aten.clone.default", "aten.sin_.default", "aten.sum.default",
+        "aten._local_scalar_dense.default", "aten.exp.default",
+    ]  # fmt: skip
+
+    def kept_and_products(*ops: Any) -> tuple[int, int]:
+        flat = lambda x, w: (x @ w).view(-1).sin()
+        call = functools.partial(module.checkpoint, flat, use_reentrant=False, context_fn=selective([*ops]))
+        x, w = arguments()
+        return held_bytes(call, x, w) // x.nbytes, count_ops(call(x, w).sum().backward)["aten.mm"] - 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a list that keeps nothing
+        result = kept_and_products()[0]  # which the caller holds
+        assert kept_and_products(aten.view.default) == ((result + 1, 1) if is_torch(module) else (result, 1))
+        assert kept_and_products(MM) == kept_and_products(MM, aten.view.default) == (result + 1, 0)
 
 
 @both

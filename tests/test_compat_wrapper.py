@@ -115,6 +115,18 @@ def test_every_public_name_is_there(fairscale: Any) -> None:
     assert [p.name for p in ours[2:]] == ["policy"]
 
 
+def test_names_that_are_not_needed(fairscale: Any) -> None:
+    """What they are for is so in a region by itself."""
+    for name in ("enable_checkpointing", "enable_recomputing", "patch_batchnorm"):
+        assert hasattr(fairscale, name) and not hasattr(remat.compat, name), name
+    with fairscale.enable_recomputing(), fairscale.enable_checkpointing():
+        assert fairscale.is_recomputing() and fairscale.is_checkpointing()  # and that is all
+    module = checkpoint_wrapper(made(Norm))
+    step(module)
+    assert module.updates() == [1, 1]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +233,7 @@ def test_is_checkpointing_and_is_recomputing(lib: Any) -> None:
 def test_disable_checkpointing(lib: Any) -> None:
     module, plain = lib.checkpoint_wrapper(made(Block, lib)), made(Block, lib)
     with lib.disable_checkpointing():
+        assert lib.thread_local.is_checkpointing_disabled if is_original(lib) else remat.is_disabled()
         actual = step(module)
         assert RUNS == [NEITHER]
         with lib.disable_checkpointing():
@@ -374,6 +387,9 @@ def test_under_torch_func(lib: Any) -> None:
     if is_original(lib):
         with pytest.raises(RuntimeError, match="functorch"):
             grads(module)
+        for transform in (torch.func.vmap(module), lambda x: torch.func.jvp(module, (x,), (x,))):
+            with pytest.raises(RuntimeError, match="functorch"):
+                transform(x)
         return
     assert_same(grads(module), grads(plain))
     assert_same(torch.vmap(torch.func.grad(lambda x: module(x).sum()))(x), grads(plain), exact=False)
@@ -716,6 +732,11 @@ ROWS = {
     "`policy`": ["test_policy"],
     "`is_checkpointing()`, `is_recomputing()`": ["test_is_checkpointing_and_is_recomputing"],
     "`disable_checkpointing()`": ["test_disable_checkpointing"],
+    "`enable_checkpointing()`, `enable_recomputing()`": [
+        "test_names_that_are_not_needed",
+        "test_is_checkpointing_and_is_recomputing",
+    ],
+    "`patch_batchnorm(module)`": ["test_names_that_are_not_needed", "test_batch_norm_is_updated_once"],
     "keyword arguments": ["test_keyword_arguments"],
     "tensors in containers among the arguments": ["test_arguments_in_containers"],
     "results that aren't tensors": ["test_results_that_are_no_tensors"],

@@ -398,6 +398,54 @@ def test_debug_with_a_backward_pass_inside() -> None:
         same(backward(lambda x: remat(fn, debug=True)(middle(x)), x), backward(lambda x: fn(middle(x)), x))
 
 
+# Two runs, and the operations in the log of the second when it is found to differ.
+WITH_LOGS: dict[str, tuple[Callable, Callable, list[str]]] = {
+    "another operation": (lambda x: x.sin().exp(), lambda x: x.cos().exp(), ["cos"]),
+    "another shape": (lambda x: x.sin().exp(), lambda x: x[:1].sin().exp(), ["slice"]),
+    "one more": (lambda x: x.sin().exp(), lambda x: x.sin().exp().exp(), ["sin", "exp", "exp"]),
+    "one less": (lambda x: x.sin().exp(), lambda x: x.sin(), ["sin"]),
+    "one that saves nothing": (lambda x: x.sin().exp(), lambda x: (x.detach() * 2, x.sin().exp())[1], ["mul"]),
+    "other values": (lambda x: (x * 2).sin().exp(), lambda x: (x * 3).sin().exp(), ["mul", "sin", "exp"]),
+    "another tree": (lambda x: x.sin().exp(), lambda x: [x.sin().exp()], ["sin", "exp"]),
+}
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")], ids=str)
+@pytest.mark.parametrize("kind", WITH_LOGS)
+@pytest.mark.parametrize("transform", ["autograd", "func.grad", "in a region"])
+def test_debug_gives_the_logs_of_both_runs(kind: str, policy: Any, transform: str) -> None:
+    first, again, log = WITH_LOGS[kind]
+
+    def fn(x: Tensor) -> Any:
+        return again(x) if len(runs) else first(x)
+
+    options: dict[str, Any] = {"debug": True, "early_stop": False, "determinism_check": "values"}
+    region = remat(fn, policy=policy, **options)
+    outer = remat(lambda x: region(x), **options) if transform == "in a region" else region
+    runs: list[bool] = []
+
+    def loss(x: Tensor) -> Tensor:
+        out = outer(x).sum()
+        runs.append(True)
+        return out
+
+    with pytest.raises(RecomputeMismatchError) as raised:
+        torch.func.grad(loss)(torch.ones(3)) if transform == "func.grad" else loss(leaf(3)).backward()
+    assert raised.value.logs is not None
+    found = []
+    for entries in raised.value.logs:
+        for entry in entries:  # what ran, what it made, and the line that called it
+            assert re.fullmatch(r"aten\.\w+\.\w+ -> float32\[\d\] at \S+test_errors\.py:\d+ \(<lambda>\)", entry), entry
+        found.append([entry.split(".")[1] for entry in entries])
+    assert found == [["mul"] * (kind == "other values") + ["sin", "exp"], log]
+
+
+def test_logs_are_there_with_debug_alone() -> None:
+    with pytest.raises(RecomputeMismatchError) as raised:
+        backward(remat(lambda x: x[:1].sin().exp() if is_recomputing() else x.sin().exp()))
+    assert raised.value.logs is None and RecomputeMismatchError("").logs is None
+
+
 def test_debug_without_a_difference() -> None:
     x, fn = leaf(3), lambda x: x.sin().exp().cos()
     same(backward(remat(fn, debug=True), x), backward(fn, x))
@@ -604,7 +652,7 @@ def surroundings() -> dict[str, Any]:
         "parameters": [id(p) for p in (*MODULE.parameters(), *MODULE.buffers())],
         "interceptors": list(package._state.state.interceptors),
         "own work": package._state.state.own_work,
-        "disabled": package._state.state.disabled,
+        "override": package._state.state.override,
     }
 
 

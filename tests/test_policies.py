@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from remat import PolicyError, _ops, policies
+from benchmarks.measure import OpCounter, held_bytes
+from remat import PolicyError, _ops, policies, remat
 from remat._policy import Policy, Verdict, as_policy
 
 
@@ -485,6 +487,34 @@ def test_policies_of_jax_are_refused() -> None:
 def test_operators_that_no_policy_sees(op: Any, says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         policies.save_ops(op)
+
+
+VIEWS = ["aten.view", "aten.t", "aten.detach", aten.view.default, aten.transpose.int, aten.expand, aten.alias]
+
+
+@pytest.mark.parametrize("op", [*VIEWS, "aten.split", "aten.squeeze_", "aten._unsafe_view"], ids=name_of)
+def test_what_makes_views_alone(op: Any) -> None:
+    """Only `save_ops` refuses it. A list may have it, as for torch's selective checkpoint, where it changes nothing."""
+    for ops in ((op,), (op, "aten.mm")):
+        with pytest.raises(PolicyError, match=r"makes views alone.*checkpoint_name"):
+            policies.save_ops(*ops)
+        assert as_policy([*ops]).verdict_for(aten.mm.default) is (SAVE if len(ops) > 1 else RECOMPUTE)
+
+
+def test_views_in_a_list_change_nothing() -> None:
+    w = rand(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return (x @ w).t().reshape(2, 8).sin().view(4, 4) @ w
+
+    x = rand(4, 4)
+    expected = torch.autograd.grad(fn(x).sum(), (x, w))
+    for ops in ([aten.mm], [*VIEWS, aten.mm]):
+        region = remat(fn, policy=ops)
+        assert held_bytes(region, x) == 2 * x.nbytes  # a product, and the result
+        with OpCounter() as counter:
+            found = torch.autograd.grad(region(x).sum(), (x, w))
+        assert counter["aten.mm"] == 2 + 4 and all(map(torch.equal, found, expected))
 
 
 def test_a_packet_stands_for_its_overloads() -> None:

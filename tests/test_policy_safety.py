@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from benchmarks.measure import leaked_bytes, peak_bytes
 from remat import MutationError, RecomputeMismatchError, checkpoint_name, disable_remat, is_recomputing, policies, remat
+from remat._policy import as_policy
 
 Fn = Callable[..., Any]
 Wrap = Callable[[Fn], Fn]
@@ -65,7 +66,7 @@ def chosen(seed: int, answers: int = 2) -> Callable[..., Any]:
 
 
 ODD = "sin mul add_ copy_ clone bernoulli_ uniform_ native_dropout zeros_like empty_like empty lift_fresh _conj t_"
-ODD_OPS = policies.save_ops(*(f"aten.{name}" for name in ODD.split()))
+ODD_OPS = as_policy([f"aten.{name}" for name in ODD.split()])  # with views
 NAMES = policies.save_only_these_names("h", "a*")
 POLICIES = {
     "nothing": policies.nothing_saveable,

@@ -9,12 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from accelerator import DEVICE, backend
 from torch import Tensor
 from torch.autograd import grad
@@ -54,6 +56,7 @@ Wrap = Callable[[Callable], Callable]
 Build = Callable[[Wrap], Callable]
 Check = Callable[[Wrap], None]
 ROWS: dict[str, Check] = {}
+HIDDEN: ContextVar[Tensor] = ContextVar("hidden")  # a captured tensor that is found when it is read
 
 
 def row(name: str) -> Callable[[Check], Check]:
@@ -393,6 +396,53 @@ def _(wrap: Wrap) -> None:
     agree(wrap, region(block))
 
 
+@row("`disable_saved_tensors_hooks` around, where nothing needs a gradient")
+def _(wrap: Wrap) -> None:
+    """The regions are plain calls. What is found to need one only when it is read is an error as above."""
+    norm = torch.nn.BatchNorm1d(4, affine=False).double()
+    counts = torch.zeros(())
+    given = []
+
+    def fn(x: Tensor, w: Tensor, more: dict) -> Any:
+        given.append(is_recomputing())
+        counts.add_(1)
+        return {"y": norm(block(x, w)) * torch.rand(4), "x": x, "more": more["list"].add_(1), "n": 3}
+
+    def run(wrap: Wrap) -> tuple:
+        norm.reset_running_stats()
+        counts.zero_()
+        torch.manual_seed(0)
+        x, w = (t.detach() for t in leaves())
+        more = {"list": torch.ones(2)}
+        y = wrap(fn)(x, w, more)
+        z = wrap(lambda x: wrap(lambda x: block(x, w))(x.cos()))(x)
+        mapped = torch.vmap(wrap(block), (0, None))(x, w)
+        with fwAD.dual_level():
+            dual = fwAD.unpack_dual(wrap(block)(fwAD.make_dual(x, x.cos()), w)).tangent
+        buffers = [t.clone() for t in norm.buffers()]
+        assert y["x"] is x and y["more"] is more["list"]
+        return y, z, mapped, dual, torch.func.jvp(wrap(lambda x: block(x, w)), (x,), (x,)), counts.clone(), buffers
+
+    expected = run(plain)
+    given.clear()
+    with disabled():
+        assert_same(run(wrap), expected)
+        assert given == [False]
+        with torch.no_grad():
+            assert_same(wrap(block)(*leaves()), block(*leaves()))
+        x, w = leaves()
+        HIDDEN.set(w)
+        for call in (
+            lambda: wrap(block)(x.detach(), w),
+            lambda: wrap(lambda x: block(x, w))(x.detach()),
+            lambda: wrap(lambda x: block(x, HIDDEN.get()))(x.detach()),
+            lambda: wrap(lambda x: wrap(lambda x: block(x, HIDDEN.get()))(x.cos()))(x.detach()),
+        ):
+            with pytest.raises(RematError, match=r"'not in my house'"):
+                call()
+        assert _torch.hooks_disabled_message() == "not in my house"
+
+
 @row("`disable_saved_tensors_hooks` around `torch.func.grad`")
 def _(wrap: Wrap) -> None:
     x, w = leaves()
@@ -479,6 +529,12 @@ def _(wrap: Wrap) -> None:
 def _(wrap: Wrap) -> None:
     """Or with any hooks that keep a copy."""
 
+    def last(x: Tensor, w: Tensor) -> Tensor:
+        hidden = checkpoint_name(x @ w, "hidden").clone()
+        sine = (hidden**2).sin()
+        hidden.sin_()
+        return sine + hidden
+
     def fn(x: Tensor, w: Tensor) -> Tensor:
         hidden = checkpoint_name(x @ w, "hidden")
         sine = hidden.sin()
@@ -492,11 +548,24 @@ def _(wrap: Wrap) -> None:
         return grad(out.sum(), (x, w))
 
     for derive in (with_copies, lambda fn: with_mutations(fn, lambda out, argument: out)):
+        assert_same(derive(wrap(last)), derive(last))  # the recompute ends before the change
         try:
             assert_same(derive(wrap(fn)), derive(fn))
         except MutationError as error:
             assert wrap(fn)._options.policy is None
             assert "give the region a copy: `.clone()`" in str(error)
+
+
+@row("`grad_fn._raw_saved_*.register_hooks` on what a region saved")
+def _(wrap: Wrap) -> None:
+    x, w = leaves()
+    for call in (wrap(block), partial(torch.utils.checkpoint.checkpoint, block, use_reentrant=False)):
+        out = call(x, w)
+        with pytest.raises(RuntimeError, match="whose hooks have already been set"):
+            out.grad_fn._raw_saved_self.register_hooks(lambda t: t, lambda t: t)  # type: ignore[union-attr]
+        assert_same(grad(out.sum(), (x, w)), grad(block(x, w).sum(), (x, w)))
+    out = block(x, w)
+    out.grad_fn._raw_saved_self.register_hooks(lambda t: t, lambda t: t)  # type: ignore[union-attr]
 
 
 @row("`allow_mutation_on_saved_tensors`: a change of a captured tensor after the region")

@@ -14,7 +14,7 @@ from accelerator import DEVICE, backend
 from cases import assert_same
 from torch import Tensor, nn
 
-from remat import disable_remat, is_recomputing, policies, remat
+from remat import disable_remat, is_recomputing, override, policies, remat
 
 pytestmark = [
     pytest.mark.cuda,
@@ -336,3 +336,33 @@ def test_disable_remat_leaves_regions_of_before() -> None:
         found = torch.autograd.grad(out, x)
     assert runs == [False, True]
     assert_same(found, torch.autograd.grad(fn(x).sum(), x))
+
+
+@pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
+@pytest.mark.parametrize("around", ["forward", "backward"])
+def test_override_around_a_forward_holds_in_the_threads_of_devices(where: str, around: str) -> None:
+    """For the regions that a recompute calls there. What is around the backward is for those that it calls itself."""
+    ends: list[str] = []
+
+    def inner(x: Tensor) -> Tensor:
+        y = x.sin().exp().sin()
+        ends.append("recompute" if is_recomputing() else "forward")
+        return y
+
+    x = leaf(where, 4)
+
+    def gradient(fn: Callable) -> Tensor:
+        ends.clear()
+        with override(early_stop=False) if around == "forward" else nullcontext():
+            out = remat(lambda x: fn(x).sin())(x).sum()
+        with override(early_stop=False) if around == "backward" else nullcontext():
+            return torch.autograd.grad(out, x)[0]
+
+    expected = gradient(inner)
+    assert_same(gradient(remat(inner)), expected)
+    assert ends == ["forward", "recompute", *["recompute"] * (around == "forward")]
+    out = RunsARegion.apply(x, remat(inner)).sum()
+    ends.clear()
+    with override(early_stop=False):
+        out.backward()
+    assert ends == ["forward", "recompute"]

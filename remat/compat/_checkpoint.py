@@ -49,7 +49,7 @@ def checkpoint(
             :func:`remat.remat`.
         debug: compare the runs operation by operation; ``set_checkpoint_debug_enabled`` overrides it.
         early_stop: end the second run as soon as it has what the backward needs; ``set_checkpoint_early_stop``
-            overrides it.
+            overrides it. :func:`remat.override` overrides both, and others.
         policy: what may be kept beyond the inputs; see :func:`remat.remat`.
         kwargs: the keyword arguments of ``function``.
 
@@ -118,7 +118,6 @@ def _options(function: Callable, settings: _Settings) -> Options:
         raise ValueError(
             f"determinism_check must be one of {', '.join(map(repr, _CHECKS))}; got {settings.determinism_check!r}."
         )
-    debug, early_stop = _torch.checkpoint_settings(settings.debug, settings.early_stop)
     policy, contexts = settings.policy, None
     if settings.context_fn is not noop_context_fn:
         contexts = Contexts(settings.context_fn())
@@ -129,7 +128,9 @@ def _options(function: Callable, settings: _Settings) -> Options:
             policy = functools.update_wrapper(functools.partial(_answer, policy_fn), policy_fn, updated=())
             contexts = None
     check = _CHECKS[settings.determinism_check]
-    options = checked_options(policy, bool(settings.preserve_rng_state), check, bool(early_stop), bool(debug))
+    options = checked_options(
+        policy, bool(settings.preserve_rng_state), check, bool(settings.early_stop), bool(settings.debug)
+    )
     return options if contexts is None else replace(options, contexts=contexts)
 
 

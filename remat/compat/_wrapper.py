@@ -47,7 +47,7 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: Any = No
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"checkpoint_wrapper takes a torch.nn.Module, got {type(module).__name__}. See `remat.remat`.")
-    options = checked_options(policy, True, "metadata", True, False)
+    options = checked_options(policy)
     check_module(module)
     change_in_place(module, replace(options, offload_inputs=bool(offload_to_cpu)))
     return module
