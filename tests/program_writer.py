@@ -352,6 +352,8 @@ class Writer:
         ]
         if under & {"jacrev", "jacfwd"}:
             hows = [how for how in hows if "jac" not in how]  # that takes too long
+        if "dual" in under:  # a recompute in a backward inside would enter the level again, which torch can't
+            hows = [how for how in hows if "autograd" not in how]
         hows = self.random.choices(hows, k=self.random.choice([1, 1, 2]))
         made = self.function(
             under | {word for how in hows for word in how.split(", ") if how != "call"}, depth + 1, self.chance(0.75)
@@ -382,7 +384,8 @@ class Writer:
             self.rebinding, self.container, self.loop,
         ]  # fmt: skip
         if not self.func:
-            kinds = [*kinds, self.module, self.module, self.without_grad]
+            # Statistics with tangents are updated by operations that autograd takes for changes of what it saved.
+            kinds = [*kinds, self.without_grad, *([self.module, self.module] if "dual" not in under else [])]
         for _ in range(self.random.randint(0, 3)):
             if depth < DEPTH and self.chance(0.3):
                 self.called(under, depth)
