@@ -40,9 +40,9 @@ class Frame:
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
-        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings", "mixed",
-        "modes", "noted", "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs",
-        "region", "slot", "slots", "start", "streams", "unfilled",
+        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings",
+        "mixed", "modes", "noted", "open", "operands", "options", "outer", "policies", "read_inside", "record",
+        "refs", "region", "slot", "slots", "start", "streams", "unfilled",
     )  # fmt: skip
 
     def __init__(
@@ -124,7 +124,7 @@ class Frame:
                 self.slots.append(SERVED)
                 return found
         base, node = origin(tensor)
-        if base is not None or node is None or sequence_number(node) < self.start:
+        if base is not None or node is None or self._was_there(node):
             served = None if found else self._served(tensor, base, node)
             if served is not None:
                 self.slots.append(SERVED)
@@ -176,9 +176,24 @@ class Frame:
             return View(kept, i, alias(tensor)) if shares else None
         if node is None:
             return Found(tensor) if tensor.requires_grad else None
-        if _torch.sequence_number(node) >= self.start:
+        if not self._was_there(node):
             return None
         return Found(tensor) if self.outer is None else Handed(tensor, self.outer).get
+
+    def _was_there(self, node: Any) -> bool:
+        """Whether a node was made before the region.
+
+        Each thread counts its own nodes, and a backward pass inside may have run in a thread of the device.
+        """
+        return sequence_number(node) < self.start and not (self.inside and self.streams)
+
+    def _has_backward_inside(self) -> None:
+        """And so have the regions around."""
+        if not self.inside:
+            self.inside = True
+            around = None if self.outer is None else getattr(self.outer[0], "__self__", None)
+            if isinstance(around, Frame):
+                around._has_backward_inside()
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
@@ -202,7 +217,8 @@ class Frame:
 
     def _unpacked(self, packed: Any) -> torch.Tensor:
         """The same with all that may be the case."""
-        self.inside |= self.open
+        if self.open:
+            self._has_backward_inside()
         if type(packed) is tuple:
             kept, i = packed
             return self._as_reader(kept.saved, i)

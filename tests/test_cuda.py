@@ -328,6 +328,30 @@ def test_two_devices_worth_of_tensors_in_one_region() -> None:
     same(*results)
 
 
+# --- threads ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_backward_inside_after_many_nodes(nested: bool, batched: bool) -> None:
+    """Each thread counts the nodes of graphs that it makes: those of the device's thread have the smaller numbers."""
+    for _ in range(100):
+        torch.ones(3, requires_grad=True).sin()
+
+    def penalty(x: Tensor) -> Tensor:
+        p = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad((p.sin() * x).sum(), p, create_graph=True)
+        return (g * g).exp()
+
+    def run(wrap: Callable) -> Any:
+        x = torch.arange(3.0, device=DEVICE).requires_grad_()
+        fn = wrap(lambda x: wrap(penalty)(x).sin()) if nested else wrap(penalty)
+        heads = torch.eye(3, device=DEVICE) if batched else torch.ones(3, device=DEVICE)
+        return torch.autograd.grad(fn(x), x, heads, is_grads_batched=batched)
+
+    same(run(remat), run(lambda fn: fn))
+
+
 # --- graphs -----------------------------------------------------------------------------------------
 
 
