@@ -266,6 +266,24 @@ def test_install_before_and_after_the_switch() -> None:
     assert figures[1][2] == costs_of(as_it_is)[2]
 
 
+SWITCHED: dict[str, Callable[[Any], Any]] = {"model": lambda model: model, "part": lambda model: model.model}
+
+
+@pytest.mark.parametrize("enabled_first", SWITCHED)
+@pytest.mark.parametrize("switched", SWITCHED)
+def test_enable_of_a_part(enabled_first: str, switched: str) -> None:
+    """Whichever switches checkpointing on afterwards, the model or a model in it: regions with the policy stay."""
+    plain, model = made("llama"), made("llama")
+    enabled(SWITCHED[enabled_first](model), policies.save_matmuls)
+    expected = costs(model)
+    checkpointed(SWITCHED[switched](model))
+    assert costs(model) == expected
+    assert expected[2] == costs_of(as_it_is)[2]
+    assert_same(step(model), step(plain, use_cache=False))
+    enabled(SWITCHED[switched](model))  # anew, with another policy
+    assert costs(model)[2] == costs_of(checkpointed)[2]
+
+
 def test_other_models_are_not_changed() -> None:
     enabled(made("llama"))
     other = checkpointed(made("llama"))
