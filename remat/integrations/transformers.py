@@ -28,7 +28,7 @@ def enable(model: M, policy: Any = None) -> M:
     checkpointing, layers run without a cache in training. ``model.activation_checkpointing_disable()`` switches it off.
 
     Args:
-        model: a ``transformers.PreTrainedModel``, or a model of peft around one.
+        model: a ``transformers.PreTrainedModel``, or a model of peft around one. The models in it are enabled too.
         policy: what the regions may keep beyond their inputs; see :func:`remat.remat`.
 
     Returns:
