@@ -108,6 +108,21 @@ def test_nested_installations(library: Any) -> None:
     assert products(library.by_name) == AGAIN
 
 
+@pytest.mark.parametrize(
+    "end", [lambda regions: regions.__exit__(None, None, None), lambda regions: compat.uninstall()]
+)
+def test_an_installation_that_is_entered_again(library: Any, end: Callable) -> None:
+    """It is in place again, also after an exception."""
+    regions = compat.install(policies.save_matmuls)
+    for _ in range(2):
+        end(regions)
+        assert products(library.by_name, use_reentrant=False) == AGAIN
+        with pytest.raises(KeyError), regions:
+            assert products(library.by_name) == PLAIN
+            raise KeyError
+        assert library.ckpt is ORIGINAL
+
+
 def test_sequential_and_wrappers_of_torch() -> None:
     runs: list[bool] = []
 

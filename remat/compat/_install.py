@@ -17,12 +17,17 @@ _installed: list[Callable] = []  # the last one is in the place of torch's funct
 
 
 class Installation:
-    """What :func:`install` has put in place; as a context manager it is taken away at the end."""
+    """What :func:`install` has put in place; as a context manager it is taken away at the end.
+
+    Entered once more after that, it is put in place again.
+    """
 
     def __init__(self, function: Callable) -> None:
         self._function = function
 
     def __enter__(self) -> Installation:
+        if self._function not in _installed:
+            _put(self._function)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -70,9 +75,7 @@ def install(policy: Any = None) -> Installation:
         own = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
         return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)
 
-    before = _current()
-    _installed.append(installed)
-    _exchange(before, installed)
+    _put(installed)
     return Installation(installed)
 
 
@@ -95,6 +98,12 @@ def uninstall() -> None:
 
 def _current() -> Callable:
     return _installed[-1] if _installed else _ORIGINAL
+
+
+def _put(function: Callable) -> None:
+    before = _current()
+    _installed.append(function)
+    _exchange(before, function)
 
 
 def _exchange(old: Callable, new: Callable) -> None:

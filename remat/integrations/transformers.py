@@ -28,7 +28,7 @@ def enable(model: M, policy: Any = None) -> M:
     checkpointing, layers run without a cache in training. ``model.activation_checkpointing_disable()`` switches it off.
 
     Args:
-        model: a ``transformers.PreTrainedModel``, or a model of peft around one.
+        model: a ``transformers.PreTrainedModel``, or a model of peft around one. The models in it are enabled too.
         policy: what the regions may keep beyond their inputs; see :func:`remat.remat`.
 
     Returns:
@@ -64,7 +64,8 @@ def enable(model: M, policy: Any = None) -> M:
             f"`remat.nn.apply(model, TheLayerClass)`."
         )
     _set_by_us(PreTrainedModel)
-    inner.__dict__[_POLICY] = policy
+    for each in found:  # a part may switch its own on
+        each.__dict__[_POLICY] = policy
     getattr(inner, "activation_checkpointing_enable", inner.gradient_checkpointing_enable)()
     inner.disable_input_require_grads()  # hooks for the reentrant variant, which torch.func refuses
     functions = (getattr(each, "_gradient_checkpointing_func", None) for each in inner.modules())
@@ -84,11 +85,15 @@ def _set_by_us(cls: Any) -> None:
 
     @functools.wraps(set_function)
     def set_region(self: Any, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any) -> None:
-        if gradient_checkpointing_func is not None:
-            if enable and _POLICY in self.__dict__:
-                gradient_checkpointing_func = _as_region(gradient_checkpointing_func, self.__dict__[_POLICY])
-            kwargs["gradient_checkpointing_func"] = gradient_checkpointing_func
-        set_function(self, enable=enable, **kwargs)
+        if gradient_checkpointing_func is None:
+            return set_function(self, enable=enable, **kwargs)
+        set_function(self, enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
+        for model in self.modules():  # parts too: an enabled one may be in a model that isn't
+            if enable and _POLICY in model.__dict__:
+                region = _as_region(gradient_checkpointing_func, model.__dict__[_POLICY])
+                for each in model.modules():
+                    if hasattr(each, "_gradient_checkpointing_func"):
+                        each._gradient_checkpointing_func = region
 
     set_region.is_ours = True  # type: ignore[attr-defined]
     cls._set_gradient_checkpointing = set_region

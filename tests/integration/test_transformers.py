@@ -266,6 +266,55 @@ def test_install_before_and_after_the_switch() -> None:
     assert figures[1][2] == costs_of(as_it_is)[2]
 
 
+SWITCHED: dict[str, Callable[[Any], Any]] = {"model": lambda model: model, "part": lambda model: model.model}
+
+
+@pytest.mark.parametrize("enabled_first", SWITCHED)
+@pytest.mark.parametrize("switched", SWITCHED)
+def test_enable_of_a_part(enabled_first: str, switched: str) -> None:
+    """Whichever switches checkpointing on afterwards, the model or a model in it: regions with the policy stay."""
+    plain, model = made("llama"), made("llama")
+    enabled(SWITCHED[enabled_first](model), policies.save_matmuls)
+    expected = costs(model)
+    checkpointed(SWITCHED[switched](model))
+    assert costs(model) == expected
+    assert expected[2] == costs_of(as_it_is)[2]
+    assert_same(step(model), step(plain, use_cache=False))
+    enabled(SWITCHED[switched](model))  # anew, with another policy
+    assert costs(model)[2] == costs_of(checkpointed)[2]
+
+
+def test_a_part_with_a_policy_of_its_own() -> None:
+    """It has that one still when checkpointing is switched on for the whole."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.CLIPConfig(
+        text_config={**sizes, "vocab_size": 64, "max_position_embeddings": 32, "eos_token_id": 2},
+        vision_config={**sizes, "image_size": 32, "patch_size": 8},
+    )
+    torch.manual_seed(0)
+    plain = transformers.CLIPModel(config).train()
+    images = torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32)
+
+    def step(model: Any) -> list[Tensor | None]:
+        model.zero_grad()
+        model(input_ids=IDS, pixel_values=images, return_loss=True).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    def products(*parts: tuple[str, Any]) -> int:
+        model = copy.deepcopy(plain)
+        for name, policy in parts:
+            enabled(model.get_submodule(name), policy)
+        checkpointed(model)
+        assert_same(step(model), step(plain))
+        return watched(step, model)[2]
+
+    nothing, everything = products(("", None)), products(("", policies.save_matmuls))
+    mixed = products(("", None), ("vision_model", policies.save_matmuls))
+    assert everything < mixed < nothing
+    assert products(("vision_model", policies.save_matmuls)) == mixed
+    assert products(("vision_model", policies.save_matmuls), ("", None)) == nothing
+
+
 def test_other_models_are_not_changed() -> None:
     enabled(made("llama"))
     other = checkpointed(made("llama"))
