@@ -44,12 +44,12 @@ class OpLog(DispatchMode):
         del self.entries[count:]
 
     def __enter__(self) -> OpLog:
-        state.logs.append(self)
+        state.logs = *state.logs, self
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        state.logs.pop()
+        state.logs = state.logs[:-1]
 
     def replay(self) -> Replay:
         """The log of a run again, which is compared with this one while it grows."""

@@ -69,7 +69,7 @@ class Frame:
         self.unfilled: Callable[[], Any] = gone  # the slot that the operation which the recompute ended at may fill
         self.modes = modes_that_see() > 0
         self.log = OpLog() if options.debug else None
-        self.policies = tuple(state.policies)
+        self.policies = state.policies
         self.lowerings: list[bool] = []  # of the regions inside
         self.record = None if root.ran else root.record
         self.slot = Slot if self.record is None else RecordedSlot
@@ -93,11 +93,11 @@ class Frame:
             below = self._pack_below_levels if root.kinds else self.pack
             unpack = self.unpack if self.record is None else self._unpack_under_policy
             _torch.push_hooks(self._pack_and_note if self.noted else below, unpack)
-            state.lowerings.append(Lowerings(self.lowerings, follows=False))
+            state.lowerings = *state.lowerings, Lowerings(self.lowerings, follows=False)
             try:
                 result = call(*args)
             finally:
-                state.lowerings.pop()
+                state.lowerings = state.lowerings[:-1]
                 _torch.pop_hooks()
                 root.log = None
         self.open = False

@@ -211,12 +211,12 @@ class Interceptor(TorchFunctionMode):
 
     def __enter__(self) -> Interceptor:
         self.level, self.recomputes = _torch.current_level(), state.recomputes
-        state.interceptors.append(self)
+        state.interceptors = *state.interceptors, self
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        state.interceptors.pop()
+        state.interceptors = state.interceptors[:-1]
         if self.trace is not None and exception[0] is None:
             self.trace.end()
 

@@ -52,7 +52,7 @@ def checkpoint_name(x: T, name: str) -> T:
     """
     if not isinstance(name, str):
         raise TypeError(f"checkpoint_name takes a value and its name, a string; got the name {name!r}.")
-    if state.records and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and state.records:
         line = user_line()
         with _torch.without_torch_function():
             for leaf in (x,) if isinstance(x, torch.Tensor) else _tree.flatten(x)[0]:

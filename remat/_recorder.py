@@ -122,13 +122,13 @@ class Recorder(RegionMode):
 
     def __enter__(self) -> Recorder:
         self.number = len(state.records)
-        state.records.append(self.record)
-        state.policies.append(self.record.policy)
+        state.records = *state.records, self.record
+        state.policies = *state.policies, self.record.policy
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if exception[0] is not None:
             self.record.let_go()
-        state.records.pop()
-        state.policies.pop()
+        state.records = state.records[:-1]
+        state.policies = state.policies[:-1]

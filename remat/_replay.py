@@ -64,12 +64,12 @@ class Replay(RegionMode):
 
     def __enter__(self) -> Replay:
         self.number = self.late.number = len(state.records)
-        state.policies.append(self.record.policy)
+        state.policies = *state.policies, self.record.policy
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        state.policies.pop()
+        state.policies = state.policies[:-1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         step, storages = self.step, self.storages

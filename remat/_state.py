@@ -15,8 +15,8 @@ from ._torch import as_subclass, carried, carry, modes_that_see
 __all__ = ["disable_remat", "is_disabled", "is_recomputing"]
 
 
-def _carried(key: str) -> Any:
-    return property(lambda _: carried(key), lambda _, value: carry(key, value))
+def _carried(key: str, default: Any = False) -> Any:
+    return property(lambda _: carried(key) or default, lambda _, value: carry(key, value))
 
 
 class _State(threading.local):
@@ -27,17 +27,16 @@ class _State(threading.local):
     late: float = inf  # the number of the replay that had put off what runs now: whatever began later saw it called
     filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
 
-    def __init__(self) -> None:
-        self.reader: Any = None  # the frame that gets a value for a backward now
-        self.interceptors: list[Any] = []  # of the regions that run now, the innermost last
-        self.policies: list[Any] = []  # of those with a policy, the innermost last
-        self.lowerings: list[Any] = []  # of the runs of regions that are open now, the innermost last
-        self.logs: list[Any] = []  # of those that are debugged
-        self.records: list[Any] = []  # of those that run for the first time, under a policy
+    reader: Any = None  # the frame that gets a value for a backward now
 
     # These also hold in the threads of devices, in a backward pass that this one starts.
     recomputing = _carried("remat.recomputing")
     override = _carried("remat.override")  # options of the regions that are called now; if anything, a dict
+    interceptors = _carried("remat.interceptors", ())  # of the regions that run now, the innermost last
+    policies = _carried("remat.policies", ())  # of those with a policy, the innermost last
+    lowerings = _carried("remat.lowerings", ())  # of the runs of regions that are open now, the innermost last
+    logs = _carried("remat.logs", ())  # of those that are debugged
+    records = _carried("remat.records", ())  # of those that run for the first time, under a policy
 
 
 state = _State()
@@ -141,7 +140,7 @@ class as_in_forward:
 
     def __enter__(self) -> None:
         self.before = state.unseen, state.filling, state.policies, state.lowerings
-        state.unseen, state.policies, state.lowerings = False, list(self.policies), [self.lowerings]
+        state.unseen, state.policies, state.lowerings = False, self.policies, (self.lowerings,)
         if self.filling:
             state.filling = len(state.records)  # those of regions that start inside do
 
