@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from program_writer import source
@@ -25,6 +25,19 @@ def outcome(text: str) -> BaseException | None:
     except Exception as error:
         return error
     return None
+
+
+def check(seeds: Sequence[int]) -> None:
+    """Asserts that these programs are right, and that few can't run or are refused by the package."""
+    left_out = []
+    for seed in seeds:
+        text = source(seed)
+        error = outcome(text)
+        if isinstance(error, (Refused, Unrunnable)):
+            left_out.append(error)
+        elif error is not None:
+            raise AssertionError(f"The program of seed {seed} fails: {error!r}\n\n{text}") from error
+    assert len(left_out) <= len(seeds) / 2, left_out
 
 
 def kind(error: BaseException | None) -> str:

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from fuzz import outcome
-from program_writer import source
-from programs import Refused, Unrunnable
+from fuzz import check, outcome
 
 COUNT, PART = 120, 12
-KNOWN: set[int] = set()
 
 
 @pytest.mark.parametrize("start", range(0, COUNT, PART))
 def test_random_programs(start: int) -> None:
-    """Few can't run without regions, or are refused with an error of the package's own."""
-    left_out = []
-    for seed in range(start, start + PART):
-        text = source(seed)
-        error = outcome(text)
-        if isinstance(error, (Refused, Unrunnable)):
-            left_out.append(error)
-        elif seed in KNOWN:
-            assert error is not None, f"The program of seed {seed} is right now: take it out of KNOWN."
-        elif error is not None:
-            pytest.fail(f"The program of seed {seed} fails: {error!r}\n\n{text}", pytrace=False)
-    assert len(left_out) <= PART / 2, left_out
+    check(range(start, start + PART))
 
 
 def test_a_difference_is_found() -> None:
