@@ -101,7 +101,7 @@ def transformer(name: str, **options: Any) -> Any:
 
     config, cls, sizes = CONFIGS[name]
     torch.manual_seed(0)
-    return getattr(transformers, cls)(getattr(transformers, config)(**sizes, **options)).train()
+    return getattr(transformers, cls)(getattr(transformers, config)(**{**sizes, **options})).train()
 
 
 def transformer_loss(name: str, model: Any) -> Tensor:

@@ -5,6 +5,7 @@ Any device with generators and streams will do: `--simulate cuda`, `--simulate s
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerator import DEVICE
+from accelerator import DEVICE, backend
 from cases import assert_same
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,20 +130,35 @@ def test_as_much_is_kept_and_recomputed_as_on_the_cpu(fn: Callable, policy: str)
     assert found[1] == found[0]
 
 
-def test_offload_holds_nothing_on_the_device() -> None:
-    memory = torch.get_device_module(DEVICE).memory_allocated
-    x, w, held = leaf(DEVICE, 1024, 64), leaf(DEVICE, 64, 64), {}
-    expected = by_autograd(chain, x, w)
+def allocated() -> list[int]:
+    for i in range(backend.device_count()):
+        leaf(f"{DEVICE}:{i}", 1).backward()  # by now the device's thread has let go of the graph before this one
+        backend.synchronize(i)
+    return [backend.memory_allocated(i) for i in range(backend.device_count())]
+
+
+@pytest.mark.parametrize("devices", [[0], [1], [0, 1]], ids=str)
+def test_offload_holds_nothing_on_the_device(devices: list[int]) -> None:
+    """A region on each device, as of a model that lies over them."""
+    if max(devices) >= backend.device_count():
+        pytest.skip("there is one device")
+    x, w = leaf(f"{DEVICE}:{devices[0]}", 1024, 64), leaf(f"{DEVICE}:{devices[0]}", 64, 64)
+
+    def model(x: Tensor, w: Tensor, f: Callable = chain) -> Tensor:
+        for i in devices:
+            x = f(x.to(f"{DEVICE}:{i}"), w.to(f"{DEVICE}:{i}"))
+        return x
+
+    held, expected = {}, by_autograd(model, x, w)
     for name in ("none", "save_matmuls", "offload"):
-        leaf(DEVICE, 1).backward()  # by now the device's thread has let go of the graph before this one
-        torch.accelerator.synchronize()
-        before = memory()
-        out = remat.remat(chain, policy=POLICIES[name])(x, w).sum()
-        torch.accelerator.synchronize()
-        held[name] = memory() - before
+        before = allocated()
+        out = model(x, w, remat.remat(chain, policy=POLICIES[name])).sum()
+        held[name] = [after - b for after, b in zip(allocated(), before)]
         assert_same(torch.autograd.grad(out, (x, w)), expected)
         del out
-    assert held["offload"] == held["none"] and held["save_matmuls"] - held["none"] == 3 * x.nbytes
+    assert held["offload"] == held["none"]
+    more = [a - b for a, b in zip(held["save_matmuls"], held["none"])]
+    assert more == [3 * x.nbytes if i in devices else 0 for i in range(len(more))]
 
 
 class Block(nn.Module):
@@ -180,3 +196,66 @@ def test_gradient_hooks_see_each_gradient_once() -> None:
         p.register_post_accumulate_grad_hook(lambda p, name=name: seen.update([name]))
     model(torch.randn(4, 8, device=DEVICE)).sum().backward()
     assert seen == Counter(dict.fromkeys(dict(model.named_parameters()), 1))
+
+
+def losses_of(model: nn.Module, steps: int = 4) -> list[Tensor]:
+    """By a GradScaler, one of whose steps is left out as its gradients are not finite."""
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=2)
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for i in range(steps):
+        torch.manual_seed(i)
+        x = torch.randn(4, 8, device=DEVICE)
+        with torch.autocast(DEVICE, torch.float16):
+            loss = model(x * (1e5 if i == 1 else 1)).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses += [loss.detach(), torch.tensor(scaler.get_scale())]
+    return losses
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_mixed_precision(policy: str) -> None:
+    results = []
+    for applied in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(3))).to(DEVICE)
+        if applied:
+            remat.nn.apply(model, Block, policy=POLICIES[policy])
+        results.append((losses_of(model), list(model.state_dict().values())))
+    assert_same(*results)
+    assert results[0][0][3] < results[0][0][1]  # the scale fell
+
+
+def ensemble(models: list[nn.Module], wrap: Callable) -> Callable:
+    """The gradients of several models at once, on the same samples."""
+    call, shape = wrap(torch.func.functional_call), models[0]
+
+    def loss(state: dict[str, Tensor], x: Tensor) -> Tensor:
+        return call(shape, state, (x,)).square().mean()
+
+    state = torch.func.stack_module_state(models)[0]
+    return lambda x: torch.vmap(torch.func.grad(loss), (0, None), randomness="different")(state, x)
+
+
+def samples(models: list[nn.Module], wrap: Callable) -> Callable:
+    """The gradients of one model for each sample."""
+    call, state = wrap(torch.func.functional_call), dict(models[0].named_parameters())
+
+    def loss(state: dict[str, Tensor], x: Tensor) -> Tensor:
+        return call(models[0], state, (x[None],)).square().mean()
+
+    return lambda x: torch.vmap(torch.func.grad(loss), (None, 0), randomness="different")(state, x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", [ensemble, samples], ids=lambda way: way.__name__)
+def test_many_gradients_at_once(way: Callable, policy: str) -> None:
+    layers = [nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 4)]
+    models, results = [nn.Sequential(*copy.deepcopy(layers)).to(DEVICE) for _ in range(3)], []
+    x = torch.randn(4, 8, device=DEVICE)
+    for wrap in (lambda f: f, lambda f: remat.remat(f, policy=POLICIES[policy])):
+        torch.manual_seed(1)
+        results.append((way(models, wrap)(x), states()))
+    assert_same(results[1], results[0], exact=False)
