@@ -1,8 +1,11 @@
 PYTHON ?= python3
 JOBS ?= 2
+TORCH ?= 2.13.0
 
-BIN := .venv/bin
-STAMP := .venv/.stamp
+# Another version of torch has an environment of its own: make test TORCH=2.15.0.
+VENV := .venv$(patsubst %,-%,$(filter-out 2.13.0,$(TORCH)))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
 
 .PHONY: demo test test-all fuzz lint docs bench clean
 
@@ -43,16 +46,16 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu --output .bench/gpu.json --picture .bench/gpu.svg
 	-$(BIN)/python -m benchmarks.speed --output .bench/speed.json
 
-# The environment stays: remove .venv by hand to build it anew.
+# The environments stay: remove .venv by hand to build it anew.
 clean:
 	rm -rf .bench .build docs/_build build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 # torch comes first and pinned, so that the second line finds it installed and leaves it alone. fairscale, beside which
 # a test runs its drop-in, comes as source, and what else it asks for isn't needed.
 $(STAMP): pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install torch==2.13.0
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==$(TORCH)
 	$(BIN)/python -m pip install -e '.[test,integration,docs,examples,benchmarks,lint]' setuptools wheel
 	$(BIN)/python -m pip install --no-deps --no-build-isolation fairscale==0.4.13
 	touch $@

@@ -19,8 +19,8 @@ BUILDS = HERE.parent.parent / ".build"
 
 def why_not(name: str) -> str | None:
     """Why there can't be a simulated device here, or None."""
-    if name == "cuda" and torch.backends.cuda.is_built():
-        return "this build of torch has CUDA"
+    if not torch.__version__.startswith("2.13.") or torch.backends.cuda.is_built():
+        return f"it is made for the CPU build of torch 2.13, and this is {torch.__version__}"
     if _library(name).exists():
         return None
     if shutil.which(os.environ.get("CXX", "c++")) is None:
