@@ -27,7 +27,7 @@ def accelerator() -> tuple[torch.device, ...]:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is made of what runs now."""
-    return any(device.type == "cuda" for device in accelerator()) and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def current_device() -> tuple[torch.device, ...]:

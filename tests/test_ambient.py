@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import _ambient
+import remat
+from remat import _ambient, _generators
 from remat._ambient import Ambient
 from remat._slow_states import SlowState
 
@@ -538,3 +539,22 @@ def test_cuda_is_not_started():
     with capture().restored():
         pass
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_build_of_torch_with_cuda_and_no_gpu(monkeypatch):
+    """There torch says that its accelerator is CUDA, but nothing may be asked of it."""
+
+    def no_driver(*args):
+        raise RuntimeError("CUDA driver version is insufficient")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda"))
+    for module, name in ((torch.cuda, "is_current_stream_capturing"), (torch.cuda, "current_device")):
+        monkeypatch.setattr(module, name, no_driver)
+    _generators.accelerator.cache_clear()
+    try:
+        x = torch.ones(3, requires_grad=True)
+        remat.remat(torch.sin)(x).sum().backward()
+        assert torch.equal(x.grad, x.detach().cos())
+    finally:
+        _generators.accelerator.cache_clear()
