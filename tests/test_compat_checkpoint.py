@@ -55,13 +55,15 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_signatures() -> None:
-    """All of torch's parameters in order. New are `policy`, and `preserve_rng_state` where torch has it in kwargs."""
+    """All of torch's parameters in order. New are `policy`, and what this version of torch doesn't have yet."""
     for name in ("checkpoint", "checkpoint_sequential"):
         ours = dict(inspect.signature(getattr(remat.compat, name)).parameters)
         theirs = dict(inspect.signature(getattr(torch.utils.checkpoint, name)).parameters)
         assert ours.pop("policy").default is None
-        if "preserve_rng_state" not in theirs and name == "checkpoint":
-            assert ours.pop("preserve_rng_state").default is True
+        later = {"preserve_rng_state": True, "respect_saved_tensors_hooks": None} if name == "checkpoint" else {}
+        for option, default in later.items():
+            if option not in theirs:
+                assert ours.pop(option).default is default
         assert list(ours) == list(theirs)
         assert [p.kind for p in ours.values()] == [p.kind for p in theirs.values()]
         assert ours.pop("use_reentrant").default is False
@@ -1066,7 +1068,8 @@ def test_compile_of_the_other_forms() -> None:
         [lambda x: x @ w, torch.sin, lambda x: x @ w, lambda x: x.sin().exp()], 2, x
     )
     assert products_of_compiled(row) == 5
-    for wrong in ({"use_reentrant": True}, {"policy": policies.save_matmuls, "context_fn": SELECTIVE}):
+    hidden = {"respect_saved_tensors_hooks": False}
+    for wrong in ({"use_reentrant": True}, hidden, {"policy": policies.save_matmuls, "context_fn": SELECTIVE}):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError"):
             products_of_compiled(lambda x, w, wrong=wrong: checkpoint(block, x, w, **wrong))
 
@@ -1097,6 +1100,7 @@ ROWS = {
         "test_set_checkpoint_debug_enabled",
         "test_switches_reach_every_region",
     ],
+    "`respect_saved_tensors_hooks`": ["test_hooks_around_get_what_is_kept"],
     "`context_fn`, selective": ["test_a_list", "test_two_policies_are_an_error", "test_selective_with_other_options"],
     "selective: what is kept": ["test_what_the_backward_does_not_need_is_not_kept"],
     "selective: backward twice, double backward, `torch.func.grad`": [

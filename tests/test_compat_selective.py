@@ -288,6 +288,33 @@ def test_selective_with_other_options(module: Any, option: dict) -> None:
     assert_same(values_and_grads(call, *arguments()), values_and_grads(deep, *arguments()))
 
 
+@both
+@pytest.mark.parametrize("option", [{}, {"respect_saved_tensors_hooks": True}, {"respect_saved_tensors_hooks": False}])
+def test_hooks_around_get_what_is_kept(module: Any, option: dict) -> None:
+    if is_torch(module) and option and torch.__version__ < (2, 15):
+        pytest.skip("torch's function hasn't got this option yet")
+    call = functools.partial(module.checkpoint, deep, use_reentrant=False, context_fn=selective([MM]), **option)
+    if not is_torch(module) and option.get("respect_saved_tensors_hooks") is False:
+        with pytest.raises(ValueError, match="respect_saved_tensors_hooks"):
+            call(*arguments())
+        with pytest.raises(ValueError, match="respect_saved_tensors_hooks"):
+            checkpoint(**option)
+        return
+    x, w = arguments()
+    packed: list[Tensor] = []
+    pack = lambda t: packed.append(t) or t
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = call(x, w)
+    products = x @ w, (x @ w).sin() @ w
+    seen = sum(any(torch.equal(each, t) for t in packed) for each in products)
+    respected = not is_torch(module) or option.get("respect_saved_tensors_hooks") is True
+    assert seen == (2 if respected else 0)
+    assert not warned or (is_torch(module) and not option)
+    assert_same(torch.autograd.grad(out.sum(), (x, w)), torch.autograd.grad(deep(x, w).sum(), (x, w)))
+
+
 def test_selective_with_debug() -> None:
     call = functools.partial(checkpoint, deep, context_fn=selective([MM]), debug=True)
     assert kept_and_run_again(call) == (3, 0)

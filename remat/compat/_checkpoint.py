@@ -31,6 +31,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     policy: Any = None,
     **kwargs: Any,
 ) -> Any:
@@ -50,6 +51,9 @@ def checkpoint(
         debug: compare the runs operation by operation; ``set_checkpoint_debug_enabled`` overrides it.
         early_stop: end the second run as soon as it has what the backward needs; ``set_checkpoint_early_stop``
             overrides it. :func:`remat.override` overrides both, and others.
+        respect_saved_tensors_hooks: what a policy keeps goes to the saved-tensor hooks around, such as those of
+            ``save_on_cpu``: true, and the default, without torch's warning. There is no other way, so this must not
+            be false.
         policy: what may be kept beyond the inputs; see :func:`remat.remat`.
         kwargs: the keyword arguments of ``function``.
 
@@ -57,8 +61,8 @@ def checkpoint(
         What ``function`` returns; a decorator if it is not given.
 
     Raises:
-        ValueError: ``use_reentrant`` is true, ``determinism_check`` is none of these, there are two policies, or, of
-            the decorator, there is no such option.
+        ValueError: ``use_reentrant`` is true, ``respect_saved_tensors_hooks`` is false, ``determinism_check`` is none
+            of these, there are two policies, or, of the decorator, there is no such option.
         TypeError: ``function`` can't be called, or ``context_fn`` doesn't return two context managers.
         PolicyError: ``policy`` is not a policy.
         CheckpointError: in the backward; the errors of :func:`remat.remat` are ``CheckpointError``.
@@ -75,6 +79,11 @@ def checkpoint(
 
     After torch's documentation of ``torch.utils.checkpoint``. :doc:`/migrating` lists the differences.
     """
+    if respect_saved_tensors_hooks is False:
+        raise ValueError(
+            "respect_saved_tensors_hooks=False isn't there: the saved-tensor hooks around a region get what its policy "
+            "keeps. Leave the option out, and call what those hooks shall not see outside of them."
+        )
     settings = _Settings(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, policy)
     if function is not None or args:
         return _call(function, settings, args, kwargs)
