@@ -568,3 +568,14 @@ def run_program(program: str) -> str:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def orders_of(derive: Callable[[int], Any]) -> int:
+    """Three, or two of what torch itself differentiates no further: batch norm, from version 2.15 on."""
+    try:
+        derive(3)
+    except RuntimeError as error:
+        if "does not support 3rd+ order derivatives" not in str(error):
+            raise
+        return 2
+    return 3

@@ -21,7 +21,20 @@ import pytest
 import torch
 import torch._dynamo  # its import, which the first dispatch mode starts, would hold on to the frames that it runs in
 import torch.nn.functional as F
-from cases import CASES, Case, OldSquare, SineAndCosine, assert_same, cases, default_dtype, module, rand, scalar, total
+from cases import (
+    CASES,
+    Case,
+    OldSquare,
+    SineAndCosine,
+    assert_same,
+    cases,
+    default_dtype,
+    module,
+    orders_of,
+    rand,
+    scalar,
+    total,
+)  # fmt: skip
 from cases import tensor_leaves as leaves_of
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
@@ -151,7 +164,8 @@ def test_autograd(case: Case, policy: Any) -> None:
     assert_same(run(lambda fn: remat(fn, policy=policy, **option)), run(plain))
     assert_same(run(lambda fn: remat(lambda *args: inner(*args), policy=policy)), run(plain))
     if case.double:
-        assert_same(run(lambda fn: remat(fn, policy=policy), 3), run(plain, 3))
+        orders = orders_of(lambda orders: run(plain, orders))
+        assert_same(run(lambda fn: remat(fn, policy=policy), orders), run(plain, orders))
 
 
 def pairs(args: tuple) -> tuple:
