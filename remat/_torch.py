@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
@@ -328,7 +329,14 @@ def set_device_modes(value: tuple[Any, Any, Any]) -> None:
         _overrides._push_mode(other)
 
 
-carry = torch._C._stash_obj_in_tls  # for this thread, and those of devices in a backward pass that it starts
+def _carry_in_torch_2_11(key: str, value: Any) -> None:
+    """There torch takes a reference without adding one."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+# For this thread, and those of devices in a backward pass that it starts.
+carry = torch._C._stash_obj_in_tls if torch.__version__ >= "2.12" else _carry_in_torch_2_11
 
 
 def carried(key: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -161,3 +162,14 @@ def test_every_name_of_the_file_is_used() -> None:
         word = re.compile(rf"\b{name}\b")
         used = any(word.search(text) for text in texts) or len(word.findall(own)) > 1
         assert used and hasattr(_torch, name), name
+
+
+def test_what_is_carried_is_owned_once() -> None:
+    """Torch 2.11 takes a reference without adding one."""
+    value = (object(),)
+    before = sys.getrefcount(value)
+    for _ in range(3):
+        _torch.carry("remat.test", value)
+        assert sys.getrefcount(value) == before + 1 and _torch.carried("remat.test") is value
+    _torch.carry("remat.test", None)
+    assert sys.getrefcount(value) == before
