@@ -86,7 +86,7 @@ class Frame:
             self.operands.offload()  # torch.func's levels keep their inputs
         root = self.region.root
         if self.record is not None:
-            self.record.outer = self.outer
+            self.record.keep.hooks = self.outer
             self.record.in_region = root.around is not None and root.around.region is not None
         root.log = self.log
         with hooks_allowed(whoever_forbids=root.ran):

@@ -206,7 +206,7 @@ class _Listing:
     def _alive(self) -> list[torch.Tensor]:
         """What operations made and something holds."""
         found = []
-        for entry in self.record.log:
+        for entry in self.record.log.entries:
             for layout in layouts(entry.result):
                 storage = self.record.storages.where(entry.outs[layout.i])
                 if storage is not None:
@@ -215,14 +215,14 @@ class _Listing:
 
     def _row(self, tensor: torch.Tensor) -> SavedResidual:
         value = self.record.storages.find(tensor)
-        made = None if value is None else self.record.made.get(value)
+        made = None if value is None else self.record.log.made.get(value)
         nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
         shape, dtype = tensor.shape, tensor.dtype
         source = "made out of sight, such as a constant"
         if made is not None and value is not None:
-            entry = self.record.log[made]
+            entry = self.record.log.entries[made]
             func = getattr(entry.key[0], "overloadpacket", entry.key[0])
-            source = f"output of {func} at {self.record.lines[made]}"
+            source = f"output of {func} at {self.record.log.lines[made]}"
             if names := self.record.names.get(value):
                 source = " and ".join(f"named {name!r} at {line}" for name, line in names.items())
             # Of a view, that of which it is one.

@@ -25,7 +25,7 @@ class Known:
         self.graded = False  # it can tell whether the ``grad`` levels are there
         self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
         self.warnings: set[str] = set()  # of what users were warned: once is enough
-        self.programs: dict[Any, Any] = {}  # what first runs under policies did, by what judges for these
+        self.programs: dict[Any, Any] = {}  # what the last first run did under a policy, by what judges for that
 
 
 class Memory:

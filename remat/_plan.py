@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ._values import UNTOLD
 
 if TYPE_CHECKING:
     from ._program import Step
+
+
+Leave: TypeAlias = "Callable[[Step], bool]"  # whether a step that nothing needs may be left out
 
 
 class Plan(NamedTuple):
@@ -24,7 +27,7 @@ def plan(
     waiting: Collection[int],
     roots: Collection[int],
     available: Collection[int],
-    may_be_left: Callable[[Step], bool],
+    may_be_left: Leave,
 ) -> Plan:
     """What it takes to have the ``roots`` again, if the ``available`` values need not be made.
 

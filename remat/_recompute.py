@@ -179,7 +179,7 @@ class Filler:
         if _torch.is_wrapped(tensor):
             return bare(tensor)
         replay = self.root.replay
-        if self.ending is not None and replay is not None and replay.step.number >= self.ending:
+        if self.ending is not None and replay is not None and replay.position >= self.ending:
             self._stop()
         if replay is not None and replay.late:
             count = self.count

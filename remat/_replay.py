@@ -17,11 +17,11 @@ from ._late import Late, LateCall
 from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
 from ._program import Step
-from ._ranges import Ranges
-from ._record import Record, RegionMode
+from ._record import Record
+from ._recorder import RegionMode
 from ._residual import Residual, memory, tensor_of
 from ._state import state, unseen
-from ._torch import transforms_active, without_torch_function
+from ._torch import without_torch_function
 from ._values import Argument, Layout
 
 
@@ -29,119 +29,46 @@ class Replay(RegionMode):
     """Goes through the operations of a run again, beside the steps of the first run."""
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.record, self.plan = record, plan
-        self.path = record.program.path
-        self.step: Step = record.program.start.next  # what should come next; those before came, or were left out
-        self.draws, self.ranges = 0, Ranges()
+        super().__init__(record)
+        self.plan = plan
+        self.position = 0  # of the step that should come next; those before came, or were left out
         self.late = Late()
         self.undrawn: list[LateCall] = []  # what would have drawn random numbers
         self.storages = record.storages.copy()
         # What is kept, for the given steps, as far as it must be brought here first.
         self.brought: dict[int, torch.Tensor] = {}
-        self.at_hand: dict[int, torch.Tensor] = {}  # results of simple steps, if they are here and stay as they are
         with without_torch_function():
-            self._bring()
-        tensors = all_parts([*inputs])
-        if record.offsets:
-            self.storages.enter_again(record.inputs, tensors)
-        else:
-            for value, part in zip(record.inputs, tensors):
-                self.storages.bind(part, value)
-
-    def _bring(self) -> None:
-        record, levels = self.record, transforms_active()
-        for number in sorted(self.plan.given):
-            step = self.path[number]
-            for value in step.outs:
+            for value in [value for number in sorted(plan.given) for value in record.program.steps[number].outs]:
                 residual = record.kept(value)
-                if residual is None:
-                    continue
-                if residual.is_elsewhere:
+                if residual is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
-                elif step.is_simple and not levels and value not in record.program.overwritten:
-                    self.at_hand[number] = residual.on(step.result)
+        for value, part in zip(record.inputs, all_parts([*inputs])):
+            self.storages.bind(part, value)
 
     def __enter__(self) -> Replay:
-        self.number = self.late.number = len(state.records)
-        state.policies = *state.policies, self.record.policy
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        state.policies = state.policies[:-1]
+        super().__enter__()
+        self.late.number = self.number
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        step, storages = self.step, self.storages
-        aside = self.late.running or state.unseen or self.number < state.filling
-        if step.func is not func or step.guard is None or kwargs or aside:
-            return self._otherwise(func, types, args, kwargs or {})
-        if step.is_view:
-            shown = storages.shown(step, args)  # what is known has its content
-            if shown is None:
-                return self._otherwise(func, types, args, {})
-            self.step = step.next
-            return shown
-        if not storages.are_originals(step, args):
-            return self._otherwise(func, types, args, {})
-        result = self.at_hand.pop(step.number, None)
-        if result is None:
-            if step.number not in self.plan.run:
-                return self._otherwise(func, types, args, {})
-            if self.late:
-                with without_torch_function():
-                    self.late.fill(step.pick(args))
-            result = step.call(*args)
-        self.step = step.next
-        for value, layout, each in zip(step.outs, step.layouts, (result,) if step.is_simple else result):
-            storages.is_made(value, each, layout.form)
-        return result
-
-    def _otherwise(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
-        """An operation that isn't known by the originals that it reads."""
+        facts, kwargs = facts_of(func), kwargs or {}
         if types and is_wrapper_call(types):
             return NotImplemented
-        if facts_of(func).marks:
+        if facts.marks:
             return self.ranges.mark(func, args, kwargs)
         filling = self.number < state.filling  # a region inside, in its first run, is recomputed: it's in no log
         if filling:
             with without_torch_function():
                 self.late.fill(tensors((args, kwargs)))
         if filling or self.late.running or state.unseen or self.ranges:
-            self.storages.meet()
             return self.late.mark(func(*args, **kwargs))
-        step = self.path[self.step.number]
-        with without_torch_function():
-            is_next = step.func is func and step.is_simple and self.storages.is_call_of(step, args, kwargs)
-        if not is_next:
-            return self._any(func, args, kwargs)
-        self.step = step.next
-        with without_torch_function():
-            read = [args[position] for position, _, _ in step.operands]
-            if step.number not in self.plan.run:
-                if step.number in self.plan.given:
-                    return self._give(step, args, kwargs, read)
-                if step.can_wait:
-                    return self._put_off(step, args, kwargs, read)
-            self.late.fill(read)
-        result = step.call(*args, **kwargs)
-        self.storages.is_made(step.outs[0], result, step.result.form)
-        return result
-
-    def _any(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operation that isn't simple, or doesn't come in its turn."""
-        facts, record, storages = facts_of(func), self.record, self.storages
+        record, storages = self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
-            if self.step.is_view and self.step.func is func:
-                self.step = self.step.next
             if not self.late and not facts.reshapes:
-                storages.meet()
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
-            draw = self.draws if facts in record.drawing or facts.draws(args, kwargs) else None
-            self.draws += draw is not None
-            read: list[torch.Tensor] = []
+            draw, read = self.draw(facts, args, kwargs), list[torch.Tensor]()
             step = self._same(func, draw, args, kwargs, read)
             if step is not None:
                 if step.number in self.plan.given:
@@ -186,7 +113,6 @@ class Replay(RegionMode):
 
     def _view(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """In the first run this operation made views alone, which tensors without content have too."""
-        self.storages.meet()
         result = func(*args, **kwargs)
         with without_torch_function():
             if facts.reshapes:
@@ -201,19 +127,23 @@ class Replay(RegionMode):
     def _same(self, func: Any, draw: int | None, args: tuple, kwargs: dict, read: list) -> Step | None:
         """The step of the first run that is the same function of the same values."""
         program, reads = self.record.program, list[int]()
+        step = program.step(self.position)
+        if step is not None and step.func is func and step.is_simple and self.storages.is_call_of(step, args, kwargs):
+            read += [args[position] for position, _, _ in step.operands]
+            self.position += 1
+            return step
         key = self.storages.key(func, draw, args, kwargs, reads, read)
-        step = self.path[self.step.number]
-        if step.func is func:
+        if step is not None and step.func is func:
             if step.key != key and self._stand_in(step, reads, read):
                 key = self.storages.key(func, draw, args, kwargs, [], [])
             if step.key == key:
-                self.step = step.next
+                self.position += 1
                 return step
         found = program.by_key.get(key)
         if found is None:
             return None
-        step = next((step for step in found if step.number >= self.step.number), found[0])
-        self.step = step.next
+        step = next((step for step in found if step.number >= self.position), found[0])
+        self.position = step.number + 1
         return step
 
     def _stand_in(self, step: Step, reads: list[int], read: list[torch.Tensor]) -> bool:
@@ -236,16 +166,6 @@ class Replay(RegionMode):
 
     def _give(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """The result of an operation, from what was kept of it."""
-        if step.is_simple and self.record.program.overwritten.isdisjoint(step.outs):
-            residual = self.record.kept(step.outs[0])
-            if residual is not None and not residual.is_elsewhere:
-                result = residual.on(step.result)
-                self.storages.is_made(step.outs[0], result, step.result.form)
-                return result
-        with unseen():
-            return self._give_parts(step, args, kwargs, read)
-
-    def _give_parts(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         if step.draws:
             self.undrawn.append(LateCall(step, args, kwargs))
         kept: list[Residual | torch.Tensor | None] = []
@@ -256,7 +176,8 @@ class Replay(RegionMode):
                 # What the region changes in place later must not be the kept one.
                 content = memory(tensor_of(content)).clone()
             kept.append(content)
-        return self._make_up(step, args, kwargs, read, kept)
+        with unseen():
+            return self._make_up(step, args, kwargs, read, kept)
 
     def _make_up(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list) -> Any:
         """The result of an operation that isn't run, with these contents; where there is none it comes when needed."""

@@ -348,11 +348,6 @@ def carried(key: str) -> bool:
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
-direct_call = attrgetter("_op")  # what an operator calls, without a frame of Python between
-# Whether tensors are of the same type, dtype, device, sizes and strides as others were, and equally require grad, is
-# what Dynamo's guards ask. By attributes that takes ten times as long.
-TensorGuards = torch._C._dynamo.guards.TensorGuards
-guard_of: Any = functools.partial(TensorGuards, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 operator_names = torch._C._dispatch_get_all_op_names  # for "did you mean"
 
 

@@ -14,7 +14,7 @@ from ._names import is_named
 from ._policy import Verdict
 
 if TYPE_CHECKING:
-    from ._keeping import Keeping
+    from ._record import Record
 
 
 class Told:
@@ -58,9 +58,9 @@ class Unmatched:
 
     __slots__ = ("line", "memory", "operators", "policy", "told")
 
-    def __init__(self, record: Keeping) -> None:
+    def __init__(self, record: Record) -> None:
         self.policy, self.told, self.memory = record.own, record.told, record.memory
-        self.operators = list(dict.fromkeys(str(entry.key[0]) for entry in record.log))
+        self.operators = list(dict.fromkeys(str(entry.key[0]) for entry in record.log.entries))
         self.line = user_line()
 
     def warn(self) -> None:
@@ -79,7 +79,7 @@ class Unmatched:
         )
 
 
-def unmatched(record: Keeping) -> Unmatched | None:
+def unmatched(record: Record) -> Unmatched | None:
     """The region that has just run, if its own policy judges operators and has matched none that ran."""
     own, told = record.own, record.told
     if told.operators or is_by_name(own) or not record.log:
@@ -87,11 +87,11 @@ def unmatched(record: Keeping) -> Unmatched | None:
     if asks(own):
         if own is not record.policy:
             return None  # the policy of a region around may have spared predicates the question
-        matches = bool(record.saveable)
+        matches = bool(record.log.saveable)
     else:
-        verdicts = [own.verdict_for(entry.key[0]) for entry in record.log]
+        verdicts = [own.verdict_for(entry.key[0]) for entry in record.log.entries]
         for value, names in record.names.items():
-            op = record.log[record.made[value]].key[0]
+            op = record.log.maker(value).key[0]
             verdicts.append(own.judge(None, op, (), {}, frozenset(names)))
         matches = any(verdict is not Verdict.RECOMPUTE for verdict in verdicts)
     told.operators |= matches

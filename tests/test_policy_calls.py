@@ -15,7 +15,7 @@ from cases import rand
 from torch import Tensor
 
 from benchmarks.measure import OpCounter, gc_disabled, held_bytes, peak_bytes
-from remat import _memory, _recorder, _replay, checkpoint_name, policies, remat
+from remat import _memory, checkpoint_name, policies, remat
 
 NAMES = policies.save_only_these_names("a", "b")
 POLICIES: dict[str, Any] = {
@@ -40,8 +40,8 @@ def forget() -> None:
 
 
 def remembered() -> list[Any]:
-    """What first runs of code did."""
-    return [programs for _, known in _memory._of_codes.values() for programs in known.programs.values()]
+    """What the last first runs of code did."""
+    return [program for _, known in _memory._of_codes.values() for program in known.programs.values()]
 
 
 @pytest.fixture(autouse=True)
@@ -256,15 +256,15 @@ def test_what_holds_who_knows_what_is_not_remembered() -> None:
     x = rand(3)
     for generator, count in ((torch.Generator(), 0), (None, 1)):
         run(remat(fn, policy=policies.save_matmuls), x, generator)
-        assert sum(len(programs.known) for programs in remembered()) == count
+        assert len(remembered()) == count
 
 
-def test_few_are_remembered() -> None:
+def test_one_is_remembered() -> None:
     x = rand(3)
     wrapped = remat(lambda x, factor: torch.sin(x) * factor, policy=policies.save_matmuls)
     for factor in range(30):
         run(wrapped, x, float(factor))
-    assert 1 < sum(len(programs.known) for programs in remembered()) < 10
+    assert len(remembered()) == 1
 
 
 def test_dynamo_leaves_the_modes_alone() -> None:
@@ -419,27 +419,6 @@ def test_a_value_is_changed_through_a_view_after_others_were_made(policy: str) -
 
     x, w = rand(4, 4), rand(4, 4, seed=1)
     check(fn, policy, in_turn((x, w, None), (x, w, 0), (x, w, 1), (x, w, None)))
-
-
-def test_views_and_several_results_are_gone_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        h = torch.layer_norm(x, (4,), w[0]) @ w.t()
-        h = (h.sin().view(2, 8).t()[:4] @ w[:2]).transpose(0, 1)
-        return torch.tanh(h[1:3].unsqueeze(0).expand(2, 2, 4) * w[:1])
-
-    unknown: list[Any] = []
-    x, w = rand(4, 4), rand(4, 4, seed=1)
-    wrapped = remat(fn, policy=policies.save_matmuls)
-    for mode in (_recorder.Recorder, _replay.Replay):
-        other_way = mode._otherwise
-        monkeypatch.setattr(
-            mode, "_otherwise", lambda *args, other_way=other_way: unknown.append(1) or other_way(*args)
-        )
-    expected = torch.autograd.grad(fn(x, w).sum(), [x, w])
-    for i in range(4):
-        unknown.clear()
-        assert all(map(torch.equal, torch.autograd.grad(wrapped(x, w).sum(), [x, w]), expected))
-        assert bool(unknown) == (i < 2)
 
 
 def test_memory_of_calls_that_do_the_same() -> None:
