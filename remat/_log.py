@@ -43,10 +43,13 @@ class Log:
 
     def append(self, entry: Entry) -> None:
         """Another operation has run."""
-        self.made.update(dict.fromkeys(entry.outs, len(self.entries)))
-        self.overwritten.update(entry.overwritten)
-        if entry.verdict is not None:
-            self.saveable.update(dict.fromkeys(entry.outs, entry.verdict))
+        number, verdict = len(self.entries), entry.verdict
+        for value in entry.outs:
+            self.made[value] = number
+            if verdict is not None:
+                self.saveable[value] = verdict
+        if entry.overwritten:
+            self.overwritten.update(entry.overwritten)
         self.entries.append(entry)
 
     def maker(self, value: int) -> Entry:

@@ -115,7 +115,7 @@ class Record:
         if entry.overwritten:
             self._saved_early(number, dict(zip(entry.overwritten, entry.outs[-len(entry.overwritten) :])))
         if entry.verdict is not None or self.all_lines:
-            self.log.lines[number] = user_line()
+            self.log.lines[number] = user_line() if self._last is None else self._last.log.lines[number]
         if entry.holds:
             for value, tensor in zip(entry.reads, read):
                 if value in self.log.saveable:

@@ -81,6 +81,9 @@ class Replay(RegionMode):
             self._check_writes(facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
+            if step is not None and step.is_simple:
+                storages.add((result, result.untyped_storage(), step.result.form), step.outs[0])
+                return result
             new, written = storages.new(result), facts.written(args, kwargs)
             outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
             for each, value in zip(new, outs):
@@ -203,7 +206,7 @@ class Replay(RegionMode):
                 self.late.add(tensor, item, call)
             else:
                 tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
-            self.storages.bind(tensor, step.outs[item.i])
+            self.storages.add((tensor, tensor.untyped_storage(), item.form), step.outs[item.i])
             return tensor
         if isinstance(item, Argument):
             return read[item.i]

@@ -78,8 +78,11 @@ class Storages:
 
     def new(self, result: Any) -> list[New]:
         """The tensors of a result that have storages of their own, which aren't known."""
+        if isinstance(result, torch.Tensor):
+            storage, form = place_of(result)
+            return [(result, storage, form)] if self._home(storage) is None else []
         found: dict[int, New] = {}
-        for tensor in [result] if isinstance(result, torch.Tensor) else tensors(result):
+        for tensor in tensors(result):
             storage, form = place_of(tensor)
             if self._home(storage) is None:
                 found.setdefault(id(storage), (tensor, storage, form))
@@ -102,8 +105,10 @@ class Storages:
     def add(self, new: New, number: int) -> None:
         """Note what a storage holds that wasn't known, and the tensor on it."""
         tensor, storage, form = new
-        self._homes[id(storage)] = [weakref.ref(storage), number]
-        self._remember(tensor, storage, form)
+        key = id(storage)
+        self._homes[key] = home = [weakref.ref(storage), number]
+        if form is not None:
+            self._tensors[id(tensor)] = weakref.ref(tensor), home, form, key
 
     def forget(self, tensor: torch.Tensor) -> None:
         """It may lie in another way from now on."""
@@ -136,8 +141,8 @@ class Storages:
 
     def _meet(self, tensor: torch.Tensor) -> tuple:
         """What is remembered of a tensor from now on."""
-        met = self._met(tensor)
-        if met is not None:
+        met = self._tensors.get(id(tensor))
+        if met is not None and met[0]() is tensor and met[3] == id(tensor.untyped_storage()):
             return met
         storage, form = place_of(tensor)
         if self._home(storage) is None:
@@ -177,14 +182,15 @@ class Storages:
             return False
         for position, number, form in step.operands:
             tensor = args[position]
-            if not isinstance(tensor, torch.Tensor):
-                return False
-            met = self._meet(tensor)
-            if met[1][1] != number or met[2] != form:
+            met = self._meet(tensor) if isinstance(tensor, torch.Tensor) else None
+            if met is None or met[1][1] != number or met[2] != form:
                 return False
         if kwargs or step.key[2] is not None:
             return self._pattern(kwargs, [], []) == step.key[2]
-        return all(self._pattern(args[position], [], []) == before for position, before in step.constants)
+        for position, before in step.constants:
+            if self._pattern(args[position], [], []) != before:
+                return False
+        return True
 
     def _pattern(self, argument: Any, reads: list, read: list) -> Any:
         """A call's argument with numbers for tensors, equal for calls that are the same."""
