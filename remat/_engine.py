@@ -64,7 +64,7 @@ class Frame:
         self.inside = False  # a backward pass ran inside the region's forward
         self.start = _torch.next_sequence_number()
         root = region.root
-        self.streams = current_streams(root.devices) if root.devices else []
+        self.streams = current_streams()
         self.mixed = False  # a recompute has used other streams too
         self.unfilled: Callable[[], Any] = gone  # the slot that the operation which the recompute ended at may fill
         self.modes = modes_that_see() > 0

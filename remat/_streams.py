@@ -6,19 +6,18 @@ streams that a region used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ._generators import accelerator
+from ._generators import started_devices
 from ._parts import parts
 
 
-def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
-    """The current stream of each of these devices that has streams."""
-    kinds = [each.type for each in accelerator()]
-    return [torch.accelerator.current_stream(device) for device in devices if device.type in kinds]
+def current_streams() -> list[torch.Stream]:
+    """The current stream of each device: a region may work on others than those of what it is given."""
+    return [torch.accelerator.current_stream(device) for device in started_devices()]
 
 
 @contextmanager

@@ -175,3 +175,34 @@ def test_a_side_stream_in_a_region(fn: Callable, anew: bool, policy: policies.Po
     out = remat(region, policy=policy)(x).sum()
     for keep in (True, False):
         assert_same(torch.autograd.grad(out, x, retain_graph=keep), expected)
+
+
+# --- a region called on a side stream, which works on another device than that of its argument ------------------------
+
+
+def on_a_device(x: Tensor) -> Tensor:
+    y = x.to(DEVICE)
+    return (y.sin() @ y.cos()).exp().sin().cpu().exp().sin()
+
+
+def on_another_device(x: Tensor) -> Tensor:
+    y = x.sin().to(f"{DEVICE}:1")
+    return (y @ y).sin().exp().cos().to(x.device).exp().sin()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("where, fn", [("cpu", on_a_device), (f"{DEVICE}:0", on_another_device)])
+def test_a_side_stream_around_a_region(where: str, fn: Callable, policy: policies.Policy | None) -> None:
+    if fn is on_another_device and backend.device_count() < 2:
+        pytest.skip("needs two devices")
+    side = backend.Stream(f"{DEVICE}:{int(fn is on_another_device)}")
+    x = torch.randn(16, 16).to(where).requires_grad_()
+    expected = torch.autograd.grad(fn(x).sum(), x)
+    devices = range(backend.device_count())
+    for device in devices:
+        side.wait_stream(backend.current_stream(device))
+    with backend.stream(side), backend.device(0):
+        out = remat(fn, policy=policy)(x).sum()
+    for device in devices:
+        backend.current_stream(device).wait_stream(side)
+    assert_same(torch.autograd.grad(out, x), expected)
