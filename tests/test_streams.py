@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerator import DEVICE, backend
 from cases import assert_same
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat import _offload, policies, remat
 
@@ -157,8 +157,39 @@ def two_branches(x: Tensor, side: torch.Stream) -> Tensor:
     return u + v
 
 
-REGIONS = [told_late, told_at_once, reads_what_is_not_saved, two_branches]
-POLICIES = [None, policies.save_matmuls, policies.offload(policies.save_matmuls)]
+def put_off(x: Tensor, side: torch.Stream) -> Tensor:
+    """No backward needs ``z``, but the allocator is told of it."""
+    main, host = backend.current_stream(), x.cpu()
+    with backend.stream(side):
+        y = host.to(DEVICE).sin()
+        z = host.to(DEVICE) * 1
+    main.wait_stream(side)
+    y.record_stream(main)
+    z.record_stream(main)
+    return y + z
+
+
+def dropped_on_the_side(x: Tensor, side: torch.Stream) -> Tensor:
+    main = backend.current_stream()
+    side.wait_stream(main)
+    with backend.stream(side):
+        x.record_stream(side)
+        y = nn.functional.dropout(x.sin() * 2, 0.5)
+    u = nn.functional.dropout(x.cos(), 0.5)
+    main.wait_stream(side)
+    y.record_stream(main)
+    return u + y
+
+
+REGIONS = [
+    told_late,
+    told_at_once,
+    reads_what_is_not_saved,
+    two_branches,
+    put_off,
+    dropped_on_the_side,
+]
+POLICIES = [None, policies.save_matmuls, policies.offload(policies.save_matmuls), SINES | policies.save_matmuls]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -171,10 +202,44 @@ def test_a_side_stream_in_a_region(fn: Callable, anew: bool, policy: policies.Po
         return fn(x, backend.Stream() if anew else side)
 
     x = leaf(16, 16)
+    torch.manual_seed(0)
     expected = torch.autograd.grad(fn(x, side).sum(), x)
+    torch.manual_seed(0)
     out = remat(region, policy=policy)(x).sum()
     for keep in (True, False):
         assert_same(torch.autograd.grad(out, x, retain_graph=keep), expected)
+
+
+def test_a_side_stream_that_waits_for_no_other() -> None:
+    """What is brought back from the host is for the stream that reads it."""
+    side = backend.Stream()
+
+    def fn(x: Tensor) -> Tensor:
+        main = backend.current_stream()
+        with backend.stream(side):
+            y = x.to(DEVICE).sin()
+            z = (y * 2).exp()
+        main.wait_stream(side)
+        z.record_stream(main)
+        return z.cpu()
+
+    x = torch.randn(16, 16, requires_grad=True)
+    expected = torch.autograd.grad(fn(x).sum(), x)
+    assert_same(torch.autograd.grad(remat(fn, policy=SINES)(x).sum(), x), expected)
+
+
+def test_a_value_that_a_stream_is_told_of_is_no_other_value() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x @ x
+        z = y.sin()
+        y.record_stream(backend.current_stream())
+        return z.exp()
+
+    x = leaf(32, 32)
+    before = backend.memory_allocated()
+    out = remat(fn, policy=policies.save_matmuls)(x)
+    assert backend.memory_allocated() - before == 2 * x.nbytes  # the product and the result
+    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(fn(x).sum(), x))
 
 
 # --- a region called on a side stream, which works on another device than that of its argument ------------------------
