@@ -221,7 +221,10 @@ class Frame:
             self._has_backward_inside()
         if type(packed) is tuple:
             kept, i = packed
-            return self._as_reader(kept.saved, i)
+            tensor = self._as_reader(kept.saved, i)
+            if self.streams and i in kept.packed:  # a region around has recomputed it, perhaps no further
+                taken(tensor, self.streams)
+            return tensor
         if not isinstance(packed, Slot):
             return self._as_reader(packed)
         value = packed.value

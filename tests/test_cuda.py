@@ -363,6 +363,7 @@ def test_backward_inside_after_many_nodes_keeps_nothing_of_the_region() -> None:
         return (g.sin() * y).exp().cpu()
 
     x = torch.randn(64, 64, requires_grad=True)
+    leaf(1).backward()  # by now the device's thread has let go of the graph before this one
     before = backend.memory_allocated()
     out = remat(fn)(x)
     assert backend.memory_allocated() == before
