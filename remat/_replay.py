@@ -21,6 +21,7 @@ from ._ranges import Ranges
 from ._record import Record, RegionMode
 from ._residual import Residual, memory, tensor_of
 from ._state import state, unseen
+from ._streams import streams_for, taken
 from ._torch import transforms_active, without_torch_function
 from ._values import Argument, Layout
 
@@ -42,6 +43,7 @@ class Replay(RegionMode):
         self.at_hand: dict[int, torch.Tensor] = {}  # results of simple steps, if they are here and stay as they are
         with without_torch_function():
             self._bring()
+            self.home = streams_for(self.brought.values())  # it came for these streams
         tensors = all_parts([*inputs])
         if record.offsets:
             self.storages.enter_again(record.inputs, tensors)
@@ -251,7 +253,10 @@ class Replay(RegionMode):
         kept: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
             content: Any = self.brought.get(value)
-            content = self.record.kept(value) if content is None else content
+            if content is None:
+                content = self.record.kept(value)
+            else:
+                taken(content, self.home)
             if content is not None and value in self.record.program.overwritten:
                 # What the region changes in place later must not be the kept one.
                 content = memory(tensor_of(content)).clone()
