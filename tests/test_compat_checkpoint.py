@@ -679,7 +679,7 @@ def test_each_transform(module: Any, transform: str) -> None:
     make, x = TRANSFORMS[transform], rand(3, grad=False)
     call = make(lambda x: module.checkpoint(deep, x, use_reentrant=False))
     if is_torch(module) and torch.__version__ < "2.12":
-        with pytest.raises(RuntimeError, match="_NoopSaveInputs|saved tensor hooks|jvp"):
+        with pytest.raises(RuntimeError, match=r"_NoopSaveInputs|saved tensor hooks|jvp"):
             call(x)
     elif is_torch(module) and transform in ("grad", "vjp", "jacrev", "hessian"):
         with pytest.raises(RuntimeError, match="saved tensor hooks"):
