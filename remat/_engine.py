@@ -64,7 +64,7 @@ class Frame:
         self.inside = False  # a backward pass ran inside the region's forward
         self.start = _torch.next_sequence_number()
         root = region.root
-        self.streams = current_streams(root.devices) if root.devices else []
+        self.streams = current_streams()
         self.mixed = False  # a recompute has used other streams too
         self.unfilled: Callable[[], Any] = gone  # the slot that the operation which the recompute ended at may fill
         self.modes = modes_that_see() > 0
@@ -221,7 +221,10 @@ class Frame:
             self._has_backward_inside()
         if type(packed) is tuple:
             kept, i = packed
-            return self._as_reader(kept.saved, i)
+            tensor = self._as_reader(kept.saved, i)
+            if self.streams and i in kept.packed:  # a region around has recomputed it, perhaps no further
+                taken(tensor, self.streams)
+            return tensor
         if not isinstance(packed, Slot):
             return self._as_reader(packed)
         value = packed.value

@@ -26,6 +26,8 @@ class Facts:
         ]
         if schema is not None and schema.name in _BATCH_NORMS:
             self.writes = [(3, "running_mean"), (4, "running_var")]
+        if schema is not None and schema.name == "aten::record_stream":
+            self.writes = []  # it tells the allocator, and leaves what the memory holds
         self.reshapes = torch.Tag.inplace_view in getattr(func, "tags", ())
         if self.reshapes:
             self.writes = []  # of shape and strides alone

@@ -25,6 +25,16 @@ def accelerator() -> tuple[torch.device, ...]:
     return () if device is None else (device,)
 
 
+def started_devices() -> list[torch.device]:
+    """All devices of the accelerator, if the backend has started."""
+    return [
+        torch.device(device.type, i)
+        for device in accelerator()
+        if _has_started(torch.get_device_module(device))
+        for i in range(torch.accelerator.device_count())
+    ]
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is made of what runs now."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

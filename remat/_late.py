@@ -11,6 +11,7 @@ import torch
 from ._errors import RecomputeMismatchError
 from ._facts import mapped, tensors
 from ._state import alias, state, unseen
+from ._streams import resumed, streams_for
 from ._torch import as_subclass, without_levels, without_overrides
 from ._values import Layout, holder
 
@@ -19,18 +20,20 @@ if TYPE_CHECKING:
 
 
 class LateCall:
-    """An operation that was put off, with its arguments."""
+    """An operation that was put off, with its arguments and the streams on which it was called."""
 
-    __slots__ = ("args", "kwargs", "step")
+    __slots__ = ("args", "kwargs", "step", "streams")
 
     def __init__(self, step: Step, args: tuple, kwargs: dict) -> None:
         # Without their history, which would hold the graph of the run.
         self.step, self.args, self.kwargs = step, mapped(alias, args), mapped(alias, kwargs)
+        self.streams = streams_for(tensors((args, kwargs)))
 
     def draw(self) -> None:
         """Run it for the generator's sake alone."""
         own = torch.clone if self.step.facts.writes else alias
-        self.step.func(*mapped(own, self.args), **mapped(own, self.kwargs))
+        with resumed(self.streams):
+            self.step.func(*mapped(own, self.args), **mapped(own, self.kwargs))
 
 
 class Late:
@@ -92,17 +95,18 @@ class Late:
         mine = {key: entry for key, entry in self._entries.items() if entry[2] is call}
         self.fill(tensors((call.args, call.kwargs)))
         before, late, self.running, state.late = self.running, state.late, True, self.number
-        try:
-            with torch.no_grad(), without_levels(), unseen(False):
-                outs = dict(_contents(call.step.result, call.step.func(*call.args, **call.kwargs)))
-        finally:
-            self.running, state.late = before, late
-        for key, (ref, layout, _) in mine.items():
-            storage = ref()
-            if storage is not None:
-                with unseen():
-                    layout.on(storage).copy_(outs[layout.i])
-            self._entries.pop(key, None)
+        with resumed(call.streams):
+            try:
+                with torch.no_grad(), without_levels(), unseen(False):
+                    outs = dict(_contents(call.step.result, call.step.func(*call.args, **call.kwargs)))
+            finally:
+                self.running, state.late = before, late
+            for key, (ref, layout, _) in mine.items():
+                storage = ref()
+                if storage is not None:
+                    with unseen():
+                        layout.on(storage).copy_(outs[layout.i])
+                self._entries.pop(key, None)
 
     def mark(self, result: Any) -> Any:
         """Make those tensors of a result that have no content fill themselves where torch hands out their memory."""

@@ -6,7 +6,7 @@ torch.func, captured tensors that a transform follows. All other captured tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import repeat
 from operator import attrgetter
@@ -51,7 +51,7 @@ class Region:
 
     __slots__ = (
         "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "cells", "consts", "contents",
-        "devices", "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log", "mapped",
+        "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log", "mapped",
         "memory", "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped",
         "trace", "twice", "walk", "watch",
     )  # fmt: skip
@@ -89,7 +89,6 @@ class Region:
         self.plan: Plan | None = None  # of a run again, if not all is wanted
         self.replay: Replay | None = None
         self.log: Any = None  # notes or compares the operations of a run
-        self.devices: Collection[torch.device] = ()
         self.arity = len(self.arguments)
         self.watch: Any = None  # set where captured tensors without a place must be found
         self.ambient: Ambient | None = None
@@ -112,11 +111,11 @@ class Region:
             self._find_captured(found, generators, follow)
         self.arity = len(self.arguments) + len(self.captured)
         tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
-        self.devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
+        devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         self.record = self._new_record(tensors) if self.options.policy or state.policies else None
         if around is not None:
             around.take_captured(self.consts)
-        self.ambient = Ambient.capture(self.devices, generators, self.options.preserve_rng_state)
+        self.ambient = Ambient.capture(devices, generators, self.options.preserve_rng_state)
 
     def search(self) -> Found:
         """Find what the function captures."""

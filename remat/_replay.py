@@ -21,6 +21,7 @@ from ._record import Record
 from ._recorder import RegionMode
 from ._residual import Residual, memory, tensor_of
 from ._state import state, unseen
+from ._streams import streams_for, taken
 from ._torch import without_torch_function
 from ._values import Argument, Layout
 
@@ -42,6 +43,7 @@ class Replay(RegionMode):
                 residual = record.kept(value)
                 if residual is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
+        self.home = streams_for(self.brought.values())  # it came for these streams
         for value, part in zip(record.inputs, all_parts([*inputs])):
             self.storages.bind(part, value)
 
@@ -174,7 +176,10 @@ class Replay(RegionMode):
         kept: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
             content: Any = self.brought.get(value)
-            content = self.record.kept(value) if content is None else content
+            if content is None:
+                content = self.record.kept(value)
+            else:
+                taken(content, self.home)
             if content is not None and value in self.record.program.overwritten:
                 # What the region changes in place later must not be the kept one.
                 content = memory(tensor_of(content)).clone()

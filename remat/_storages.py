@@ -187,10 +187,7 @@ class Storages:
                 return False
         if kwargs or step.key[2] is not None:
             return self._pattern(kwargs, [], []) == step.key[2]
-        for position, before in step.constants:
-            if self._pattern(args[position], [], []) != before:
-                return False
-        return True
+        return all(self._pattern(args[position], [], []) == before for position, before in step.constants)
 
     def _pattern(self, argument: Any, reads: list, read: list) -> Any:
         """A call's argument with numbers for tensors, equal for calls that are the same."""

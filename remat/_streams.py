@@ -11,14 +11,20 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ._generators import accelerator
+from ._generators import accelerator, started_devices
 from ._parts import parts
 
 
-def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
-    """The current stream of each of these devices that has streams."""
-    kinds = [each.type for each in accelerator()]
-    return [torch.accelerator.current_stream(device) for device in devices if device.type in kinds]
+def current_streams() -> list[torch.Stream]:
+    """The current stream of each device: a region may work on others than those of what it is given."""
+    return [torch.accelerator.current_stream(device) for device in started_devices()]
+
+
+def streams_for(tensors: Iterable[torch.Tensor]) -> list[torch.Stream]:
+    """The streams on which an operation that reads these tensors runs now."""
+    kinds = {device.type for device in accelerator()}
+    devices = {tensor.device for tensor in tensors if tensor.device.type in kinds}
+    return [torch.accelerator.current_stream(device) for device in devices]
 
 
 @contextmanager

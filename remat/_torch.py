@@ -41,7 +41,7 @@ def never_traced(fn: F) -> F:
 
 def no_nested_graph_breaks() -> Any:
     """Have Dynamo not break the graph within functions that it inlines: it does where the user's setting says so."""
-    return torch._dynamo.disable_nested_graph_breaks()
+    return torch._dynamo.patch_dynamo_config(nested_graph_breaks=False)
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):

@@ -678,7 +678,10 @@ TRANSFORMS: dict[str, Callable[[Callable], Callable[[Tensor], Any]]] = {
 def test_each_transform(module: Any, transform: str) -> None:
     make, x = TRANSFORMS[transform], rand(3, grad=False)
     call = make(lambda x: module.checkpoint(deep, x, use_reentrant=False))
-    if is_torch(module) and transform in ("grad", "vjp", "jacrev", "hessian"):
+    if is_torch(module) and torch.__version__ < "2.12":
+        with pytest.raises(RuntimeError, match=r"_NoopSaveInputs|saved tensor hooks|jvp"):
+            call(x)
+    elif is_torch(module) and transform in ("grad", "vjp", "jacrev", "hessian"):
         with pytest.raises(RuntimeError, match="saved tensor hooks"):
             call(x)
     else:
@@ -687,6 +690,8 @@ def test_each_transform(module: Any, transform: str) -> None:
 
 @both
 def test_a_backward_through_vmap(module: Any) -> None:
+    if is_torch(module) and torch.__version__ < "2.12":
+        pytest.skip("this version of torch can't do the forward either")
     out = torch.func.vmap(lambda x: module.checkpoint(deep, x, use_reentrant=False))(x := rand(3)).sum()
     if is_torch(module):
         with pytest.raises(RuntimeError, match="vmap"):

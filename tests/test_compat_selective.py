@@ -142,7 +142,8 @@ def test_policies_about_views(module: Any) -> None:
     call = functools.partial(module.checkpoint, fn, use_reentrant=False, context_fn=selective(policy))
     assert_same(values_and_grads(call, *arguments()), values_and_grads(fn, *arguments()))
     assert set(asked) & VIEWS == (VIEWS if is_torch(module) else set())
-    assert [op for op in asked if op not in VIEWS] == [
+    again = 1 + (is_torch(module) and not NEWER)  # torch 2.11 asks again
+    assert [op for op in asked if op not in VIEWS] == again * [
         "aten.mm.default", "aten.clone.default", "aten.clone.default", "aten.sin_.default", "aten.sum.default",
         "aten._local_scalar_dense.default", "aten.exp.default",
     ]  # fmt: skip

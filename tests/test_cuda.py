@@ -352,6 +352,24 @@ def test_backward_inside_after_many_nodes(nested: bool, batched: bool) -> None:
     same(run(remat), run(lambda fn: fn))
 
 
+def test_backward_inside_after_many_nodes_keeps_nothing_of_the_region() -> None:
+    """Also where what is given to the region is on the CPU."""
+    for _ in range(100):
+        torch.ones(3, requires_grad=True).sin()
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.to(DEVICE)
+        (g,) = torch.autograd.grad((y.sin() * y.cos()).sum(), y, create_graph=True)
+        return (g.sin() * y).exp().cpu()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    leaf(1).backward()  # by now the device's thread has let go of the graph before this one
+    before = backend.memory_allocated()
+    out = remat(fn)(x)
+    assert backend.memory_allocated() == before
+    same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(fn(x).sum(), x))
+
+
 # --- graphs -----------------------------------------------------------------------------------------
 
 

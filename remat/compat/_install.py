@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from .. import _torch
 from .._policy import as_policy
 from ._checkpoint import checkpoint
@@ -72,6 +74,8 @@ def install(policy: Any = None) -> Installation:
 
     @functools.wraps(_ORIGINAL)
     def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+        if isinstance(getattr(function, "__self__", None), torch.fx.Interpreter):  # torch 2.11 traces a region by it
+            return _ORIGINAL(function, *args, use_reentrant=use_reentrant, **kwargs)
         own = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
         return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)
 

@@ -385,7 +385,7 @@ def pipeline(kind: Any, each: int = 1) -> Callable[[Any], Result]:
             for module in modules:
                 module.zero_grad()
             tokens, targets = batch(step, 0, size=8)
-            inputs = [tokens] if 0 in here else []
+            inputs = [tokens.contiguous()] if 0 in here else []  # torch 2.11 asks for that
             outputs = {"target": targets, "losses": losses} if count - 1 in here else {}
             with Meter() as meter:
                 schedule.step(*inputs, **outputs)
