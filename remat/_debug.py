@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class OpLog(DispatchMode):
         if facts_of(func).marks:
             return self.ranges.mark(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if self.noting and func not in _IGNORED and not (state.unseen or state.late < inf or self.ranges):
+        if self.noting and func not in _IGNORED and not (state.unseen or self.ranges):
             self.note(str(func), _describe(result), str(user_line()))
         return result
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from ._late import LateTensor
+from ._left_out import LeftOutTensor
 from ._parts import bottom
 from ._state import unseen
 from ._torch import NO_VERSION, raw_version, saved_look, without_levels
@@ -115,8 +115,8 @@ def checksum(tensor: torch.Tensor) -> int:
     """A sum of the tensor's bits in 32-bit words, weighted by position, modulo 2**64; batched ones as a whole."""
     with torch.no_grad(), unseen(), without_levels():
         data = bottom(tensor)
-        if isinstance(data, LateTensor):  # of a recompute around
-            data.fill_itself()
+        if isinstance(data, LeftOutTensor):  # by a recompute around
+            data.check()
         data = data.detach()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous()
         words = bits(data).reshape(-1).to(torch.int64)

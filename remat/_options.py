@@ -31,6 +31,11 @@ class Options:
     told: Told = field(default_factory=Told, compare=False, repr=False)
     override: dict[str, Any] | None = field(default=None, compare=False, repr=False)  # what the call was under
 
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether a recompute may skip what nothing needs: not where all that it does is compared."""
+        return not self.debug and self.determinism_check != "values"
+
     def overridden(self) -> Options:
         """The options of a region that is called now."""
         changes = {**_torch.checkpoint_switches(), **(state.override or {})}

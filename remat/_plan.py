@@ -24,14 +24,14 @@ class Plan(NamedTuple):
 
 def plan(
     steps: Sequence[Step],
-    waiting: Collection[int],
+    dispensable: Collection[int],
     roots: Collection[int],
     available: Collection[int],
     may_be_left: Leave,
 ) -> Plan:
     """What it takes to have the ``roots`` again, if the ``available`` values need not be made.
 
-    What nothing needs runs nevertheless if ``may_be_left`` says no of it. ``waiting`` are values that can come later.
+    What nothing needs runs nevertheless if ``may_be_left`` says no of it. ``dispensable`` values can be left out.
     """
     needed = set(roots)
     result = Plan(set(), set(), set())
@@ -41,9 +41,9 @@ def plan(
         if not wanted and may_be_left(step):
             continue
         draws = step.draws
-        # What changes its arguments must do so as a whole; else what can wait need not be there.
+        # What changes its arguments must do so as a whole; else what can be left out need not be there.
         in_part = (wanted or draws) and not step.facts.writes
-        whole = [value for value in step.outs if not in_part or value in needed or value not in waiting]
+        whole = [value for value in step.outs if not in_part or value in needed or value not in dispensable]
         given = step.result is not UNTOLD and all(value in available for value in whole)
         given = given and any(value in available for value in step.outs)
         if given and (wanted or not draws):
@@ -69,6 +69,6 @@ def never(step: Step) -> bool:
     return False
 
 
-def can_wait(step: Step) -> bool:
-    """What can be made up for is left."""
-    return step.can_wait
+def can_be_left(step: Step) -> bool:
+    """What nothing seems to need is left, if it would show that something does."""
+    return step.can_be_left

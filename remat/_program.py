@@ -1,7 +1,7 @@
 """Programs: what the first run of a region did, in numbers, and what follows from that.
 
-A first run only writes a log. What follows from a log (which values change later, what can be put off, which operations
-have to run again) is the same for equal logs, so that of the last log is found once.
+A first run only writes a log. What follows from a log (which values change later, what can be left out, which
+operations a recompute runs) is the same for equal logs, so that of the last log is found once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "can_wait", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number", "operands",
-        "outs", "reads", "result",
+        "can_be_left", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number",
+        "operands", "outs", "reads", "result",
     )  # fmt: skip
 
     def __init__(self, number: int, entry: Entry) -> None:
@@ -52,7 +52,7 @@ class Step:
             and type(self.func) is OpOverload
             and len(self.operands) == len(self.reads)
         )
-        self.can_wait = False  # it can be put off where nothing seems to need it, and be made up for if that was wrong
+        self.can_be_left = False  # where nothing seems to need it; that something reads it would show
 
 
 class Program:
@@ -68,13 +68,13 @@ class Program:
             equal = {(key, i) for key, i, value in outs if value in self.overwritten}
             self.overwritten |= {value for key, i, value in outs if (key, i) in equal}
         # If not differentiated, or detached, user code may read it in ways that can't be seen.
-        self.waiting = {value for entry in entries for value in entry.tracked if value not in log.seen}
+        self.dispensable = {value for entry in entries for value in entry.tracked if value not in log.seen}
         for step in self.steps:
-            step.can_wait = (
+            step.can_be_left = (
                 step.result is not UNTOLD
                 and not (step.facts.writes or step.facts.observes or step.draws)
                 and self.overwritten.isdisjoint(step.reads)
-                and self.waiting.issuperset(step.outs)
+                and self.dispensable.issuperset(step.outs)
             )
         self._plans: dict[tuple, Plan] = {}
 
@@ -110,7 +110,7 @@ class Program:
         if found is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            found = self._plans[question] = plan(self.steps[:end], self.waiting, roots, available, leave)
+            found = self._plans[question] = plan(self.steps[:end], self.dispensable, roots, available, leave)
         return found
 
     @property

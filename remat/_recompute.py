@@ -18,6 +18,7 @@ from ._bulk import gone
 from ._determinism import describe, is_other, look_at, user_line
 from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks, hooks_allowed
+from ._left_out import Restart
 from ._lowerings import Lowerings
 from ._parts import bare
 from ._slots import Slot, Stop
@@ -94,6 +95,15 @@ class Filler:
         return contexts
 
     def _run(self) -> None:
+        """Run it, and if that reads what it has left out, once more in full."""
+        if not self._attempt(whole=not self.frame.options.may_leave_out):
+            self.go_back(0)
+            self.stopped = self.ended = False
+            self.unfilled = self.ending = self.difference = None
+            self._attempt(whole=True)
+
+    def _attempt(self, whole: bool) -> bool:
+        """Whether that was all that it takes."""
         frame, root = self.frame, self.root
         frame.consts.accumulated |= frame.inside
         if frame.open:
@@ -105,7 +115,8 @@ class Filler:
         result = None
         replay = root.log = None if frame.log is None else frame.log.replay()
         if frame.record is not None and frame.record.tells:
-            root.plan = frame.record.plan(slot for slot in self.slots if slot)
+            root.whole = whole
+            root.plan = frame.record.whole_plan() if whole else frame.record.plan(slot for slot in self.slots if slot)
         policies = frame.policies
         if frame.open and frame.record is not None:  # no replay says so to regions inside
             policies = (*policies, frame.record.policy)
@@ -115,20 +126,21 @@ class Filler:
         try:
             with as_in_forward(policies, Lowerings(frame.lowerings, follows=True), filling=frame.open):
                 result = frame.region.call_again(operands)
-        except (Stop, Exception):
-            # TorchScript makes another exception of a stop; and it may be another region's.
-            if not self.stopped:
+        except (Stop, Restart, Exception):
+            # TorchScript makes another exception of these; and it may be another region's.
+            if not self.stopped and not root.starts_over:
                 raise
         finally:
             _torch.pop_hooks()
             drop_gradient_hooks(chain(frame.consts.tensors, (t for _, t, _ in root.fixed)), hooks)
             again, root.replay = root.replay, None
             root.log, root.trace, root.plan = None, trace, None
+        if again is not None and again.left_out.is_read:
+            return False
         if not self.stopped:
             self._check_end(result, replay)
         del operands, result
-        if again is not None:
-            again.finish()
+        return again is None or not again.escaped()
 
     def let_go(self) -> None:
         """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
@@ -181,10 +193,10 @@ class Filler:
         replay = self.root.replay
         if self.ending is not None and replay is not None and replay.position >= self.ending:
             self._stop()
-        if replay is not None and replay.late:
+        if replay is not None and replay.left_out:
             count = self.count
             if count < len(self.slots) and self.slots[count]:
-                replay.late.fill([tensor])
+                replay.left_out.read([tensor])
         return self.pack(tensor)
 
     def _check_more(self) -> None:

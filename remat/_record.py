@@ -17,7 +17,7 @@ from ._keep import Keep
 from ._log import Entry, Log
 from ._memory import Memory
 from ._parts import is_plain, parts
-from ._plan import Leave, Plan, always, can_wait, never
+from ._plan import Leave, Plan, always, can_be_left, never
 from ._policy import Policy, Verdict
 from ._program import Program
 from ._residual import Residual, memory
@@ -385,7 +385,7 @@ class Record:
         if not self.slots_tell:
             return never
         # It leaves out none of what isn't lazy, which may be a lot.
-        return can_wait if self._is_lazy(program) else always
+        return can_be_left if self._is_lazy(program) else always
 
     def _is_lazy(self, program: Program) -> bool:
         """Whether what seems dead may be left out; what is compiled may read it in ways that can't be seen."""
@@ -433,13 +433,17 @@ class Record:
 
     def plan(self, slots: Iterable[Any] | None = None) -> Plan:
         """What runs again to fill these slots, or all that there were."""
-        leave = can_wait if self.slots_tell and self._is_lazy(self.program) else never
+        leave = can_be_left if self.slots_tell and self._is_lazy(self.program) else never
         if slots is None:
             return self.program.plan(self.wanted, len(self.log), self.keep.there(), leave)
         sources = [slot.source for slot in slots]
         end = max((source.after for source in sources), default=0)
         roots = [value for source in sources for value in source.values]
         return self.program.plan(roots, end, self.keep.there(), leave)
+
+    def whole_plan(self) -> Plan:
+        """The same with nothing left out."""
+        return self.program.plan(self.wanted, len(self.log), self.keep.there(), never)
 
 
 _POLICIES = 16  # of one function, for which a program is remembered

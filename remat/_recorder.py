@@ -59,7 +59,7 @@ class Recorder(RegionMode):
             return self._on_others(func, facts, args, kwargs)
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
-        if not state.filling <= self.number < state.late or state.unseen or self.ranges:
+        if self.number < state.filling or state.unseen or self.ranges:
             return func(*args, **kwargs)
         generators = None
         if facts.writes or facts.foreign:  # to what may be needed; or it may draw without saying so

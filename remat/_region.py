@@ -23,10 +23,13 @@ from ._contents import is_put_back, snapshots
 from ._copies import without_containers
 from ._intercept import Interceptor, made_inside
 from ._kept import NONE_KEPT, Kept
+from ._left_out import Restart
+from ._lowerings import go_back, mark
 from ._memory import Memory
 from ._nested import within
 from ._options import Options
 from ._outputs import Outputs
+from ._parts import all_parts
 from ._places import Place
 from ._plan import Plan
 from ._ranges import in_range
@@ -53,7 +56,7 @@ class Region:
         "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "cells", "consts", "contents",
         "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log", "mapped",
         "memory", "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped",
-        "trace", "twice", "walk", "watch",
+        "trace", "twice", "walk", "watch", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +90,7 @@ class Region:
         self.trace: Trace | None = None  # of the first run, where runs again may need it
         self.record: Record | None = None  # of the first run, under a policy
         self.plan: Plan | None = None  # of a run again, if not all is wanted
+        self.whole = False  # it leaves out nothing
         self.replay: Replay | None = None
         self.log: Any = None  # notes or compares the operations of a run
         self.arity = len(self.arguments)
@@ -235,8 +239,7 @@ class Region:
         if self.ran:
             captured = twice_below(operands, operands, self.consts.tensors, self.same)  # levels may hide it at first
             operands = apart(operands, {*self.twice, *captured})
-            result = self._again(operands, None if self.trace is None else Retrace(self.trace))
-            return self.outputs.compare(result, operands)
+            return self.outputs.compare(self._in_full_if_need_be(operands), operands)
         self.ran = True
         self.twice = twice_below(operands, self.operands(), self.consts.tensors, self.same)
         operands = apart(operands, self.twice)
@@ -244,6 +247,37 @@ class Region:
         with bound, self._swapped(operands, self.operands(), self.trace) or nullcontext():
             result = self.call(operands, self._recorder(operands))
         return self.outputs.record(result, operands)
+
+    def _in_full_if_need_be(self, operands: Sequence[torch.Tensor]) -> Any:
+        """Run it again, and if that reads what it has left out, once more in full."""
+        if self.record is None or not self.record.tells or self.plan is not None:  # whose maker starts over
+            return self._again(operands, None if self.trace is None else Retrace(self.trace))
+        around, marks = Around(), mark()
+        # A second attempt would find operands that the first one has changed.
+        values = self.record.inputs[: len(all_parts([*operands]))]
+        self.whole = not (self.options.may_leave_out and self.record.program.overwritten.isdisjoint(values))
+        try:
+            result = self._again(operands, None if self.trace is None else Retrace(self.trace))
+            if not self.starts_over and (self.replay is None or not self.replay.escaped(result)):
+                return result
+            del result
+        except (Restart, Exception):
+            if not self.starts_over:
+                raise
+        finally:
+            self.replay = None
+        around.undo()
+        go_back(marks)
+        self.whole = True
+        try:
+            return self._again(operands, None if self.trace is None else Retrace(self.trace))
+        finally:
+            self.replay = None
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether a recompute has read what it has left out."""
+        return self.replay is not None and self.replay.left_out.is_read
 
     def _recorder(self, operands: Sequence[torch.Tensor]) -> Recorder | None:
         """What watches a first run under a policy."""
@@ -255,12 +289,9 @@ class Region:
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if self.record is None or not self.record.tells:
             return self.call(operands, None, again=True)
-        self.replay = replay = Replay(self.record, self.plan or self.record.plan(), [*operands, *captured])
-        result = self.call(operands, replay, again=True)
-        if self.plan is None:  # else whoever made the plan does it, when all that the run has made is gone
-            replay.finish(None if self.options.determinism_check == "values" else result)
-            self.replay = None
-        return result
+        plan = self.plan or (self.record.whole_plan() if self.whole else self.record.plan())
+        self.replay = Replay(self.record, plan, [*operands, *captured], self.whole)
+        return self.call(operands, self.replay, again=True)
 
     def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if not (self.contents or self.holders or self.bindings or self.places or self.cells):

@@ -1,7 +1,7 @@
-"""The operations of a run again: given what was kept, put off where nothing needs them, or run.
+"""The operations of a recompute: given what was kept, left out where nothing needs them, or run.
 
-An operation is given kept values only where it is the same function of the same values as the one that made them. One
-that nothing seems to need is put off (``_late.py``).
+An operation is given kept values only where it is the same function of the same values as the one that made them. If
+one that was left out is needed after all, the recompute starts over, and leaves out nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ._errors import RecomputeMismatchError
 from ._facts import Facts, facts_of, tensors
-from ._late import Late, LateCall
+from ._left_out import LeftOut
 from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
 from ._program import Step
@@ -29,12 +29,12 @@ from ._values import Argument, Layout
 class Replay(RegionMode):
     """Goes through the operations of a run again, beside the steps of the first run."""
 
-    def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool) -> None:
         super().__init__(record)
-        self.plan = plan
+        self.plan, self.whole = plan, whole  # nothing is left out
         self.position = 0  # of the step that should come next; those before came, or were left out
-        self.late = Late()
-        self.undrawn: list[LateCall] = []  # what would have drawn random numbers
+        self.left_out = LeftOut()
+        self.has_not_drawn = False  # an operation that draws random numbers was given what it has drawn
         self.storages = record.storages.copy()
         # What is kept, for the given steps, as far as it must be brought here first.
         self.brought: dict[int, torch.Tensor] = {}
@@ -43,14 +43,9 @@ class Replay(RegionMode):
                 residual = record.kept(value)
                 if residual is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
-        self.home = streams_for(self.brought.values())  # it came for these streams
+            self.home = streams_for(self.brought.values())  # it came for these streams
         for value, part in zip(record.inputs, all_parts([*inputs])):
             self.storages.bind(part, value)
-
-    def __enter__(self) -> Replay:
-        super().__enter__()
-        self.late.number = self.number
-        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
@@ -61,25 +56,26 @@ class Replay(RegionMode):
         filling = self.number < state.filling  # a region inside, in its first run, is recomputed: it's in no log
         if filling:
             with without_torch_function():
-                self.late.fill(tensors((args, kwargs)))
-        if filling or self.late.running or state.unseen or self.ranges:
-            return self.late.mark(func(*args, **kwargs))
+                self.left_out.read(tensors((args, kwargs)))
+        if filling or state.unseen or self.ranges:
+            return self.left_out.mark(func(*args, **kwargs))
         record, storages = self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
-            if not self.late and not facts.reshapes:
+            if not self.left_out and not facts.reshapes:
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
             draw, read = self.draw(facts, args, kwargs), list[torch.Tensor]()
             step = self._same(func, draw, args, kwargs, read)
             if step is not None:
-                if step.number in self.plan.given:
+                if step.number in self.plan.given and not (self.whole and step.draws):
                     return self._give(step, args, kwargs, read)
-                if step.can_wait and step.number not in self.plan.run:
-                    return self._put_off(step, args, kwargs, read)
-            if draw is not None:
-                self._catch_up()
-            self.late.fill(read)
+                if step.can_be_left and step.number not in self.plan.run:
+                    with unseen():
+                        return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
+            if draw is not None and self.has_not_drawn:
+                self.left_out.restart()
+            self.left_out.read(read)
             self._check_writes(facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
@@ -94,17 +90,6 @@ class Replay(RegionMode):
                 storages.bind(tensor, value)
                 storages.forget(tensor)
         return result
-
-    def _put_off(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
-        with unseen():
-            return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
-
-    def _catch_up(self) -> None:
-        """What drew random numbers and was given its result, must draw after all: something else draws after it."""
-        for call in self.undrawn:
-            self.late.fill(tensors((call.args, call.kwargs)))
-            call.draw()
-        self.undrawn.clear()
 
     def _check_writes(self, written: list[torch.Tensor]) -> None:
         """What was given and is not overwritten in the first run, is the kept tensor itself."""
@@ -123,8 +108,8 @@ class Replay(RegionMode):
             if facts.reshapes:
                 self.storages.forget(args[0])
             if not self.storages.new(result):
-                return self.late.mark(result)
-            self.late.fill(tensors((args, kwargs)))
+                return self.left_out.mark(result)
+            self.left_out.read(tensors((args, kwargs)))
         return func(*args, **kwargs)
 
     # --- which step it is ---------------------------------------------------------------------------------------------
@@ -171,8 +156,7 @@ class Replay(RegionMode):
 
     def _give(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """The result of an operation, from what was kept of it."""
-        if step.draws:
-            self.undrawn.append(LateCall(step, args, kwargs))
+        self.has_not_drawn |= step.draws
         kept: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
             content: Any = self.brought.get(value)
@@ -188,27 +172,23 @@ class Replay(RegionMode):
             return self._make_up(step, args, kwargs, read, kept)
 
     def _make_up(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list) -> Any:
-        """The result of an operation that isn't run, with these contents; where there is none it comes when needed."""
+        """The result of an operation that isn't run, with these contents; where there is none it is left out."""
         count = len(step.outs)
         if step.facts.writes:
             written = step.facts.written(args, kwargs)
             count -= len(written)
             for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
                 memory(tensor).copy_(memory(tensor_of(content)))
-                self.late.is_full(tensor)
+                self.left_out.is_full(tensor)
                 self.storages.bind(tensor, value)
-        if all(content is not None for content in contents[:count]):
-            return self._build(step.result, step, contents, read, None)
-        call = LateCall(step, args, kwargs)
-        return self.late.mark(self._build(step.result, step, contents, read, call))
+        return self.left_out.mark(self._build(step.result, step, contents, read))
 
-    def _build(self, item: Any, step: Step, contents: list, read: list, call: LateCall | None) -> Any:
+    def _build(self, item: Any, step: Step, contents: list, read: list) -> Any:
         if isinstance(item, Layout):
             content = contents[item.i]
             if content is None:
-                assert call is not None
                 contents[item.i] = tensor = item.empty()
-                self.late.add(tensor, item, call)
+                self.left_out.add(tensor)
             else:
                 tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
             self.storages.add((tensor, tensor.untyped_storage(), item.form), step.outs[item.i])
@@ -216,11 +196,10 @@ class Replay(RegionMode):
         if isinstance(item, Argument):
             return read[item.i]
         if type(item) in (tuple, list):
-            return type(item)([self._build(part, step, contents, read, call) for part in item])
+            return type(item)([self._build(part, step, contents, read) for part in item])
         return item
 
-    def finish(self, result: Any = None) -> None:
-        """The run has ended: what others may have of its tensors gets its content, but for the ``result``."""
-        if self.late:
-            with without_torch_function():
-                self.late.settle(but=[part for tensor in tensors(result) for part in parts(tensor)])
+    def escaped(self, result: Any = None) -> bool:
+        """Whether somebody has a tensor without content now that the run has ended, other than the ``result``."""
+        with without_torch_function():
+            return self.left_out.escaped(but=[part for tensor in tensors(result) for part in parts(tensor)])

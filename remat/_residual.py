@@ -10,7 +10,7 @@ import torch
 from . import _offload, _torch
 from ._errors import MutationError
 from ._handed import Handed, Hooks
-from ._late import LateTensor
+from ._left_out import LeftOutTensor
 from ._offload import Group, Offloaded
 from ._state import alias, unseen
 from ._values import form_of
@@ -42,8 +42,8 @@ class Residual:
         if outer is None and _offload.in_host_memory(tensor):
             self.stay(tensor, form)
             return
-        if outer is None and isinstance(tensor, LateTensor):  # of a recompute around
-            tensor.fill_itself()
+        if outer is None and isinstance(tensor, LeftOutTensor):  # by a recompute around
+            tensor.check()
         with unseen():
             self._near = alias(tensor)  # as long as the region runs for the first time
             numbers = _numbers(tensor, layout)

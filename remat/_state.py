@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ class _State(threading.local):
     recomputes: int = 0  # how many are open, one within another
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
-    late: float = inf  # the number of the replay that had put off what runs now: whatever began later saw it called
     filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
 
     reader: Any = None  # the frame that gets a value for a backward now
