@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import _torch
+from . import _torch, _tree
 from ._bulk import call, gone
 from ._debug import OpLog
 from ._determinism import LOOKS, fingerprint
@@ -40,8 +40,8 @@ class Frame:
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
-        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings",
-        "mixed", "modes", "noted", "open", "operands", "options", "outer", "policies", "read_inside", "record",
+        "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings", "mixed",
+        "modes", "noted", "one_output", "open", "operands", "options", "outer", "policies", "read_inside", "record",
         "refs", "region", "slot", "slots", "start", "streams", "unfilled",
     )  # fmt: skip
 
@@ -61,6 +61,7 @@ class Frame:
         self.look = LOOKS[self.check]
         self.lock = threading.RLock()
         self.open = True
+        self.one_output = False
         self.inside = False  # a backward pass ran inside the region's forward
         self.start = _torch.next_sequence_number()
         root = region.root
@@ -113,6 +114,8 @@ class Frame:
         self.consts.forget_histories()
         if self.record is not None:
             self.record.close()
+            outputs = [t for t in _tree.flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+            self.one_output = len(outputs) == 1
         return result
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -272,7 +275,9 @@ class Frame:
             elif self.record is not None:
                 alive = [SERVED if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
-            filler = Filler(self, alive, fill)
+            # No other pass will come this way; and a region around has each of its recomputes do the same.
+            last = self.alone and self.one_output and not (self.record is None or self.record.in_region)
+            filler = Filler(self, alive, fill, last)
             try:
                 filler.run()
                 value = wanted.value

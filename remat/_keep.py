@@ -99,6 +99,10 @@ class Keep:
             residual.settle()
         self._owned.clear()
 
+    def release(self, value: int) -> None:
+        """The last recompute has it."""
+        self._owned.pop(value, None)
+
     def own(self, values: Collection[int]) -> None:
         """The slots will be gone: keep what they own."""
         self._owned.update((value, residual) for value in values if (residual := self.kept(value)) is not None)

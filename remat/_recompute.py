@@ -21,6 +21,7 @@ from ._hooks import drop_gradient_hooks, hooks_allowed
 from ._left_out import Restart
 from ._lowerings import Lowerings
 from ._parts import bare
+from ._replay import Attempt
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward, own_work
 from ._streams import is_on_another, resumed
@@ -34,13 +35,14 @@ class Filler:
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "difference", "ended", "ending", "fill", "frame", "last", "look", "rest", "root", "slots", "stopped",
+        "difference", "ended", "ending", "fill", "frame", "last", "look", "once", "rest", "root", "slots", "stopped",
         "unfilled",
     )  # fmt: skip
 
-    def __init__(self, frame: Frame, slots: list[Any], fill: bool = False) -> None:
+    def __init__(self, frame: Frame, slots: list[Any], fill: bool = False, last: bool = False) -> None:
         self.frame = frame
         self.fill = fill  # the operation that saves the last tensor runs too, as it may fill what it has saved
+        self.once = last  # there will be no other recompute
         self.root = frame.region.root
         self.look = frame.look
         self.slots = slots
@@ -114,9 +116,7 @@ class Filler:
         trace, root.trace = root.trace, None  # saved tensors are counted here
         result = None
         replay = root.log = None if frame.log is None else frame.log.replay()
-        if frame.record is not None and frame.record.tells:
-            root.whole = whole
-            root.plan = frame.record.whole_plan() if whole else frame.record.plan(slot for slot in self.slots if slot)
+        root.attempt = self._plan(whole)
         policies = frame.policies
         if frame.open and frame.record is not None:  # no replay says so to regions inside
             policies = (*policies, frame.record.policy)
@@ -134,13 +134,24 @@ class Filler:
             _torch.pop_hooks()
             drop_gradient_hooks(chain(frame.consts.tensors, (t for _, t, _ in root.fixed)), hooks)
             again, root.replay = root.replay, None
-            root.log, root.trace, root.plan = None, trace, None
+            root.log, root.trace, root.attempt = None, trace, None
         if again is not None and again.left_out.is_read:
             return False
         if not self.stopped:
             self._check_end(result, replay)
         del operands, result
         return again is None or not again.escaped()
+
+    def _plan(self, whole: bool) -> Attempt | None:
+        """What to run; all of it, if it isn't known what ran first."""
+        frame, record = self.frame, self.root.record
+        if record is None or not record.tells:
+            return None
+        if whole:
+            plan = record.whole_plan()
+        else:  # a frame without a record fills the slots of another derivative
+            plan = record.plan() if frame.record is None else record.plan(slot for slot in self.slots if slot)
+        return Attempt(plan, whole, self.once and not self.fill)
 
     def let_go(self) -> None:
         """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""

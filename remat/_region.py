@@ -31,13 +31,12 @@ from ._options import Options
 from ._outputs import Outputs
 from ._parts import all_parts
 from ._places import Place
-from ._plan import Plan
 from ._ranges import in_range
 from ._rebound import rebound
 from ._record import Record
 from ._recorder import Recorder
 from ._remembered import Remembered, unchanged, walk
-from ._replay import Replay
+from ._replay import Attempt, Replay
 from ._sharing import apart, as_before, same, twice_below
 from ._state import first_run, own_work, recomputing, state
 from ._trace import Retrace, Trace
@@ -53,10 +52,10 @@ class Region:
     key: tuple = ()  # how a region was derived from it
 
     __slots__ = (
-        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "cells", "consts", "contents",
-        "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log", "mapped",
-        "memory", "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped",
-        "trace", "twice", "walk", "watch", "whole",
+        "ambient", "arguments", "arity", "around", "attempt", "bindings", "by_level", "captured", "cells", "consts",
+        "contents", "devices", "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log",
+        "mapped", "memory", "options", "outputs", "overlaps", "places", "ran", "record", "replay", "same", "swapped",
+        "trace", "twice", "walk", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -89,8 +88,7 @@ class Region:
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
         self.trace: Trace | None = None  # of the first run, where runs again may need it
         self.record: Record | None = None  # of the first run, under a policy
-        self.plan: Plan | None = None  # of a run again, if not all is wanted
-        self.whole = False  # it leaves out nothing
+        self.attempt: Attempt | None = None  # at a recompute, by whoever starts over if it reads what it leaves out
         self.replay: Replay | None = None
         self.log: Any = None  # notes or compares the operations of a run
         self.arity = len(self.arguments)
@@ -250,12 +248,13 @@ class Region:
 
     def _in_full_if_need_be(self, operands: Sequence[torch.Tensor]) -> Any:
         """Run it again, and if that reads what it has left out, once more in full."""
-        if self.record is None or not self.record.tells or self.plan is not None:  # whose maker starts over
+        if self.record is None or not self.record.tells or self.attempt is not None:
             return self._again(operands, None if self.trace is None else Retrace(self.trace))
         around, marks = Around(), mark()
         # A second attempt would find operands that the first one has changed.
         values = self.record.inputs[: len(all_parts([*operands]))]
-        self.whole = not (self.options.may_leave_out and self.record.program.overwritten.isdisjoint(values))
+        whole = not (self.options.may_leave_out and self.record.program.overwritten.isdisjoint(values))
+        self.attempt = Attempt(self.record.whole_plan() if whole else self.record.plan(), whole)
         try:
             result = self._again(operands, None if self.trace is None else Retrace(self.trace))
             if not self.starts_over and (self.replay is None or not self.replay.escaped(result)):
@@ -265,14 +264,14 @@ class Region:
             if not self.starts_over:
                 raise
         finally:
-            self.replay = None
+            self.replay = self.attempt = None
         around.undo()
         go_back(marks)
-        self.whole = True
+        self.attempt = Attempt(self.record.whole_plan(), whole=True)
         try:
             return self._again(operands, None if self.trace is None else Retrace(self.trace))
         finally:
-            self.replay = None
+            self.replay = self.attempt = None
 
     @property
     def starts_over(self) -> bool:
@@ -287,10 +286,9 @@ class Region:
         return Recorder(self.record)
 
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
-        if self.record is None or not self.record.tells:
+        if self.record is None or self.attempt is None:
             return self.call(operands, None, again=True)
-        plan = self.plan or (self.record.whole_plan() if self.whole else self.record.plan())
-        self.replay = Replay(self.record, plan, [*operands, *captured], self.whole)
+        self.replay = Replay(self.record, self.attempt, [*operands, *captured])
         return self.call(operands, self.replay, again=True)
 
     def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:

@@ -7,7 +7,7 @@ one that was left out is needed after all, the recompute starts over, and leaves
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,12 +26,20 @@ from ._torch import without_torch_function
 from ._values import Argument, Layout
 
 
+class Attempt(NamedTuple):
+    """What a recompute does."""
+
+    plan: Plan
+    whole: bool  # it leaves out nothing
+    last: bool = False  # what is kept for it alone need not stay
+
+
 class Replay(RegionMode):
     """Goes through the operations of a run again, beside the steps of the first run."""
 
-    def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool) -> None:
+    def __init__(self, record: Record, attempt: Attempt, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__(record)
-        self.plan, self.whole = plan, whole  # nothing is left out
+        self.plan, self.whole, self.last = attempt
         self.position = 0  # of the step that should come next; those before came, or were left out
         self.left_out = LeftOut()
         self.has_not_drawn = False  # an operation that draws random numbers was given what it has drawn
@@ -39,7 +47,7 @@ class Replay(RegionMode):
         # What is kept, for the given steps, as far as it must be brought here first.
         self.brought: dict[int, torch.Tensor] = {}
         with without_torch_function():
-            for value in [value for number in sorted(plan.given) for value in record.program.steps[number].outs]:
+            for value in [value for number in sorted(self.plan.given) for value in record.program.steps[number].outs]:
                 residual = record.kept(value)
                 if residual is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
@@ -159,7 +167,7 @@ class Replay(RegionMode):
         self.has_not_drawn |= step.draws
         kept: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            content: Any = self.brought.get(value)
+            content: Any = self.brought.pop(value, None)
             if content is None:
                 content = self.record.kept(value)
             else:
@@ -168,6 +176,8 @@ class Replay(RegionMode):
                 # What the region changes in place later must not be the kept one.
                 content = memory(tensor_of(content)).clone()
             kept.append(content)
+            if self.last:
+                self.record.keep.release(value)
         with unseen():
             return self._make_up(step, args, kwargs, read, kept)
 

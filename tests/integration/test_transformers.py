@@ -15,10 +15,12 @@ from cases import assert_same
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import remat.nn
-from benchmarks.libraries import watched
+from benchmarks.libraries import transformer, watched
 from benchmarks.measure import assert_freed_without_gc, held_bytes
+from benchmarks.wrappers import MATMULS
 from remat import PolicyError, RematError, policies
 from remat.integrations.transformers import enable
 
@@ -397,3 +399,21 @@ def test_compile() -> None:
         assert products == (without if policy else its_own)
         torch.testing.assert_close(result, expected)
     assert without < its_own
+
+
+def test_peak_with_dropout() -> None:
+    """What a recompute leaves out takes no memory, and what is kept for it alone goes when it is used."""
+    ids = torch.arange(16 * 32).reshape(16, 32) * 7 % 64
+
+    def peak(model: Any) -> int:
+        def training_step() -> None:
+            model.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+
+        training_step()
+        return watched(training_step)[1]
+
+    own = transformer("GPT-2")
+    contexts = partial(create_selective_checkpoint_contexts, [*MATMULS])
+    own.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
+    assert peak(enabled(transformer("GPT-2"), policies.save_matmuls)) <= peak(own)
