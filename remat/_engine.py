@@ -275,8 +275,8 @@ class Frame:
             elif self.record is not None:
                 alive = [SERVED if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
-            # No other pass will come this way; and a region around has each of its recomputes do the same.
-            last = self.alone and self.one_output and not (self.record is None or self.record.in_region)
+            # No other pass will come this way. Where regions are inside of one another, each recompute does the same.
+            last = self.alone and self.one_output and not (self.record is None or self.record.in_region or self.inside)
             filler = Filler(self, alive, fill, last)
             try:
                 filler.run()

@@ -33,8 +33,8 @@ class Options:
 
     @property
     def may_leave_out(self) -> bool:
-        """Whether a recompute may skip what nothing needs: not where all that it does is compared."""
-        return not self.debug and self.determinism_check != "values"
+        """Whether a recompute may skip what nothing needs: not where values are compared that nothing else needs."""
+        return self.determinism_check != "values"
 
     def overridden(self) -> Options:
         """The options of a region that is called now."""

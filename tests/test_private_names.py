@@ -24,7 +24,6 @@ ON_OBJECTS = {
     "_torchdynamo_disable": lambda: torch.compiler.disable(lambda: None),
     "_version": lambda: torch.ones(1),
     "_base": lambda: torch.ones(1),
-    "_op": lambda: torch.ops.aten.mm.default,
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_backward_hooks": lambda: torch.ones(1),
     "_post_accumulate_grad_hooks": lambda: torch.ones(1),
