@@ -23,7 +23,7 @@ from ._lowerings import Lowerings
 from ._parts import bare
 from ._replay import Attempt
 from ._slots import Slot, Stop
-from ._state import alias, as_in_forward, own_work
+from ._state import alias, as_in_forward, own_work, state
 from ._streams import is_on_another, resumed
 from ._torch import PlainMode, modes_that_see
 
@@ -56,10 +56,11 @@ class Filler:
 
     def run(self) -> None:
         contexts = self._contexts()
-        before, log = torch.is_grad_enabled(), self.frame.log
+        before = torch.is_grad_enabled()
+        logs = [log for log in state.logs if log.noting]  # of runs that go on, of which this is no part
         _torch.set_grad_enabled(True)
-        if log is not None:
-            log.noting = False  # it may still be the first run's, of which this is no part
+        for log in logs:
+            log.noting = False
         try:
             if not contexts:
                 return self._run()
@@ -69,7 +70,7 @@ class Filler:
                 self._run()
         finally:
             _torch.set_grad_enabled(before)
-            if log is not None:
+            for log in logs:
                 log.noting = True
 
     def _contexts(self) -> list[Any]:

@@ -97,9 +97,28 @@ def hook(t: Tensor, factor: float) -> None:
 
 @contextmanager
 def packing() -> Iterator[None]:
+    """Saved-tensor hooks that keep the tensor itself, and give back a copy."""
     # rrelu saves its noise before it has drawn it: no copies when it is saved.
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, torch.clone):
+    hooks = (lambda tensor: tensor, torch.clone) if REGIONS[0] else (with_version, unchanged)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
         yield
+
+
+def with_version(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    """A copy of what was saved.
+
+    Raises:
+        RuntimeError: the tensor was changed since. torch raises this too, but not where hooks keep the tensor:
+            there its gradients are wrong. Its own forward derivative of softmax is such a case.
+    """
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError("a saved tensor was changed in place, so the gradient would be wrong")
+    return tensor.clone()
 
 
 def chosen(seed: int, answers: int = 2) -> Fn:
