@@ -18,7 +18,7 @@ from . import _torch, _tree
 from ._ambient import Ambient
 from ._arguments import Arguments
 from ._around import Around
-from ._captured import NOTHING, Found
+from ._captured import NOTHING, Found, find
 from ._contents import is_put_back, snapshots
 from ._copies import without_containers
 from ._intercept import Interceptor, made_inside
@@ -33,7 +33,6 @@ from ._ranges import in_range
 from ._rebound import rebound
 from ._record import Record
 from ._recorder import Recorder
-from ._remembered import Remembered, unchanged, walk
 from ._replay import Replay
 from ._sharing import apart, as_before, same, twice_below
 from ._state import first_run, own_work, recomputing, state
@@ -53,7 +52,7 @@ class Region:
         "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "cells", "consts", "contents",
         "devices", "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log", "mapped",
         "memory", "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped",
-        "trace", "twice", "walk", "watch",
+        "trace", "twice", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +62,6 @@ class Region:
         self.given, self.arguments = given, tensors
         self.around = around  # which has recorded for it since
         self.found: Found | None = None  # what the function captures
-        self.walk: Remembered | None = None
         self.cells: Sequence[tuple[Any, Any]] = ()
         self.contents: Sequence[Any] = ()
         # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
@@ -120,8 +118,7 @@ class Region:
 
     def search(self) -> Found:
         """Find what the function captures."""
-        self.found = found = walk(self.fn, self.given.searched(), self.memory)
-        self.walk = found if type(found) is Remembered else None
+        self.found = found = find(self.fn, *self.given.searched())
         self.cells = found.cells
         self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)] if found.contents else ()
         return found
@@ -266,8 +263,6 @@ class Region:
     def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if not (self.contents or self.holders or self.bindings or self.places or self.cells):
             return None
-        if self.walk is not None and not self.bindings and self.walk.holds():
-            return unchanged(self.walk)
         values = [*snapshots(self.contents), *self.holders, *((place, operands[i]) for place, i in self.bindings)]
         values += zip(self.places, captured)
         return rebound(values, cells=self.cells)
