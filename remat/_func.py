@@ -16,7 +16,7 @@ from ._arguments import take_apart
 from ._around import Around
 from ._bottom import Call
 from ._hooks import drop_gradient_hooks, is_hooks_refusal
-from ._intercept import FoundCaptured, Search, given_as, made_inside
+from ._intercept import FoundCaptured, given_as, made_inside
 from ._left_behind import check_left_behind
 from ._levels import NeedsLevel, apply
 from ._lowerings import go_back, mark
@@ -34,7 +34,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     region = Region(fn, *take_apart(args, kwargs), options, memory, Around())
     region.kinds = kinds
     region.by_level = kinds in memory.known.by_level
-    search, marks = Search(region, kinds), mark()
+    marks, complete = mark(), False  # whether all captured tensors are known
     try:
         while True:
             region.open(follow=is_followed)
@@ -48,11 +48,12 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                     outs = apply(region, operands, record)
                     news = _news(region)
                     check_left_behind(region, outs)
-                if news:
-                    pass
-                elif search.ends():
-                    made_inside(outs)
-                    return region.outputs.build(outs, operands)
+                if not news:
+                    if complete or not _adopts_others(region):
+                        region.watch = None
+                        made_inside(outs)
+                        return region.outputs.build(outs, operands)
+                    complete = True
             except FoundCaptured as found:
                 if found.region is not region:
                     raise
@@ -64,8 +65,10 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             except Exception as error:
                 if is_hooks_refusal(error) and not memory.known.uses_func:
                     memory.known.uses_func = True
-                elif search.ends():
+                elif complete or not _adopts_others(region):
                     raise
+                else:
+                    complete = True
             record.roll_back()
             go_back(marks)
             with own_work():
@@ -73,6 +76,13 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             region.restart()
     finally:
         region.forget()
+
+
+def _adopts_others(region: Region) -> bool:
+    """Whether its first run has read captured tensors that were not known; then they are operands from now on."""
+    found = [] if region.watch is None else region.watch.remaining()
+    region.adopt(found)
+    return bool(found)
 
 
 def _news(region: Region) -> bool:

@@ -37,8 +37,8 @@ class Watch:
     """What a first run must watch for: tensors that a transform follows, and that neither came in nor were made inside.
 
     A wrapper of a level that isn't on the stack is surely captured. Otherwise an inner transform may have made it, out
-    of sight: inner levels have the numbers of the ones that were taken off the stack. Such *suspects* are collected;
-    the captured ones among them are the very same objects in another run.
+    of sight: inner levels have the numbers of the ones that were taken off the stack. What was made inside is gone when
+    the run is over, so what is still there is taken to be captured.
     """
 
     __slots__ = ("asks", "cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "wrappers")
@@ -53,7 +53,7 @@ class Watch:
         self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
         self.seen: dict[int, weakref.ref] = {}
         self.made(inside)
-        self.suspects: dict[int, torch.Tensor] = {}
+        self.suspects: list[weakref.ref] = []  # made inside or captured
         # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
         self.wrappers: set[int] = set()
         while operands := list(filter(_torch.is_wrapped, operands)):
@@ -68,7 +68,7 @@ class Watch:
 
     def has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""
-        inside = self._is_seen(tensor) and id(tensor) not in self.suspects
+        inside = self._is_seen(tensor) and all(suspect() is not tensor for suspect in self.suspects)
         # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
         dual = _torch.JVP in self.region.kinds and _torch.is_dead(tensor)
         return inside and (dual or requires_grad_somewhere(tensor))
@@ -107,42 +107,16 @@ class Watch:
             if _torch.level_of(tensor) > (_torch.current_level() or 0):
                 return True
             if not any(map(self._is_seen, _chain(tensor))):
-                self.suspects[id(tensor)] = tensor
+                self.suspects.append(weakref.ref(tensor))
         elif self.plain_too and tensor.requires_grad:
-            self.suspects[id(tensor)] = tensor
+            self.suspects.append(weakref.ref(tensor))
         self.made([tensor])
         return False
 
-
-class Search:
-    """The search for captured tensors among suspects, over runs of one call.
-
-    It is made once for a function under the same kinds of transforms: the suspects of a second run that were there in
-    the first one are captured, those made inside are other objects each time.
-    """
-
-    __slots__ = ("before", "kinds", "region")
-
-    def __init__(self, region: Any, kinds: tuple) -> None:
-        self.region = region
-        self.kinds = kinds
-        self.before: dict[int, torch.Tensor] | None = None
-
-    def ends(self) -> bool:
-        """Whether the run that just ended needs no other; if it does, the region has adopted what was found."""
-        watch, memory = self.region.watch, self.region.memory
-        now, self.region.watch = {} if watch is None else watch.suspects, None
-        if not now or self.kinds in memory.searched:
-            return True
-        if self.before is None:
-            self.before = now
-            return False
-        captured = [t for i, t in now.items() if i in self.before]
-        if not captured:
-            memory.searched.add(self.kinds)
-            return True
-        self.region.adopt(captured)
-        return False
+    def remaining(self) -> list[torch.Tensor]:
+        """After the run: the tensors that were not known then, and are still there."""
+        found = [suspect() for suspect in self.suspects]
+        return [tensor for tensor in found if tensor is not None and not _torch.is_dead(tensor)]
 
 
 class Interceptor(TorchFunctionMode):

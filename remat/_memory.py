@@ -31,11 +31,10 @@ class Known:
 class Memory:
     """What a rematerialized function has learnt from its calls."""
 
-    __slots__ = ("__weakref__", "known", "searched")
+    __slots__ = ("__weakref__", "known")
 
     def __init__(self, known: Known) -> None:
         self.known = known
-        self.searched: set[tuple] = set()  # kinds of transforms under which suspects were looked into
 
     def is_news(self, warning: str) -> bool:
         """Whether the user was not warned of it yet."""
