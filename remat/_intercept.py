@@ -21,7 +21,6 @@ from ._errors import CaptureError, MutationError
 from ._facts import mapped, tensors
 from ._parts import is_followed_below, requires_grad_somewhere
 from ._state import state
-from ._trace import Trace
 
 
 class FoundCaptured(BaseException):
@@ -120,17 +119,13 @@ class Watch:
 
 
 class Interceptor(TorchFunctionMode):
-    """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet.
-
-    With a trace it notes what is called.
-    """
+    """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet."""
 
     def __init__(
         self,
         own: Mapping[int, torch.Tensor],
         inherited: Mapping[int, torch.Tensor],
         watch: Watch | None = None,
-        trace: Trace | None = None,
         stale: Mapping[int, str] | None = None,
         given: Mapping[int, torch.Tensor | None] | None = None,
     ) -> None:
@@ -139,7 +134,6 @@ class Interceptor(TorchFunctionMode):
         self.unused = set(own)
         self.level: int | None = None
         self.watch = watch
-        self.trace = trace
         self.stale = stale or {}
         self.given = given or {}  # for the operands of this run what the region was given; None if it is run again
 
@@ -174,25 +168,16 @@ class Interceptor(TorchFunctionMode):
                 seen[id(result)] = weakref.ref(result)
             else:
                 watch.made(tensors(result))
-        if self.trace is not None and func not in _BY_LEVEL and self._is_own_call():
-            self.trace.note(func, result)
         return result
 
-    def _is_own_call(self) -> bool:
-        """Not what an inner transform or a recompute inside calls, which isn't the same each time."""
-        same_level = _torch.current_level() == state.interceptors[-1].level
-        return same_level and state.recomputes == self.recomputes
-
     def __enter__(self) -> Interceptor:
-        self.level, self.recomputes = _torch.current_level(), state.recomputes
+        self.level = _torch.current_level()
         state.interceptors = *state.interceptors, self
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         state.interceptors = state.interceptors[:-1]
-        if self.trace is not None and exception[0] is None:
-            self.trace.end()
 
     def _hook(self, func: Any, operand: torch.Tensor, hook: Any) -> Any:
         """A hook on an operand goes to the tensor that it stands for: it gets the gradient of all uses of that one."""

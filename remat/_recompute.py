@@ -101,7 +101,6 @@ class Filler:
             frame.operands.find_changed()
         with own_work():
             operands = frame.operands.all_again()
-        trace, root.trace = root.trace, None  # saved tensors are counted here
         result = None
         replay = root.log = None if frame.log is None else frame.log.replay()
         if frame.record is not None and frame.record.tells:
@@ -123,7 +122,7 @@ class Filler:
             _torch.pop_hooks()
             drop_gradient_hooks(chain(frame.consts.tensors, (t for _, t, _ in root.fixed)), hooks)
             again, root.replay = root.replay, None
-            root.log, root.trace, root.plan = None, trace, None
+            root.log = root.plan = None
         if not self.stopped:
             self._check_end(result, replay)
         del operands, result

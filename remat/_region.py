@@ -36,7 +36,6 @@ from ._recorder import Recorder
 from ._replay import Replay
 from ._sharing import apart, as_before, same, twice_below
 from ._state import first_run, own_work, recomputing, state
-from ._trace import Retrace, Trace
 from ._turns import turn
 from .policies import nothing_saveable
 
@@ -52,7 +51,7 @@ class Region:
         "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "cells", "consts", "contents",
         "devices", "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log", "mapped",
         "memory", "options", "outputs", "overlaps", "places", "plan", "ran", "record", "replay", "same", "swapped",
-        "trace", "twice", "watch",
+        "twice", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -82,7 +81,6 @@ class Region:
         self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
         self.hooked = False  # its first run has put hooks on what it was given
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
-        self.trace: Trace | None = None  # of the first run, where runs again may need it
         self.record: Record | None = None  # of the first run, under a policy
         self.plan: Plan | None = None  # of a run again, if not all is wanted
         self.replay: Replay | None = None
@@ -214,15 +212,15 @@ class Region:
 
     def call_again(self, operands: Sequence[torch.Tensor]) -> Any:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
-        return self._again(apart(operands, self.twice), None)
+        return self._again(apart(operands, self.twice))
 
-    def _again(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
+    def _again(self, operands: Sequence[torch.Tensor]) -> Any:
         assert self.ambient is not None
         with turn(), recomputing(self.options.override), self.ambient.restored():
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
             if self.same or self.overlaps:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)
-            bound, swapped = self._bound_again(operands, captured), self._swapped(operands, repeat(None), trace)
+            bound, swapped = self._bound_again(operands, captured), self._swapped(operands, repeat(None))
             if bound is None and swapped is None:
                 return self._replayed(operands, captured)
             with bound or nullcontext(), swapped or nullcontext():
@@ -233,13 +231,13 @@ class Region:
         if self.ran:
             captured = twice_below(operands, operands, self.consts.tensors, self.same)  # levels may hide it at first
             operands = apart(operands, {*self.twice, *captured})
-            result = self._again(operands, None if self.trace is None else Retrace(self.trace))
+            result = self._again(operands)
             return self.outputs.compare(result, operands)
         self.ran = True
         self.twice = twice_below(operands, self.operands(), self.consts.tensors, self.same)
         operands = apart(operands, self.twice)
         bound = rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
-        with bound, self._swapped(operands, self.operands(), self.trace) or nullcontext():
+        with bound, self._swapped(operands, self.operands()) or nullcontext():
             result = self.call(operands, self._recorder(operands))
         return self.outputs.record(result, operands)
 
@@ -267,14 +265,14 @@ class Region:
         values += zip(self.places, captured)
         return rebound(values, cells=self.cells)
 
-    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, trace: Trace | None) -> Any:
+    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable) -> Any:
         own = dict(zip(map(id, self.swapped), operands[len(self.given.positions) :])) if self.swapped else {}
         # What it captures may have been changed, as long as it does not read it.
         stale = self._stale() if self.ran else {}
-        if own or self.inherited or stale or trace is not None or self.watch is not None or self.hooked:
+        if own or self.inherited or stale or self.watch is not None or self.hooked:
             # A tensor may stand for another one too, on which no hook can be.
             stands_for = {id(t): outer for t, outer in zip(operands, given) if outer is None or outer.requires_grad}
-            return Interceptor(own, self.inherited, self.watch, trace, stale, stands_for)
+            return Interceptor(own, self.inherited, self.watch, stale, stands_for)
         return None
 
     def _stale(self) -> dict[int, str]:
