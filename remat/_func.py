@@ -34,7 +34,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     region = Region(fn, *take_apart(args, kwargs), options, memory, Around())
     region.kinds = kinds
     region.by_level = kinds in memory.known.by_level
-    marks, complete = mark(), False  # whether all captured tensors are known
+    marks = mark()
     try:
         while True:
             region.open(follow=is_followed)
@@ -48,12 +48,10 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                     outs = apply(region, operands, record)
                     news = _news(region)
                     check_left_behind(region, outs)
-                if not news:
-                    if complete or not _adopts_others(region):
-                        region.watch = None
-                        made_inside(outs)
-                        return region.outputs.build(outs, operands)
-                    complete = True
+                if not news and not _adopts_others(region):
+                    region.watch = None
+                    made_inside(outs)
+                    return region.outputs.build(outs, operands)
             except FoundCaptured as found:
                 if found.region is not region:
                     raise
@@ -65,10 +63,8 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             except Exception as error:
                 if is_hooks_refusal(error) and not memory.known.uses_func:
                     memory.known.uses_func = True
-                elif complete or not _adopts_others(region):
+                elif not _adopts_others(region):
                     raise
-                else:
-                    complete = True
             record.roll_back()
             go_back(marks)
             with own_work():
@@ -79,9 +75,13 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
 
 
 def _adopts_others(region: Region) -> bool:
-    """Whether its first run has read captured tensors that were not known; then they are operands from now on."""
-    found = [] if region.watch is None else region.watch.remaining()
+    """Whether its first run has read captured tensors that were not known; then they are operands from now on.
+
+    Not if it did not read those of the last time: they were made inside, and others would be the next time.
+    """
+    found = [] if region.watch is None or region.watch.unread else region.watch.remaining()
     region.adopt(found)
+    region.guessed |= {*map(id, found)}
     return bool(found)
 
 

@@ -40,7 +40,7 @@ class Watch:
     the run is over, so what is still there is taken to be captured.
     """
 
-    __slots__ = ("asks", "cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "wrappers")
+    __slots__ = ("asks", "cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "unread", "wrappers")
 
     def __init__(
         self, region: Any, operands: list[torch.Tensor], inside: list[torch.Tensor], plain_too: bool, recorded: bool
@@ -53,6 +53,7 @@ class Watch:
         self.seen: dict[int, weakref.ref] = {}
         self.made(inside)
         self.suspects: list[weakref.ref] = []  # made inside or captured
+        self.unread = False  # the run has not read all that was taken to be captured after another run
         # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
         self.wrappers: set[int] = set()
         while operands := list(filter(_torch.is_wrapped, operands)):
@@ -130,7 +131,8 @@ class Interceptor(TorchFunctionMode):
         given: Mapping[int, torch.Tensor | None] | None = None,
     ) -> None:
         super().__init__()
-        self.swaps = {**inherited, **own}
+        self.inherited = inherited
+        self.swaps = {**{key: own.get(id(tensor), tensor) for key, tensor in inherited.items()}, **own}
         self.unused = set(own)
         self.level: int | None = None
         self.watch = watch
@@ -178,6 +180,8 @@ class Interceptor(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         state.interceptors = state.interceptors[:-1]
+        if self.watch is not None:
+            self.watch.unread = bool(self.unused & self.watch.region.guessed)
 
     def _hook(self, func: Any, operand: torch.Tensor, hook: Any) -> Any:
         """A hook on an operand goes to the tensor that it stands for: it gets the gradient of all uses of that one."""
@@ -197,7 +201,7 @@ class Interceptor(TorchFunctionMode):
         return tensor
 
     def _give_up(self, watch: Watch, tensor: torch.Tensor) -> None:
-        if self.unused:
+        if self.unused - watch.region.guessed:
             raise CaptureError(
                 f"A region under torch.func reads a tensor of shape {tuple(tensor.shape)} that is neither an argument "
                 f"nor found in what the function captures, and it is another one each time. Pass it as an argument."
@@ -210,7 +214,7 @@ class Interceptor(TorchFunctionMode):
     def _swapped(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.swaps:
             return tensor
-        self.unused.discard(id(tensor))
+        self.unused.discard(id(self.inherited.get(id(tensor), tensor)))
         return self.swaps[id(tensor)]
 
 

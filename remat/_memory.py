@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ._code import CACHE
+from ._captured import CACHE
 
 
 class Known:

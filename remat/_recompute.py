@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +119,7 @@ class Filler:
                 raise
         finally:
             _torch.pop_hooks()
-            drop_gradient_hooks(chain(frame.consts.tensors, (t for _, t, _ in root.fixed)), hooks)
+            drop_gradient_hooks(frame.consts.tensors, hooks)
             again, root.replay = root.replay, None
             root.log = root.plan = None
         if not self.stopped:

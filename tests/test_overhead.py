@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import numpy as np
 import optree
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from benchmarks.measure import gc_disabled
 from remat import remat
 from remat._arguments import Positional, Tensors, take_apart
-from remat._captured import NOTHING, find
 
 
 def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -70,37 +68,3 @@ def test_tensors_in_containers_go_back_where_they_were() -> None:
     args, kwargs = given.filled([*(t + 10 for t in tensors), torch.zeros(2)])  # the last one is an operand beyond them
     assert list(args[0]) == ["z", "y"] and list(kwargs) == ["w"]
     assert [t[0].item() for t in (args[0]["z"], args[0]["y"][0], kwargs["w"][0])] == [10, 11, 12]
-
-
-WEIGHT = torch.ones(2)
-
-
-def reads_a_global(x: torch.Tensor) -> torch.Tensor:
-    return x * WEIGHT
-
-
-def calls_a_helper(x: torch.Tensor) -> torch.Tensor:
-    return reads_a_global(x)
-
-
-def has_a_default(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
-    return x * factor
-
-
-def test_a_function_that_reads_libraries_alone_is_not_searched() -> None:
-    bound = torch.ones(2)
-    find(layer)  # by then it is known which of its globals are libraries
-    assert find(layer) is NOTHING
-    for fn in (reads_a_global, calls_a_helper, has_a_default, lambda x: x * bound):
-        assert find(fn) is not NOTHING
-    assert [value is WEIGHT for _, value in find(calls_a_helper).places] == [True]
-
-
-def test_it_is_searched_when_its_globals_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * np
-
-    find(fn)
-    assert find(fn) is NOTHING
-    monkeypatch.setitem(globals(), "np", WEIGHT)
-    assert [value is WEIGHT for _, value in find(fn).places] == [True]
