@@ -7,7 +7,6 @@ precision of products), and the weights that `torch.nn.utils.parametrize.cached(
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import repeat
@@ -20,8 +19,15 @@ from torch.backends import cuda as sdpa
 from . import _torch
 from ._bulk import call
 from ._errors import RematError
-from ._generators import accelerator, current_device, global_generators, is_capturing, set_current_device, with_state
-from ._slow_states import State
+from ._generators import (
+    accelerator,
+    bytes_of,
+    current_device,
+    global_generators,
+    is_capturing,
+    set_current_device,
+    with_state,
+)
 
 
 class Ambient:
@@ -138,10 +144,7 @@ class _Restored:
 
 
 def _torch_part(state: Any) -> bytes | None:
-    """The state of a torch generator, read past modes and levels."""
-    if isinstance(state, State):
-        state = state.value
-    return ctypes.string_at(state.data_ptr(), state.nbytes) if isinstance(state, torch.Tensor) else None
+    return bytes_of(state) if isinstance(state, torch.Tensor) else None
 
 
 def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:

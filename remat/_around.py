@@ -17,23 +17,21 @@ from ._state import state
 class Around:
     """The hooks at one moment: those of a region around, in whichever of its runs, of somebody else, or none."""
 
-    __slots__ = ("hooks", "notes", "owner", "position", "region")
+    __slots__ = ("hooks", "logs", "owner", "position", "region")
 
     def __init__(self) -> None:
         self.hooks = _torch.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
         self.region: Frame | Filler | None = self.owner if isinstance(self.owner, (Frame, Filler)) else None
         self.position = 0 if self.region is None else self.region.count
-        # The traces and logs of regions around, and how far each has come.
-        self.notes = [(each.trace, each.trace.mark()) for each in state.interceptors if each.trace is not None]
-        self.notes += [(log, len(log.entries)) for log in state.logs]
+        self.logs = [(log, len(log.entries)) for log in state.logs]  # of regions around, and how far each has come
 
     def undo(self) -> None:
         """Have the regions around forget what they have recorded since: a run inside of them is given up."""
         if self.region is not None:
             self.region.go_back(self.position)
-        for notes, mark in self.notes:
-            notes.go_back(mark)
+        for log, position in self.logs:
+            log.go_back(position)
 
     def take(self, operands: Kept, uses: Iterable[tuple[int, int]] | None = None) -> None:
         """Let them keep a region's operands. That may be all that a run again of the region around is for."""

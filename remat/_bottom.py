@@ -25,7 +25,6 @@ from ._intercept import Watch
 from ._kept import NONE_KEPT, Kept
 from ._parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from ._recompute import outside_of_batched_backward
-from ._trace import Trace
 
 Tensors = Sequence[torch.Tensor]
 _is_inference = methodcaller("is_inference")
@@ -165,9 +164,8 @@ def _frame(region: Any, operands: Kept, consts: Kept, read_inside: bool = False)
 
 
 def _observe(root: Any, inputs: list[torch.Tensor], follows: bool, recorded: bool) -> None:
-    """Have the first run watched for captured tensors and, where it is differentiated, traced."""
+    """Have the first run watched for captured tensors."""
     root.watch = Watch(root, root.operands(), inputs, follows, recorded)
-    root.trace = Trace() if follows and root.options.determinism_check != "none" else None
 
 
 def _again(region: Any, operands: list, call: Call, recorded: bool, dual: bool) -> list:

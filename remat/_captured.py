@@ -1,255 +1,260 @@
-"""Finds, without running it, the tensors that a function reads and does not get as arguments.
+"""Finds, without running it, what a function reads and does not get as arguments: tensors, generators and variables.
 
-Each comes with its *place*: the closure cell, dict entry, list item, ... that holds it. A place can
-be read, bound to something else while the function runs, and named in a message. So can the places
-on the way to it. What no place leads to (``getattr(obj, name)`` of a class or Python module,
-``tensor.mul`` as a function) is left to interception.
+It goes through closures, globals that code names, methods, partials, modules, objects, dicts, lists and tuples. What is
+read in another way, such as from a class, from a Python module or by a computed name, is left to interception.
 """
 
 from __future__ import annotations
 
 import functools
-from contextvars import ContextVar
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from inspect import ismemberdescriptor
 from itertools import islice
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._classes import ClassReads, call_reads, class_reads, slots
-from ._code import CACHE, is_library, reads, wrapped
-from ._contents import copy_dict
 from ._generators import is_generator
-from ._places import (
-    MISSING,
-    Attribute,
-    CellPlace,
-    ClassAttribute,
-    Descriptor,
-    Fixed,
-    GlobalPlace,
-    NamePlace,
-    PartialArgs,
-    Place,
-)
-from ._walk import Containers, Found, Visit, own, visits
+from ._variables import COPIED, Copy, Entries, PartialArgs, Slots, TensorId, Variables, copy_dict
 
-__all__ = ["NOTHING", "Found", "find"]
-
+CACHE = 4096  # entries per cache: a class or code made on the fly does not stay for ever
 _BUDGET = 100_000  # objects visited per call
+_LIMIT = 10_000  # containers with more entries are data, not state
+_STATE = 1_000  # up to this length even plain ones are, and what they hold is noted down
+_SAMPLE = 32  # a longer container whose first entries are plain is taken to be plain
+_TUPLE_DEPTH = 32
 
 
-def find(*roots: Any) -> Found:
-    """The places reached from `roots` that hold a tensor or generator, those on the way, and all closure cells."""
-    if len(roots) == 1 and type(roots[0]) is FunctionType and _reads_libraries_alone(roots[0]):
-        return NOTHING
-    walk = _Walk()
-    for root in roots:
-        name = root.__name__ if type(root) is FunctionType else "self"
-        walk.see(root, NamePlace(None, name, None))
-    return walk.run()
+class Path:
+    """How a value is reached, as Python spells it; ``owned``: as the state of a module or of the callable object."""
+
+    __slots__ = ("owned", "step", "up")
+
+    def __init__(self, step: str, up: Path | None = None, owned: bool = False) -> None:
+        self.step, self.up = step, up
+        self.owned: bool = owned or (up is not None and up.owned)
+
+    def __str__(self) -> str:
+        return self.step if self.up is None else f"{self.up}{self.step}"
+
+    def attribute(self, name: Any) -> Path:
+        plain = isinstance(name, str) and name.isidentifier()
+        return Path(f".{name}" if plain else f"[{name}]" if str(name).isdigit() else f"[{name!r}]", self)
+
+    def item(self, key: Any) -> Path:
+        return Path(f"[{key!r}]", self)
 
 
-def _reads_libraries_alone(fn: FunctionType) -> bool:
-    """Whether there is nothing to find, as in most functions that are given all that they use."""
-    names = None if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or fn.__dict__ else reads(fn)
-    scope = fn.__globals__
-    return names is not None and all(name not in scope or id(scope[name]) in _libraries for name in names.globals)
+class Root(Path):
+    """Where a search starts."""
+
+    __slots__ = ()
 
 
-class _Walk(Containers):
-    """One breadth-first search: every object is visited once, and tuples once per place."""
+Visit = Callable[["Captured", Any, Path], object]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sharded: set[int] = set()  # modules whose parameters are not the region's to keep
 
-    def run(self) -> Found:
-        seen, found, tensor, tuple_ = self.seen, self.places, _Walk.tensor, _Walk.tuple
-        # The list grows meanwhile and never shrinks, so the ids in `seen` stay valid.
-        for visit, value, place in islice(self.queue, _BUDGET):
-            if visit is tensor:
-                found.append((place, value))
-            elif id(value) not in seen:
-                if visit is not tuple_:
-                    seen.add(id(value))
-                visit(self, value, place)
-        return self
+class Captured:
+    """What is found. The nearest come first; a tensor that is held in two places is there with both."""
 
-    def function(self, fn: FunctionType, place: Place) -> None:
-        names = reads(fn)
-        seen, queue = self.seen, self.queue
-        if fn.__closure__:
-            for name, cell in zip(fn.__code__.co_freevars, fn.__closure__):
-                try:
-                    value = cell.cell_contents
-                except ValueError:
-                    continue
-                visit = visits[type(value)]
-                if visit in _NAMED and names is not None:
-                    self.by_name(visit, value, names.attributes, CellPlace(cell, name, place))
-                if id(cell) in seen:
-                    continue
-                seen.add(id(cell))
-                if names is not None:
-                    self.cells.append((cell, value))
-                elif visit in _DATA:  # a library's own state; the functions that it wraps are not
-                    continue
-                if visit is not None:
-                    queue.append((visit, value, CellPlace(cell, name, place)))
-        if names is not None:
+    def __init__(self, roots: Sequence[Any] = ()) -> None:
+        self.tensors: list[tuple[Path, Any]] = []  # and generators
+        self.variables: list[Variables] = []
+        self._queue: list[tuple[Visit, Any, Path]] = []
+        self._seen: set[Any] = set()
+        self._copies: dict[int, Copy] = {}
+        self._tuples: dict[int, Any] = {}
+        self._sharded: set[int] = set()  # modules whose parameters are not the region's to keep
+        for root in roots:
+            own = root is roots[0] and visits[type(root)] in (Captured.method, Captured.instance)
+            self.see(root, Root(root.__name__ if type(root) is FunctionType else "self", None, own))
+        # The list grows meanwhile and never shrinks, so the ids in `_seen` and `_copies` stay valid.
+        for visit, value, path in islice(self._queue, _BUDGET):
+            if visit is Captured.tensor:
+                self.tensors.append((path, value))
+            elif id(value) not in self._seen:
+                self._seen.add(id(value))
+                visit(self, value, path)
+
+    def let_go(self) -> None:
+        """After the first run: keep no container that may lead to the region."""
+        for copy in self._copies.values():
+            copy.let_go()
+
+    def see(self, value: Any, path: Path) -> None:
+        if (visit := visits[type(value)]) is not None:
+            self._queue.append((visit, value, path))
+
+    def note(self, kind: type[Variables], holder: Any, held: dict[Any, Any], whole: bool = False) -> None:
+        """Remember variables; one object can't be put into the place of another everywhere, so it is itself."""
+        if held or whole:
+            self.variables.append(kind(holder, {key: self._frozen(value) for key, value in held.items()}, whole))
+
+    def _frozen(self, value: Any, depth: int = 0) -> Any:
+        """What is remembered of a value."""
+        if isinstance(value, Tensor):
+            return TensorId(id(value))
+        if type(value) in COPIED:
+            if id(value) not in self._copies:
+                if len(value) > _STATE and not _is_looked_into(value):
+                    return value
+                self._copies[id(value)] = Copy(value)
+            return self._copies[id(value)]
+        if isinstance(value, tuple) and depth < _TUPLE_DEPTH and _is_looked_into(value):
+            if id(value) not in self._tuples:
+                items = [self._frozen(item, depth + 1) for item in value]
+                same = all(a is b for a, b in zip(items, value))
+                self._tuples[id(value)] = value if same else Copy(value, dict(enumerate(items)))
+            return self._tuples[id(value)]
+        return value
+
+    def tensor(self, value: Any, path: Path) -> None:
+        """Stands for what is looked for."""
+
+    # --- functions --------------------------------------------------------------------------------------------------
+
+    def function(self, fn: FunctionType, path: Path) -> None:
+        names = names_of(fn)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            visit = visits[type(value)]
+            if id(cell) in self._seen or (names is None and visit in _DATA):  # a library's own state
+                continue
+            self._seen.add(id(cell))
+            if names is not None:
+                self.note(Slots, cell, {_CONTENTS: value})
+            # In a helper function there may be another variable of that name.
+            owner = "" if type(path) is Root else f" of {path}"
+            self.see(value, Path(f"closure variable {name!r}{owner}" if visit is Captured.tensor else name))
+        if names:
             scope = fn.__globals__
-            for name in names[0]:
-                value = scope.get(name)
-                visit = visits[type(value)]
-                if visit is None:
-                    if name in scope:
-                        self.plain.append((GlobalPlace(scope, name, place), value))
-                elif id(value) not in _libraries:
-                    self.variable(visit, value, names[1], GlobalPlace(scope, name, place))
-        if fn.__defaults__:
-            self.tuple(fn.__defaults__, Descriptor(fn, _DEFAULTS, place))
-        if fn.__kwdefaults__:
-            self.see(fn.__kwdefaults__, Descriptor(fn, _KWDEFAULTS, place))
+            held = {n: scope[n] for n in names if n in scope and type(scope[n]) is not ModuleType}
+            self.note(Entries, scope, held)
+            for name, value in held.items():
+                if (id(scope), name) not in self._seen:
+                    self._seen.add((id(scope), name))
+                    self.see(value, Path(f"global {name!r}" if visits[type(value)] is Captured.tensor else name))
+        if fn.__defaults__ or fn.__kwdefaults__:
+            if names is not None:
+                self.note(Slots, fn, {_DEFAULTS: fn.__defaults__, _KWDEFAULTS: fn.__kwdefaults__})
+            self.see(fn.__defaults__, path.attribute("__defaults__"))
+            self.see(fn.__kwdefaults__, path.attribute("__kwdefaults__"))
         if fn.__dict__:
-            self.dict(fn.__dict__, place, Attribute)
+            self._attributes(fn.__dict__, path)
 
-    def variable(self, visit: Visit, value: Any, attributes: tuple[str, ...], place: Place) -> None:
-        """A variable of a Python module, and what code reads from it by name."""
-        if visit in _NAMED:
-            self.by_name(visit, value, attributes, place)
-        key = id(place.holder), place.key
-        if key not in self.seen:
-            self.seen.add(key)
-            self.queue.append((visit, value, place))
+    def method(self, method: MethodType, path: Path) -> None:
+        up = path if type(path) is Root else path.attribute("__self__")  # one that a search starts from is `self`
+        self.see(method.__self__, up)
+        self.see(method.__func__, up.attribute(getattr(method.__func__, "__name__", "__func__")))
 
-    def by_name(self, visit: Visit, value: Any, names: tuple[str, ...], place: Place) -> None:
-        """What code reads by these names from a Python module, a class, or the class of an object."""
-        cls: Any = type(value)
-        if visit is not _Walk.namespace:
-            if call_reads(cls) is not None:
-                self.of_class(class_reads(cls, names), place)
-        elif is_library(value.__module__ if isinstance(value, type) else vars(value).get("__name__")):
-            if len(_libraries) >= CACHE:
-                _libraries.clear()
-            _libraries[id(value)] = value
-        elif isinstance(value, type):
-            cls = value
-            self.of_class(class_reads(cls, (*names, *_WHEN_CALLED)), place)
-        elif (id(value), names) not in self.seen:
-            self.seen.add((id(value), names))
-            scope = vars(value)
-            for name in names:
-                held = scope.get(name)
-                if (inner := visits[type(held)]) is None:
-                    if name in scope:
-                        self.plain.append((Attribute(scope, name, place), held))
-                elif id(held) not in _libraries:
-                    self.variable(inner, held, names, Attribute(scope, name, place))
-
-    def builtin(self, method: Any, place: Place) -> None:
+    def builtin(self, method: Any, path: Path) -> None:
         """A method of an object that is written in C: a generator's draws from it."""
         if is_generator(type(method.__self__)):
-            self.see(method.__self__, Fixed(None, ".__self__", place))
+            self.see(method.__self__, path.attribute("__self__"))
 
-    def namespace(self, value: Any, place: Place) -> None:
-        """A Python module or class: only what is read from it by name counts."""
+    def partial(self, partial: functools.partial[Any], path: Path) -> None:
+        self.see(partial.func, path.attribute("func"))
+        self.note(PartialArgs, partial, {"args": partial.args})
+        self.see(partial.args, path.attribute("args"))
+        self.note(Entries, partial.keywords, partial.keywords)
+        for key, value in partial.keywords.items():
+            self.see(value, path.attribute("keywords").item(key))
 
-    def of_class(self, read: ClassReads | None, place: Place) -> None:
-        if read is None or read in self.seen:
-            return
-        self.seen.add(read)
-        read.update()
-        for fn, (base, name, held) in read.functions.items():
-            if id(fn) not in self.seen:
-                own = held is fn
-                spot = ClassAttribute(base, name, place) if own else Fixed(None, f".{fn.__name__}", place)
-                self.queue.append((_Walk.function, fn, spot))
-        for base, name in read.attributes:
-            value = vars(base).get(name)
-            visit = visits[type(value)]
-            if (id(base), name) in self.seen:
-                continue
-            self.seen.add((id(base), name))
-            spot = ClassAttribute(base, name, place)
-            if visit is None:
-                if name in vars(base):
-                    self.plain.append((spot, value))
-            else:
-                self.queue.append((visit, value, spot))
-                if visit in _NAMED:
-                    self.by_name(visit, value, read.read, spot)
-
-    def method(self, method: MethodType, place: Place) -> None:
-        owner, fn = method.__self__, method.__func__
-        # A bound method that the walk starts from is named by its `self`.
-        up = place if type(place) is NamePlace else Fixed(None, ".__self__", place)
-        self.see(owner, up)
-        self.see(fn, Fixed(None, f".{getattr(fn, '__name__', '__func__')}", up))
-        if isinstance(fn, FunctionType):
-            names = reads(fn)
-            cls: Any = owner if isinstance(owner, type) else type(owner)
-            self.of_class(class_reads(cls, (fn.__name__, *(names.attributes if names else ()))), up)
-
-    def partial(self, partial: functools.partial[Any], place: Place) -> None:
-        self.see(partial.func, Fixed(None, ".func", place))
-        self.tuple(partial.args, PartialArgs(partial, "args", place))
-        self.dict(partial.keywords, Fixed(None, ".keywords", place))
-
-    def wrapper(self, value: Any, place: Place) -> None:
+    def wrapper(self, value: Any, path: Path) -> None:
         """What is callable, of a library, and no function: only what it wraps counts."""
-        self.see(wrapped(value), Fixed(None, ".__wrapped__", place))
+        self.see(_wrapped(value), path.attribute("__wrapped__"))
 
-    def module(self, module: nn.Module, place: Place) -> None:
-        state, seen, queue = module.__dict__, self.seen, self.queue
+    # --- objects ----------------------------------------------------------------------------------------------------
+
+    def module(self, module: nn.Module, path: Path) -> None:
+        state = module.__dict__
         cls: Any = type(module)
+        path = type(path)(path.step, path.up, True)
         if _is_sharded(cls):
-            self.sharded.update(map(id, module.modules()))
-        sharded = id(module) in self.sharded
-        for held in (None if sharded else state.get("_parameters"), state.get("_buffers")):
+            self._sharded.update(map(id, module.modules()))
+        sharded = id(module) in self._sharded
+        for name in ("_parameters", "_buffers", "_modules"):
+            held = state.get(name)
             # Two modules may share it; TorchScript keeps something else there.
-            if held and id(held) not in seen and isinstance(held, dict):
-                seen.add(id(held))
-                for name, value in held.items():
-                    if value is not None:
-                        self.places.append((Attribute(held, name, place), value))
-        modules = state.get("_modules")
-        if modules and isinstance(modules, dict):
-            for name, value in modules.items():
-                if value is not None:
-                    queue.append((_Walk.module, value, Attribute(modules, name, place)))
-        names = [] if cls.__module__ == _FSDP1 else list(state)
-        if names[: len(_BASE_STATE)] == _BASE_STATE:  # the usual order: most are skipped at once
-            del names[: len(_BASE_STATE)]
-        for name in names:
-            visit = visits[type(state[name])]
-            if visit is not None and name not in _BASE_STATE and not (sharded and visit is _Walk.tensor):
-                queue.append((visit, state[name], Attribute(state, name, place)))
-        for name in ("_forward_hooks", "_forward_pre_hooks"):
-            if state.get(name):
-                self.see(state[name], Attribute(state, name, place))
+            if isinstance(held, dict) and id(held) not in self._seen and not (sharded and name == "_parameters"):
+                self._seen.add(id(held))
+                if not sharded and (held or _may_add(cls)):
+                    self.note(Entries, held, copy_dict(held), whole=True)
+                for key, value in held.items():
+                    self.see(value, path.attribute(key))
+        names = [] if cls.__module__ == _FSDP1 else [name for name in state if name not in _BASE_STATE]
+        for name in (*names, "_forward_hooks", "_forward_pre_hooks"):
+            value = state.get(name)
+            if not (sharded and isinstance(value, Tensor)):
+                self.see(value, path.attribute(name))
         if not sharded:
-            self.contents.append((state, state.copy(), place))
-        if not sharded and (own(cls) or issubclass(cls, _CONTAINERS)):  # code may add to these
-            for name in ("_parameters", "_buffers", "_modules"):
-                if isinstance(held := state.get(name), dict):
-                    self.contents.append((held, copy_dict(held), Attribute(state, name, place)))
-        if (read := call_reads(cls)) is not None:
-            self.of_class(read, place)
+            then = {name: value if name in _BASE_STATE else self._frozen(value) for name, value in state.items()}
+            self.variables.append(Entries(state, then, whole=True))
+        self.see(_called(cls, "forward"), path.attribute("forward"))
 
-    def instance(self, value: Any, place: Place) -> None:
+    def instance(self, value: Any, path: Path) -> None:
         cls: Any = type(value)
         if cls.__dictoffset__:
-            self.dict(value.__dict__, place, Attribute)
-        for slot in slots(cls):
-            spot = Descriptor(value, slot, place)
-            held = spot.get()
-            if held is MISSING or visits[type(held)] is None:
-                self.plain.append((spot, held))
-            else:
-                self.see(held, spot)
-        self.of_class(call_reads(cls), place)
+            self._attributes(value.__dict__, path)
+        held = Slots(value, dict.fromkeys(_slots(cls))).now()
+        self.note(Slots, value, held)
+        for slot, each in held.items():
+            self.see(each, path.attribute(slot.__name__))
+        self.see(_called(cls, "__call__"), path.attribute("__call__"))
+
+    def _attributes(self, held: dict[str, Any], path: Path) -> None:
+        whole = path.owned or any(isinstance(value, Tensor) for value in held.values())
+        items = held.copy()
+        then = items if whole else {name: value for name, value in items.items() if visits[type(value)] is not None}
+        self.note(Entries, held, then, whole)
+        for name, value in items.items():
+            self.see(value, path.attribute(name))
+
+    # --- containers -------------------------------------------------------------------------------------------------
+
+    def of_dict(self, value: dict[Any, Any], path: Path) -> None:
+        if len(value) > _STATE and not _is_looked_into(dict.values(value)):
+            return
+        items = copy_dict(value)
+        whole = path.owned or any(isinstance(item, Tensor) for item in items.values())
+        self._container(value, items, whole, path)
+
+    def of_list(self, value: list[Any], path: Path) -> None:
+        if len(value) > _STATE and not _is_looked_into(value):
+            return
+        self._container(value, dict(enumerate(list.copy(value))), path.owned, path)
+
+    def _container(self, value: Any, items: dict[Any, Any], whole: bool, path: Path) -> None:
+        if (copy := self._copies.get(id(value))) is not None:
+            copy.fill(value, {key: self._frozen(item) for key, item in items.items()}, whole)
+        for key, item in items.items() if _is_looked_into(items.values()) else ():
+            self.see(item, path.item(key))
+        if type(value) not in COPIED:
+            if isinstance(value, dict) and not _is_library(type(value).__module__):
+                self.note(Entries, value, items, whole=True)
+            self.instance(value, path)
+
+    def of_tuple(self, value: tuple[Any, ...], path: Path) -> None:
+        if _is_looked_into(value):
+            for i, item in enumerate(value):
+                self.see(item, path.item(i))
+
+
+def find(*roots: Any) -> Captured:
+    """What is reached from ``roots``: a function or callable object, and others that it is given."""
+    return Captured(roots)
+
+
+def _is_looked_into(items: Collection[Any]) -> bool:
+    if len(items) <= _SAMPLE:
+        return True
+    return len(items) <= _LIMIT and any(visits[type(item)] for item in islice(items, _SAMPLE))
 
 
 @functools.lru_cache(CACHE)
@@ -258,35 +263,109 @@ def _is_sharded(cls: Any) -> bool:
     return any(base.__module__.startswith("torch.distributed.fsdp") for base in cls.__mro__)
 
 
-_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # whose modules have no state but FSDP's own
-_DATA = frozenset([_Walk.tensor, _Walk.dict, _Walk.list, _Walk.tuple, _Walk.set, _Walk.context])
-_NAMED = frozenset([_Walk.namespace, _Walk.module, _Walk.instance])
-_WHEN_CALLED = ("__init__", "__call__", "forward")  # of a class; the last one by `autograd.Function.apply`
-_DEFAULTS = FunctionType.__dict__["__defaults__"]
-_KWDEFAULTS = FunctionType.__dict__["__kwdefaults__"]
-_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList, nn.Sequential)
-_BASE_STATE = list(vars(nn.Module()))  # read by name, or not by a forward
+@functools.lru_cache(CACHE)
+def _may_add(cls: Any) -> bool:
+    """Whether code may add parameters, buffers or modules to a module without any: not to those of torch."""
+    return not _is_library(cls.__module__) or issubclass(cls, _CONTAINERS)
 
 
-NOTHING = Found()
-visits.instance = _Walk.instance
-visits.wrapper = _Walk.wrapper
-visits.bases = {
-    Tensor: _Walk.tensor,
-    torch.Generator: _Walk.tensor,
-    BuiltinMethodType: _Walk.builtin,
-    FunctionType: _Walk.function,
-    MethodType: _Walk.method,
-    functools.partial: _Walk.partial,
-    nn.Module: _Walk.module,
-    dict: _Walk.dict,
-    list: _Walk.list,
-    tuple: _Walk.tuple,
-    set: _Walk.set,
-    frozenset: _Walk.set,
-    SimpleNamespace: _Walk.instance,
-    type: _Walk.namespace,
-    ModuleType: _Walk.namespace,
-    ContextVar: _Walk.context,
+def _called(cls: Any, name: str) -> Any:
+    """The method of a class, unless it is a library's."""
+    method = getattr(cls, name, None)
+    return method if isinstance(method, FunctionType) else _wrapped(method)
+
+
+def _wrapped(value: Any) -> Any:
+    """What a static or class method, or the work of `functools.wraps`, stands for; or None."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    return getattr(value, "__dict__", {}).get("__wrapped__")
+
+
+@functools.lru_cache(CACHE)
+def _slots(cls: Any) -> list[Any]:
+    """The slots of the instances of a class. What classes that are written in C have may be read-only."""
+    return [
+        slot
+        for base in cls.__mro__
+        if "__slots__" in vars(base) and not _is_library(base.__module__)
+        for slot in vars(base).values()
+        if ismemberdescriptor(slot)
+    ]
+
+
+# --- names in code ------------------------------------------------------------------------------------------------
+
+# pytest puts its own calls where a test module asserts something.
+_LIBRARIES = sys.stdlib_module_names | {"_pytest", "functorch", "numpy", "optree", "pluggy", "pytest", "remat", "torch"}
+# Keyed by id, for code is hashed by its contents, which is slow; the entry keeps the id valid.
+_codes: dict[int, tuple[CodeType, tuple[str, ...] | None]] = {}
+
+
+def _is_library(module: Any) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def names_of(fn: FunctionType) -> tuple[str, ...] | None:
+    """The names in the code of a function, nested functions included; None in a library."""
+    code = fn.__code__
+    known = _codes.get(id(code))
+    if known is not None:
+        return known[1]
+    if len(_codes) >= CACHE:
+        _codes.clear()
+    module = str(fn.__globals__.get("__name__"))
+    # Doctests run in a copy of their module's globals, and are no library.
+    library = _is_library(module) and vars(sys.modules.get(module, sys)) is fn.__globals__
+    names = None if library else tuple(dict.fromkeys(_names(code)))
+    _codes[id(code)] = code, names
+    return names
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names(const)
+
+
+class Visits(dict[type, "Visit | None"]):
+    """How the values of a class are visited; None: not at all."""
+
+    def __missing__(self, cls: type) -> Visit | None:
+        if len(self) >= CACHE:
+            self.clear()
+        visit = next((visit for base, visit in _BASES.items() if issubclass(cls, base)), None)
+        if visit is None and not issubclass(cls, _NEVER):
+            if is_generator(cls):
+                visit = Captured.tensor
+            elif not _is_library(cls.__module__):
+                visit = Captured.instance
+            elif cls.__dictoffset__ and hasattr(cls, "__call__"):  # noqa: B004
+                visit = Captured.wrapper
+        self[cls] = visit
+        return visit
+
+
+_BASES: dict[type, Visit] = {
+    Tensor: Captured.tensor,
+    torch.Generator: Captured.tensor,
+    BuiltinMethodType: Captured.builtin,
+    FunctionType: Captured.function,
+    MethodType: Captured.method,
+    functools.partial: Captured.partial,
+    nn.Module: Captured.module,
+    dict: Captured.of_dict,
+    list: Captured.of_list,
+    tuple: Captured.of_tuple,
+    SimpleNamespace: Captured.instance,
 }
-_libraries: dict[int, Any] = {}  # modules and classes in which nothing is looked up, by id
+_NEVER = (type, ModuleType, set, frozenset)
+_DATA = (Captured.tensor, Captured.of_dict, Captured.of_list, Captured.of_tuple)
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # whose modules have no state but FSDP's own
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList, nn.Sequential)
+_BASE_STATE = frozenset(vars(nn.Module()))  # read by name, or not by a forward
+_CONTENTS: Any = CellType.__dict__["cell_contents"]
+_DEFAULTS: Any = FunctionType.__dict__["__defaults__"]
+_KWDEFAULTS: Any = FunctionType.__dict__["__kwdefaults__"]
+visits = Visits()

@@ -16,7 +16,7 @@ from ._arguments import take_apart
 from ._around import Around
 from ._bottom import Call
 from ._hooks import drop_gradient_hooks, is_hooks_refusal
-from ._intercept import FoundCaptured, Search, given_as, made_inside
+from ._intercept import FoundCaptured, given_as, made_inside
 from ._left_behind import check_left_behind
 from ._levels import NeedsLevel, apply
 from ._lowerings import go_back, mark
@@ -34,7 +34,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     region = Region(fn, *take_apart(args, kwargs), options, memory, Around())
     region.kinds = kinds
     region.by_level = kinds in memory.known.by_level
-    search, marks = Search(region, kinds), mark()
+    marks = mark()
     try:
         while True:
             region.open(follow=is_followed)
@@ -48,9 +48,8 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                     outs = apply(region, operands, record)
                     news = _news(region)
                     check_left_behind(region, outs)
-                if news:
-                    pass
-                elif search.ends():
+                if not news and not _adopts_others(region):
+                    region.watch = None
                     made_inside(outs)
                     return region.outputs.build(outs, operands)
             except FoundCaptured as found:
@@ -64,7 +63,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             except Exception as error:
                 if is_hooks_refusal(error) and not memory.known.uses_func:
                     memory.known.uses_func = True
-                elif search.ends():
+                elif not _adopts_others(region):
                     raise
             record.roll_back()
             go_back(marks)
@@ -73,6 +72,17 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             region.restart()
     finally:
         region.forget()
+
+
+def _adopts_others(region: Region) -> bool:
+    """Whether its first run has read captured tensors that were not known; then they are operands from now on.
+
+    Not if it did not read those of the last time: they were made inside, and others would be the next time.
+    """
+    found = [] if region.watch is None or region.watch.unread else region.watch.remaining()
+    region.adopt(found)
+    region.guessed |= {*map(id, found)}
+    return bool(found)
 
 
 def _news(region: Region) -> bool:

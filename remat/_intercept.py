@@ -21,7 +21,6 @@ from ._errors import CaptureError, MutationError
 from ._facts import mapped, tensors
 from ._parts import is_followed_below, requires_grad_somewhere
 from ._state import state
-from ._trace import Trace
 
 
 class FoundCaptured(BaseException):
@@ -37,11 +36,11 @@ class Watch:
     """What a first run must watch for: tensors that a transform follows, and that neither came in nor were made inside.
 
     A wrapper of a level that isn't on the stack is surely captured. Otherwise an inner transform may have made it, out
-    of sight: inner levels have the numbers of the ones that were taken off the stack. Such *suspects* are collected;
-    the captured ones among them are the very same objects in another run.
+    of sight: inner levels have the numbers of the ones that were taken off the stack. What was made inside is gone when
+    the run is over, so what is still there is taken to be captured.
     """
 
-    __slots__ = ("asks", "cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "wrappers")
+    __slots__ = ("asks", "cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "unread", "wrappers")
 
     def __init__(
         self, region: Any, operands: list[torch.Tensor], inside: list[torch.Tensor], plain_too: bool, recorded: bool
@@ -53,7 +52,8 @@ class Watch:
         self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
         self.seen: dict[int, weakref.ref] = {}
         self.made(inside)
-        self.suspects: dict[int, torch.Tensor] = {}
+        self.suspects: list[weakref.ref] = []  # made inside or captured
+        self.unread = False  # the run has not read all that was taken to be captured after another run
         # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
         self.wrappers: set[int] = set()
         while operands := list(filter(_torch.is_wrapped, operands)):
@@ -68,7 +68,7 @@ class Watch:
 
     def has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""
-        inside = self._is_seen(tensor) and id(tensor) not in self.suspects
+        inside = self._is_seen(tensor) and all(suspect() is not tensor for suspect in self.suspects)
         # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
         dual = _torch.JVP in self.region.kinds and _torch.is_dead(tensor)
         return inside and (dual or requires_grad_somewhere(tensor))
@@ -107,65 +107,35 @@ class Watch:
             if _torch.level_of(tensor) > (_torch.current_level() or 0):
                 return True
             if not any(map(self._is_seen, _chain(tensor))):
-                self.suspects[id(tensor)] = tensor
+                self.suspects.append(weakref.ref(tensor))
         elif self.plain_too and tensor.requires_grad:
-            self.suspects[id(tensor)] = tensor
+            self.suspects.append(weakref.ref(tensor))
         self.made([tensor])
         return False
 
-
-class Search:
-    """The search for captured tensors among suspects, over runs of one call.
-
-    It is made once for a function under the same kinds of transforms: the suspects of a second run that were there in
-    the first one are captured, those made inside are other objects each time.
-    """
-
-    __slots__ = ("before", "kinds", "region")
-
-    def __init__(self, region: Any, kinds: tuple) -> None:
-        self.region = region
-        self.kinds = kinds
-        self.before: dict[int, torch.Tensor] | None = None
-
-    def ends(self) -> bool:
-        """Whether the run that just ended needs no other; if it does, the region has adopted what was found."""
-        watch, memory = self.region.watch, self.region.memory
-        now, self.region.watch = {} if watch is None else watch.suspects, None
-        if not now or self.kinds in memory.searched:
-            return True
-        if self.before is None:
-            self.before = now
-            return False
-        captured = [t for i, t in now.items() if i in self.before]
-        if not captured:
-            memory.searched.add(self.kinds)
-            return True
-        self.region.adopt(captured)
-        return False
+    def remaining(self) -> list[torch.Tensor]:
+        """After the run: the tensors that were not known then, and are still there."""
+        found = [suspect() for suspect in self.suspects]
+        return [tensor for tensor in found if tensor is not None and not _torch.is_dead(tensor)]
 
 
 class Interceptor(TorchFunctionMode):
-    """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet.
-
-    With a trace it notes what is called.
-    """
+    """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet."""
 
     def __init__(
         self,
         own: Mapping[int, torch.Tensor],
         inherited: Mapping[int, torch.Tensor],
         watch: Watch | None = None,
-        trace: Trace | None = None,
         stale: Mapping[int, str] | None = None,
         given: Mapping[int, torch.Tensor | None] | None = None,
     ) -> None:
         super().__init__()
-        self.swaps = {**inherited, **own}
+        self.inherited = inherited
+        self.swaps = {**{key: own.get(id(tensor), tensor) for key, tensor in inherited.items()}, **own}
         self.unused = set(own)
         self.level: int | None = None
         self.watch = watch
-        self.trace = trace
         self.stale = stale or {}
         self.given = given or {}  # for the operands of this run what the region was given; None if it is run again
 
@@ -200,25 +170,18 @@ class Interceptor(TorchFunctionMode):
                 seen[id(result)] = weakref.ref(result)
             else:
                 watch.made(tensors(result))
-        if self.trace is not None and func not in _BY_LEVEL and self._is_own_call():
-            self.trace.note(func, result)
         return result
 
-    def _is_own_call(self) -> bool:
-        """Not what an inner transform or a recompute inside calls, which isn't the same each time."""
-        same_level = _torch.current_level() == state.interceptors[-1].level
-        return same_level and state.recomputes == self.recomputes
-
     def __enter__(self) -> Interceptor:
-        self.level, self.recomputes = _torch.current_level(), state.recomputes
+        self.level = _torch.current_level()
         state.interceptors = *state.interceptors, self
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         state.interceptors = state.interceptors[:-1]
-        if self.trace is not None and exception[0] is None:
-            self.trace.end()
+        if self.watch is not None:
+            self.watch.unread = bool(self.unused & self.watch.region.guessed)
 
     def _hook(self, func: Any, operand: torch.Tensor, hook: Any) -> Any:
         """A hook on an operand goes to the tensor that it stands for: it gets the gradient of all uses of that one."""
@@ -238,7 +201,7 @@ class Interceptor(TorchFunctionMode):
         return tensor
 
     def _give_up(self, watch: Watch, tensor: torch.Tensor) -> None:
-        if self.unused:
+        if self.unused - watch.region.guessed:
             raise CaptureError(
                 f"A region under torch.func reads a tensor of shape {tuple(tensor.shape)} that is neither an argument "
                 f"nor found in what the function captures, and it is another one each time. Pass it as an argument."
@@ -251,7 +214,7 @@ class Interceptor(TorchFunctionMode):
     def _swapped(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.swaps:
             return tensor
-        self.unused.discard(id(tensor))
+        self.unused.discard(id(self.inherited.get(id(tensor), tensor)))
         return self.swaps[id(tensor)]
 
 

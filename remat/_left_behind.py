@@ -9,9 +9,8 @@ import torch
 
 from . import _torch
 from ._arguments import without_plain
-from ._captured import find
+from ._captured import Path, find
 from ._errors import CaptureError
-from ._places import Place
 
 
 def check_left_behind(region: Any, outs: Sequence[torch.Tensor]) -> None:
@@ -30,15 +29,15 @@ def check_left_behind(region: Any, outs: Sequence[torch.Tensor]) -> None:
         )
     known = set(map(id, (*outs, *region.operands())))
     values = [*region.given.searched(), *without_plain(value for _, value in region.outputs.entries)]
-    for place, value in find(region.fn, *values).places:
+    for path, value in find(region.fn, *values).tensors:
         lost = isinstance(value, torch.Tensor) and id(value) not in known and watch.has_lost(value)
-        if lost and not _is_made_anew(place):
+        if lost and not _is_made_anew(path):
             raise CaptureError(
-                f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {place.path}, where its "
+                f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {path}, where its "
                 f"derivatives would be lost. Return it from the function, or leave `.detach()` of it behind."
             )
 
 
-def _is_made_anew(place: Place) -> bool:
+def _is_made_anew(path: Path) -> bool:
     """Whether it is the list of an LSTM's or GRU's parameters, which each call makes anew where they have changed."""
-    return getattr(place.up, "key", None) == "_flat_weights"
+    return path.up is not None and path.up.step == "._flat_weights"

@@ -154,7 +154,7 @@ class _Listing:
         self.saved: list[weakref.ref[_Saved]] = []
         self.known: dict[int, tuple] = {}  # storages of arguments and captured tensors
         # All buffers are copied first, and are put back.
-        captured = [(f"captured {place.path}", value) for place, value in region.search().places]
+        captured = [(f"captured {path}", value) for path, value in region.search().tensors]
         arguments = [(region.name(i), tensor) for i, tensor in enumerate(region.arguments)]
         region.memory.known.changing.update(name for name, tensor in captured + arguments if not _requires_grad(tensor))
 
@@ -194,8 +194,7 @@ class _Listing:
         return saved
 
     def _know(self, operands: list[torch.Tensor], captured: list[torch.Tensor]) -> None:
-        named = [(tensor, f"captured {_readable(place)}") for tensor, place in zip(captured, self.region.places)]
-        named += [(tensor, f"captured {_readable(place)}") for place, tensor, _ in self.region.fixed]
+        named = [(tensor, f"captured {_readable(place)}") for tensor, place in zip(captured, self.region.paths)]
         named += [(t, f"argument {self.names[i]}") for t, i in zip(operands, self.region.given.positions)]
         self.known = {
             id(holder(part)): (name, part.shape, part.dtype)
@@ -234,7 +233,7 @@ class _Listing:
 
 def _readable(place: Any) -> str:
     """Its path, without what the wrapper of a rematerialized function adds."""
-    return place.path.replace("self.__wrapped__.__self__", "self").replace("self.__wrapped__", "self")
+    return str(place).replace("self.__wrapped__.__self__", "self").replace("self.__wrapped__", "self")
 
 
 def _requires_grad(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ._code import CACHE
+from ._captured import CACHE
 
 
 class Known:
@@ -31,12 +31,10 @@ class Known:
 class Memory:
     """What a rematerialized function has learnt from its calls."""
 
-    __slots__ = ("__weakref__", "known", "searched", "walk")
+    __slots__ = ("__weakref__", "known")
 
     def __init__(self, known: Known) -> None:
         self.known = known
-        self.walk: Any = None  # the last search for what a function captures, if another may be spared by it
-        self.searched: set[tuple] = set()  # kinds of transforms under which suspects were looked into
 
     def is_news(self, warning: str) -> bool:
         """Whether the user was not warned of it yet."""

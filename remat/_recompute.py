@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +113,6 @@ class Filler:
             frame.operands.find_changed()
         with own_work():
             operands = frame.operands.all_again()
-        trace, root.trace = root.trace, None  # saved tensors are counted here
         result = None
         replay = root.log = None if frame.log is None else frame.log.replay()
         root.attempt = self._plan(whole)
@@ -133,9 +131,9 @@ class Filler:
                 raise
         finally:
             _torch.pop_hooks()
-            drop_gradient_hooks(chain(frame.consts.tensors, (t for _, t, _ in root.fixed)), hooks)
+            drop_gradient_hooks(frame.consts.tensors, hooks)
             again, root.replay = root.replay, None
-            root.log, root.trace, root.attempt = None, trace, None
+            root.log = root.attempt = None
         if again is not None and again.left_out.is_read:
             return False
         if not self.stopped:

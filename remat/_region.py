@@ -6,7 +6,7 @@ torch.func, captured tensors that a transform follows. All other captured tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import repeat
 from operator import attrgetter
@@ -18,9 +18,7 @@ from . import _torch, _tree
 from ._ambient import Ambient
 from ._arguments import Arguments
 from ._around import Around
-from ._captured import NOTHING, Found
-from ._contents import is_put_back, snapshots
-from ._copies import without_containers
+from ._captured import Captured, Path, find
 from ._intercept import Interceptor, made_inside
 from ._kept import NONE_KEPT, Kept
 from ._left_out import Restart
@@ -30,17 +28,14 @@ from ._nested import within
 from ._options import Options
 from ._outputs import Outputs
 from ._parts import all_parts
-from ._places import Place
 from ._ranges import in_range
-from ._rebound import rebound
 from ._record import Record
 from ._recorder import Recorder
-from ._remembered import Remembered, unchanged, walk
 from ._replay import Attempt, Replay
 from ._sharing import apart, as_before, same, twice_below
 from ._state import first_run, own_work, recomputing, state
-from ._trace import Retrace, Trace
 from ._turns import turn
+from ._variables import Variables, bound
 from .policies import nothing_saveable
 
 _on_cpu = attrgetter("is_cpu")
@@ -52,10 +47,9 @@ class Region:
     key: tuple = ()  # how a region was derived from it
 
     __slots__ = (
-        "ambient", "arguments", "arity", "around", "attempt", "bindings", "by_level", "captured", "cells", "consts",
-        "contents", "devices", "fixed", "fn", "found", "given", "holders", "hooked", "inherited", "kinds", "log",
-        "mapped", "memory", "options", "outputs", "overlaps", "places", "ran", "record", "replay", "same", "swapped",
-        "trace", "twice", "walk", "watch",
+        "ambient", "arguments", "arity", "around", "attempt", "bindings", "by_level", "captured", "consts", "fn",
+        "found", "given", "guessed", "hooked", "ids", "inherited", "kinds", "log", "mapped", "memory", "options",
+        "outputs", "overlaps", "paths", "ran", "record", "replay", "same", "swapped", "twice", "variables", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -64,17 +58,15 @@ class Region:
         self.fn, self.options, self.memory = fn, options, memory
         self.given, self.arguments = given, tensors
         self.around = around  # which has recorded for it since
-        self.found: Found | None = None  # what the function captures
-        self.walk: Remembered | None = None
-        self.cells: Sequence[tuple[Any, Any]] = ()
-        self.contents: Sequence[Any] = ()
+        self.found: Captured | None = None  # what the function captures
+        self.variables: Sequence[Variables] = ()  # that it reads
         # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
-        self.holders: Sequence[tuple[Place, Any]] = ()  # the places on the way to captured tensors
-        self.fixed: Sequence[tuple[Place, torch.Tensor, int]] = ()  # captured, can't be exchanged; versions
         self.captured: Sequence[torch.Tensor] = ()  # the operands beyond the arguments
         self.swapped: Sequence[torch.Tensor] = ()  # the first of these, without a place: swapped where they're read
-        self.places: Sequence[Place] = ()  # of the other captured tensors
-        self.bindings: Sequence[tuple[Place, int]] = ()  # place -> index of an operand
+        self.guessed: frozenset[int] = frozenset()  # the ids of those that were not told until a first run had ended
+        self.paths: Sequence[Path] = ()  # of the other captured tensors
+        self.ids: Sequence[int] = ()  # theirs, by which variables hold them
+        self.bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured tensor -> path, index of an operand
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
         self.consts: Kept = NONE_KEPT
         self.same: Sequence[tuple[int, int]] = ()  # of operands and captured tensors, those that are one
@@ -86,7 +78,6 @@ class Region:
         self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
         self.hooked = False  # its first run has put hooks on what it was given
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
-        self.trace: Trace | None = None  # of the first run, where runs again may need it
         self.record: Record | None = None  # of the first run, under a policy
         self.attempt: Attempt | None = None  # at a recompute, by whoever starts over if it reads what it leaves out
         self.replay: Replay | None = None
@@ -107,10 +98,7 @@ class Region:
         these may: before the state is recorded, as hooks may draw random numbers.
         """
         found, generators = self.found or self.search(), self.given.generators()
-        if found is NOTHING:
-            self.captured = self.swapped
-        else:
-            self._find_captured(found, generators, follow)
+        self._find_captured(found, generators, follow)
         self.arity = len(self.arguments) + len(self.captured)
         tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
         devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
@@ -119,36 +107,33 @@ class Region:
             around.take_captured(self.consts)
         self.ambient = Ambient.capture(devices, generators, self.options.preserve_rng_state)
 
-    def search(self) -> Found:
+    def search(self) -> Captured:
         """Find what the function captures."""
-        self.found = found = walk(self.fn, self.given.searched(), self.memory)
-        self.walk = found if type(found) is Remembered else None
-        self.cells = found.cells
-        self.contents = [snapshot for snapshot in found.contents if is_put_back(snapshot)] if found.contents else ()
+        self.found = found = find(self.fn, *self.given.searched())
+        self.variables = found.variables
         return found
 
-    def _find_captured(self, found: Found, generators: list[torch.Generator], follow: Any) -> None:
-        tensors, places, bindings, fixed, captured = [], [], [], [], list(self.swapped)
+    def _find_captured(self, found: Captured, generators: list[torch.Generator], follow: Any) -> None:
+        consts: dict[int, tuple[Path, torch.Tensor]] = {}
+        bindings: dict[int, tuple[Path, int]] = {}
+        self.captured = captured = list(self.swapped)
         index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
-        for place, value in found.places:
+        for path, value in found.tensors:
             if not isinstance(value, torch.Tensor):
                 generators.append(value)
-            elif not place.settable:
-                if follow is None or not follow(value):  # else it is swapped where it is read
-                    fixed.append((place, value, _torch.version(value)))
             elif follow is not None and (id(value) in index or follow(value)):
                 if id(value) not in index:
                     index[id(value)] = len(self.arguments) + len(captured)
                     captured.append(value)
-                bindings.append((place, index[id(value)]))
+                bindings.setdefault(id(value), (path, index[id(value)]))
             else:
-                tensors.append(value)
-                places.append(place)
-        self.holders, self.fixed = found.holders(), fixed
-        self.places, self.bindings, self.captured = places, bindings, captured
-        if not tensors:
+                consts.setdefault(id(value), (path, value))
+        self.bindings = bindings
+        if not consts:
             return
-        self.consts = Kept(tensors, lambda i: f"captured {places[i].path}", self.memory.known.changing)
+        paths, tensors = zip(*consts.values())
+        self.ids, self.paths = list(consts), paths
+        self.consts = Kept(tensors, lambda i: f"captured {paths[i]}", self.memory.known.changing)
         self.consts.watch_gradients()
         self.same = same(self.operands(), tensors)
 
@@ -169,20 +154,17 @@ class Region:
         return [*self.arguments, *self.captured]
 
     def forget(self) -> None:
-        """Let go of the operands, which whoever runs the region again brings, and of containers that it captured."""
+        """Let go of the operands, which whoever runs the region again brings, and of what it captured."""
         self.arguments, self.captured = [], []
-        found = self.found
-        if found is not None and (found.contents or found.places):
-            keep = bool(self.kinds)
-            held = without_containers(found, self.contents, self.holders, self.cells, keep)
-            self.contents, self.holders, self.cells = held
+        if self.found is not None:
+            self.found.let_go()
         self.found = self.watch = self.around = None  # a watch knows its region
 
     def name(self, i: int) -> str:
         """What the i-th operand is called in an error."""
         if i < len(self.given.positions):
             return self.given.name(i)
-        return next((f"captured {place.path}" for place, index in self.bindings if index == i), "a captured tensor")
+        return next((f"captured {path}" for path, index in self.bindings.values() if index == i), "a captured tensor")
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -218,18 +200,16 @@ class Region:
 
     def call_again(self, operands: Sequence[torch.Tensor]) -> Any:
         """The same once more: the ambient state and the captured tensors are those of the first run."""
-        return self._again(apart(operands, self.twice), None)
+        return self._again(apart(operands, self.twice))
 
-    def _again(self, operands: Sequence[torch.Tensor], trace: Trace | None) -> Any:
+    def _again(self, operands: Sequence[torch.Tensor]) -> Any:
         assert self.ambient is not None
         with turn(), recomputing(self.options.override), self.ambient.restored():
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
             if self.same or self.overlaps:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)
-            bound, swapped = self._bound_again(operands, captured), self._swapped(operands, repeat(None), trace)
-            if bound is None and swapped is None:
-                return self._replayed(operands, captured)
-            with bound or nullcontext(), swapped or nullcontext():
+            tensors = {**self._followed(operands), **dict(zip(self.ids, captured))}
+            with bound(self.variables, tensors), self._swapped(operands, repeat(None)) or nullcontext():
                 return self._replayed(operands, captured)
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -241,22 +221,21 @@ class Region:
         self.ran = True
         self.twice = twice_below(operands, self.operands(), self.consts.tensors, self.same)
         operands = apart(operands, self.twice)
-        bound = rebound([(place, operands[i]) for place, i in self.bindings], keep_changes=True)
-        with bound, self._swapped(operands, self.operands(), self.trace) or nullcontext():
+        with self._bound_first(operands), self._swapped(operands, self.operands()) or nullcontext():
             result = self.call(operands, self._recorder(operands))
         return self.outputs.record(result, operands)
 
     def _in_full_if_need_be(self, operands: Sequence[torch.Tensor]) -> Any:
         """Run it again, and if that reads what it has left out, once more in full."""
         if self.record is None or not self.record.tells or self.attempt is not None:
-            return self._again(operands, None if self.trace is None else Retrace(self.trace))
+            return self._again(operands)
         around, marks = Around(), mark()
         # A second attempt would find operands that the first one has changed.
         values = self.record.inputs[: len(all_parts([*operands]))]
         whole = not (self.options.may_leave_out and self.record.program.overwritten.isdisjoint(values))
         self.attempt = Attempt(self.record.whole_plan() if whole else self.record.plan(), whole)
         try:
-            result = self._again(operands, None if self.trace is None else Retrace(self.trace))
+            result = self._again(operands)
             if not self.starts_over and (self.replay is None or not self.replay.escaped(result)):
                 return result
             del result
@@ -269,7 +248,7 @@ class Region:
         go_back(marks)
         self.attempt = Attempt(self.record.whole_plan(), whole=True)
         try:
-            return self._again(operands, None if self.trace is None else Retrace(self.trace))
+            return self._again(operands)
         finally:
             self.replay = self.attempt = None
 
@@ -291,41 +270,36 @@ class Region:
         self.replay = Replay(self.record, self.attempt, [*operands, *captured])
         return self.call(operands, self.replay, again=True)
 
-    def _bound_again(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
-        if not (self.contents or self.holders or self.bindings or self.places or self.cells):
-            return None
-        if self.walk is not None and not self.bindings and self.walk.holds():
-            return unchanged(self.walk)
-        values = [*snapshots(self.contents), *self.holders, *((place, operands[i]) for place, i in self.bindings)]
-        values += zip(self.places, captured)
-        return rebound(values, cells=self.cells)
+    def _bound_first(self, operands: Sequence[torch.Tensor]) -> Any:
+        """For a first run: captured tensors that a transform follows are operands."""
+        if not self.bindings:
+            return nullcontext()
+        return bound(self.variables, {**self._found(), **self._followed(operands)}, keep_changes=True)
 
-    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, trace: Trace | None) -> Any:
+    def _followed(self, operands: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {key: operands[i] for key, (_, i) in self.bindings.items()}
+
+    def _found(self) -> dict[int, torch.Tensor]:
+        """The captured tensors as they are, by their ids."""
+        assert self.found is not None
+        return {id(tensor): tensor for _, tensor in self.found.tensors}
+
+    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable) -> Any:
         own = dict(zip(map(id, self.swapped), operands[len(self.given.positions) :])) if self.swapped else {}
         # What it captures may have been changed, as long as it does not read it.
-        stale = self._stale() if self.ran else {}
-        if own or self.inherited or stale or trace is not None or self.watch is not None or self.hooked:
+        stale = self.consts.stale() if self.ran else {}
+        if own or self.inherited or stale or self.watch is not None or self.hooked:
             # A tensor may stand for another one too, on which no hook can be.
             stands_for = {id(t): outer for t, outer in zip(operands, given) if outer is None or outer.requires_grad}
-            return Interceptor(own, self.inherited, self.watch, trace, stale, stands_for)
+            return Interceptor(own, self.inherited, self.watch, stale, stands_for)
         return None
-
-    def _stale(self) -> dict[int, str]:
-        stale = self.consts.stale()
-        for place, tensor, version in self.fixed:
-            if _torch.version(tensor) != version:
-                stale[id(tensor)] = (
-                    f"captured {place.path} was changed in place by the region or after it, and is held where it can't "
-                    f"be exchanged for its old value. Pass it to the region as an argument, or hold it in a list."
-                )
-        return stale
 
     def restart(self) -> None:
         """Undo what a first run that was given up has drawn from the generators."""
         assert self.ambient is not None
         self.ambient.rewind()
         self.consts.roll_back()
-        rebound([*snapshots(self.contents), *self.holders], cells=self.cells).__enter__()  # for good
+        bound(self.variables, self._found()).__enter__()  # for good
         if self.around is not None:
             self.around.undo()
         self.ran = False

@@ -20,7 +20,6 @@ def _carried(key: str, default: Any = False) -> Any:
 
 class _State(threading.local):
     checkpointing: bool = False  # a region runs for the first time
-    recomputes: int = 0  # how many are open, one within another
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
     filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
@@ -118,11 +117,9 @@ class recomputing:
     def __enter__(self) -> None:
         self.before = state.recomputing, state.checkpointing, state.override
         state.recomputing, state.checkpointing, state.override = True, False, self.override
-        state.recomputes += 1
 
     def __exit__(self, *exception: Any) -> None:
         state.recomputing, state.checkpointing, state.override = self.before
-        state.recomputes -= 1
 
 
 class as_in_forward:

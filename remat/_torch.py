@@ -270,8 +270,6 @@ MappingKey = _torch_pytree.MappingKey  # they print the path to a leaf of such a
 SequenceKey = _torch_pytree.SequenceKey
 
 # --- ambient state ------------------------------------------------------------------------------------------------
-# Where the C++ object of a generator is: its memory tells whether it has moved, and its state takes 5 KB to be read.
-address_of_generator = attrgetter("_cdata")
 # What the functions of torch.backends.cuda call: a region asks for all of these three times.
 sdpa_enabled = (
     torch._C._get_flash_sdp_enabled,

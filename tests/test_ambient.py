@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import remat
 from remat import _ambient, _generators
 from remat._ambient import Ambient
-from remat._slow_states import SlowState
+from remat._generators import HostGenerator
 
 CPU = torch.device("cpu")
 DRAWS = {
@@ -192,15 +192,27 @@ class TestGenerators:
         finally:
             np.random.set_bit_generator(old)
 
-    def test_a_state_that_has_not_moved_is_read_once(self):
+    def test_a_state_that_has_not_moved_is_shared(self):
         states = [dict(capture()._pairs()) for _ in range(2)]
-        slow = next(each for each in states[0] if isinstance(each, SlowState))
-        assert states[0][slow] is states[1][slow]
-        state = states[0][slow]
-        with mock.patch.object(slow, "_source", None):
-            with capture().restored():
-                pass
-        assert slow.get_state() is state
+        host = [each for each in states[0] if isinstance(each, HostGenerator)]
+        assert len(host) == 3
+        assert all(states[0][each] is states[1][each] for each in host)
+        draw_all()
+        assert not any(each.get_state() is states[0][each] for each in host)
+
+    def test_half_a_pair_of_normals_of_numpy_that_comes_and_goes(self):
+        """With the same bits: they don't tell whether it is there."""
+        np.random.randn()
+        half = np.random.get_state()
+        with_half = capture()
+        first = np.random.randn()
+        capture()
+        np.random.set_state(half)
+        again = capture()
+        assert np.random.randn() == first
+        for ambient in (with_half, again):
+            with ambient.restored():
+                assert np.random.randn() == first
 
     def test_many_threads_draw(self):
         stop, errors = threading.Event(), []
@@ -252,7 +264,7 @@ def test_states_are_plain_under_modes(mode):
         with ambient.restored():
             pass
         ambient.rewind()
-    state = ambient._states[0].value
+    state = ambient._states[0]
     assert type(state) is torch.Tensor and state.device == CPU
     assert torch.equal(state, expected)
     torch.rand(1)
@@ -283,7 +295,7 @@ def test_states_are_plain_under_torch_func(transform):
         return x.sum()
 
     transform(f)(torch.ones(2, 2) if transform is not torch.func.grad else torch.ones(2))
-    state = seen[0]._states[0].value
+    state = seen[0]._states[0]
     assert not torch._C._functorch.is_functorch_wrapped_tensor(state)
     assert torch.equal(torch.rand(3), expected)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from remat import policies, remat
 
 Wrap = Callable[[Callable], Callable]
 COLLECTED: Any = None
-CONTEXT: ContextVar[Any] = ContextVar("collected", default=None)
 
 
 class Holder:
@@ -75,24 +73,6 @@ def of_attribute() -> Any:
     return lambda: layer(lambda t: HOLDER.outs.append(t)), fresh
 
 
-def of_attribute_of_a_class() -> Any:
-    def fresh() -> Any:
-        Holder.outs = []
-        vars(HOLDER).clear()
-        return Holder.outs
-
-    return lambda: layer(lambda t: HOLDER.outs.append(t)), fresh
-
-
-def of_context_variable() -> Any:
-    def fresh() -> Any:
-        collected: dict[str, list] = {"logits": []}
-        CONTEXT.set(collected)
-        return collected["logits"]
-
-    return lambda: layer(lambda t: CONTEXT.get()["logits"].append(t)), fresh
-
-
 def of_closure() -> Any:
     outs: Any = None
 
@@ -130,7 +110,7 @@ def of_module() -> Any:
 
 
 PLACES = [
-    of_global, of_attribute, of_attribute_of_a_class, of_context_variable, of_closure, of_nested_containers, of_module,
+    of_global, of_attribute, of_closure, of_nested_containers, of_module,
 ]  # fmt: skip
 
 

@@ -10,8 +10,9 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,21 @@ class Holder:
 
     def of_numbers(self, x: Tensor) -> Tensor:
         return of(x, self.numbers[0])
+
+
+class Shared:
+    k = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return of(x, self.k)
+
+
+class Calls:
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.another(x)
+
+    def another(self, x: Tensor) -> Tensor:
+        return of(x, NUMBER)
 
 
 class Module(nn.Module):
@@ -124,21 +140,28 @@ def later(fn: Callable, change: Callable) -> Program:
     return fn, nullcontext, change
 
 
-HOLDER, MODULE, CELL, LIST = Holder(), Module(), SimpleNamespace(k=2.0), [2.0]
+HOLDER, MODULE, CELL, LIST, MEMBERS = Holder(), Module(), SimpleNamespace(k=2.0), [2.0], {2.0}
+IMPORTED, CONTEXT = ModuleType("remat_test_imported"), ContextVar("k", default=2.0)
+IMPORTED.k = 2.0
 ROWS: dict[str, list[Program]] = {
-    "attributes of an object that isn't a module, nor holds tensors: of a variable, an argument, a method's `self`": [
+    "attributes of an object that isn't a module, nor holds tensors: of a variable or an argument": [
         later(lambda x: of(x, OBJECT.k), lambda: changed(OBJECT, "k")),
         later(lambda x: of(x, getattr(OBJECT, "k")), lambda: changed(OBJECT, "k")),  # noqa: B009
         later(captured(CELL, lambda held: held.k), lambda: changed(CELL, "k")),
-        later(HOLDER.of_other, lambda: changed(HOLDER.other, "k")),
         later(lambda x, given=OBJECT: of(x, given.k), lambda: changed(OBJECT, "k")),
-        later(HOLDER, lambda: changed(HOLDER, "k")),
-        later(HOLDER.__call__, lambda: changed(HOLDER, "k")),
     ],
-    "numbers and strings in a list or dict, but for those of a module": [
+    "numbers and strings in a list or dict, but for those of a module or of the object that is called": [
         later(lambda x: of(x, NUMBERS["k"]), lambda: changed(NUMBERS, "k")),
         later(captured(LIST, lambda held: held[0]), lambda: changed(LIST, 0)),
-        later(HOLDER.of_numbers, lambda: changed(HOLDER.numbers, 0)),
+    ],
+    "attributes of classes and of imported Python modules, context variables, sets": [
+        later(Shared(), lambda: written(lambda value: setattr(Shared, "k", value))),
+        later(lambda x: of(x, IMPORTED.k), lambda: changed(IMPORTED, "k")),
+        later(lambda x: of(x, CONTEXT.get()), lambda: written(CONTEXT.set)),
+        later(lambda x: of(x, sum(MEMBERS)), lambda: written(lambda value: (MEMBERS.clear(), MEMBERS.add(value)))),
+    ],
+    "globals that only other methods of an object name, or functions that are read from a module or a class": [
+        later(Calls(), lambda: changed(_globals(), "NUMBER")),
     ],
     "memory that is written behind torch's back, through `.data` or NumPy": [
         later(lambda x: of(x, CAPTURED), lambda: written(CAPTURED.data.fill_)),
@@ -205,6 +228,10 @@ RIGHT: dict[str, Callable[[], Program]] = {
     "global variable": lambda: later(lambda x: of(x, NUMBER), lambda: changed(_globals(), "NUMBER")),
     "attribute of a module": lambda: later(MODULE, lambda: changed(MODULE, "k")),
     "number in a dict of a module": lambda: later(MODULE, lambda: changed(MODULE.numbers, "k")),
+    "attribute of the object that is called": lambda: later(HOLDER, lambda: changed(HOLDER, "k")),
+    "attribute of a method's self": lambda: later(HOLDER.__call__, lambda: changed(HOLDER, "k")),
+    "attribute of an object that it holds": lambda: later(HOLDER.of_other, lambda: changed(HOLDER.other, "k")),
+    "number in a list that it holds": lambda: later(HOLDER.of_numbers, lambda: changed(HOLDER.numbers, 0)),
     "attribute of a module in a module": lambda: later(MODULE, lambda: changed(MODULE.inner, "k")),
 }
 

@@ -65,9 +65,9 @@ def captured_twice(wrap: Wrap, x: Tensor) -> Any:
 
 def global_and_attributes(wrap: Wrap, x: Tensor) -> Any:
     global HELD
-    HELD = HOLDER.held = MODULE.held = x
+    HELD = HOLDER.held = HOLDER.other = x
     inner = wrap(lambda p, q, r, s: (p * q.cos() + r * s).sin())
-    return wrap(lambda a: combined(inner(HELD, HOLDER.held, MODULE.held, a), a)), (x,)
+    return wrap(lambda a: combined(inner(HELD, HOLDER.held, HOLDER.other, a), a)), (x,)
 
 
 def in_containers(wrap: Wrap, x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The search for captured tensors is not made again where a function reads the same functions as before."""
+"""A region of a function that reads functions: globals, closures and defaults that change from call to call."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from remat import _remembered, is_recomputing, remat
+from remat import is_recomputing, remat
 
 
 def double(x: Tensor) -> Tensor:
@@ -45,47 +44,8 @@ def x() -> Tensor:
     return torch.linspace(-1, 1, 5, requires_grad=True)
 
 
-class Searches:
-    """Counts the searches."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, *roots: Any) -> Any:
-        self.count += 1
-        return self.find(*roots)
-
-    find = staticmethod(_remembered.find)
-
-
-@pytest.fixture
-def searches() -> Any:
-    counter = Searches()
-    with mock.patch.object(_remembered, "find", counter):
-        yield counter
-
-
 def make_nested(inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: inner(torch.sin(x))
-
-
-def test_a_function_that_reads_functions_is_searched_once(x: Tensor, searches: Searches) -> None:
-    fn = remat(make_nested(remat(make_nested(remat(double)))))
-    expected = gradient(make_nested(make_nested(double)), x)
-    gradient(fn, x)  # the first search also finds out which Python modules are libraries
-    gradient(fn, x)
-    before = searches.count
-    for _ in range(3):
-        assert torch.equal(gradient(fn, x), expected)
-    assert searches.count - before == 3  # `double` itself, which reads nothing; a run again ends before it is searched
-
-
-def test_a_function_that_captures_a_tensor_is_searched_each_time(x: Tensor, searches: Searches) -> None:
-    w = torch.full((5,), 2.0)
-    fn = remat(lambda x: (x * w).sin())
-    for i in range(1, 4):
-        gradient(fn, x)
-        assert searches.count == i
 
 
 def test_another_global_from_one_call_to_the_next(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
