@@ -275,9 +275,7 @@ class Frame:
             elif self.record is not None:
                 alive = [SERVED if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
-            # No other pass will come this way. Where regions are inside of one another, each recompute does the same.
-            last = self.alone and self.one_output and not (self.record is None or self.record.in_region or self.inside)
-            filler = Filler(self, alive, fill, last)
+            filler = Filler(self, alive, fill, self.alone and self._is_last())
             try:
                 filler.run()
                 value = wanted.value
@@ -297,6 +295,16 @@ class Frame:
             else:
                 running.frames.append(weakref.ref(self))
             return value
+
+    def _is_last(self) -> bool:
+        """Whether no recompute comes after this one, as the pass reads all slots and doesn't keep the graph.
+
+        Where regions are inside of one another, each recompute must do the same.
+        """
+        if self.record is None or self.record.in_region or self.inside or not self.one_output:
+            return False
+        inputs = *self.operands.tensors, *self.consts.tensors
+        return all(t is not None and (not t.requires_grad or _torch.will_be_reached(t)) for t in inputs)
 
     def _release(self) -> None:
         """From now on a slot lives as long as a node of autograd needs it."""

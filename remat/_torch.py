@@ -205,6 +205,16 @@ FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # has shapes alone, so th
 has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can't read them as plain memory
 
 
+def will_be_reached(tensor: torch.Tensor) -> bool:
+    """Whether the backward pass that runs now, which may be for some inputs alone, goes through this tensor."""
+    with without_dispatch():
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf of which the gradient is asked for
+        return True
+
+
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor has the memory of this one (nothing public counts that)."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # the tensor and its storage in Python
