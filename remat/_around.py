@@ -17,21 +17,25 @@ from ._state import state
 class Around:
     """The hooks at one moment: those of a region around, in whichever of its runs, of somebody else, or none."""
 
-    __slots__ = ("hooks", "logs", "owner", "position", "region")
+    __slots__ = ("hooks", "logs", "owner", "positions", "region")
 
     def __init__(self) -> None:
         self.hooks = _torch.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
         self.region: Frame | Filler | None = self.owner if isinstance(self.owner, (Frame, Filler)) else None
-        self.position = 0 if self.region is None else self.region.count
+        self.positions = []  # of this region and, as its policy hands on what it keeps, of those around it
+        region = self.region
+        while region is not None:
+            self.positions.append((region, region.count))
+            outer = region.outer if isinstance(region, Frame) else None
+            owner = None if outer is None else getattr(outer[0], "__self__", None)
+            region = owner if isinstance(owner, (Frame, Filler)) else None
         self.logs = [(log, len(log.entries)) for log in state.logs]  # of regions around, and how far each has come
 
     def undo(self) -> None:
         """Have the regions around forget what they have recorded since: a run inside of them is given up."""
-        if self.region is not None:
-            self.region.go_back(self.position)
-        for log, position in self.logs:
-            log.go_back(position)
+        for region, position in (*self.positions, *self.logs):
+            region.go_back(position)
 
     def take(self, operands: Kept, uses: Iterable[tuple[int, int]] | None = None) -> None:
         """Let them keep a region's operands. That may be all that a run again of the region around is for."""

@@ -1141,11 +1141,11 @@ ROWS = {
     "a backward that needs inputs alone": ["test_a_backward_that_needs_the_inputs_alone_runs_nothing_again"],
     "`ctx.saved_tensors` read twice": ["test_saved_tensors_are_read_twice"],
     "statistics of batch norm, counters in buffers": ["test_statistics_change_once"],
-    "variables of closures and globals, attributes of modules, that changed since": [
+    "variables of closures and globals, attributes of modules and of the object that is called, that changed since": [
         "test_what_closures_hold_is_as_in_the_first_run",
         "test_what_is_put_back",
     ],
-    "attributes of other objects, numbers in lists and dicts, that changed since": [
+    "attributes of other objects, of classes and of imported modules, numbers in lists and dicts, that changed since": [
         "test_it_is_not_detected",
         "test_checksums_find_it",
     ],
