@@ -26,6 +26,7 @@ from ._handed import Handed
 from ._hooks import hooks_allowed
 from ._kept import Kept
 from ._lowerings import Lowerings
+from ._parts import is_in_graph
 from ._passes import current_group, current_scope
 from ._recompute import Filler
 from ._sharing import overlapping
@@ -304,7 +305,7 @@ class Frame:
         if self.record is None or self.record.in_region or self.inside or not self.one_output:
             return False
         inputs = *self.operands.tensors, *self.consts.tensors
-        return all(t is not None and (not t.requires_grad or _torch.will_be_reached(t)) for t in inputs)
+        return all(t is not None and (not is_in_graph(t) or _torch.will_be_reached(t)) for t in inputs)
 
     def _release(self) -> None:
         """From now on a slot lives as long as a node of autograd needs it."""

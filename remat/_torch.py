@@ -207,7 +207,7 @@ has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can'
 
 def will_be_reached(tensor: torch.Tensor) -> bool:
     """Whether the backward pass that runs now, which may be for some inputs alone, goes through this tensor."""
-    with without_dispatch():
+    with without_dispatch(), torch.inference_mode(False):
         node = torch.autograd.graph.get_gradient_edge(tensor).node
     try:
         return torch._C._will_engine_execute_node(node)
