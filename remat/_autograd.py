@@ -15,6 +15,7 @@ from ._kept import Kept
 from ._lowerings import go_back, lowered_by_func, mark
 from ._memory import Memory
 from ._options import Options
+from ._recorder import recorder_for
 from ._region import Region
 from ._state import own_work, state
 
@@ -51,6 +52,7 @@ def _run(fn: Callable, options: Options, memory: Memory, args: Any, kwargs: dict
     region = Region(fn, given, tensors, options, memory, around)
     try:
         region.open(around=around)
+        region.recorder = recorder_for(region)
         frame = Frame(region, operands, region.consts, around.hooks)
         try:
             return frame.run(region.first, args, kwargs)

@@ -129,8 +129,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         with enabled:
             outs = region.run(inputs)
         call.close(root)
-        if root.record is not None:
-            root.record.close_without_slots()
+        root.recorded(slots_tell=False)
     elif recorded or follows or ((dual or (torch.is_grad_enabled() and not inference)) and hooks_are_allowed()):
         check_hooks_are_allowed()
         frame = _frame(region, call.kept, root.consts)
@@ -142,7 +141,7 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
                     raise MutationError(_CHANGES) from error
                 raise
     else:
-        root.record = None  # nothing is differentiated
+        root.recorder = None  # nothing is differentiated
         outs = region.run(inputs)
         call.close(root)
     if recorded or not follows:
@@ -207,8 +206,7 @@ class PlainNode(torch.autograd.Function):
             outs = region.run(inputs)
         if first:
             call.close(root)
-            if root.record is not None:
-                root.record.close_without_slots()
+            root.recorded(slots_tell=False)
         ctx.region, ctx.call = region, call
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)

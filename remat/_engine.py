@@ -43,7 +43,7 @@ class Frame:
     __slots__ = (
         "__weakref__", "alone", "check", "consts", "inside", "known", "lock", "log", "look", "lowerings", "mixed",
         "modes", "noted", "one_output", "open", "operands", "options", "outer", "policies", "read_inside", "record",
-        "refs", "region", "slot", "slots", "start", "streams", "unfilled",
+        "recording", "refs", "region", "slot", "slots", "start", "streams", "unfilled",
     )  # fmt: skip
 
     def __init__(
@@ -73,9 +73,10 @@ class Frame:
         self.log = OpLog() if options.debug else None
         self.policies = state.policies
         self.lowerings: list[bool] = []  # of the regions inside
-        self.record = None if root.ran else root.record
-        self.slot = Slot if self.record is None else RecordedSlot
-        self.noted = read_inside or self.record is not None
+        self.recording = None if root.ran or root.recorder is None else root.recorder.recording
+        self.record: Any = None  # when the first run, under a policy, has ended
+        self.slot = Slot if self.recording is None else RecordedSlot
+        self.noted = read_inside or self.recording is not None
         self.known: dict[int, tuple[Kept, int]] = {}
         for kept in (consts, operands) if consts.tensors else (operands,):
             self.known.update(zip(map(id, kept.tensors), zip(repeat(kept), count())))
@@ -87,13 +88,13 @@ class Frame:
         if self.outer is None and self.options.offload_inputs and not self.region.root.kinds:
             self.operands.offload()  # torch.func's levels keep their inputs
         root = self.region.root
-        if self.record is not None:
-            self.record.keep.hooks = self.outer
-            self.record.in_region = root.around is not None and root.around.region is not None
+        if self.recording is not None:
+            self.recording.keep.hooks = self.outer
+            self.recording.in_region = root.around is not None and root.around.region is not None
         root.log = self.log
         with hooks_allowed(whoever_forbids=root.ran):
             below = self._pack_below_levels if root.kinds else self.pack
-            unpack = self.unpack if self.record is None else self._unpack_under_policy
+            unpack = self.unpack if self.recording is None else self._unpack_under_policy
             _torch.push_hooks(self._pack_and_note if self.noted else below, unpack)
             state.lowerings = *state.lowerings, Lowerings(self.lowerings, follows=False)
             try:
@@ -113,8 +114,10 @@ class Frame:
             root.overlaps = overlapping(tensors, self.operands, self.consts)
         del tensors
         self.consts.forget_histories()
-        if self.record is not None:
-            self.record.close()
+        if self.recording is not None:
+            self.recording = None
+            root.recorded()
+            self.record = root.record
             outputs = [t for t in _tree.flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
             self.one_output = len(outputs) == 1
         return result
@@ -154,10 +157,10 @@ class Frame:
 
         So it must go with the node.
         """
-        record = self.record
+        recording = self.recording
         if is_wrapped(tensor) and id(tensor) not in self.known:
-            if record is not None:
-                record.needs(tensor)
+            if recording is not None:
+                recording.needs(tensor)
             return Above(tensor)
         with own_work():
             packed = self.pack(tensor)
@@ -165,8 +168,8 @@ class Frame:
         self.refs.append(weakref.ref(slot))
         if slot is SERVED:
             return packed
-        if record is not None:
-            record.saved(tensor, slot)
+        if recording is not None:
+            recording.saved(tensor, slot)
         if self.read_inside:
             slot.value = alias(tensor)
             slot.version = _torch.version(slot.value)
@@ -216,7 +219,8 @@ class Frame:
         return self._unpacked(packed)
 
     def _unpack_under_policy(self, packed: Any) -> torch.Tensor:
-        self.record.in_backward()  # type: ignore[union-attr]
+        if self.record is not None:  # a backward pass inside of the region may come before its end
+            self.record.in_backward()
         return self.unpack(packed)
 
     def _unpacked(self, packed: Any) -> torch.Tensor:
@@ -273,7 +277,7 @@ class Frame:
             alive = list(map(call, self.refs))
             if running is None:
                 alive = [slot if slot is wanted else SERVED for slot in alive]
-            elif self.record is not None:
+            elif self.slot is RecordedSlot:
                 alive = [SERVED if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
             filler = Filler(self, alive, fill, self.alone and self._is_last())

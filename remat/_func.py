@@ -22,6 +22,7 @@ from ._levels import NeedsLevel, apply
 from ._lowerings import go_back, mark
 from ._memory import Memory
 from ._options import Options
+from ._recorder import recorder_for
 from ._region import Region
 from ._state import own_work, state
 
@@ -38,6 +39,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     try:
         while True:
             region.open(follow=is_followed)
+            region.recorder = recorder_for(region)
             operands = region.operands()
             if state.interceptors:
                 operands = [state.interceptors[-1].resolve(t) for t in operands]

@@ -19,8 +19,8 @@ from ._kept import Kept
 from ._memory import memory_of
 from ._options import Options
 from ._parts import parts
-from ._record import Record
 from ._recorder import Recorder
+from ._recording import Recording
 from ._region import Region
 from ._state import alias
 from ._values import holder, layouts
@@ -149,7 +149,7 @@ class _Listing:
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
         self.region = region = Region(fn, *take_apart(args, kwargs), Options(), memory_of(fn), None)
-        self.record = Record(nothing_saveable, region.memory, nothing_saveable, region.options.told, lines=True)
+        self.recording = Recording(nothing_saveable, region.memory, nothing_saveable, region.options.told, lines=True)
         self.names = _argument_names(fn, _tree.paths(region.given.spec, ""))
         self.saved: list[weakref.ref[_Saved]] = []
         self.known: dict[int, tuple] = {}  # storages of arguments and captured tensors
@@ -170,7 +170,7 @@ class _Listing:
             _torch.push_hooks(self.pack, _unpack)
         try:
             with torch.enable_grad():
-                graph = _edges(region.call(operands, Recorder(self.record)))
+                graph = _edges(region.call(operands, Recorder(self.recording)))
         finally:
             if under_hooks:
                 _torch.pop_hooks()
@@ -205,24 +205,24 @@ class _Listing:
     def _alive(self) -> list[torch.Tensor]:
         """What operations made and something holds."""
         found = []
-        for entry in self.record.log.entries:
+        for entry in self.recording.log.entries:
             for layout in layouts(entry.result):
-                storage = self.record.storages.where(entry.outs[layout.i])
+                storage = self.recording.storages.where(entry.outs[layout.i])
                 if storage is not None:
                     found.append(layout.on(storage))
         return found
 
     def _row(self, tensor: torch.Tensor) -> SavedResidual:
-        value = self.record.storages.find(tensor)
-        made = None if value is None else self.record.log.made.get(value)
+        value = self.recording.storages.find(tensor)
+        made = None if value is None else self.recording.log.made.get(value)
         nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
         shape, dtype = tensor.shape, tensor.dtype
         source = "made out of sight, such as a constant"
         if made is not None and value is not None:
-            entry = self.record.log.entries[made]
+            entry = self.recording.log.entries[made]
             func = getattr(entry.key[0], "overloadpacket", entry.key[0])
-            source = f"output of {func} at {self.record.log.lines[made]}"
-            if names := self.record.names.get(value):
+            source = f"output of {func} at {self.recording.log.lines[made]}"
+            if names := self.recording.names.get(value):
                 source = " and ".join(f"named {name!r} at {line}" for name, line in names.items())
             # Of a view, that of which it is one.
             whole = ((x.size, x.dtype) for x in layouts(entry.result) if entry.outs[x.i] == value)

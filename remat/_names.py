@@ -52,13 +52,13 @@ def checkpoint_name(x: T, name: str) -> T:
     """
     if not isinstance(name, str):
         raise TypeError(f"checkpoint_name takes a value and its name, a string; got the name {name!r}.")
-    if not torch.compiler.is_compiling() and state.records:
+    if not torch.compiler.is_compiling() and state.recordings:
         line = user_line()
         with _torch.without_torch_function():
             for leaf in (x,) if isinstance(x, torch.Tensor) else _tree.flatten(x)[0]:
                 if isinstance(leaf, torch.Tensor):
-                    for record in state.records:
-                        record.name(leaf, name, line)
+                    for recording in state.recordings:
+                        recording.name(leaf, name, line)
     return x
 
 

@@ -117,8 +117,8 @@ class Filler:
         replay = root.log = None if frame.log is None else frame.log.replay()
         root.attempt = self._plan(whole)
         policies = frame.policies
-        if frame.open and frame.record is not None:  # no replay says so to regions inside
-            policies = (*policies, frame.record.policy)
+        if frame.recording is not None:  # no replay says so to regions inside
+            policies = (*policies, frame.recording.policy)
         hooks = RemovableHandle.next_id
         below = self._pack_below_levels if root.kinds else self.pack
         _torch.push_hooks(self._pack_and_tell if frame.noted else below, _same)
@@ -144,7 +144,7 @@ class Filler:
     def _plan(self, whole: bool) -> Attempt | None:
         """What to run; all of it, if it isn't known what ran first."""
         frame, record = self.frame, self.root.record
-        if record is None or not record.tells:
+        if record is None:
             return None
         if whole:
             plan = record.whole_plan()

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from ._ambient import Ambient
 from ._facts import Facts, facts_of, tensors
 from ._generators import is_capturing
 from ._parts import is_wrapper_call
 from ._ranges import Ranges
+from ._nested import within
 from ._record import Record
+from ._recording import Recording
 from ._state import state
-from ._torch import DispatchMode, without_torch_function
+from ._torch import DispatchMode, FakeTensor, without_torch_function
+from .policies import nothing_saveable
 
 
 class RegionMode(DispatchMode):
     """One that sees the operations of a region with a policy."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record | Recording) -> None:
         super().__init__()
         self.record = record
         self.number = 0  # how many regions around have a record
@@ -37,7 +43,7 @@ class RegionMode(DispatchMode):
         return self.draws - 1
 
     def __enter__(self) -> Any:
-        self.number = len(state.records)
+        self.number = len(state.recordings)
         state.policies = *state.policies, self.record.policy
         return super().__enter__()
 
@@ -47,14 +53,15 @@ class RegionMode(DispatchMode):
 
 
 class Recorder(RegionMode):
-    """Notes the operations of a first run in a record, which names belong to and regions inside know of."""
+    """Notes the operations of a first run."""
 
-    def __init__(self, record: Record) -> None:
-        super().__init__(record)
+    def __init__(self, recording: Recording) -> None:
+        super().__init__(recording)
+        self.recording = recording
         self.entered = False  # an operation on tensors made of others, which has been met
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        record, facts, kwargs = self.record, facts_of(func), kwargs or {}
+        recording, facts, kwargs = self.recording, facts_of(func), kwargs or {}
         if types and is_wrapper_call(types):
             return self._on_others(func, facts, args, kwargs)
         if facts.marks:
@@ -64,14 +71,14 @@ class Recorder(RegionMode):
         generators = None
         if facts.writes or facts.foreign:  # to what may be needed; or it may draw without saying so
             with without_torch_function():
-                record.before_writing(facts, args, kwargs)
+                recording.before_writing(facts, args, kwargs)
                 if facts.foreign and not is_capturing():
                     generators = Ambient.capture({t.device for t in tensors((args, kwargs))}, [], True)
         result = func(*args, **kwargs)
         if generators is not None and generators.moved():
-            record.drawing.add(facts)
+            recording.drawing.add(facts)
         with without_torch_function():
-            record.ran(func, facts, args, kwargs, result, self.draw(facts, args, kwargs))
+            recording.ran(func, facts, args, kwargs, result, self.draw(facts, args, kwargs))
         return result
 
     def _on_others(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
@@ -79,27 +86,52 @@ class Recorder(RegionMode):
         if self.entered or self.number < state.filling or state.unseen or self.ranges:
             self.entered = False
             return NotImplemented
-        record, self.entered = self.record, True
-        start = len(record.log)
-        record.around.append(facts)
+        recording, self.entered = self.recording, True
+        start = len(recording.log)
+        recording.around.append(facts)
         DispatchMode.__enter__(self)  # else what it runs would pass this mode
         try:
             result = func(*args, **kwargs)
         finally:
             DispatchMode.__exit__(self, None, None, None)
             self.entered = False
-            record.around.pop()
+            recording.around.pop()
         with without_torch_function():
-            record.ran_around(facts, args, kwargs, result, start)
+            recording.ran_around(facts, args, kwargs, result, start)
         return result
 
     def __enter__(self) -> Recorder:
         super().__enter__()
-        state.records = *state.records, self.record
+        state.recordings = *state.recordings, self.recording
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if exception[0] is not None:
-            self.record.let_go()
-        state.records = state.records[:-1]
+            self.recording.let_go()
+        state.recordings = state.recordings[:-1]
+
+    def bind(self, operands: Iterable[torch.Tensor]) -> None:
+        """Note what comes in."""
+        self.recording.bind(operands)
+
+    def close(self, slots_tell: bool = True) -> Record:
+        """The first run has ended: the record of it. Without slots it isn't known what autograd has saved."""
+        try:
+            return Record(self.recording, slots_tell)
+        except BaseException:  # the run again of a region around may end here
+            self.recording.let_go()
+            raise
+
+
+def recorder_for(region: Any) -> Recorder | None:
+    """What notes the first run of a region that is about to run, unless it keeps nothing."""
+    own, outer = region.options.policy, state.policies
+    if own is None and not outer:
+        return None
+    own = own or nothing_saveable
+    policy = within(outer[-1] if outer else None, own)
+    tensors = *region.operands(), *region.consts.tensors
+    if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
+        return None
+    return Recorder(Recording(policy, region.memory, own, region.options.told))

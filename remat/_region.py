@@ -24,19 +24,15 @@ from ._kept import NONE_KEPT, Kept
 from ._left_out import Restart
 from ._lowerings import go_back, mark
 from ._memory import Memory
-from ._nested import within
 from ._options import Options
 from ._outputs import Outputs
 from ._parts import all_parts
 from ._ranges import in_range
-from ._record import Record
-from ._recorder import Recorder
 from ._replay import Attempt, Replay
 from ._sharing import apart, as_before, same, twice_below
 from ._state import first_run, own_work, recomputing, state
 from ._turns import turn
 from ._variables import Variables, bound
-from .policies import nothing_saveable
 
 _on_cpu = attrgetter("is_cpu")
 
@@ -49,7 +45,7 @@ class Region:
     __slots__ = (
         "ambient", "arguments", "arity", "around", "attempt", "bindings", "by_level", "captured", "consts", "fn",
         "found", "given", "guessed", "hooked", "ids", "inherited", "kinds", "log", "mapped", "memory", "options",
-        "outputs", "overlaps", "paths", "ran", "record", "replay", "same", "swapped", "twice", "variables", "watch",
+        "outputs", "overlaps", "paths", "ran", "record", "recorder", "replay", "same", "swapped", "twice", "variables", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -78,7 +74,8 @@ class Region:
         self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
         self.hooked = False  # its first run has put hooks on what it was given
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
-        self.record: Record | None = None  # of the first run, under a policy
+        self.recorder: Any = None  # notes the first run, under a policy
+        self.record: Any = None  # of that run, when it has ended
         self.attempt: Attempt | None = None  # at a recompute, by whoever starts over if it reads what it leaves out
         self.replay: Replay | None = None
         self.log: Any = None  # notes or compares the operations of a run
@@ -102,7 +99,6 @@ class Region:
         self.arity = len(self.arguments) + len(self.captured)
         tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
         devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
-        self.record = self._new_record(tensors) if self.options.policy or state.policies else None
         if around is not None:
             around.take_captured(self.consts)
         self.ambient = Ambient.capture(devices, generators, self.options.preserve_rng_state)
@@ -136,14 +132,6 @@ class Region:
         self.consts = Kept(tensors, lambda i: f"captured {paths[i]}", self.memory.known.changing)
         self.consts.watch_gradients()
         self.same = same(self.operands(), tensors)
-
-    def _new_record(self, tensors: Iterable[torch.Tensor]) -> Record | None:
-        """The record of the first run, unless nothing will be kept."""
-        own = self.options.policy or nothing_saveable
-        policy = within(state.policies[-1] if state.policies else None, own)
-        if policy.saves_nothing or any(isinstance(t, _torch.FakeTensor) for t in tensors):
-            return None
-        return Record(policy, self.memory, own, self.options.told)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make captured tensors that have no place operands: they are swapped wherever they are read."""
@@ -227,7 +215,7 @@ class Region:
 
     def _in_full_if_need_be(self, operands: Sequence[torch.Tensor]) -> Any:
         """Run it again, and if that reads what it has left out, once more in full."""
-        if self.record is None or not self.record.tells or self.attempt is not None:
+        if self.record is None or self.attempt is not None:
             return self._again(operands)
         around, marks = Around(), mark()
         # A second attempt would find operands that the first one has changed.
@@ -257,12 +245,17 @@ class Region:
         """Whether a recompute has read what it has left out."""
         return self.replay is not None and self.replay.left_out.is_read
 
-    def _recorder(self, operands: Sequence[torch.Tensor]) -> Recorder | None:
+    def _recorder(self, operands: Sequence[torch.Tensor]) -> Any:
         """What watches a first run under a policy."""
-        if self.record is None:
-            return None
-        self.record.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
-        return Recorder(self.record)
+        if self.recorder is not None:
+            self.recorder.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
+        return self.recorder
+
+    def recorded(self, slots_tell: bool = True) -> None:
+        """The first run has ended."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            self.record = recorder.close(slots_tell)
 
     def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
         if self.record is None or self.attempt is None:
@@ -302,7 +295,7 @@ class Region:
         bound(self.variables, self._found()).__enter__()  # for good
         if self.around is not None:
             self.around.undo()
-        self.ran = False
+        self.ran, self.recorder = False, None
 
     def check_result(self, result: Any) -> None:
         """Compare the structure of a run again's result with the first one."""

@@ -33,7 +33,7 @@ class _State(threading.local):
     policies = _carried("remat.policies", ())  # of those with a policy, the innermost last
     lowerings = _carried("remat.lowerings", ())  # of the runs of regions that are open now, the innermost last
     logs = _carried("remat.logs", ())  # of those that are debugged
-    records = _carried("remat.records", ())  # of those that run for the first time, under a policy
+    recordings = _carried("remat.recordings", ())  # of those that run for the first time, under a policy
 
 
 state = _State()
@@ -137,7 +137,7 @@ class as_in_forward:
         self.before = state.unseen, state.filling, state.policies, state.lowerings
         state.unseen, state.policies, state.lowerings = False, self.policies, (self.lowerings,)
         if self.filling:
-            state.filling = len(state.records)  # those of regions that start inside do
+            state.filling = len(state.recordings)  # those of regions that start inside do
 
     def __exit__(self, *exception: Any) -> None:
         state.unseen, state.filling, state.policies, state.lowerings = self.before
@@ -167,7 +167,7 @@ class first_run:
         self.before = state.own_work, state.checkpointing, state.unseen, state.filling
         state.own_work, state.checkpointing = False, True
         if state.unseen:  # it is called by hooks around other regions, whose records don't note it
-            state.unseen, state.filling = False, len(state.records)
+            state.unseen, state.filling = False, len(state.recordings)
 
     def __exit__(self, *exception: Any) -> None:
         state.own_work, state.checkpointing, state.unseen, state.filling = self.before

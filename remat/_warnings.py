@@ -14,7 +14,7 @@ from ._names import is_named
 from ._policy import Verdict
 
 if TYPE_CHECKING:
-    from ._record import Record
+    from ._recording import Recording
 
 
 class Told:
@@ -58,9 +58,9 @@ class Unmatched:
 
     __slots__ = ("line", "memory", "operators", "policy", "told")
 
-    def __init__(self, record: Record) -> None:
-        self.policy, self.told, self.memory = record.own, record.told, record.memory
-        self.operators = list(dict.fromkeys(str(entry.key[0]) for entry in record.log.entries))
+    def __init__(self, recording: Recording) -> None:
+        self.policy, self.told, self.memory = recording.own, recording.told, recording.memory
+        self.operators = list(dict.fromkeys(str(entry.key[0]) for entry in recording.log.entries))
         self.line = user_line()
 
     def warn(self) -> None:
@@ -79,23 +79,23 @@ class Unmatched:
         )
 
 
-def unmatched(record: Record) -> Unmatched | None:
+def unmatched(recording: Recording) -> Unmatched | None:
     """The region that has just run, if its own policy judges operators and has matched none that ran."""
-    own, told = record.own, record.told
-    if told.operators or is_by_name(own) or not record.log:
+    own, told = recording.own, recording.told
+    if told.operators or is_by_name(own) or not recording.log:
         return None
     if asks(own):
-        if own is not record.policy:
+        if own is not recording.policy:
             return None  # the policy of a region around may have spared predicates the question
-        matches = bool(record.log.saveable)
+        matches = bool(recording.log.saveable)
     else:
-        verdicts = [own.verdict_for(entry.key[0]) for entry in record.log.entries]
-        for value, names in record.names.items():
-            op = record.log.maker(value).key[0]
+        verdicts = [own.verdict_for(entry.key[0]) for entry in recording.log.entries]
+        for value, names in recording.names.items():
+            op = recording.log.maker(value).key[0]
             verdicts.append(own.judge(None, op, (), {}, frozenset(names)))
         matches = any(verdict is not Verdict.RECOMPUTE for verdict in verdicts)
     told.operators |= matches
-    return None if matches else Unmatched(record)
+    return None if matches else Unmatched(recording)
 
 
 _SHOWN = 8
