@@ -10,9 +10,11 @@ import torch
 from ._ambient import Ambient
 from ._facts import Facts, facts_of, tensors
 from ._generators import is_capturing
-from ._parts import is_wrapper_call
-from ._ranges import Ranges
+from ._memory import Known
 from ._nested import within
+from ._parts import is_wrapper_call
+from ._policy import Policy
+from ._ranges import Ranges
 from ._record import Record
 from ._recording import Recording
 from ._state import state
@@ -23,28 +25,28 @@ from .policies import nothing_saveable
 class RegionMode(DispatchMode):
     """One that sees the operations of a region with a policy."""
 
-    def __init__(self, record: Record | Recording) -> None:
+    def __init__(self, policy: Policy, known: Known, drawing: set[Facts]) -> None:
         super().__init__()
-        self.record = record
+        self._policy, self._known = policy, known
+        self._drawing = drawing  # operations of other libraries that were seen to draw random numbers
         self.number = 0  # how many regions around have a record
         self.draws = 0
         self.ranges = Ranges()
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        known = self.record.memory.known
-        known.compiles |= super().ignore_compile_internals()
-        return known.compiles
+        self._known.compiles |= super().ignore_compile_internals()
+        return self._known.compiles
 
     def draw(self, facts: Facts, args: tuple, kwargs: dict) -> int | None:
         """The number of an operation among those that draw random numbers, None if it does not."""
-        if facts not in self.record.drawing and not facts.draws(args, kwargs):
+        if facts not in self._drawing and not facts.draws(args, kwargs):
             return None
         self.draws += 1
         return self.draws - 1
 
     def __enter__(self) -> Any:
         self.number = len(state.recordings)
-        state.policies = *state.policies, self.record.policy
+        state.policies = *state.policies, self._policy
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -56,7 +58,7 @@ class Recorder(RegionMode):
     """Notes the operations of a first run."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__(recording)
+        super().__init__(recording.policy, recording.memory.known, recording.drawing)
         self.recording = recording
         self.entered = False  # an operation on tensors made of others, which has been met
 

@@ -45,7 +45,8 @@ class Region:
     __slots__ = (
         "ambient", "arguments", "arity", "around", "attempt", "bindings", "by_level", "captured", "consts", "fn",
         "found", "given", "guessed", "hooked", "ids", "inherited", "kinds", "log", "mapped", "memory", "options",
-        "outputs", "overlaps", "paths", "ran", "record", "recorder", "replay", "same", "swapped", "twice", "variables", "watch",
+        "outputs", "overlaps", "paths", "ran", "record", "recorder", "replay", "same", "swapped", "twice",
+        "variables", "watch",
     )  # fmt: skip
 
     def __init__(

@@ -38,7 +38,8 @@ class Replay(RegionMode):
     """Goes through the operations of a run again, beside the steps of the first run."""
 
     def __init__(self, record: Record, attempt: Attempt, inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__(record)
+        super().__init__(record.policy, record.memory.known, record.drawing)
+        self.record = record
         self.plan, self.whole, self.last = attempt
         self.position = 0  # of the step that should come next; those before came, or were left out
         self.left_out = LeftOut()
