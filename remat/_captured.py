@@ -7,20 +7,18 @@ read in another way, such as from a class, from a Python module or by a computed
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from inspect import ismemberdescriptor
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ._code import CACHE, called, is_library, is_sharded, may_add, names_of, slots, wrapped
 from ._generators import is_generator
 from ._variables import COPIED, Copy, Entries, PartialArgs, Slots, TensorId, Variables, copy_dict
 
-CACHE = 4096  # entries per cache: a class or code made on the fly does not stay for ever
 _BUDGET = 100_000  # objects visited per call
 _LIMIT = 10_000  # containers with more entries are data, not state
 _STATE = 1_000  # up to this length even plain ones are, and what they hold is noted down
@@ -168,7 +166,7 @@ class Captured:
 
     def wrapper(self, value: Any, path: Path) -> None:
         """What is callable, of a library, and no function: only what it wraps counts."""
-        self.see(_wrapped(value), path.attribute("__wrapped__"))
+        self.see(wrapped(value), path.attribute("__wrapped__"))
 
     # --- objects ----------------------------------------------------------------------------------------------------
 
@@ -176,7 +174,7 @@ class Captured:
         state = module.__dict__
         cls: Any = type(module)
         path = type(path)(path.step, path.up, True)
-        if _is_sharded(cls):
+        if is_sharded(cls):
             self._sharded.update(map(id, module.modules()))
         sharded = id(module) in self._sharded
         for name in ("_parameters", "_buffers", "_modules"):
@@ -184,7 +182,7 @@ class Captured:
             # Two modules may share it; TorchScript keeps something else there.
             if isinstance(held, dict) and id(held) not in self._seen and not (sharded and name == "_parameters"):
                 self._seen.add(id(held))
-                if not sharded and (held or _may_add(cls)):
+                if not sharded and (held or may_add(cls)):
                     self.note(Entries, held, copy_dict(held), whole=True)
                 for key, value in held.items():
                     self.see(value, path.attribute(key))
@@ -196,17 +194,17 @@ class Captured:
         if not sharded:
             then = {name: value if name in _BASE_STATE else self._frozen(value) for name, value in state.items()}
             self.variables.append(Entries(state, then, whole=True))
-        self.see(_called(cls, "forward"), path.attribute("forward"))
+        self.see(called(cls, "forward"), path.attribute("forward"))
 
     def instance(self, value: Any, path: Path) -> None:
         cls: Any = type(value)
         if cls.__dictoffset__:
             self._attributes(value.__dict__, path)
-        held = Slots(value, dict.fromkeys(_slots(cls))).now()
+        held = Slots(value, dict.fromkeys(slots(cls))).now()
         self.note(Slots, value, held)
         for slot, each in held.items():
             self.see(each, path.attribute(slot.__name__))
-        self.see(_called(cls, "__call__"), path.attribute("__call__"))
+        self.see(called(cls, "__call__"), path.attribute("__call__"))
 
     def _attributes(self, held: dict[str, Any], path: Path) -> None:
         whole = path.owned or any(isinstance(value, Tensor) for value in held.values())
@@ -236,7 +234,7 @@ class Captured:
         for key, item in items.items() if _is_looked_into(items.values()) else ():
             self.see(item, path.item(key))
         if type(value) not in COPIED:
-            if isinstance(value, dict) and not _is_library(type(value).__module__):
+            if isinstance(value, dict) and not is_library(type(value).__module__):
                 self.note(Entries, value, items, whole=True)
             self.instance(value, path)
 
@@ -257,78 +255,6 @@ def _is_looked_into(items: Collection[Any]) -> bool:
     return len(items) <= _LIMIT and any(visits[type(item)] for item in islice(items, _SAMPLE))
 
 
-@functools.lru_cache(CACHE)
-def _is_sharded(cls: Any) -> bool:
-    """Whether FSDP says, in each run, what the modules below hold: it frees and exchanges their parameters."""
-    return any(base.__module__.startswith("torch.distributed.fsdp") for base in cls.__mro__)
-
-
-@functools.lru_cache(CACHE)
-def _may_add(cls: Any) -> bool:
-    """Whether code may add parameters, buffers or modules to a module without any: not to those of torch."""
-    return not _is_library(cls.__module__) or issubclass(cls, _CONTAINERS)
-
-
-def _called(cls: Any, name: str) -> Any:
-    """The method of a class, unless it is a library's."""
-    method = getattr(cls, name, None)
-    return method if isinstance(method, FunctionType) else _wrapped(method)
-
-
-def _wrapped(value: Any) -> Any:
-    """What a static or class method, or the work of `functools.wraps`, stands for; or None."""
-    if isinstance(value, (staticmethod, classmethod)):
-        return value.__func__
-    return getattr(value, "__dict__", {}).get("__wrapped__")
-
-
-@functools.lru_cache(CACHE)
-def _slots(cls: Any) -> list[Any]:
-    """The slots of the instances of a class. What classes that are written in C have may be read-only."""
-    return [
-        slot
-        for base in cls.__mro__
-        if "__slots__" in vars(base) and not _is_library(base.__module__)
-        for slot in vars(base).values()
-        if ismemberdescriptor(slot)
-    ]
-
-
-# --- names in code ------------------------------------------------------------------------------------------------
-
-# pytest puts its own calls where a test module asserts something.
-_LIBRARIES = sys.stdlib_module_names | {"_pytest", "functorch", "numpy", "optree", "pluggy", "pytest", "remat", "torch"}
-# Keyed by id, for code is hashed by its contents, which is slow; the entry keeps the id valid.
-_codes: dict[int, tuple[CodeType, tuple[str, ...] | None]] = {}
-
-
-def _is_library(module: Any) -> bool:
-    return str(module).partition(".")[0] in _LIBRARIES
-
-
-def names_of(fn: FunctionType) -> tuple[str, ...] | None:
-    """The names in the code of a function, nested functions included; None in a library."""
-    code = fn.__code__
-    known = _codes.get(id(code))
-    if known is not None:
-        return known[1]
-    if len(_codes) >= CACHE:
-        _codes.clear()
-    module = str(fn.__globals__.get("__name__"))
-    # Doctests run in a copy of their module's globals, and are no library.
-    library = _is_library(module) and vars(sys.modules.get(module, sys)) is fn.__globals__
-    names = None if library else tuple(dict.fromkeys(_names(code)))
-    _codes[id(code)] = code, names
-    return names
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _names(const)
-
-
 class Visits(dict[type, "Visit | None"]):
     """How the values of a class are visited; None: not at all."""
 
@@ -339,7 +265,7 @@ class Visits(dict[type, "Visit | None"]):
         if visit is None and not issubclass(cls, _NEVER):
             if is_generator(cls):
                 visit = Captured.tensor
-            elif not _is_library(cls.__module__):
+            elif not is_library(cls.__module__):
                 visit = Captured.instance
             elif cls.__dictoffset__ and hasattr(cls, "__call__"):  # noqa: B004
                 visit = Captured.wrapper
@@ -363,7 +289,6 @@ _BASES: dict[type, Visit] = {
 _NEVER = (type, ModuleType, set, frozenset)
 _DATA = (Captured.tensor, Captured.of_dict, Captured.of_list, Captured.of_tuple)
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # whose modules have no state but FSDP's own
-_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList, nn.Sequential)
 _BASE_STATE = frozenset(vars(nn.Module()))  # read by name, or not by a forward
 _CONTENTS: Any = CellType.__dict__["cell_contents"]
 _DEFAULTS: Any = FunctionType.__dict__["__defaults__"]

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ._determinism import fingerprint, user_line
+from ._determinism import fingerprint
 from ._errors import RecomputeMismatchError
 from ._facts import facts_of
+from ._lines import user_line
 from ._ranges import Ranges
 from ._state import state
 from ._torch import DispatchMode

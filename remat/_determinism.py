@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -135,30 +132,3 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Line(NamedTuple):
-    """A line of code, as text only where somebody reads it."""
-
-    code: CodeType | None
-    number: int
-
-    def __str__(self) -> str:
-        if self.code is None:
-            return "an unknown line"
-        return f"{self.code.co_filename}:{self.number} ({self.code.co_name})"
-
-
-def user_line() -> Line:
-    """Where in the user's code the current run is: ``file:line (function)``."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not _is_library(frame.f_globals.get("__name__", "")) and frame.f_code.co_filename[:7] != "<frozen":
-            return Line(frame.f_code, frame.f_lineno)
-        frame = frame.f_back
-    return Line(None, 0)
-
-
-@functools.cache
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in ("remat", "torch")

@@ -20,13 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from . import _offload, _torch
 from ._bulk import requires_grad
 from ._compared import Comparison, can_be_asked, may_differ
+from ._cut import cut, leafness, tangents
 from ._determinism import checksum
 from ._errors import MutationError
 from ._handed import AtHand, Handed, HandedToRegion, Hooks
 from ._hooks import drop_gradient_hooks
 from ._layout import copied, span
 from ._offload import Group, Offloaded
-from ._parts import is_dual, is_in_graph, lift
+from ._parts import lift
 from ._state import alias
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
@@ -62,12 +63,12 @@ class Kept:
         if -1 in self.versions:
             self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
         self.requires_grad = tuple(map(requires_grad, tensors))
-        self.leaf = tuple(map(_leaf, tensors)) if any(map(_is_view, tensors)) else tuple(map(_is_leaf, tensors))
+        self.leaf = tuple(map(leafness, tensors)) if any(map(_is_view, tensors)) else tuple(map(_is_leaf, tensors))
         self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # what hooks around the region took over
         self.copies: Mapping[int, torch.Tensor] = _NOTHING
         self._changed: Mapping[int, bool] = _NOTHING
         self._asked: Comparison | None = None  # which of those that have a copy really changed
-        self.duals = _tangents(tensors) if _torch.dual_level_active() else _NOTHING
+        self.duals = tangents(tensors) if _torch.dual_level_active() else _NOTHING
         self.grads: list[tuple[int, int]] | None = None
         self.hooks = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
         self.as_they_were = False  # the first run is over and has not changed any; nobody else keeps one
@@ -258,8 +259,8 @@ class Kept:
             primal, tangent = self.duals[i]
             if i in self.changed:
                 primal, tangent = (tensor, *primal[1:]), (tangent[0].clone(), *tangent[1:])
-            return fwAD.make_dual(_cut(*primal), _cut(*tangent))
-        return _cut(tensor, self.requires_grad[i], self.leaf[i])
+            return fwAD.make_dual(cut(*primal), cut(*tangent))
+        return cut(tensor, self.requires_grad[i], self.leaf[i])
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
@@ -275,7 +276,7 @@ class Kept:
         """All of them for a run again."""
         if self.packed or self.duals or self.changed or self.sums or _versions(self.tensors) != self.versions:
             return [self.again(i) for i in range(len(self))]
-        return list(map(_cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
+        return list(map(cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
 
     def stale(self) -> dict[int, str]:
         """The tensors that were changed since, by id, each with what to say if the run again reads it."""
@@ -292,44 +293,14 @@ class Kept:
         if added_to or i in self.duals or i in self.packed or i in self.changed or tensor is None:
             return self.again(i)
         if tensor.requires_grad is not self.requires_grad[i]:  # it was frozen since, or has no history any more
-            tensor = _cut(tensor, self.requires_grad[i], self.leaf[i])
+            tensor = cut(tensor, self.requires_grad[i], self.leaf[i])
             if not self.leaf[i]:
                 self.tensors[i] = tensor  # by which ``stale`` knows it
         return tensor
 
 
-def _leaf(tensor: torch.Tensor) -> bool | None:
-    """Whether a tensor is a leaf; None for one that only says so."""
-    return tensor.is_leaf and (not tensor.requires_grad or is_in_graph(tensor) or None)
-
-
-def _cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.Tensor:
-    """What is not a leaf stays none: regions inside tell from it what to keep, in each run the same.
-
-    And what autograd doesn't follow, though it requires grad, is not followed: operations save less for its sake.
-    """
-    if not requires_grad:
-        return tensor.detach() if tensor.requires_grad else tensor
-    cut = tensor.detach().requires_grad_()
-    if leaf:
-        return cut
-    if leaf is None:
-        with torch.no_grad():
-            return cut.view_as(cut)
-    return cut.view_as(cut) if cut.layout is torch.strided else cut.clone()
-
-
 def _is_activation(tensor: torch.Tensor) -> bool:
     return not (tensor.is_leaf and tensor.requires_grad) and not _offload.in_host_memory(tensor)
-
-
-def _tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
-    """The primal and tangent of every dual tensor: they are gone when its level ends."""
-    duals = {}
-    for i, tensor in enumerate(tensors):
-        if is_dual(tensor):
-            duals[i] = tuple((t, t.requires_grad, _leaf(t)) for t in fwAD.unpack_dual(tensor))
-    return duals
 
 
 def _gradients(tensors: Sequence[Any]) -> list[tuple[int, int]]:

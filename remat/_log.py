@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ._determinism import Line
+from ._lines import Line
 from ._policy import Verdict
 from ._values import Layout, layouts
 

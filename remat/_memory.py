@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ._captured import CACHE
+from ._code import CACHE
 
 
 class Known:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from . import _torch, _tree
-from ._determinism import user_line
+from ._lines import user_line
 from ._state import state
 
 T = TypeVar("T")

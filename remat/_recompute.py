@@ -14,10 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _torch
 from ._bulk import gone
-from ._determinism import describe, is_other, look_at, user_line
+from ._determinism import describe, is_other, look_at
 from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks, hooks_allowed
 from ._left_out import Restart
+from ._lines import user_line
 from ._lowerings import Lowerings
 from ._parts import bare
 from ._replay import Attempt

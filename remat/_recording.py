@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ._determinism import Line, user_line
 from ._facts import Facts, facts_of, tensors
 from ._judge import Question, judge_of, question
 from ._keep import Keep
+from ._lines import Line, user_line
 from ._log import Entry, Log
 from ._memory import Memory
 from ._parts import is_plain, parts

@@ -16,7 +16,7 @@ from ._state import alias, unseen
 from ._values import form_of
 
 if TYPE_CHECKING:
-    from ._determinism import Line
+    from ._lines import Line
     from ._values import Layout
 
 

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ._determinism import Line, user_line
 from ._judge import asks, has_predicate, is_by_name
+from ._lines import Line, user_line
 from ._memory import Memory
 from ._names import is_named
 from ._policy import Verdict
