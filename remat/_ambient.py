@@ -1,33 +1,21 @@
 """Ambient state: what a second run of a region must see again, and must leave as it was.
 
-The random generators (of every device in use, those that the caller names, Python's and NumPy's
-global ones), the settings (autocast, grad mode, default dtype and device, attention kernels, deterministic algorithms,
-precision of products), and the weights that `torch.nn.utils.parametrize.cached()` holds.
+The random generators (of every device in use, those that the caller names, Python's and NumPy's global ones), and the
+settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
 from itertools import repeat
 from operator import methodcaller
 from typing import Any
 
 import torch
-from torch.backends import cuda as sdpa
 
-from . import _torch
-from ._bulk import call
 from ._errors import RematError
-from ._generators import (
-    accelerator,
-    bytes_of,
-    current_device,
-    global_generators,
-    is_capturing,
-    set_current_device,
-    with_state,
-)
+from ._generators import bytes_of, current_device, global_generators, is_capturing, with_state
+from ._settings import cached_weights, casts, read_settings, set_cached_weights, setters, weights
 
 
 class Ambient:
@@ -56,7 +44,7 @@ class Ambient:
             RematError: a CUDA graph is captured, in which a generator's state can't be set.
         """
         self = cls.__new__(cls)
-        self._settings = _read_settings()
+        self._settings = read_settings()
         self._devices, self._generators, self._every, self._states = (), (), None, ()
         if preserve_rng_state:
             if is_capturing():
@@ -74,7 +62,7 @@ class Ambient:
     @property
     def casts(self) -> bool:
         """Whether autocast is on for any device."""
-        return any(self._settings[i] for i in _autocast_switches())
+        return casts(self._settings)
 
     def restored(self) -> _Restored:
         """Within, the captured state; after, that of before. Any number of times, in any thread."""
@@ -87,21 +75,21 @@ class Ambient:
 
     def cached_since(self) -> list[Any]:
         """The weights of parametrized modules that were computed since, and are held for others to read."""
-        before, now = self._settings[_WEIGHTS], _torch.cached_weights()
+        before, now = weights(self._settings), cached_weights()
         if now is None:
             return []
         return [weight for key, weight in now.weights.items() if before is None or key not in before.weights]
 
     def rewind(self) -> None:
         """Sets what a run moves on, the generators and the cached weights, back to the captured state."""
-        _torch.set_cached_weights(self._settings[_WEIGHTS])
+        set_cached_weights(weights(self._settings))
         self._set_generators(_UNKNOWN)
 
     def _put(self, settings: list[Any], states: Iterable[Any]) -> None:
         """Sets all of it, where these are the settings and the states of the generators now."""
         try:
             if settings is not self._settings and settings != self._settings:
-                changes = zip(_settings()[1], settings, self._settings, strict=True)
+                changes = zip(setters(), settings, self._settings, strict=True)
                 _call_all((put, new) for put, old, new in changes if old != new)
         finally:
             self._set_generators(states)
@@ -140,7 +128,7 @@ class _Restored:
     def __exit__(self, *exception: Any) -> None:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        self.before._put(_read_settings(), _UNKNOWN)
+        self.before._put(read_settings(), _UNKNOWN)
 
 
 def _torch_part(state: Any) -> bytes | None:
@@ -163,58 +151,3 @@ _IN_A_GRAPH = (
 )
 _get_state = methodcaller("get_state")
 _UNKNOWN = repeat(object())  # states that may have moved
-_WEIGHTS = 0  # which of the settings the cached weights are
-
-_SDPA_SETTERS = (
-    sdpa.enable_flash_sdp,
-    sdpa.enable_mem_efficient_sdp,
-    sdpa.enable_math_sdp,
-    sdpa.enable_cudnn_sdp,
-    sdpa.allow_fp16_bf16_reduction_math_sdp,
-)
-
-
-@cache
-def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], Any], ...]]:
-    """What reads each setting, and what sets it."""
-    settings: list[tuple[Any, Any]] = [
-        (_torch.cached_weights, _torch.set_cached_weights),
-        (torch.is_grad_enabled, torch.set_grad_enabled),
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (_torch.device_modes, _torch.set_device_modes),
-        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-        (_torch.sdpa_priority, _torch.set_sdpa_priority),
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        (_torch.float32_precision, _torch.set_float32_precision),
-        *zip(_torch.sdpa_enabled, _SDPA_SETTERS, strict=True),
-    ]
-    autocast = (
-        (torch.is_autocast_enabled, torch.set_autocast_enabled),
-        (torch.get_autocast_dtype, torch.set_autocast_dtype),
-    )
-    if accelerator():
-        settings.append((current_device, set_current_device))
-    for kind in ("cpu", *(device.type for device in accelerator())):
-        if torch.amp.is_autocast_available(kind):
-            settings += [(partial(get, kind), partial(put, kind)) for get, put in autocast]
-    gets, puts = zip(*settings)
-    return gets, puts
-
-
-@cache
-def _autocast_switches() -> list[int]:
-    gets = [getattr(get, "func", get) for get in _settings()[0]]
-    return [i for i, get in enumerate(gets) if get is torch.is_autocast_enabled]
-
-
-_last_settings: list[Any] = []
-
-
-def _read_settings() -> list[Any]:
-    global _last_settings
-    settings, last = list(map(call, _settings()[0])), _last_settings
-    if settings == last:  # they seldom change, so that most regions have the same list
-        return last
-    if settings[_WEIGHTS] is None:  # else these would be kept alive
-        _last_settings = settings
-    return settings

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from . import _torch
-from ._engine import Frame
 from ._kept import Kept
-from ._recompute import Filler
 from ._state import state
+
+
+class RegionHooks(ABC):
+    """The object whose methods are the saved-tensor hooks of a region, in its first run or in a recompute."""
+
+    __slots__ = ()
+
+    @property
+    def around(self) -> RegionHooks | None:
+        """That of the region around it, which gets what this one's policy keeps."""
+        return None
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many tensors it has saved so far."""
+
+    @abstractmethod
+    def go_back(self, count: int) -> None:
+        """Forget what was saved after the first ``count`` tensors."""
+
+
+def of_region(hooks: tuple | None) -> RegionHooks | None:
+    """Whose these hooks are, if they are a region's."""
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, RegionHooks) else None
 
 
 class Around:
@@ -22,14 +47,11 @@ class Around:
     def __init__(self) -> None:
         self.hooks = _torch.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
-        self.region: Frame | Filler | None = self.owner if isinstance(self.owner, (Frame, Filler)) else None
-        self.positions = []  # of this region and, as its policy hands on what it keeps, of those around it
-        region = self.region
+        self.region = region = of_region(self.hooks)
+        self.positions: list[tuple[Any, int]] = []  # how far this region has come, and those around it
         while region is not None:
             self.positions.append((region, region.count))
-            outer = region.outer if isinstance(region, Frame) else None
-            owner = None if outer is None else getattr(outer[0], "__self__", None)
-            region = owner if isinstance(owner, (Frame, Filler)) else None
+            region = region.around
         self.logs = [(log, len(log.entries)) for log in state.logs]  # of regions around, and how far each has come
 
     def undo(self) -> None:

@@ -24,7 +24,7 @@ from ._hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, h
 from ._intercept import Watch
 from ._kept import NONE_KEPT, Kept
 from ._parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
-from ._recompute import outside_of_batched_backward
+from ._shield import in_batched_backward, outside_of_batched_backward
 
 Tensors = Sequence[torch.Tensor]
 _is_inference = methodcaller("is_inference")
@@ -105,7 +105,7 @@ def run_at_bottom(region: Any, operands: list[torch.Tensor], call: Call, wanted:
     if root.ran:
         if root.record is not None:
             root.record.in_backward()
-        batched = outside_of_batched_backward() if _torch.batched_backward_depth() else nullcontext()
+        batched = outside_of_batched_backward() if in_batched_backward() else nullcontext()
         with hooks_allowed(whoever_forbids=True), batched:
             outs = _again(region, call.guarded(operands), call, recorded, dual)
         return list(map(detached, outs)) if _torch.dual_level_active() and not recorded else outs

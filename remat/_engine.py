@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from . import _torch, _tree
+from ._around import RegionHooks, of_region
 from ._bulk import call, gone
 from ._debug import OpLog
 from ._determinism import LOOKS, fingerprint
@@ -37,7 +38,7 @@ from ._torch import is_wrapped, modes_that_see, origin, raw_version, sequence_nu
 from ._turns import turn
 
 
-class Frame:
+class Frame(RegionHooks):
     """The record of one region under saved-tensor hooks."""
 
     __slots__ = (
@@ -198,7 +199,7 @@ class Frame:
         """And so have the regions around."""
         if not self.inside:
             self.inside = True
-            around = None if self.outer is None else getattr(self.outer[0], "__self__", None)
+            around = self.around
             if isinstance(around, Frame):
                 around._has_backward_inside()
 
@@ -309,7 +310,7 @@ class Frame:
         if self.record is None or self.record.in_region or self.inside or not self.one_output:
             return False
         inputs = *self.operands.tensors, *self.consts.tensors
-        return all(t is not None and (not is_in_graph(t) or _torch.will_be_reached(t)) for t in inputs)
+        return all(t is not None and (not is_in_graph(t) or _is_reached(t)) for t in inputs)
 
     def _release(self) -> None:
         """From now on a slot lives as long as a node of autograd needs it."""
@@ -317,12 +318,14 @@ class Frame:
         self.slots.clear()
 
     @property
+    def around(self) -> RegionHooks | None:
+        return of_region(self.outer)
+
+    @property
     def count(self) -> int:
-        """How many tensors it has saved so far."""
         return len(self.refs) + len(self.slots)
 
     def go_back(self, count: int) -> None:
-        """Forget what was saved after the first ``count`` tensors."""
         del self.slots[max(0, count - len(self.refs)) :]
         del self.refs[count:]
 
@@ -332,3 +335,13 @@ class Frame:
             for ref in self.refs:
                 if slot := ref():
                     slot.value = None
+
+
+def _is_reached(tensor: torch.Tensor) -> bool:
+    """Whether the backward pass that runs now goes through this tensor."""
+    with _torch.without_dispatch(), torch.inference_mode(False):
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
+    try:
+        return _torch.will_execute_node(node)
+    except RuntimeError:  # a leaf of which the gradient is asked for
+        return True

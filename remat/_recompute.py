@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.autograd.forward_ad as fwAD
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch
+from ._around import RegionHooks
 from ._bulk import gone
 from ._determinism import describe, is_other, look_at
 from ._errors import RecomputeMismatchError
-from ._hooks import drop_gradient_hooks, hooks_allowed
+from ._hooks import drop_gradient_hooks
 from ._left_out import Restart
 from ._lines import user_line
 from ._lowerings import Lowerings
 from ._parts import bare
 from ._replay import Attempt
+from ._shield import shields
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward, own_work, state
-from ._streams import is_on_another, resumed
-from ._torch import PlainMode, modes_that_see
+from ._streams import is_on_another
+from ._torch import modes_that_see
 
 if TYPE_CHECKING:
     from ._engine import Frame
 
 
-class Filler:
+class Filler(RegionHooks):
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
@@ -55,7 +55,7 @@ class Filler:
         self.last = next(filter(None, reversed(slots)))
 
     def run(self) -> None:
-        contexts = self._contexts()
+        contexts = shields(self.frame)
         before = torch.is_grad_enabled()
         logs = [log for log in state.logs if log.noting]  # of runs that go on, of which this is no part
         _torch.set_grad_enabled(True)
@@ -72,30 +72,6 @@ class Filler:
             _torch.set_grad_enabled(before)
             for log in logs:
                 log.noting = True
-
-    def _contexts(self) -> list[Any]:
-        """What a run again has to be shielded from, or given back: nothing, in a plain backward pass."""
-        frame = self.frame
-        contexts: list[Any] = []
-        if _torch.transforms_active():
-            contexts.append(_torch.without_levels())
-        if _torch.batched_backward_depth():
-            contexts.append(outside_of_batched_backward())
-        if torch.is_inference_mode_enabled():  # of the backward; in a forward under it nothing is saved
-            contexts.append(torch.inference_mode(False))
-        if not _torch.is_torch_function_enabled():
-            contexts.append(_torch.torch_function_enabled())
-        if _torch.hooks_disabled_message() is not None:
-            contexts.append(hooks_allowed(whoever_forbids=True))
-        if frame.modes and not modes_that_see():
-            contexts.append(PlainMode())
-        if (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active():
-            # To ask for operands may run the region around again, which may enter a level itself: none is in another.
-            contexts += [each.at_hand() for each in (frame.operands, frame.consts, frame.record) if each is not None]
-            contexts.append(fwAD.dual_level())
-        if frame.streams:
-            contexts.append(resumed(frame.streams))
-        return contexts
 
     def _run(self) -> None:
         """Run it, and if that reads what it has left out, once more in full."""
@@ -159,11 +135,10 @@ class Filler:
 
     @property
     def count(self) -> int:
-        """How many tensors it has saved so far, of those that were expected."""
+        """Of those that were expected."""
         return len(self.slots) - length_hint(self.rest)
 
     def go_back(self, count: int) -> None:
-        """Forget what was saved after the first ``count`` tensors."""
         self.rest = iter(self.slots)
         self.rest.__setstate__(count)
 
@@ -276,17 +251,6 @@ class Filler:
             f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} when "
             f"it was run again. {_ADVICE}"
         )
-
-
-@contextmanager
-def outside_of_batched_backward() -> Iterator[None]:
-    """A run again is part of no ``torch.autograd.grad(..., is_grads_batched=True)``, which forbids random numbers."""
-    depth = _torch.batched_backward_depth()
-    _torch.set_batched_backward_depth(0)
-    try:
-        yield
-    finally:
-        _torch.set_batched_backward_depth(depth)
 
 
 _ADVICE = (

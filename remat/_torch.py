@@ -59,13 +59,6 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
         skipped_unless_inlined(cls.__torch_dispatch__)
 
 
-class PlainMode(DispatchMode):
-    """Only runs the operations: some of torch's own code, such as derivative formulas, asks whether any mode is on."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 # --- saved-tensor hooks -------------------------------------------------------------------------------------------
 # The public context manager costs two Python objects and four calls per region.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -84,6 +77,8 @@ set_grad_enabled = torch._C._set_grad_enabled  # for each run again; the public 
 # With a graph that is kept, nodes don't release what they saved, so slots must let go by themselves.
 graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 current_node = torch._C._current_autograd_node
+# Whether the backward pass that runs now, which may be for some inputs alone, goes through a node.
+will_execute_node = torch._C._will_engine_execute_node
 # The ``GraphExecGroup`` in whose scope a backward runs; torch has the getter for those who build checkpoints.
 graph_exec_group = torch._C._get_graph_exec_group
 
@@ -112,16 +107,9 @@ origin = attrgetter("_base", "grad_fn")
 saved_look = attrgetter("dtype", "shape", "device", "grad_fn.__class__", "_version")  # all in one call
 
 
-def batched_backward_depth() -> int:
-    """How many ``torch.autograd.grad(..., is_grads_batched=True)`` run: they forbid random operations."""
-    torch._C._vmapmode_increment_nesting()
-    return torch._C._vmapmode_decrement_nesting()
-
-
-def set_batched_backward_depth(depth: int) -> None:
-    """A run again is part of none of them."""
-    while (now := batched_backward_depth()) != depth:
-        torch._C._vmapmode_increment_nesting() if now < depth else torch._C._vmapmode_decrement_nesting()
+# How many ``torch.autograd.grad(..., is_grads_batched=True)`` run, which forbid random operations: both return that.
+increment_batched_depth = torch._C._vmapmode_increment_nesting
+decrement_batched_depth = torch._C._vmapmode_decrement_nesting
 
 
 def dual_level_active() -> bool:
@@ -205,16 +193,6 @@ FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # has shapes alone, so th
 has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can't read them as plain memory
 
 
-def will_be_reached(tensor: torch.Tensor) -> bool:
-    """Whether the backward pass that runs now, which may be for some inputs alone, goes through this tensor."""
-    with without_dispatch(), torch.inference_mode(False):
-        node = torch.autograd.graph.get_gradient_edge(tensor).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf of which the gradient is asked for
-        return True
-
-
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor has the memory of this one (nothing public counts that)."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # the tensor and its storage in Python
@@ -257,21 +235,13 @@ def checkpoint_switches() -> dict[str, bool]:
 # --- modules ------------------------------------------------------------------------------------------------------
 
 
-class CachedWeights:
-    """What ``parametrize.cached()`` has computed so far, and how often it is entered: that has no public name."""
-
-    def __init__(self) -> None:
-        self.depth, self.weights = _parametrize._cache_enabled, dict(_parametrize._cache)
+def cached_weights() -> tuple[int, dict]:
+    """How often ``parametrize.cached()`` is entered, and what it has computed so far; it has no public name."""
+    return _parametrize._cache_enabled, _parametrize._cache
 
 
-def cached_weights() -> CachedWeights | None:
-    return CachedWeights() if _parametrize._cache_enabled else None
-
-
-def set_cached_weights(value: CachedWeights | None) -> None:
-    if value is not None or _parametrize._cache_enabled:
-        depth, weights = (value.depth, dict(value.weights)) if value is not None else (0, {})
-        _parametrize._cache_enabled, _parametrize._cache = depth, weights
+def set_cached_weights(depth: int, weights: dict) -> None:
+    _parametrize._cache_enabled, _parametrize._cache = depth, weights
 
 
 # Types registered with torch only (Hugging Face's outputs are), with the functions that take them apart.
@@ -295,46 +265,21 @@ sdpa_priority, set_sdpa_priority = torch._C._get_sdp_priority_order, torch._C._s
 # What ``torch.set_float32_matmul_precision`` sets, by one of the two places where it does, which tells all its values
 # apart. The public getter takes 18 us to refuse where newer setters are in use.
 float32_precision = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
-_PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+# A device as a context puts its mode on top of the stack of modes, ``torch.set_default_device`` at the bottom: what is
+# there is read and put back mode by mode, for the public ways can only add one.
+DeviceMode = _device.DeviceContext
+function_modes = torch._C._len_torch_function_stack
+function_mode_at = torch._C._get_function_stack_at
+pop_function_mode, push_function_mode = _overrides._pop_mode, _overrides._push_mode
 
 
-def set_float32_precision(value: str) -> None:
-    """Put it back. What was set by backend is left alone: it may be inherited, which can't be put back."""
-    try:
-        torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return
-    torch.set_float32_matmul_precision(_PRECISIONS[value])
+def default_device_notes() -> tuple[Any, Any]:
+    """What two others note of the mode at the bottom, the one of ``set_default_device``: torch, and Dynamo."""
+    return _device.CURRENT_DEVICE, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
-def device_modes() -> tuple[Any, Any, Any]:
-    """The default devices of this thread: their modes, and what two others note of the one at the bottom.
-
-    ``torch.get_default_device`` can't tell "none" from "cpu", and makes a tensor to answer. A device as a context puts
-    its mode on top of the stack, ``torch.set_default_device`` at the bottom. None is where another mode stands between.
-    """
-    if not (depth := torch._C._len_torch_function_stack()) and _device.CURRENT_DEVICE is None:
-        return (), None, None
-    modes = [torch._C._get_function_stack_at(i) for i in range(depth)]
-    devices = [mode if isinstance(mode, _device.DeviceContext) else None for mode in modes]
-    while devices and devices[-1] is None:
-        devices.pop()
-    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # of set_default_device
-    return tuple(devices), _device.CURRENT_DEVICE, default  # Dynamo's
-
-
-def set_device_modes(value: tuple[Any, Any, Any]) -> None:
-    """Put these where those of now stand, and leave the other modes (the public ways can only add one)."""
-    devices, _device.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context = value
-    modes = [_overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    others = [mode for mode in reversed(modes) if not isinstance(mode, _device.DeviceContext)]
-    for device in devices:
-        if device is not None:
-            _overrides._push_mode(device)
-        elif others:
-            _overrides._push_mode(others.pop(0))
-    for other in others:
-        _overrides._push_mode(other)
+def set_default_device_notes(value: tuple[Any, Any]) -> None:
+    _device.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context = value
 
 
 def _carry_in_torch_2_11(key: str, value: Any) -> None:

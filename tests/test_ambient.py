@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat import _ambient, _generators
+from remat import _generators, _settings
 from remat._ambient import Ambient
 from remat._generators import HostGenerator
 
@@ -507,7 +507,7 @@ class TestSettings:
             raise AssertionError("not reached")
         assert torch.is_grad_enabled() and torch.equal(g.get_state(), state)
 
-        gets, puts = _ambient._settings()
+        gets, puts = _settings._settings()
         settings = (lambda: None, lambda: object(), *gets[1:]), (puts[0], Broken().set_state, *puts[1:])
         with default_dtype(torch.float64), torch.autocast("cpu"):
             with mock.patch.object(_ambient, "_settings", lambda: settings):

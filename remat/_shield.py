@@ -1,0 +1,72 @@
+"""What a recompute is shielded from where it starts, in the middle of a backward pass, and what it is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from . import _torch
+from ._hooks import hooks_allowed
+from ._streams import resumed
+from ._torch import DispatchMode, modes_that_see
+
+if TYPE_CHECKING:
+    from ._engine import Frame
+
+
+def shields(frame: Frame) -> list[Any]:
+    """The contexts of a recompute: none, in a plain backward pass."""
+    contexts: list[Any] = []
+    if _torch.transforms_active():
+        contexts.append(_torch.without_levels())
+    if in_batched_backward():
+        contexts.append(outside_of_batched_backward())
+    if torch.is_inference_mode_enabled():  # of the backward; in a forward under it nothing is saved
+        contexts.append(torch.inference_mode(False))
+    if not _torch.is_torch_function_enabled():
+        contexts.append(_torch.torch_function_enabled())
+    if _torch.hooks_disabled_message() is not None:
+        contexts.append(hooks_allowed(whoever_forbids=True))
+    if frame.modes and not modes_that_see():
+        contexts.append(PlainMode())
+    if (frame.operands.duals or frame.consts.duals) and not _torch.dual_level_active():
+        # To ask for operands may run the region around again, which may enter a level itself: none is in another.
+        contexts += [each.at_hand() for each in (frame.operands, frame.consts, frame.record) if each is not None]
+        contexts.append(fwAD.dual_level())
+    if frame.streams:
+        contexts.append(resumed(frame.streams))
+    return contexts
+
+
+class PlainMode(DispatchMode):
+    """Only runs the operations: some of torch's own code, such as derivative formulas, asks whether any mode is on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _batched_depth() -> int:
+    _torch.increment_batched_depth()
+    return _torch.decrement_batched_depth()
+
+
+def in_batched_backward() -> bool:
+    """Whether a ``torch.autograd.grad(..., is_grads_batched=True)`` runs, which forbids random numbers."""
+    return _batched_depth() > 0
+
+
+@contextmanager
+def outside_of_batched_backward() -> Iterator[None]:
+    """A recompute is part of none."""
+    depth = _batched_depth()
+    for _ in range(depth):
+        _torch.decrement_batched_depth()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            _torch.increment_batched_depth()
