@@ -13,6 +13,7 @@ import torch
 
 from ._errors import RecomputeMismatchError
 from ._facts import Facts, facts_of, tensors
+from ._generators import accelerator
 from ._left_out import LeftOut
 from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
@@ -21,7 +22,7 @@ from ._record import Record
 from ._recorder import RegionMode
 from ._residual import Residual, memory, tensor_of
 from ._state import state, unseen
-from ._streams import streams_for, taken
+from ._streams import outlived, streams_for, taken
 from ._torch import without_torch_function
 from ._values import Argument, Layout
 
@@ -177,6 +178,8 @@ class Replay(RegionMode):
                 # What the region changes in place later must not be the kept one.
                 content = memory(tensor_of(content)).clone()
             kept.append(content)
+            if content is not None and accelerator():
+                outlived(tensor_of(content))  # its memory may belong to a stream that the recompute doesn't use
             if self.last:
                 self.record.keep.release(value)
         with unseen():

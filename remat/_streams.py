@@ -41,6 +41,12 @@ def resumed(streams: list[torch.Stream]) -> Iterator[None]:
         caller.wait_stream(stream)
 
 
+def outlived(tensor: torch.Tensor) -> None:
+    """The memory of a tensor, which may be another stream's, is not freed before the current one is done with it."""
+    for stream in streams_for([tensor]):
+        tensor.record_stream(stream)
+
+
 def is_on_another(device: torch.device, streams: list[torch.Stream]) -> bool:
     """Whether the device's current stream is none of these."""
     known = [stream for stream in streams if stream.device == device]

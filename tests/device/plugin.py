@@ -25,4 +25,5 @@ def no_races() -> Iterator[None]:
     """No test may leave work of the device to chance."""
     races()
     yield
-    assert races() == []
+    found = races()
+    assert found == [], found
