@@ -32,6 +32,9 @@ class RegionHooks(ABC):
     def go_back(self, count: int) -> None:
         """Forget what was saved after the first ``count`` tensors."""
 
+    def has_backward_inside(self) -> None:  # noqa: B027
+        """A backward pass runs before the first run has ended."""
+
 
 def of_region(hooks: tuple | None) -> RegionHooks | None:
     """Whose these hooks are, if they are a region's."""

@@ -9,7 +9,6 @@ from typing import Any
 from . import _func
 from ._arguments import take_apart
 from ._around import Around
-from ._engine import Frame
 from ._hooks import hooks_are_allowed, is_hooks_refusal
 from ._kept import Kept
 from ._lowerings import go_back, lowered_by_func, mark
@@ -17,6 +16,7 @@ from ._memory import Memory
 from ._options import Options
 from ._recorder import recorder_for
 from ._region import Region
+from ._saver import Saver
 from ._state import own_work, state
 
 
@@ -53,9 +53,9 @@ def _run(fn: Callable, options: Options, memory: Memory, args: Any, kwargs: dict
     try:
         region.open(around=around)
         region.recorder = recorder_for(region)
-        frame = Frame(region, operands, region.consts, around.hooks)
+        saver = Saver(region, operands, region.consts, around.hooks)
         try:
-            return frame.run(region.first, args, kwargs)
+            return saver.run(region.first, args, kwargs)
         except RuntimeError as error:
             if is_hooks_refusal(error):
                 # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.

@@ -18,12 +18,12 @@ from . import _torch
 from ._around import Around
 from ._bulk import requires_grad
 from ._derived import Batched, Pullback, gradients
-from ._engine import Frame
 from ._errors import MutationError
 from ._hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, hooks_hidden
 from ._intercept import Watch
 from ._kept import NONE_KEPT, Kept
 from ._parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
+from ._saver import Saver
 from ._shield import in_batched_backward, outside_of_batched_backward
 
 Tensors = Sequence[torch.Tensor]
@@ -132,10 +132,10 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
         root.recorded(slots_tell=False)
     elif recorded or follows or ((dual or (torch.is_grad_enabled() and not inference)) and hooks_are_allowed()):
         check_hooks_are_allowed()
-        frame = _frame(region, call.kept, root.consts)
+        saver = _saver(region, call.kept, root.consts)
         with enabled:
             try:
-                outs = frame.run(region.run, inputs)
+                outs = saver.run(region.run, inputs)
             except RuntimeError as error:
                 if "leaf Variable that requires grad" in str(error):
                     raise MutationError(_CHANGES) from error
@@ -155,11 +155,11 @@ def _first(region: Any, operands: list, call: Call, wanted: Any, recorded: bool,
     return list(map(detached, outs))
 
 
-def _frame(region: Any, operands: Kept, consts: Kept, read_inside: bool = False) -> Frame:
+def _saver(region: Any, operands: Kept, consts: Kept, read_inside: bool = False) -> Saver:
     around = Around()
     around.take(operands)
     around.take_captured(consts)
-    return Frame(region, operands, consts, around.hooks, read_inside)
+    return Saver(region, operands, consts, around.hooks, read_inside)
 
 
 def _observe(root: Any, inputs: list[torch.Tensor], follows: bool, recorded: bool) -> None:
@@ -171,8 +171,8 @@ def _again(region: Any, operands: list, call: Call, recorded: bool, dual: bool) 
     if recorded and not (dual and region.uses_func):
         if region.uses_func:
             return list(PlainNode.apply(region, call, *operands))
-        frame = _frame(region, Kept(operands, _names(region.root), set()), NONE_KEPT, read_inside=True)
-        return frame.run(region.run, operands)
+        saver = _saver(region, Kept(operands, _names(region.root), set()), NONE_KEPT, read_inside=True)
+        return saver.run(region.run, operands)
     pullback, primals = region, getattr(region, "primals", 0)
     while isinstance(pullback, Batched) and pullback.primals:
         pullback = pullback.inner

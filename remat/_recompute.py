@@ -28,7 +28,7 @@ from ._streams import is_on_another
 from ._torch import modes_that_see
 
 if TYPE_CHECKING:
-    from ._engine import Frame
+    from ._frame import Frame
 
 
 class Filler(RegionHooks):
@@ -94,8 +94,8 @@ class Filler(RegionHooks):
         replay = root.log = None if frame.log is None else frame.log.replay()
         root.attempt = self._plan(whole)
         policies = frame.policies
-        if frame.recording is not None:  # no replay says so to regions inside
-            policies = (*policies, frame.recording.policy)
+        if frame.open and frame.under_policy:  # no replay says so to regions inside
+            policies = (*policies, root.recorder.recording.policy)
         hooks = RemovableHandle.next_id
         below = self._pack_below_levels if root.kinds else self.pack
         _torch.push_hooks(self._pack_and_tell if frame.noted else below, _same)

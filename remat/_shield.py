@@ -15,7 +15,7 @@ from ._streams import resumed
 from ._torch import DispatchMode, modes_that_see
 
 if TYPE_CHECKING:
-    from ._engine import Frame
+    from ._frame import Frame
 
 
 def shields(frame: Frame) -> list[Any]:
