@@ -10,6 +10,7 @@ import torch
 from ._facts import Facts, facts_of, tensors
 from ._judge import Question, judge_of, question
 from ._keep import Keep
+from ._last_run import LastRun
 from ._lines import Line, user_line
 from ._log import Entry, Log
 from ._memory import Memory
@@ -47,7 +48,7 @@ class Recording:
         self.drawing: set[Facts] = set()  # operations of other libraries that were seen to draw random numbers
         self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
         self._judge = judge_of(policy)
-        self._last: Program | None = None  # of the last run, as long as this one does the same
+        self._last: LastRun | None = None
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
         self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
         self.around: list[Facts] = []  # operations on tensors made of others, which run those that come by
@@ -63,8 +64,9 @@ class Recording:
                     self.storages.tracked.add(value)
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
-        if self._flags and not self.all_lines:
-            self._last = self.memory.known.programs.get(self._judge)
+        # A predicate may be made for this run alone.
+        if self._flags and not (self.all_lines or self._judge.asks):
+            self._last = LastRun(self.memory.known.programs, self._judge)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -82,49 +84,26 @@ class Recording:
     def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""
         number, read = len(self.log), list[torch.Tensor]()
-        entry = self._as_in_last_run(number, func, args, kwargs, result, read)
+        last = self._last
+        entry = last.entry(number, self.storages, func, args, kwargs, result, read) if last is not None else None
         if entry is None:
             entry = self._entry(facts, args, kwargs, result, draw, read)
             if entry is None:
                 self._made_a_view(facts, args)
                 return
-            if self._last is not None and not self._last.starts_with(number, entry):
-                self._last = None
+            if last is not None:
+                last.compare(number, entry)
         self.log.append(entry)
         if entry.overwritten:
             self.saves.are_filled(number, dict(zip(entry.overwritten, entry.outs[-len(entry.overwritten) :])))
         if entry.verdict is not None or self.all_lines:
-            self.log.lines[number] = user_line() if self._last is None else self._last.log.lines[number]
+            self.log.lines[number] = (last and last.line(number)) or user_line()
         if entry.holds:
             for value, tensor in zip(entry.reads, read):
                 if value in self.log.saveable:
                     self.keep.hold(value, tensor)
         if len(self.keep.held) >= self.keep.enough:
             self._let_go_of_unneeded()
-
-    def _as_in_last_run(
-        self, number: int, func: Any, args: tuple, kwargs: dict, result: Any, read: list
-    ) -> Entry | None:
-        """What the operation did, if it is simple and did what came next in the last run: to compare is fast."""
-        step = None if self._last is None else self._last.step(number)
-        if step is None or step.func is not func or not step.is_simple:
-            return None
-        storages, entry = self.storages, step.entry
-        if not storages.is_call_of(step, args, kwargs):
-            return None
-        operands = [args[position] for position, _, _ in step.operands]
-        differentiated = any(tensor.requires_grad for tensor in operands)
-        new = storages.new(result)
-        if (
-            len(new) != 1
-            or new[0][2] != step.result.form
-            or step.outs[0] != storages.count
-            or entry.under != (differentiated, torch.is_grad_enabled())
-        ):
-            return None
-        storages.add(new[0], storages.number())
-        read += operands
-        return entry
 
     def _entry(
         self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list
@@ -289,7 +268,7 @@ class Recording:
         there = {value for value in self.storages.values() if value not in keep.held}
         saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
         available = {value for value in self.log.saveable if value in there} | keep.there()
-        program = Program(self.log) if self._last is None else self._last
+        program = Program(self.log) if self._last is None else self._last.program(self.log)
         # A recompute leaves out none of what isn't lazy, which may be a lot.
         leave = can_be_left if program.lazy and not self.memory.known.compiles else always
         keep.drop(program.plan([*there, *saved, *self.saves.above], count, available, leave).used)
@@ -298,25 +277,13 @@ class Recording:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def program(self) -> Program:
-        """What follows from the log: that of the last run, if this one did the same."""
-        if self._last is not None and self._last.is_of(self.log):
-            return self._last
-        program = Program(self.log)
-        # Under a predicate, which may be made for this run alone, none is remembered.
-        if self._flags and not self._judge.asks and program.lasts:
-            known = self.memory.known.programs
-            if len(known) >= _POLICIES and self._judge not in known:
-                known.clear()
-            known[self._judge] = program
-        return program
+        """What follows from the log."""
+        return Program(self.log) if self._last is None else self._last.close(self.log)
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""
         self.keep.let_go()
         self._siblings.clear()
-
-
-_POLICIES = 16  # of one function, for which a program is remembered
 
 
 def is_judged(result: Any, facts: Facts) -> bool:
