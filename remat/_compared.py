@@ -1,7 +1,8 @@
-"""Whether tensors still hold what copies of them do: known at once of those in host memory, else asked for ahead.
+"""Copies of small tensors, which a region may change, and whether the tensors still hold the same.
 
-A device is asked in the forward, and the answer is read when the region is recomputed. By then the device has most
-often come to where it was asked, so that nothing waits; to compare at once would wait for it in every forward.
+Of those in host memory that is known at once. A device is asked in the forward, and the answer is read when the region
+is recomputed. By then the device has most often come to where it was asked, so that nothing waits; to compare at once
+would wait for it in every forward.
 """
 
 from __future__ import annotations
@@ -14,11 +15,26 @@ import torch
 from . import _offload, _torch
 from ._determinism import bits
 from ._generators import is_capturing
+from ._layout import span
 from ._parts import parts
 from ._state import unseen
 from ._values import is_dense
 
+# Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
+# statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
+COPY_BYTES = 16 * 1024
+COPY_VECTOR_BYTES = 1024 * 1024
+
 Pairs = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether it is copied, in case that the region changes it."""
+    limit = COPY_VECTOR_BYTES if tensor.dim() <= 1 else COPY_BYTES
+    size = tensor.numel()
+    if not _torch.is_wrapped(tensor) and not tensor.is_nested:
+        size = max(size, span(tensor.shape, tensor.stride()))
+    return size * tensor.element_size() <= limit
 
 
 def may_differ(a: Any, b: torch.Tensor) -> bool:

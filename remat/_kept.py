@@ -19,21 +19,16 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _offload, _torch
 from ._bulk import requires_grad
-from ._compared import Comparison, can_be_asked, may_differ
-from ._cut import cut, leafness, tangents
+from ._compared import Comparison, can_be_asked, is_small, may_differ
 from ._determinism import checksum
 from ._errors import MutationError
 from ._handed import AtHand, Handed, HandedToRegion, Hooks
 from ._hooks import drop_gradient_hooks
-from ._layout import copied, span
+from ._layout import copied
 from ._offload import Group, Offloaded
 from ._parts import lift
+from ._snapshot import cut, gradients, leafness, tangents, versions
 from ._state import alias
-
-# Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
-# statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.
-COPY_BYTES = 16 * 1024
-COPY_VECTOR_BYTES = 1024 * 1024
 
 _is_leaf, _is_view = attrgetter("is_leaf"), methodcaller("_is_view")
 _NOTHING: Mapping[int, Any] = MappingProxyType({})  # for most: a dict for each would be many objects
@@ -57,7 +52,7 @@ class Kept:
         self.tensors: list[torch.Tensor | None] = list(tensors)
         self.name = name
         self.changing = changing
-        self.versions = _versions(tensors)
+        self.versions = versions(tensors)
         # Inference tensors have no version, so what they hold is compared.
         self.sums: Mapping[int, int] = _NOTHING
         if -1 in self.versions:
@@ -102,17 +97,14 @@ class Kept:
 
     def watch_gradients(self) -> None:
         """Find out whether ``accumulated``."""
-        self.grads = _gradients(self.tensors)
+        self.grads = gradients(self.tensors)
 
     def _may_change(self, i: int, tensor: torch.Tensor) -> bool:
         if self.changing and self.name(i) in self.changing:
             return True
         if tensor.requires_grad or tensor.layout is not torch.strided:
             return False
-        limit = COPY_VECTOR_BYTES if tensor.dim() <= 1 else COPY_BYTES
-        if not _torch.is_wrapped(tensor) and not tensor.is_nested:
-            return max(tensor.numel(), span(tensor.shape, tensor.stride())) * tensor.element_size() <= limit
-        return tensor.numel() * tensor.element_size() <= limit
+        return is_small(tensor)
 
     # --- during the first run ---------------------------------------------------------------------------------------
 
@@ -142,7 +134,7 @@ class Kept:
     def find_changed(self) -> None:
         """In the middle of the first run, for a run again that a backward pass inside needs: from the copies."""
         if self.copies:
-            same = [now == before for now, before in zip(_versions(self.tensors), self.versions)]
+            same = [now == before for now, before in zip(versions(self.tensors), self.versions)]
             copies = self.copies.items()
             self._changed = {i: same[i] for i, copy in copies if not same[i] or may_differ(self.tensors[i], copy)}
 
@@ -153,15 +145,15 @@ class Kept:
             MutationError: the region changed a tensor in place that has a history.
         """
         if self.grads is not None:
-            self.accumulated = self.grads != _gradients(self.tensors)
+            self.accumulated = self.grads != gradients(self.tensors)
             self.grads = None
-        versions = _versions(self.tensors)
-        if versions == self.versions and not self.copies and not self.packed:
+        now = versions(self.tensors)
+        if now == self.versions and not self.copies and not self.packed:
             self.as_they_were = not self.sums
             return
         changed: dict[int, bool] = {}
         copies, asked = dict(self.copies), {}
-        for i, (tensor, version) in enumerate(zip(self.tensors, versions)):
+        for i, (tensor, version) in enumerate(zip(self.tensors, now)):
             assert tensor is not None
             if version == self.versions[i]:
                 if i not in copies:
@@ -274,7 +266,7 @@ class Kept:
 
     def all_again(self) -> list[torch.Tensor]:
         """All of them for a run again."""
-        if self.packed or self.duals or self.changed or self.sums or _versions(self.tensors) != self.versions:
+        if self.packed or self.duals or self.changed or self.sums or versions(self.tensors) != self.versions:
             return [self.again(i) for i in range(len(self))]
         return list(map(cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
 
@@ -301,19 +293,6 @@ class Kept:
 
 def _is_activation(tensor: torch.Tensor) -> bool:
     return not (tensor.is_leaf and tensor.requires_grad) and not _offload.in_host_memory(tensor)
-
-
-def _gradients(tensors: Sequence[Any]) -> list[tuple[int, int]]:
-    """The identity and version of each leaf's ``.grad``."""
-    grads = (t.grad for t in tensors if t.requires_grad and t.is_leaf)
-    return [(0, 0) if g is None else (id(g), _torch.version(g)) for g in grads]
-
-
-def _versions(tensors: Sequence[Any]) -> list[int]:
-    try:
-        return list(map(_torch.raw_version, tensors))
-    except RuntimeError:
-        return [_torch.version(tensor) for tensor in tensors]
 
 
 NONE_KEPT = Kept([], str, set())

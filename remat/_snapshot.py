@@ -1,12 +1,14 @@
-"""Tensors for a recompute: cut from the graph that they came from, and else as autograd saw them in the first run."""
+"""What is remembered of tensors at a region's first run; and tensors for a recompute, as autograd saw them then."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
 
+from . import _torch
 from ._parts import is_dual, is_in_graph
 
 
@@ -38,3 +40,17 @@ def tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
         if is_dual(tensor):
             duals[i] = tuple((t, t.requires_grad, leafness(t)) for t in fwAD.unpack_dual(tensor))
     return duals
+
+
+def gradients(tensors: Sequence[Any]) -> list[tuple[int, int]]:
+    """The identity and version of each leaf's ``.grad``."""
+    grads = (t.grad for t in tensors if t.requires_grad and t.is_leaf)
+    return [(0, 0) if g is None else (id(g), _torch.version(g)) for g in grads]
+
+
+def versions(tensors: Sequence[Any]) -> list[int]:
+    """Their version counters."""
+    try:
+        return list(map(_torch.raw_version, tensors))
+    except RuntimeError:
+        return [_torch.version(tensor) for tensor in tensors]
