@@ -45,6 +45,7 @@ class Region:
     """One call of ``fn(*args, **kwargs)``."""
 
     key: tuple = ()  # how a region was derived from it
+    is_pullback = False
 
     __slots__ = (
         "ambient", "arguments", "arity", "around", "attempt", "bindings", "by_level", "captured", "consts", "fn",
