@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class Batched(Derived):
     __slots__ = ("batch_size", "in_dims", "out_dims", "randomness", "sums")
 
     def __init__(self, inner: Any, in_dims: tuple, batch_size: int, randomness: str, sums: bool = False) -> None:
-        super().__init__(inner, ("vmap", in_dims, batch_size, randomness))
+        super().__init__(inner)
         self.in_dims = in_dims
         self.batch_size = batch_size
         self.randomness = randomness
@@ -73,20 +73,18 @@ class PullbackOfBatched(Pullback):
 
 
 def batched_pullback(
-    pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, out_dims_of: Mapping[tuple, Dims]
+    pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None
 ) -> tuple[Any, list]:
     """``vmap`` of a pullback, and its operands: the pullback of the ``vmap`` where that means the same.
 
-    ``out_dims_of`` are those of the regions that a first run has mapped, by their keys.
+    ``inner`` is what ``vmap`` has made of the region, in a run of it.
     """
     count = len(pullback.needs)
-    inner = Batched(pullback.inner, dims[:count], size, randomness)
-    out_dims = out_dims_of.get(inner.key)
-    if out_dims is None:
+    if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, randomness):
         # The region itself ran below this level, or before it: a pullback that is mapped runs it again there.
-        kind = BatchedPullback if all(dim is None for dim in inner.in_dims) else Batched
+        kind = BatchedPullback if all(dim is None for dim in dims[:count]) else Batched
         return kind(pullback, dims, size, randomness), values
-    targets = pullback.chosen(out_dims)
+    targets = pullback.chosen(inner.out_dims)
     if pullback.root.by_level or None in targets or None in pullback.heads(inner.in_dims):
         return Batched(pullback, dims, size, randomness), values
     aligned = [_align(t, dim, target, size) for t, dim, target in zip(values[count:], dims[count:], targets)]

@@ -29,11 +29,11 @@ from ._watch import Watch
 class Call:
     """What the nodes of one call of a region share, of its first run. It owns the tape, so no region may own it."""
 
-    __slots__ = ("depends", "kept", "operands", "out_dims", "tape")
+    __slots__ = ("batched", "depends", "kept", "operands", "tape")
 
     def __init__(self) -> None:
         self.depends: list[bool] | None = None  # which results depend on what is followed
-        self.out_dims: dict[tuple, list] = {}  # those of regions under ``vmap`` levels, by their keys
+        self.batched: dict[Any, Batched] = {}  # what ``vmap`` levels have made of it, and of its pullbacks
         self.tape: Tape | None = None
         self.operands: Tensors = ()
         self.kept: Kept = NONE_KEPT  # guards these
@@ -59,10 +59,10 @@ def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 class Tape:
     """The graph of a first run at the bottom: from its inputs to edges of its outputs."""
 
-    __slots__ = ("edges", "inputs", "key", "last")
+    __slots__ = ("edges", "inputs", "last", "region")
 
-    def __init__(self, key: tuple, inputs: Tensors, outs: Tensors) -> None:
-        self.key = key
+    def __init__(self, region: Any, inputs: Tensors, outs: Tensors) -> None:
+        self.region = region
         self.inputs = inputs
         self.last = False  # no other backward will run it
         # Edges, as the outputs themselves need not be kept.
@@ -73,7 +73,7 @@ class Tape:
         return lambda cotangents: gradients(edges, heads, cotangents, create=False, retain=not self.last)
 
     def serves(self, pullback: Pullback) -> bool:
-        return pullback.inner.key == self.key and all(t.requires_grad for t in pullback.heads(self.inputs))
+        return pullback.inner is self.region and all(t.requires_grad for t in pullback.heads(self.inputs))
 
 
 def is_followed_by_autograd(operands: Tensors) -> bool:
@@ -135,7 +135,7 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
     with torch.enable_grad() if follows else nullcontext():
         if region.uses_func:
             outs = _first_without_hooks(region, inputs, call)
-        elif recorded or follows or ((dual or (torch.is_grad_enabled() and not inference)) and hooks_are_allowed()):
+        elif recorded or follows or (torch.is_grad_enabled() and not inference and hooks_are_allowed()):
             outs = _first_under_hooks(region, inputs, call)
         else:
             root.record = None  # nothing is differentiated
@@ -145,7 +145,7 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
     if fits and not any(isinstance(step, Jvp) for step in _steps(region)):  # a jvp level above has other results
         call.depends = [t.requires_grad for t in outs]
     if fits and not region.uses_func:
-        call.tape = Tape(region.key, inputs, outs)
+        call.tape = Tape(region, inputs, outs)
     elif root.record is not None:
         root.record.keep_all()
     return list(map(detached, outs))

@@ -22,14 +22,13 @@ Tensors = Sequence[torch.Tensor]
 class Derived(ABC):
     """A transform of ``inner``; ``root`` is the region that the user called."""
 
-    __slots__ = ("inner", "key", "root")
+    __slots__ = ("inner", "root")
 
     is_pullback = False  # it differentiates ``inner``, by torch.func.vjp if a level is active
 
-    def __init__(self, inner: Any, key: tuple) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.root = inner.root
-        self.key = (*inner.key, key)
 
     @abstractmethod
     def run(self, operands: Tensors) -> list[torch.Tensor]:
@@ -57,7 +56,7 @@ class Graded(Derived):
     __slots__ = ("level", "lifted", "mask")
 
     def __init__(self, inner: Any, level: int, mask: tuple[bool, ...], lifted: tuple[bool, ...]) -> None:
-        super().__init__(inner, ("grad", mask, lifted))
+        super().__init__(inner)
         self.level = level
         self.mask = mask
         self.lifted = lifted  # which operands are of this level
@@ -82,7 +81,7 @@ class Jvp(Derived):
     __slots__ = ("mask", "out_mask")
 
     def __init__(self, inner: Any, mask: tuple[bool, ...]) -> None:
-        super().__init__(inner, ("jvp", mask))
+        super().__init__(inner)
         self.mask = mask
         self.out_mask: list[bool] = []  # which outputs have a tangent, found by the first run
 

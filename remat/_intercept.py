@@ -52,7 +52,7 @@ class Interceptor(TorchFunctionMode):
         watch = self.watch
         if watch is not None:
             watch.calls(func, args, state.interceptors[-1].level or 0)
-            for tensor in tensors((args, kwargs)):
+            for tensor in args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs)):
                 if watch.is_captured(tensor):
                     self._give_up(watch, tensor)
         result = func(*args, **kwargs)
@@ -61,7 +61,7 @@ class Interceptor(TorchFunctionMode):
                 if id(tensor) in self.stale:
                     raise MutationError(self.stale[id(tensor)])
         if watch is not None:
-            watch.made(tensors(result))
+            watch.made([result] if type(result) is torch.Tensor else tensors(result))
         return result
 
     def __enter__(self) -> Interceptor:
@@ -111,6 +111,7 @@ class Interceptor(TorchFunctionMode):
         return self.swaps[id(tensor)]
 
 
+_TENSOR = {torch.Tensor}
 # What tensors that a region is given must get themselves: the gradients of others are those of the region alone.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 

@@ -61,16 +61,17 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         return outs
     if isinstance(region, Pullback):
         size = interpreter.batch_size()
-        batched, values = batched_pullback(region, values, dims, size, randomness, call.out_dims)
+        batched, values = batched_pullback(region, values, dims, size, randomness, call.batched.get(region.inner))
     else:
         sums = wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims))
         batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
     with interpreter.lower():
         outs = apply(batched, values, call, wanted)
-    out_dims = call.out_dims[batched.key] = batched.out_dims
     if isinstance(batched, PullbackOfBatched):
         region.present = batched.present
-    return [t if dim is None else _torch.wrap_batched(t, dim, level) for t, dim in zip(outs, out_dims)]
+    elif wanted is not None:  # a node above keeps the region, so it may ask for its pullback
+        call.batched[region] = batched
+    return [t if dim is None else _torch.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
 
 # --- jvp ------------------------------------------------------------------------------------------------------------

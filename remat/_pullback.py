@@ -26,7 +26,7 @@ class Pullback(Derived):
     is_pullback = True
 
     def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...], level: int) -> None:
-        super().__init__(inner, ("pullback", needs, given))
+        super().__init__(inner)
         self.level = level  # the one that asks for it
         self.needs = needs
         self.given = given
@@ -109,7 +109,7 @@ class InnerPullback(Pullback):
 
     def __init__(self, pullback: Pullback) -> None:
         super().__init__(pullback._without_level(), pullback.needs, pullback.given, pullback.level)
-        self.key, self.present = pullback.key, pullback.present
+        self.present = pullback.present
 
     def _by_func(self, primals: Tensors) -> Pull:
         with _torch.allow_requires_grad(True):

@@ -44,7 +44,6 @@ _on_cpu = attrgetter("is_cpu")
 class Region:
     """One call of ``fn(*args, **kwargs)``."""
 
-    key: tuple = ()  # how a region was derived from it
     is_pullback = False
 
     __slots__ = (
