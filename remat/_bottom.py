@@ -21,59 +21,10 @@ from ._errors import MutationError
 from ._hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, hooks_hidden
 from ._kept import NONE_KEPT, Kept
 from ._parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
-from ._pullback import Pullback, gradients
+from ._pullback import Pullback
 from ._recompute import outside_of_batched_backward
+from ._tape import Call, Tape, names
 from ._watch import Watch
-
-
-class Call:
-    """What the nodes of one call of a region share, of its first run. It owns the tape, so no region may own it."""
-
-    __slots__ = ("batched", "depends", "kept", "operands", "tape")
-
-    def __init__(self) -> None:
-        self.depends: list[bool] | None = None  # which results depend on what is followed
-        self.batched: dict[Any, Batched] = {}  # what ``vmap`` levels have made of it, and of its pullbacks
-        self.tape: Tape | None = None
-        self.operands: Tensors = ()
-        self.kept: Kept = NONE_KEPT  # guards these
-
-    def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
-        """Before the first run on ``inputs``, which may be leaves in the place of operands."""
-        self.operands, self.kept = operands, Kept(inputs, _names(root), root.memory.known.changing)
-
-    def guarded(self, operands: Tensors) -> list[torch.Tensor]:
-        """The operands of a run again, checked for changes, and as they were before the region changed them."""
-        known = len(self.operands)
-        same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
-        return [self.kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
-
-
-def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    """A level may have made an alias of it, which shares its memory and its version."""
-    if tensor is before or tensor.layout is not torch.strided or before.layout is not torch.strided:
-        return tensor is before
-    return tensor.shape == before.shape and tensor.data_ptr() == before.data_ptr()
-
-
-class Tape:
-    """The graph of a first run at the bottom: from its inputs to edges of its outputs."""
-
-    __slots__ = ("edges", "inputs", "last", "region")
-
-    def __init__(self, region: Any, inputs: Tensors, outs: Tensors) -> None:
-        self.region = region
-        self.inputs = inputs
-        self.last = False  # no other backward will run it
-        # Edges, as the outputs themselves need not be kept.
-        self.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
-
-    def pull(self, pullback: Pullback) -> Any:
-        edges, heads = pullback.chosen(self.edges), pullback.heads(self.inputs)
-        return lambda cotangents: gradients(edges, heads, cotangents, create=False, retain=not self.last)
-
-    def serves(self, pullback: Pullback) -> bool:
-        return pullback.inner is self.region and all(t.requires_grad for t in pullback.heads(self.inputs))
 
 
 def is_followed_by_autograd(operands: Tensors) -> bool:
@@ -193,7 +144,7 @@ def _frame(region: Any, operands: Kept, consts: Kept, read_inside: bool = False)
 
 def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
     if recorded and not (dual and region.uses_func):
-        frame = _frame(region, Kept(operands, _names(region.root), set()), NONE_KEPT, read_inside=True)
+        frame = _frame(region, Kept(operands, names(region.root), set()), NONE_KEPT, read_inside=True)
         return frame.run(region.run, operands)
     pullback = region.inner if isinstance(region, BatchedPullback) else region
     if call.tape is not None and isinstance(pullback, Pullback) and call.tape.serves(pullback):
@@ -207,7 +158,3 @@ _CHANGES = (
     "The region changes an argument or a captured tensor in place while a torch.func transform differentiates it, so "
     "it can't be run again from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
 )
-
-
-def _names(root: Any) -> Any:
-    return lambda i: root.name(i) if i < root.arity else f"the derivative of {root.name(i % max(root.arity, 1))}"

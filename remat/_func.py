@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from . import _torch
 from ._arguments import take_apart
 from ._around import Around
-from ._bottom import Call
 from ._hooks import drop_gradient_hooks, is_hooks_refusal
 from ._intercept import given_as, made_inside
 from ._left_behind import check_left_behind
@@ -24,6 +23,7 @@ from ._memory import Memory
 from ._options import Options
 from ._region import Region
 from ._state import own_work, state
+from ._tape import Call
 from ._watch import GivenUp
 
 

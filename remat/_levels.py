@@ -17,13 +17,14 @@ import torch.autograd.forward_ad as fwAD
 
 from . import _torch
 from ._batched import Batched, PullbackOfBatched, batched_pullback
-from ._bottom import Call, has_dual, is_followed_by_autograd, run_at_bottom, run_in_node
+from ._bottom import has_dual, is_followed_by_autograd, run_at_bottom, run_in_node
 from ._derived import Graded, Jvp, Tensors, differentiable, without_overlap
 from ._errors import RematError
 from ._parts import is_dual
 from ._proof import nobody_reads_the_graph
 from ._pullback import InnerPullback, Pullback
 from ._state import own_work
+from ._tape import Call
 from ._watch import GivenUp
 
 Wanted = Sequence[bool] | None

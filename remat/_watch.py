@@ -74,11 +74,11 @@ class Watch:
     def tells_levels(self) -> bool:
         """Whether the function asks what autograd follows, and is told of more than its innermost ``grad`` level does.
 
-        Below all levels one graph stands for all of them and for autograd itself, each of which may follow another
-        operand. Without a region, only the innermost one is seen.
+        For regions under such a level. Below all levels one graph stands for all of them and for autograd itself, each
+        of which may follow another operand. Without a region, only the innermost one is seen.
         """
         kinds = self.region.kinds
-        if not self.asks or _torch.GRAD not in kinds:
+        if not self.asks:
             return False
         top = len(kinds) - kinds[::-1].index(_torch.GRAD)
         return any(is_followed_below(top, tensor) for tensor in self.region.operands())
@@ -86,12 +86,12 @@ class Watch:
     def needs_order(self) -> bool:
         """Whether the result depends on which ``grad`` level differentiates what, and in which order.
 
-        ``detach_`` and the like cut a tensor from the graph of the innermost level alone, and hooks change the
-        gradient of that level alone. And an autograd Function has rules for both ``vmap`` and gradients, and need not
-        have one for the gradient of its ``vmap``.
+        For regions under such a level. ``detach_`` and the like cut a tensor from the graph of the innermost level
+        alone, and hooks change the gradient of that level alone. And an autograd Function has rules for both ``vmap``
+        and gradients, and need not have one for the gradient of its ``vmap``.
         """
         kinds = self.region.kinds
-        cuts = self.cuts and _torch.GRAD in kinds and (self.recorded or len(kinds) > 1)
+        cuts = self.cuts and (self.recorded or len(kinds) > 1)
         return cuts or (self.maps and _torch.VMAP in kinds and _torch.GRAD in kinds[kinds.index(_torch.VMAP) :])
 
     def is_captured(self, tensor: torch.Tensor) -> bool:
