@@ -1,35 +1,34 @@
 """What a torch.func transform makes of a region: again something that runs on operands, and can be run again.
 
 A derived region's first operands are those of the region it is made from, in the same order. Its ``run`` works on the
-levels that are active where it is called: with none, on plain tensors.
+levels that are active where it is called: with none, on plain tensors. `Graded` and `Jvp` are here; what ``vmap`` makes
+of a region is in ``_batched.py``, its pullback in ``_pullback.py``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from itertools import compress, repeat
-from operator import is_not
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from . import _torch
-from ._parts import as_leaf, is_dual, is_recorded, requires_grad_somewhere
+from ._parts import is_dual
 
 Tensors = Sequence[torch.Tensor]
-Pull = Callable[[Tensors], list]
 
 
 class Derived(ABC):
     """A transform of ``inner``; ``root`` is the region that the user called."""
 
-    __slots__ = ("inner", "key", "root")
+    __slots__ = ("inner", "root")
 
-    def __init__(self, inner: Any, key: tuple) -> None:
+    is_pullback = False  # it differentiates ``inner``, by torch.func.vjp if a level is active
+
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.root = inner.root
-        self.key = (*inner.key, key)
 
     @abstractmethod
     def run(self, operands: Tensors) -> list[torch.Tensor]:
@@ -47,45 +46,6 @@ class Derived(ABC):
         return self.inner.uses_func
 
 
-class Batched(Derived):
-    """``vmap`` of a region, over these dimensions of the operands."""
-
-    __slots__ = ("batch_size", "in_dims", "may_share", "out_dims", "randomness")
-
-    def __init__(self, inner: Any, in_dims: tuple, batch_size: int, randomness: str, may_share: bool = False) -> None:
-        super().__init__(inner, ("vmap", in_dims, batch_size, randomness))
-        self.may_share = may_share
-        self.in_dims = in_dims
-        self.batch_size = batch_size
-        self.randomness = randomness
-        self.out_dims: list[int | None] = []  # found by running
-
-    @property
-    def primals(self) -> int:
-        """How many first operands need no batch dimension: a pullback of an unbatched region runs that region once."""
-        return self.inner.primals if self.may_share and isinstance(self.inner, (Pullback, Batched)) else 0
-
-    @property
-    def uses_func(self) -> bool:
-        return self.inner.uses_func or (_is_pullback(self.inner) and not self.primals)
-
-    def run(self, operands: Tensors) -> list[torch.Tensor]:
-        if n := self.primals:
-            return self.linearize(operands[:n])(operands[n:])
-        return self._mapped(self.inner.run, operands, self.in_dims)
-
-    def linearize(self, primals: Tensors, tape: Any = None) -> Pull:
-        pull = self.inner.linearize(primals, tape)
-        return lambda others: self._mapped(pull, others, self.in_dims[len(primals) :])
-
-    def _mapped(self, fn: Callable, operands: Tensors, in_dims: Sequence[int | None]) -> list[torch.Tensor]:
-        with _torch.vmap_level(self.batch_size, self.randomness) as level:
-            outs = fn([t if d is None else _torch.wrap_batched(t, d, level) for t, d in zip(operands, in_dims)])
-            pairs = [_torch.unwrap_batched(out, level) for out in outs]
-        self.out_dims = [dim for _, dim in pairs]
-        return [out for out, _ in pairs]
-
-
 class Graded(Derived):
     """A region with a ``grad`` level around, whose own graph nobody reads.
 
@@ -96,7 +56,7 @@ class Graded(Derived):
     __slots__ = ("level", "lifted", "mask")
 
     def __init__(self, inner: Any, level: int, mask: tuple[bool, ...], lifted: tuple[bool, ...]) -> None:
-        super().__init__(inner, ("grad", mask, lifted))
+        super().__init__(inner)
         self.level = level
         self.mask = mask
         self.lifted = lifted  # which operands are of this level
@@ -121,13 +81,13 @@ class Jvp(Derived):
     __slots__ = ("mask", "out_mask")
 
     def __init__(self, inner: Any, mask: tuple[bool, ...]) -> None:
-        super().__init__(inner, ("jvp", mask))
+        super().__init__(inner)
         self.mask = mask
         self.out_mask: list[bool] = []  # which outputs have a tangent, found by the first run
 
     @property
     def uses_func(self) -> bool:
-        return self.inner.uses_func or _is_pullback(self.inner)
+        return self.inner.uses_func or self.inner.is_pullback
 
     def run(self, operands: Tensors) -> list[torch.Tensor]:
         primals = list(operands[: len(self.mask)])
@@ -144,137 +104,6 @@ class Jvp(Derived):
         heads = tuple(without_overlap(primals[i]) for i in moving)
         outs, tangents = torch.func.jvp(run, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
-
-
-class Pullback(Derived):
-    """The pullback of a region: from its operands and cotangents of its outputs in ``given`` to gradients.
-
-    The gradients are those of the operands in ``needs``; ``present`` says which of them aren't zero by structure.
-    """
-
-    __slots__ = ("given", "level", "needs", "present")
-
-    def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...], level: int) -> None:
-        super().__init__(inner, ("pullback", needs, given))
-        self.level = level  # the one that asks for it
-        self.needs = needs
-        self.given = given
-        self.present: list[bool] = []  # found by running
-
-    @property
-    def primals(self) -> int:
-        return len(self.needs)
-
-    @property
-    def uses_func(self) -> bool:
-        return self.root.by_level or self.inner.uses_func
-
-    def run(self, operands: Tensors, tape: Any = None) -> list[torch.Tensor]:
-        return self.linearize(operands[: self.primals], tape)(operands[self.primals :])
-
-    def linearize(self, primals: Tensors, tape: Any = None) -> Pull:
-        """Run the region again at ``primals``; returns the linear map from cotangents to gradients."""
-        if tape is not None:
-            pull = tape.pull(self)
-        elif self.root.by_level or _torch.transforms_active() or any(t.is_inference() for t in primals):
-            pull = self._by_func(primals)
-        else:
-            pull = self._by_autograd(primals)
-
-        def gradients(cotangents: Tensors) -> list[torch.Tensor]:
-            grads = pull(cotangents)
-            if self.present:  # another way to pull back may find more zeros by structure than the first one did
-                heads = compress(primals, self.needs)
-                grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, heads)]
-            else:
-                self.present = list(map(is_not, grads, repeat(None)))
-            return list(compress(grads, self.present))
-
-        return gradients
-
-    def _by_func(self, primals: Tensors) -> Pull:
-        needed = [i for i, needs in enumerate(self.needs) if needs]
-        inner = self._without_level()
-        lift = _lift_all if inner is self.inner else self.inner.lift
-
-        def run(*heads: torch.Tensor) -> list[torch.Tensor]:
-            inputs = lift(primals, _torch.current_interpreter().level())
-            for i, head in zip(needed, heads):
-                inputs[i] = head
-            return self.chosen(inner.run(inputs))
-
-        _, vjp = torch.func.vjp(run, *(primals[i] for i in needed))  # type: ignore[misc]
-        return lambda cotangents: list(vjp(list(cotangents)))
-
-    def _by_autograd(self, primals: Tensors) -> Pull:
-        # The result is differentiated in turn only if something here is; aliases are the places to differentiate at.
-        record = torch.is_grad_enabled()
-        followed = record and any(map(is_recorded, primals))
-        with torch.enable_grad():
-            inputs = [_alias(t, followed) if needs else t for t, needs in zip(primals, self.needs)]
-            outs = self.chosen(self.inner.run(inputs))
-        heads = [t for t, needs in zip(inputs, self.needs) if needs]
-
-        def pull(cotangents: Tensors) -> list:
-            create = followed or (record and any(map(requires_grad_somewhere, cotangents)))
-            return gradients(outs, [out.requires_grad for out in outs], heads, cotangents, create, retain=True)
-
-        return pull
-
-    def _without_level(self) -> Any:
-        """What it differentiates, where the level of a vjp stands for the one that a Graded region put back."""
-        inner = self.inner
-        return inner.inner if isinstance(inner, Graded) and inner.level == self.level else inner
-
-    def chosen(self, outs: Sequence[Any]) -> list:
-        """Those that have a cotangent."""
-        return [out for out, given in zip(outs, self.given) if given]
-
-
-class InnerPullback(Pullback):
-    """A pullback that is differentiated by its own level again: it runs at the level that the outer one puts back."""
-
-    __slots__ = ()
-
-    def __init__(self, pullback: Pullback) -> None:
-        super().__init__(pullback._without_level(), pullback.needs, pullback.given, pullback.level)
-        self.key, self.present = pullback.key, pullback.present
-
-    def _by_func(self, primals: Tensors) -> Pull:
-        with _torch.allow_requires_grad(True):
-            return self._by_autograd(primals)
-
-
-def gradients(
-    outs: Sequence[Any],
-    depends: Sequence[bool],
-    heads: Tensors,
-    cotangents: Tensors,
-    create: bool,
-    retain: bool,
-) -> list:
-    """``torch.autograd.grad``, with None for each head that the outputs don't depend on."""
-    outs, cotangents = tuple(compress(outs, depends)), tuple(compress(cotangents, depends))
-    if not outs:
-        return [None] * len(heads)
-    if _torch.dual_level_active():  # some formulas have tangents only where autograd records them
-        retain = create = True
-    # Unused heads are allowed, and nothing is accumulated.
-    return list(_torch.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False))
-
-
-def _lift_all(operands: Tensors, level: int) -> list[torch.Tensor]:
-    return [_torch.wrap_grad(t, level) for t in operands]
-
-
-def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
-    if followed and tensor.requires_grad:
-        return tensor.view_as(tensor)
-    return as_leaf(tensor)
-
-
-def _is_pullback(region: Any) -> bool:
-    return isinstance(region, Pullback) or (isinstance(region, Batched) and region.primals > 0)
 
 
 def differentiable(tensor: torch.Tensor) -> bool:

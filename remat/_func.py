@@ -14,17 +14,18 @@ from torch.utils.hooks import RemovableHandle
 from . import _torch
 from ._arguments import take_apart
 from ._around import Around
-from ._bottom import Call
 from ._hooks import drop_gradient_hooks, is_hooks_refusal
-from ._intercept import FoundCaptured, given_as, made_inside
+from ._intercept import given_as, made_inside
 from ._left_behind import check_left_behind
-from ._levels import NeedsLevel, apply
+from ._levels import apply
 from ._lowerings import go_back, mark
 from ._memory import Memory
 from ._options import Options
 from ._recorder import recorder_for
 from ._region import Region
 from ._state import own_work, state
+from ._tape import Call
+from ._watch import GivenUp
 
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
@@ -40,40 +41,39 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
         while True:
             region.open(follow=is_followed)
             region.recorder = recorder_for(region)
-            operands = region.operands()
-            if state.interceptors:
-                operands = [state.interceptors[-1].resolve(t) for t in operands]
-            record, hooks = Call(), RemovableHandle.next_id
-            record.tape_fits = not region.by_level
+            shared, hooks = Call(), RemovableHandle.next_id
             try:
-                with own_work():
-                    outs = apply(region, operands, record)
-                    news = _news(region)
-                    check_left_behind(region, outs)
-                if not news and not _adopts_others(region):
-                    region.watch = None
-                    made_inside(outs)
-                    return region.outputs.build(outs, operands)
-            except FoundCaptured as found:
-                if found.region is not region:
+                return _first_run(region, shared)
+            except GivenUp as given_up:
+                if given_up.region is not region:
                     raise
-                region.adopt([found.tensor])
-            except NeedsLevel as needs:
-                if needs.region is not region:
-                    raise
-                region.mapped = True
             except Exception as error:
                 if is_hooks_refusal(error) and not memory.known.uses_func:
                     memory.known.uses_func = True
                 elif not _adopts_others(region):
                     raise
-            record.roll_back()
+            shared.kept.roll_back()
             go_back(marks)
             with own_work():
                 drop_gradient_hooks(map(given_as, region.operands()), hooks)
             region.restart()
     finally:
         region.forget()
+
+
+def _first_run(region: Region, shared: Call) -> Any:
+    operands = region.operands()
+    if state.interceptors:
+        operands = [state.interceptors[-1].resolve(t) for t in operands]
+    with own_work():
+        outs = apply(region, operands, shared)
+        news = _news(region)
+        check_left_behind(region, outs)
+    if news or _adopts_others(region):
+        raise GivenUp(region)
+    region.watch = None
+    made_inside(outs)
+    return region.outputs.build(outs, operands)
 
 
 def _adopts_others(region: Region) -> bool:
@@ -91,11 +91,11 @@ def _news(region: Region) -> bool:
     """Whether its first run has shown what the region must be run differently for, under a ``grad`` level."""
     if _torch.GRAD not in region.kinds:
         return False
-    known, news = region.memory.known, False
+    known, watch, news = region.memory.known, region.watch, False
     assert region.ambient is not None
-    if not known.graded and (region.ambient.moved() or (region.watch is not None and region.watch.tells_levels())):
+    if not known.graded and (region.ambient.moved() or watch.tells_levels()):
         known.graded = news = True
-    if not region.by_level and region.watch is not None and region.watch.needs_order():
+    if not region.by_level and watch.needs_order():
         known.by_level.add(region.kinds)
         region.by_level = news = True
     return news

@@ -20,7 +20,7 @@ def check_left_behind(region: Any, outs: Sequence[torch.Tensor]) -> None:
         CaptureError: the function left a tensor behind that a transform differentiates.
     """
     watch, kinds = region.watch, region.kinds
-    if watch is None or (kinds and _torch.GRAD not in kinds and _torch.JVP not in kinds):
+    if kinds and _torch.GRAD not in kinds and _torch.JVP not in kinds:
         return  # what vmap leaves behind is of no use without remat either
     if any(map(watch.has_lost, region.ambient.cached_since())):
         raise CaptureError(

@@ -2,146 +2,100 @@
 
 Each rule unwraps the operands of its level, lets the levels below run what the transform makes of the region, and
 wraps the results. At a ``grad`` level that is one Function node, which keeps the operands; its backward takes the
-region's pullback through the levels in the same way, so that derivatives of any order keep operands only.
+region's pullback through the levels in the same way, so that derivatives of any order keep operands only. Below all
+levels is plain autograd, to which a region is such a node too if it calls torch.func itself.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import repeat
-from operator import and_, eq
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
 
 from . import _torch
-from ._bottom import Call, run_at_bottom
-from ._bulk import requires_grad
-from ._derived import Batched, Graded, InnerPullback, Jvp, Pullback, differentiable, without_overlap
+from ._batched import Batched, PullbackOfBatched, batched_pullback
+from ._bottom import has_dual, is_followed_by_autograd, run_at_bottom, run_in_node
+from ._derived import Graded, Jvp, Tensors, differentiable, without_overlap
 from ._errors import RematError
 from ._parts import is_dual
 from ._proof import nobody_reads_the_graph
+from ._pullback import InnerPullback, Pullback
 from ._state import own_work
+from ._tape import Call
+from ._watch import GivenUp
 
-Tensors = Sequence[torch.Tensor]
+Wanted = Sequence[bool] | None
 
 
-def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | None = None, skip: int = 0) -> list:
+def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> list:
     """Run a region at the top of the stack of levels; returns its new tensors.
 
-    ``wanted`` are the operands that a ``grad`` level above follows. At the level ``skip`` nothing is followed.
+    ``wanted`` are the operands that a ``grad`` level above follows.
     """
     operands = list(map(_torch.unwrap_if_dead, operands))
-    if not _torch.transforms_active():
-        return run_at_bottom(region, operands, call, wanted)
-    interpreter = _torch.top_interpreter()
-    kind = interpreter.key().value
-    if kind == _torch.GRAD:
-        return _at_grad(interpreter, region, operands, call, wanted, skip)
-    if kind == _torch.VMAP:
-        return _at_vmap(_torch.current_interpreter(), region, operands, call, wanted, skip)
-    if kind == _torch.JVP:
-        return _at_jvp(_torch.current_interpreter(), region, operands, call, wanted, skip)
-    raise RuntimeError(f"remat does not know the torch.func transform {interpreter.key()}.")
-
-
-class NeedsLevel(BaseException):
-    """Gives a first run up: it drew random numbers, which a ``vmap`` level has a say in, batched operands or not."""
-
-    def __init__(self, region: Any) -> None:
-        super().__init__()
-        self.region = region
+    if _torch.transforms_active():
+        interpreter = _torch.current_interpreter()
+        return _RULES[interpreter.key().value](interpreter, region, operands, call, wanted)
+    if region.uses_func and is_followed_by_autograd(operands) and not has_dual(operands):
+        return list(PlainNode.apply(region, call, *operands))
+    return run_at_bottom(region, operands, call, wanted)
 
 
 # --- vmap -----------------------------------------------------------------------------------------------------------
 
 
-def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Any, skip: int) -> list:
-    level = interpreter.level()
+def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
+    level, randomness = interpreter.level(), interpreter.randomness()
     pairs = [_torch.unwrap_batched(t, level) for t in operands]
     values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
     if all(dim is None for dim in dims) and not region.root.mapped:
         first = not region.root.ran
         with interpreter.lower():
-            outs = apply(region, operands, call, wanted, skip)
-        if first and interpreter.randomness() != "same" and region.root.ambient.moved():
-            raise NeedsLevel(region.root)
+            outs = apply(region, operands, call, wanted)
+        if first and randomness != "same" and region.root.ambient.moved():
+            # A ``vmap`` level has a say in random numbers, batched operands or not.
+            region.root.mapped = True
+            raise GivenUp(region.root)
         return outs
-    batched, values = _batch(region, values, dims, interpreter, call)
-    if wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims)):
-        call.tape_fits = False  # its gradient would be the sum over the batch
+    if isinstance(region, Pullback):
+        size = interpreter.batch_size()
+        batched, values = batched_pullback(region, values, dims, size, randomness, call.batched.get(region.inner))
+    else:
+        sums = wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims))
+        batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
     with interpreter.lower():
-        outs = apply(batched, values, call, wanted, skip)
-    out_dims = batched.out_dims
-    call.out_dims[batched.key] = out_dims
-    if isinstance(region, Pullback):
-        region.present = batched.present if isinstance(batched, Pullback) else region.present
-    return [t if dim is None else _torch.wrap_batched(t, dim, level) for t, dim in zip(outs, out_dims)]
-
-
-def _batch(region: Any, values: list, dims: tuple, interpreter: Any, call: Call) -> tuple[Any, list]:
-    """``vmap`` of a region. Of a pullback it is the pullback of the ``vmap`` where that means the same."""
-    size, randomness = interpreter.batch_size(), interpreter.randomness()
-    if isinstance(region, Pullback):
-        inner_dims, outer_dims = dims[: region.primals], dims[region.primals :]
-        inner = Batched(region.inner, inner_dims, size, randomness)
-        out_dims = call.out_dims.get(inner.key)
-        needs_batched = all(dim is not None for dim, needs in zip(inner_dims, region.needs) if needs)
-        if out_dims is not None and needs_batched and not region.root.by_level:
-            targets = [dim for dim, given in zip(out_dims, region.given) if given]
-            if all(target is not None for target in targets):
-                aligned = [
-                    _align(t, d, target, size) for t, d, target in zip(values[region.primals :], outer_dims, targets)
-                ]
-                pullback = PullbackOfBatched(inner, region.needs, region.given, region.level)
-                return pullback, values[: region.primals] + aligned
-        # The region itself ran below this level, or before it: a pullback that is mapped runs it again there.
-        may_share = all(dim is None for dim in inner_dims) and out_dims is None
-        return Batched(region, dims, size, randomness, may_share), values
-    return Batched(region, dims, size, randomness), values
-
-
-class PullbackOfBatched(Pullback):
-    """A pullback whose gradients have the batch dimensions of the operands."""
-
-    __slots__ = ()
-
-    @property
-    def out_dims(self) -> list:
-        dims = [dim for dim, needs in zip(self.inner.in_dims, self.needs) if needs]
-        return [dim for dim, present in zip(dims, self.present) if present]
-
-
-def _align(tensor: torch.Tensor, dim: int | None, target: int | None, size: int) -> torch.Tensor:
-    assert target is not None
-    if dim is None:
-        return tensor.unsqueeze(target).expand(*tensor.shape[:target], size, *tensor.shape[target:])
-    return tensor.movedim(dim, target)
+        outs = apply(batched, values, call, wanted)
+    if isinstance(batched, PullbackOfBatched):
+        region.present = batched.present
+    elif wanted is not None:  # a node above keeps the region, so it may ask for its pullback
+        call.batched[region] = batched
+    return [t if dim is None else _torch.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
 
 # --- jvp ------------------------------------------------------------------------------------------------------------
 
 
-def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Any, skip: int) -> list:
+def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
     level = interpreter.level()
     duals = [fwAD.unpack_dual(t) if _torch.level_of(t) == level else (t, None) for t in operands]
     primals = [_torch.unwrap_grad(primal, level) for primal, _ in duals]
-    tangents = [None if t is None else _torch.unwrap_grad(t, level) for _, t in duals]
-    mask = tuple(t is not None for t in tangents)
-    if not any(mask):
+    tangents = [_torch.unwrap_grad(t, level) for _, t in duals if t is not None]
+    mask = tuple(t is not None for _, t in duals)
+    if not tangents:
         region = _graded(region, level, operands, (False,) * len(mask))
         with interpreter.lower():
-            outs = apply(region, primals, call, wanted, skip)
-        return [_torch.wrap_grad(t, level) for t in outs]
+            outs = apply(region, primals, call, wanted)
+        return _wrapped(outs, level)
     moved = Jvp(region, mask)
     if wanted is not None:
         wanted = [*wanted, *(w for w, moves in zip(wanted, mask) if moves)]
     with _torch.set_forward_grad_enabled(True), interpreter.lower():
-        outs = apply(moved, [*primals, *(t for t in tangents if t is not None)], call, wanted, skip)
+        outs = apply(moved, [*primals, *tangents], call, wanted)
     count = len(moved.out_mask)
-    wrapped = [_torch.wrap_grad(t, level) for t in outs]
+    wrapped = _wrapped(outs, level)
     rest = iter(wrapped[count:])
     return [
         fwAD.make_dual(without_overlap(t), next(rest)) if moves else t
@@ -152,58 +106,33 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
 # --- grad -----------------------------------------------------------------------------------------------------------
 
 
-def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Any, skip: int) -> list:
+def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
     level = interpreter.level()
     if _torch.dual_level_active() and any(_torch.level_of(t) == level and is_dual(t) for t in operands):
         raise RematError(
             "A region got a dual tensor that `forward_ad.make_dual` made inside of a function which torch.func.grad or "
             "vjp differentiates. Make it outside of that function, or use torch.func.jvp inside."
         )
-    followed = [False] * len(operands)
-    if level != skip and torch.is_grad_enabled():
-        at_level = map(eq, map(_torch.level_of, operands), repeat(level))
-        followed = list(map(and_, map(requires_grad, operands), at_level))
-    region = _graded(region, level, operands, tuple(followed))
+    recorded = torch.is_grad_enabled()
+    followed = tuple([recorded and t.requires_grad and _torch.level_of(t) == level for t in operands])
+    region = _graded(region, level, operands, followed)
     if not any(followed):
-        with _Below(interpreter, torch.is_grad_enabled()):
-            outs = apply(region, _values(operands, level), call, wanted, skip)
+        with interpreter.lower():
+            outs = apply(region, _unwrapped(operands, level), call, wanted)
         return _wrapped(outs, level)
     wanted = followed if wanted is None else [a or b for a, b in zip(followed, wanted)]
-    job = Job(region, call, level, wanted, skip)
     # What is of a level below may require grad there, or have a tangent, which is no concern of this level's node.
     operands = [t if _torch.level_of(t) == level else _torch.wrap_grad(t, level) for t in operands]
-    allowed = _torch.single_level_functions_allowed()
-    _torch.allow_single_level_functions(True)
-    try:
-        return list(RegionNode.apply(job, *operands))  # type: ignore[attr-defined]
-    finally:
-        _torch.allow_single_level_functions(allowed)
+    with _torch.single_level_functions_allowed():
+        return list(RegionNode.apply(region, call, level, wanted, *operands))  # type: ignore[attr-defined]
 
 
-def _values(operands: Tensors, level: int) -> list[torch.Tensor]:
-    return list(map(_torch.unwrap_grad, operands, repeat(level)))
+def _unwrapped(tensors: Sequence[Any], level: int) -> list:
+    return [None if t is None else _torch.unwrap_grad(t, level) for t in tensors]
 
 
-def _wrapped(values: Tensors, level: int) -> list[torch.Tensor]:
-    return list(map(_torch.wrap_grad, values, repeat(level)))
-
-
-class _Below:
-    """Without the top level, a ``grad`` one; autograd is off if it was off around that level."""
-
-    __slots__ = ("before", "recorded", "top")
-
-    def __init__(self, interpreter: Any, recorded: bool) -> None:
-        self.recorded = recorded and _torch.grad_interpreter(interpreter).prevGradMode()
-
-    def __enter__(self) -> None:
-        self.before = torch.is_grad_enabled()
-        _torch.set_grad_enabled(self.recorded)
-        self.top = _torch.pop_level()
-
-    def __exit__(self, *exception: Any) -> None:
-        _torch.push_level(self.top)
-        _torch.set_grad_enabled(self.before)
+def _wrapped(values: Sequence[Any], level: int) -> list:
+    return [None if t is None else _torch.wrap_grad(t, level) for t in values]
 
 
 def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ...]) -> Any:
@@ -225,60 +154,73 @@ def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ..
     return region
 
 
-class Job:
-    """What a node is to do: a region and what its call knows. ``thread`` is where the forward ran."""
-
-    __slots__ = ("call", "level", "region", "skip", "thread", "wanted")
-
-    def __init__(self, region: Any, call: Call, level: int, wanted: Any, skip: int) -> None:
-        self.region = region
-        self.call = call
-        self.level = level
-        self.wanted = wanted
-        self.skip = skip
-        self.thread = threading.get_ident()
+_RULES = {_torch.VMAP: _at_vmap, _torch.JVP: _at_jvp, _torch.GRAD: _at_grad}
 
 
 class RegionNode(_torch.SingleLevelFunction):
     """A region at one ``grad`` level. It keeps the operands."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, *operands: torch.Tensor) -> tuple:
-        level = job.level
-        values = _values(operands, level)
-        first = not job.region.root.ran
-        with _torch.set_forward_grad_enabled(True), _Below(_torch.top_interpreter(), True):
-            outs = apply(job.region, values, job.call, job.wanted, job.skip)
+    def forward(ctx: Any, region: Any, call: Call, level: int, wanted: Wanted, *operands: torch.Tensor) -> tuple:
+        first, lower = not region.root.ran, _torch.current_interpreter().lower
+        with _torch.set_forward_grad_enabled(True), torch.enable_grad(), lower():
+            outs = apply(region, _unwrapped(operands, level), call, wanted)
         wrapped = tuple(_wrapped(outs, level))
-        # Attributes, not save_for_backward, which would keep them until the level ends; changes are seen at the bottom.
-        ctx.job, ctx.operands = job, operands
+        ctx.region, ctx.call, ctx.level, ctx.thread = region, call, level, threading.get_ident()
+        ctx.operands = operands  # not saved, which would keep them until the level ends; changes are seen at the bottom
         ctx.set_materialize_grads(False)
-        known = job.call.depends if first else None
-        depends = list(map(differentiable, wrapped)) if known is None else known
+        depends = call.depends if first and call.depends is not None else map(differentiable, wrapped)
         ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
         return wrapped
 
     @staticmethod
     @_torch.never_traced
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        job, operands = ctx.job, ctx.operands
-        skip = 0
-        if nobody_reads_the_graph(job.level, operands, job.thread):
-            skip = job.level
-            ctx.job = ctx.operands = None  # this was the node's only backward
-            if job.call.tape is not None and job.region is job.region.root and len(job.region.kinds) == 1:
-                job.call.tape.last = True  # no pullback of a pullback, and no other level's
-        return None, *pull_back(job.region, operands, cotangents, ctx.needs_input_grad[1:], job.call, job.level, skip)
+        region, call, level, operands = ctx.region, ctx.call, ctx.level, ctx.operands
+        needs = ctx.needs_input_grad[4:]
+        if not nobody_reads_the_graph(level, operands, ctx.thread):
+            grads = pull_back(region, operands, cotangents, needs, call, level)
+        else:  # this is the node's only backward, and nothing is followed at its level
+            ctx.region = ctx.call = ctx.operands = None
+            if call.tape is not None and region is region.root and len(region.kinds) == 1:
+                call.tape.last = True  # no pullback of a pullback, and no other level's
+            with _torch.current_interpreter().lower():
+                values, below = _unwrapped(operands, level), _unwrapped(cotangents, level)
+                grads = pull_back(region, values, below, needs, call, level)
+            grads = _wrapped(grads, level)
+        return None, None, None, None, *grads
+
+
+# --- below all levels -----------------------------------------------------------------------------------------------
+
+
+class PlainNode(torch.autograd.Function):
+    """A region in plain autograd that can't run under saved-tensor hooks, as it calls torch.func. It keeps operands."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Any, call: Call, *operands: torch.Tensor) -> tuple:
+        with torch.enable_grad(), _torch.set_forward_grad_enabled(True):
+            outs = run_in_node(region, operands, call)
+        ctx.region, ctx.call = region, call
+        ctx.save_for_backward(*operands)
+        ctx.set_materialize_grads(False)
+        results = tuple(t.detach() for t in outs)
+        ctx.mark_non_differentiable(*(r for r, t in zip(results, outs) if not t.requires_grad))
+        return results
+
+    @staticmethod
+    @_torch.never_traced
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
+        call, needs = ctx.call, ctx.needs_input_grad[2:]
+        call.guarded(call.operands)  # its error says more than autograd's
+        return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
+
+
+# --- the backward ---------------------------------------------------------------------------------------------------
 
 
 def pull_back(
-    region: Any,
-    operands: Tensors,
-    cotangents: Sequence,
-    needs: Sequence[bool],
-    call: Call,
-    level: int,
-    skip: int,
+    region: Any, operands: Tensors, cotangents: Sequence, needs: Sequence[bool], call: Call, level: int
 ) -> list:
     """The gradients of the operands in ``needs``, None for the others."""
     given = tuple(t is not None for t in cotangents)
@@ -288,9 +230,6 @@ def pull_back(
         region = InnerPullback(region)  # by `torch.autograd.grad` in a function under torch.func.grad
     pullback = Pullback(region, tuple(needs), given, level)
     with own_work():
-        found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call, skip=skip)
-    if len(found) == len(needs):
-        return found
-    grads = iter(found)
-    present = iter(pullback.present)
+        found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call)
+    grads, present = iter(found), iter(pullback.present)
     return [next(grads) if needed and next(present) else None for needed in needs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from ._determinism import fingerprint
 from ._errors import RecomputeMismatchError
 
 NEW, OPERAND, VALUE = "new", "operand", "value"
+_KINDS = {NEW: "a new tensor", OPERAND: "one of the inputs", VALUE: "not a tensor"}
 
 
 class Outputs:
@@ -46,8 +46,14 @@ class Outputs:
         leaves, spec = _tree.flatten(result)
         entries, new = _sort(leaves, operands)
         if self.options.determinism_check != "none":
-            self._check_structure(spec, entries)
-            names = [i for i, (kind, _) in enumerate(self.entries) if kind == NEW]
+            self._check_tree(spec)
+            for i, ((before, _), (now, _)) in enumerate(zip(self.entries, entries)):
+                if now != before:
+                    raise RecomputeMismatchError(
+                        f"{self.name(i)} was {_KINDS[before]} in the region's forward and "
+                        f"{_KINDS[now]} when the region was run again. A region must do the same each time."
+                    )
+            names = [i for i, (kind, _) in enumerate(entries) if kind == NEW]
             for i, tensor, before in zip(names, new, self.prints):
                 now = fingerprint(tensor, self.options.determinism_check)
                 if now != before:
@@ -60,22 +66,15 @@ class Outputs:
 
     def check_structure(self, result: Any) -> None:
         """The check of the tree alone, where the result is of no other use."""
-        if self.spec is not None and self.options.determinism_check != "none":
-            spec = _tree.flatten(result)[1]
-            self._check_structure(spec, None)
+        if self.options.determinism_check != "none":
+            self._check_tree(_tree.flatten(result)[1])
 
-    def _check_structure(self, spec: Any, entries: Any) -> None:
+    def _check_tree(self, spec: Any) -> None:
         if spec != self.spec:
             raise RecomputeMismatchError(
                 f"The region returned another tree when it was run again: "
                 f"{_tree.describe_difference(self.spec, spec, 'output')} A region must return the same structure each "
                 f"time: look for a branch on Python state that changed between the runs."
-            )
-        if entries is not None and [kind for kind, _ in entries] != [kind for kind, _ in self.entries]:
-            i = next(i for i, (a, b) in enumerate(zip(entries, self.entries)) if a[0] != b[0])
-            raise RecomputeMismatchError(
-                f"{self.name(i)} was {_article(self.entries[i][0])} in the region's forward and "
-                f"{_article(entries[i][0])} when the region was run again. A region must do the same each time."
             )
 
     def name(self, i: int) -> str:
@@ -91,7 +90,7 @@ class Outputs:
 
 
 def _sort(leaves: Sequence[Any], operands: Sequence[torch.Tensor]) -> tuple[list[tuple[str, Any]], list[torch.Tensor]]:
-    seen: dict[int, tuple[str, int]] = dict(zip(map(id, operands), zip(repeat(OPERAND), count())))
+    seen = {id(t): (OPERAND, i) for i, t in enumerate(operands)}
     entries: list[tuple[str, Any]] = []
     new: list[torch.Tensor] = []
     for leaf in leaves:
@@ -103,7 +102,3 @@ def _sort(leaves: Sequence[Any], operands: Sequence[torch.Tensor]) -> tuple[list
                 new.append(leaf)
             entries.append(seen[id(leaf)])
     return entries, new
-
-
-def _article(kind: str) -> str:
-    return {NEW: "a new tensor", OPERAND: "one of the inputs", VALUE: "not a tensor"}[kind]

@@ -40,7 +40,7 @@ _on_cpu = attrgetter("is_cpu")
 class Region:
     """One call of ``fn(*args, **kwargs)``."""
 
-    key: tuple = ()  # how a region was derived from it
+    is_pullback = False
 
     __slots__ = (
         "ambient", "arguments", "arity", "around", "attempt", "bindings", "by_level", "captured", "consts", "fn",

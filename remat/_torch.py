@@ -128,13 +128,10 @@ transforms_active = torch._C._are_functorch_transforms_active
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 top_interpreter = torch._C._functorch.peek_interpreter_stack
 interpreter_stack = torch._C._functorch.get_interpreter_stack  # without the Python objects that stand for levels
-pop_level = torch._C._functorch.pop_dynamic_layer_stack  # the context of a level's object is a generator, which is slow
-push_level = torch._C._functorch.push_dynamic_layer_stack
 without_levels = _pyfunctorch.temporarily_clear_interpreter_stack
 # The kinds of levels, as numbers: to compare two of torch's objects takes ten times as long.
 _Kind = torch._C._functorch.TransformType
 GRAD, JVP, VMAP, FUNCTIONALIZE = (kind.value for kind in (_Kind.Grad, _Kind.Jvp, _Kind.Vmap, _Kind.Functionalize))
-grad_interpreter = torch._C._functorch.CGradInterpreterPtr  # knows whether autograd was on around a ``grad`` level
 current_level = torch._C._functorch.maybe_current_level
 level_of = torch._C._functorch.maybe_get_level
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -150,8 +147,7 @@ allow_requires_grad = _eager_transforms.enable_inplace_requires_grad  # torch.fu
 # One Function node at one level, not at all of them: what torch uses for its own Functions under torch.func.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 custom_function_call = torch.autograd.function.custom_function_call  # what ``Function.apply`` calls under transforms
-single_level_functions_allowed = _functorch_utils.get_single_level_autograd_function_allowed
-allow_single_level_functions = _functorch_utils.set_single_level_autograd_function_allowed
+single_level_functions_allowed = _functorch_utils.enable_single_level_autograd_function
 # The backward that torch.func.grad runs itself: nobody can reach its graph (see ``_proof.py``).
 func_grad_engine_call = _eager_transforms._autograd_grad
 engine_call = torch.autograd.graph._engine_run_backward

@@ -12,13 +12,7 @@ from typing import Any
 
 from ._proof import nearest_engine_call
 
-
-class _Thread(threading.local):
-    within = False
-
-
-_thread = _Thread()
-_lock = threading.Lock()
+_lock = threading.RLock()
 _holder: tuple[int, FrameType] | None = None  # the thread whose turn it is, and where that began
 
 
@@ -28,28 +22,27 @@ class turn:
     But for recomputes whose function runs a backward pass: that may need the thread which waits here, so it goes on.
     """
 
-    __slots__ = ("has_lock", "nested")
+    __slots__ = ("has_lock", "holder")
 
     def __enter__(self) -> None:
         global _holder
-        self.nested, _thread.within = _thread.within, True
-        self.has_lock = not self.nested and (_lock.acquire(blocking=False) or _wait())
+        self.has_lock = _lock.acquire(blocking=False) or _wait()
         if self.has_lock:
-            _holder = threading.get_ident(), sys._getframe(1)
+            self.holder = _holder
+            _holder = _holder or (threading.get_ident(), sys._getframe(1))
 
     def __exit__(self, *exception: Any) -> None:
         global _holder
-        _thread.within = self.nested
         if self.has_lock:
-            _holder = None
+            _holder = self.holder
             _lock.release()
 
 
 def _wait() -> bool:
-    while not _lock.acquire(timeout=0.01):
-        if _holder_runs_a_backward():
-            return False
-    return True
+    while not _holder_runs_a_backward():
+        if _lock.acquire(timeout=0.01):
+            return True
+    return False
 
 
 def _holder_runs_a_backward() -> bool:

@@ -247,6 +247,22 @@ def test_captured_in_two_regions_of_which_one_is_inside() -> None:
         both(lambda wrap: transform(build(wrap))(*args))
 
 
+def test_wrapper_of_an_operand_is_read_in_a_transform_inside() -> None:
+    """Below the levels around, the one inside has the number of the wrapper's, and the operand is no wrapper."""
+
+    def build(wrap: Wrap) -> Callable:
+        def rows(w: Tensor, x: Tensor) -> Tensor:
+            return vmap(lambda row: (row * other.x.sum() * w).sin())(x)
+
+        def call(w: Tensor, x: Tensor) -> Tensor:
+            other.x = x
+            return wrap(rows)(w, x).sum()
+
+        return call
+
+    both(lambda wrap: grad(lambda w: vmap(build(wrap), in_dims=(None, 0))(w, W).cos().sum())(X[0]))
+
+
 def test_captured_tensor_is_returned() -> None:
     def build(wrap: Wrap) -> Callable:
         def call(w: Tensor, x: Tensor) -> Tensor:
