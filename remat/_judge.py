@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from ._facts import Facts
-from ._leaves import If, Names, Preset
-from ._policy import Policy, Verdict
+from ._verdict import Rule, Verdict
 
 Question: TypeAlias = tuple[Any, Any, tuple, dict]  # what a policy is asked: a context, the operation, its arguments
 
@@ -17,10 +16,10 @@ Question: TypeAlias = tuple[Any, Any, tuple, dict]  # what a policy is asked: a 
 class Judge:
     """What a policy says of the values of regions."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Rule) -> None:
         self.policy = policy
         self.by_name = policy.judges_names
-        self.asks = asks(policy)
+        self.asks = policy.asks
         # Verdicts on operations without names, and on those with names, filled as they are met.
         self._verdicts: dict[Facts, Verdict | None] = {}
         self._named: dict[tuple[Any, frozenset[str]], Verdict] = {}
@@ -43,9 +42,9 @@ class Judge:
         return verdict
 
 
-def judge_of(policy: Policy) -> Judge:
+def judge_of(policy: Rule) -> Judge:
     """The judge of a policy. One with predicates, which may hold tensors, may be made for one region alone."""
-    return Judge(policy) if asks(policy) else _remembered(policy)
+    return Judge(policy) if policy.asks else _remembered(policy)
 
 
 _remembered = functools.lru_cache(maxsize=256)(Judge)
@@ -57,21 +56,3 @@ def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
         return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs
     except TypeError:
         return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs
-
-
-def is_by_name(policy: Policy) -> bool:
-    """Whether it does not care for operations."""
-    parts = policy._parts()
-    if parts:
-        return all(map(is_by_name, parts))
-    return isinstance(policy, Names) or (isinstance(policy, Preset) and policy.is_constant)
-
-
-def asks(policy: Policy) -> bool:
-    """Whether it hangs on the arguments of operations, as predicates do."""
-    return has_predicate(policy) or (isinstance(policy, Preset) and policy.asks) or any(map(asks, policy._parts()))
-
-
-def has_predicate(policy: Policy) -> bool:
-    """Whether a user's function is a part of it."""
-    return isinstance(policy, If) or any(map(has_predicate, policy._parts()))
