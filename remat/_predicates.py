@@ -41,13 +41,13 @@ def checked_predicate(value: Any) -> Callable:
         raise PolicyError(f"{_EXPECTED}. For one operator write `policies.save_ops(...)`; got {value!r}.")
     if not callable(value) or isinstance(value, (type, torch.nn.Module)):
         raise PolicyError(f"{_EXPECTED}; got {value!r}.{_nearest(value) if isinstance(value, str) else ''}")
-    if getattr(function, "__module__", None) == "remat.policies":
-        name = function.__name__
+    name = getattr(function, "__name__", "")
+    if getattr(function, "__module__", None) == "remat.policies" and name in PUBLIC_NAMES:
         raise PolicyError(f"policies.{name} makes policies: call it, as in `policies.{name}(...)`.")
     if function is torch.utils.checkpoint.create_selective_checkpoint_contexts:
         raise PolicyError(f"{_EXPECTED}; give the function or list itself, without {function.__name__}.")
     if (getattr(value, "__module__", None) or "").partition(".")[0] == "jax":
-        raise PolicyError(f"{_EXPECTED}; got JAX's {value!r}.{_nearest(getattr(value, '__name__', ''))}")
+        raise PolicyError(f"{_EXPECTED}; got JAX's {value!r}.{_nearest(name)}")
     try:
         inspect.signature(value).bind(*range(9))  # a context, an operator and any number of its arguments
         fits = True
