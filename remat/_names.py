@@ -24,7 +24,7 @@ def checkpoint_name(x: T, name: str) -> T:
     """Give a value a name, by which a policy may keep it.
 
     It returns ``x`` itself, everywhere. In a region with a policy such as ``policies.save_only_these_names("hidden")``
-    the operation that made the value is not run again, whoever reads the value, and under whichever alias. Elsewhere
+    the operation that made the value is not recomputed, whoever reads the value, and under whichever alias. Elsewhere
     the name means nothing.
 
     Args:
@@ -49,7 +49,7 @@ def checkpoint_name(x: T, name: str) -> T:
         ...     hidden = checkpoint_name(torch.tanh(x @ w1), "hidden")
         ...     return hidden @ w2
         >>> x, w1, w2 = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
-        >>> mlp(x, w1, w2).sum().backward()  # runs nothing again
+        >>> mlp(x, w1, w2).sum().backward()  # recomputes nothing
 
     After ``jax.ad_checkpoint.checkpoint_name``.
     """
