@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 from torch.utils.checkpoint import SelectiveCheckpointContext
@@ -20,26 +21,16 @@ class Judge:
         self.policy = policy
         self.by_name = policy.judges_names
         self.asks = policy.asks
-        # Verdicts on operations without names, and on those with names, filled as they are met.
-        self._verdicts: dict[Facts, Verdict | None] = {}
-        self._named: dict[tuple[Any, frozenset[str]], Verdict] = {}
-
-    def verdict_for(self, facts: Facts) -> Verdict | None:
-        """The verdict on all unnamed values that an operation makes, if there is one."""
-        try:
-            return self._verdicts[facts]
-        except KeyError:
-            verdict = self._verdicts[facts] = self.policy.verdict_for(facts.func)
-            return verdict
+        # The verdict on all unnamed values that an operation makes, if there is one; and on values with names.
+        self.verdict_for: Callable[[Facts], Verdict | None] = cache(lambda facts: policy.verdict_for(facts.func))
+        self._named: Callable[[Any, frozenset[str]], Verdict]
+        self._named = cache(lambda op, names: policy.judge(None, op, (), {}, names))
 
     def on(self, question: Question, names: frozenset[str] = frozenset()) -> Verdict:
         """The verdict on a value with these names. Without predicates, the context and the arguments are not wanted."""
         if self.asks:
             return self.policy.judge(*question, names)
-        verdict = self._named.get((question[1], names))
-        if verdict is None:
-            verdict = self._named[question[1], names] = self.policy.judge(*question, names)
-        return verdict
+        return self._named(question[1], names)
 
 
 def judge_of(policy: Rule) -> Judge:
@@ -47,7 +38,7 @@ def judge_of(policy: Rule) -> Judge:
     return Judge(policy) if policy.asks else _remembered(policy)
 
 
-_remembered = functools.lru_cache(maxsize=256)(Judge)
+_remembered = lru_cache(maxsize=256)(Judge)
 
 
 def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
