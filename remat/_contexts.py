@@ -1,4 +1,4 @@
-"""A user's own contexts around the runs of a region: one for the first run, one for the runs again."""
+"""A user's own contexts around the runs of a region: one for the forward, one for its recomputes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,13 +18,24 @@ from ._torch import DispatchMode
 _IGNORED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
+class Operation(NamedTuple):
+    """What ran, what it made and the user's line that called it."""
+
+    op: str
+    result: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.op} -> {self.result} at {self.line}"
+
+
 class OpLog(DispatchMode):
     """Notes each operation of a first run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[tuple[str, str, str]] = []
-        self.again: list[tuple[str, str, str]] = []  # of the last run again
+        self.entries: list[Operation] = []
+        self.again: list[Operation] = []  # of the last recompute
         self.ranges = Ranges()
         self.noting = True
 
@@ -33,11 +44,11 @@ class OpLog(DispatchMode):
             return self.ranges.mark(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if self.noting and func not in _IGNORED and not (state.unseen or self.ranges):
-            self.note(str(func), _describe(result), str(user_line()))
+            self.note(Operation(str(func), _describe(result), str(user_line())))
         return result
 
-    def note(self, op: str, result: str, line: str) -> None:
-        self.entries.append((op, result, line))
+    def note(self, operation: Operation) -> None:
+        self.entries.append(operation)
 
     def go_back(self, count: int) -> None:
         """Forget what was noted after the first ``count`` operations."""
@@ -51,22 +62,19 @@ class OpLog(DispatchMode):
         super().__exit__(*exception)
         state.logs = state.logs[:-1]
 
-    def replay(self) -> Replay:
-        """The log of a run again, which is compared with this one while it grows."""
-        replay = Replay(self)
-        self.again = replay.entries
-        return replay
+    def replay(self) -> Comparison:
+        """The log of a recompute, which is compared with this one while it grows."""
+        comparison = Comparison(self)
+        self.again = comparison.entries
+        return comparison
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Both runs, as users see them."""
-        first, again = (
-            [f"{op} -> {result} at {line}" for op, result, line in run] for run in (self.entries, self.again)
-        )
-        return first, again
+        return [*map(str, self.entries)], [*map(str, self.again)]
 
 
-class Replay(OpLog):
-    """Compares each operation of a run again with that of the first run.
+class Comparison(OpLog):
+    """Compares each operation of a recompute with that of the first run.
 
     Raises:
         RecomputeMismatchError: at the first one that differs.
@@ -74,25 +82,23 @@ class Replay(OpLog):
 
     def __init__(self, first: OpLog) -> None:
         super().__init__()
-        self.first = first
+        self.first = first.entries
 
-    def note(self, op: str, result: str, line: str) -> None:
-        super().note(op, result, line)
-        i = len(self.entries) - 1
-        if i >= len(self.first.entries):
-            self._fail(i, "there was none", f"{op} -> {result} at {line}")
-        first_op, first_result, first_line = self.first.entries[i]
-        if (first_op, first_result) != (op, result):
-            self._fail(i, f"{first_op} -> {first_result} at {first_line}", f"{op} -> {result} at {line}")
+    def note(self, operation: Operation) -> None:
+        i = len(self.entries)
+        super().note(operation)
+        if i >= len(self.first):
+            self._fail(i, "there was none", operation)
+        elif self.first[i][:2] != operation[:2]:
+            self._fail(i, self.first[i], operation)
 
     def check_end(self) -> None:
-        """After a run again that wasn't stopped early."""
+        """After a recompute that wasn't stopped early."""
         i = len(self.entries)
-        if i < len(self.first.entries):
-            op, result, line = self.first.entries[i]
-            self._fail(i, f"{op} -> {result} at {line}", "there is none")
+        if i < len(self.first):
+            self._fail(i, self.first[i], "there is none")
 
-    def _fail(self, i: int, before: str, now: str) -> None:
+    def _fail(self, i: int, before: Any, now: Any) -> None:
         raise RecomputeMismatchError(
             f"Operation {i} of the region differs between its runs.\n  In the forward: {before}\n"
             f"  When run again: {now}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,30 +19,30 @@ class Facts:
 
     def __init__(self, func: Any) -> None:
         self.func = func
-        schema = getattr(func, "_schema", None)  # higher-order operators have none
-        arguments = [] if schema is None else schema.arguments
-        # Its arguments that it writes to, by position and by name.
+        schema, tags = getattr(func, "_schema", None), getattr(func, "tags", ())
+        name = "" if schema is None else schema.name  # higher-order operators have none
+        arguments: Any = () if schema is None else schema.arguments
+        returns: Any = () if schema is None else schema.returns
+        self.reshapes = torch.Tag.inplace_view in tags  # it writes, but shape and strides alone
+        # Its arguments that it writes to, by position and by name. `record_stream` tells the allocator alone.
         self.writes = [
             (i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
         ]
-        if schema is not None and schema.name in _BATCH_NORMS:
+        if name in _BATCH_NORMS:
             self.writes = [(3, "running_mean"), (4, "running_var")]
-        if schema is not None and schema.name == "aten::record_stream":
-            self.writes = []  # it tells the allocator, and leaves what the memory holds
-        self.reshapes = torch.Tag.inplace_view in getattr(func, "tags", ())
-        if self.reshapes:
-            self.writes = []  # of shape and strides alone
-        self.makes_nothing = getattr(schema, "name", "").startswith(("aten::empty", "aten::new_empty"))
+        if self.reshapes or name == "aten::record_stream":
+            self.writes = []
+        self.makes_nothing = name.startswith(("aten::empty", "aten::new_empty"))
+        namespace = getattr(func, "namespace", "aten")
         # Its tags may be missing, or it has none, as a higher-order operator, which may draw in what it calls.
-        self.foreign = getattr(func, "namespace", "aten") not in _NAMESPACES
-        self.marks = getattr(func, "namespace", "") == "profiler"  # the start or end of a range
-        self._draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.foreign = namespace not in _NAMESPACES
+        self.marks = namespace == "profiler"  # the start or end of a range
+        self._draws = torch.Tag.nondeterministic_seeded in tags
         self._probability = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
         # Python may branch on what it returns, or it acts on the world.
-        returns = () if schema is None else schema.returns
         self.observes = schema is not None and not any("Tensor" in str(r.type) for r in returns)
         self.views = not self.writes and any(r.alias_info is not None for r in returns)
-        self.views |= getattr(schema, "name", "") == "aten::_unsafe_view"  # it does not say so
+        self.views |= name == "aten::_unsafe_view"  # it does not say so
 
     def draws(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call draws random numbers: attention does only with dropout."""
@@ -61,15 +62,7 @@ class Facts:
 # Their schemas don't say that they update the running statistics.
 _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 _NAMESPACES = {"aten", "prims", "_c10d_functional", "c10d"}
-_facts: dict[Any, Facts] = {}
-
-
-def facts_of(func: Any) -> Facts:
-    """The facts of an operation, found once."""
-    found = _facts.get(func)
-    if found is None:
-        found = _facts[func] = Facts(func)
-    return found
+facts_of = functools.cache(Facts)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import attrgetter
 from typing import Any, TextIO
 
 import torch
@@ -113,15 +114,16 @@ def print_saved_residuals(fn: Callable, /, *args: Any, file: TextIO | None = Non
     rows = saved_residuals(fn, *args, **kwargs)
     columns = [(f"{_dtype(r)}{list(r.shape)}", str(r.device), f"{r.nbytes:,} bytes", r.source) for r in rows]
     first, second, third = (max((len(column[i]) for column in columns), default=0) for i in range(3))
-    for kind, device, size, source in columns:
-        print(f"{kind:<{first}}  {device:<{second}}  {size:>{third}}  {source}", file=file or sys.stdout)
+    lines = [
+        f"{kind:<{first}}  {device:<{second}}  {size:>{third}}  {source}" for kind, device, size, source in columns
+    ]
+    total = sum(row.nbytes for row in rows)
     own = sum(row.nbytes for row in rows if not row.source.startswith(("argument ", "captured ")))
-    tensors = f"{len(rows)} tensor{'s' * (len(rows) != 1)}"
-    print(
-        f"total: {sum(row.nbytes for row in rows):,} bytes in {tensors}, {own:,} bytes beyond arguments and captured "
-        f"tensors",
-        file=file or sys.stdout,
+    lines.append(
+        f"total: {total:,} bytes in {len(rows)} tensor{'s' * (len(rows) != 1)}, {own:,} bytes beyond arguments and "
+        f"captured tensors"
     )
+    print("\n".join(lines), file=file)
 
 
 class _Saved:
@@ -131,15 +133,6 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = alias(tensor)
-
-    @property
-    def parts(self) -> list[torch.Tensor]:
-        """The plain tensors that hold its memory."""
-        return parts(self.tensor)
-
-
-def _unpack(saved: _Saved) -> torch.Tensor:
-    return saved.tensor
 
 
 class _Listing:
@@ -167,7 +160,7 @@ class _Listing:
         operands = _differentiable(region.arguments, captured)
         self._know(operands, captured)
         if under_hooks:
-            _torch.push_hooks(self.pack, _unpack)
+            _torch.push_hooks(self.pack, attrgetter("tensor"))
         try:
             with torch.enable_grad():
                 graph = _edges(region.call(operands, Recorder(self.recording)))
@@ -177,7 +170,7 @@ class _Listing:
             guard.roll_back()
             region.restart()
         if under_hooks:
-            kept = [part for ref in self.saved if (saved := ref()) is not None for part in saved.parts]
+            kept = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
         else:
             kept = [t for t in (*operands, *captured) if t.requires_grad] + self._alive()
         del graph
@@ -254,15 +247,11 @@ def _edges(result: Any) -> list[Any]:
 
 def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
     """For each leaf of ``(args, kwargs)`` what the function calls it, as ``params['w1']``."""
-    positional: list[str] = []
     try:
-        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
-        for parameter in signature.parameters.values():
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                break
-            positional.append(parameter.name)
+        parameters = list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
     except (TypeError, ValueError):  # a built-in function
-        pass
+        parameters = []
+    positional = [each.name for each in takewhile(lambda each: each.kind is not each.VAR_POSITIONAL, parameters)]
     names = []
     for path in paths:
         first, _, rest = path[len("[0][") :].partition("]")

@@ -1,156 +1,25 @@
-"""Modules whose calls are regions: a second module that shares all state with the first, or the module itself.
-
-Both are of a class that is made for it, ``class Block(_Region, Block)``, whose ``forward`` is a region of the module's
-own. Hooks run outside of the region. The class lists the regions. A second module's have their options there, as the
-two modules have one ``__dict__``; a module that is changed in place has them in its ``__dict__``, as its other state.
-"""
+"""Modules whose calls are regions: a second module that shares all state with the first, or the module itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
-import torch
-from torch.nn.utils.parametrize import is_parametrized
-
-from ._eligible import as_library_checkpoints
-from ._function import Remat
-from ._memory import memory_of
 from ._options import Options
-
-Regions = tuple[Options | None, ...]  # the innermost first; None is the one that was made in place
-_IN_PLACE = "_remat"  # the attribute of the module with the options of that one
+from ._region_class import IN_PLACE, as_one_of, class_with, regions_of, set_regions
 
 
 def second_module(module: Any, options: Options) -> Any:
     """A module that shares all state with ``module``, the calls of which are regions."""
-    return _as(_class_with(module, (*_regions(module), options)), module)
+    return as_one_of(class_with(module, (*regions_of(module), options)), module)
 
 
-def change_in_place(module: Any, options: Options) -> Any:
+def change_in_place(module: Any, options: Options) -> None:
     """Make each later call of ``module`` a region; if it was changed before, then with these options."""
-    return _with_regions(module, _regions(module) if None in _regions(module) else (*_regions(module), None), options)
+    regions = regions_of(module)
+    set_regions(module, regions if None in regions else (*regions, None), options)
 
 
 def change_back(module: Any) -> None:
     """Undo ``change_in_place``, if that was done."""
-    if module.__dict__.pop(_IN_PLACE, None) is not None:
-        module.__class__ = _class_with(module, tuple(filter(None, _regions(module))))
-
-
-class _Forward:
-    """The attribute ``forward`` of such a class: of a module the region, of the class a function that calls it.
-
-    It comes before a ``forward`` that was set on the module itself, and is around that.
-    """
-
-    def __get__(self, module: Any, cls: Any = None) -> Any:
-        if module is None:
-            return cls._remat_forward
-        forward, own = module.__dict__.get("forward"), type(module)._remat_own
-        layers = [module.__dict__.get(_IN_PLACE) if each is None else each for each in _regions(module)]
-        layers = [options for options in layers if options is not None]
-        if torch.compiler.is_compiling():  # Dynamo of torch 2.11 can't make bound methods, nor two regions in one
-            forward = forward or (lambda *args, **kwargs: own.forward(module, *args, **kwargs))
-            layers = layers[-1:]
-        elif forward is None:
-            forward = super(_Region, module).forward  # type: ignore[misc]
-        for options in layers:
-            forward = Remat(forward, options, memory_of(module))
-        return as_library_checkpoints(module, forward) if layers else forward
-
-    def __set__(self, module: Any, value: Callable) -> None:
-        module.__dict__["forward"] = value
-
-    def __delete__(self, module: Any) -> None:
-        if module.__dict__.pop("forward", None) is None:
-            raise AttributeError("forward")
-
-
-class _Region:
-    """The first base of the classes that are made here; the second one is the module's own class."""
-
-    # No `__slots__`: an instance of the module's own class can become one of the new class only if both have a dict.
-    _remat_own: type
-    _remat_regions: Regions
-    _remat_forward: Callable
-    forward = _Forward()  # here, as Dynamo doesn't call a descriptor that stands in the module's class itself
-
-    def __init_subclass__(cls) -> None:
-        """The module's own class is not asked, for it may replace ``forward``."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self).__bases__[0] is not _Region:  # a class was put on top since
-            return super().__reduce_ex__(protocol)
-        # As a module of its own class would, which pickle finds by its name.
-        reduced = _as(self._remat_own, self).__reduce_ex__(protocol)
-        regions = _regions(self), self.__dict__.get(_IN_PLACE)
-        return reduced if isinstance(reduced, str) else (_rebuild, (*reduced[:2], *regions), *reduced[2:])
-
-
-def _region_class(own: Any, regions: Regions) -> Any:
-    for known in type.__subclasses__(own):
-        if known.__bases__[0] is _Region and known._remat_regions == regions:
-            return known
-    forward = wraps(own.forward)(
-        lambda self, *args, **kwargs: _Region.__dict__["forward"].__get__(self)(*args, **kwargs)
-    )
-    names: dict[str, Any] = {"_remat_own": own, "_remat_regions": regions, "_remat_forward": forward}
-    # Whatever goes by the name of the class must find it.
-    names.update((name, getattr(own, name)) for name in ("__module__", "__qualname__", "__doc__"))
-    names.update((name, _copies(own, name)) for name in ("__copy__", "__deepcopy__") if hasattr(own, name))
-    if issubclass(own, torch.fx.GraphModule):  # the code is in a class that each has for itself
-        names["recompile"] = lambda self: _as(own, self).recompile()
-    made: Any = type(f"Remat{own.__name__}" if any(regions) else own.__name__, (_Region, own), names)
-    if "forward" in vars(made):  # by a metaclass
-        del made.forward
-    return made
-
-
-def _copies(own: Any, name: str) -> Callable:
-    """A class's own way to copy, which may give a module without regions."""
-
-    def copied(self: Any, *args: Any) -> Any:
-        plain = _as(own, self) if issubclass(own, torch.fx.GraphModule) else super(_Region, self)
-        return _with_regions(getattr(plain, name)(*args), _regions(self), self.__dict__.get(_IN_PLACE))
-
-    return copied
-
-
-def _class_with(module: Any, regions: Regions, cls: Any = None) -> Any:
-    """The class of ``module``, or this base of it, with these regions and no others."""
-    cls = cls or type(module)
-    if cls.__bases__[0] is _Region:
-        return _region_class(cls._remat_own, regions) if regions else cls._remat_own
-    # What FSDP2 has put on top stays there, and the class of parametrizations, which torch takes away with the last.
-    parametrized = is_parametrized(module) and next(iter(module.parametrizations)) in vars(cls)
-    if not parametrized and not issubclass(cls, _Region):
-        return _region_class(cls, regions)
-    below = [base for base in cls.__bases__ if parametrized or issubclass(base, _Region)]
-    bases = (_class_with(module, regions, base) if base in below else base for base in cls.__bases__)
-    names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls)(cls.__name__, tuple(bases), names)
-
-
-def _regions(module: Any) -> Regions:
-    return getattr(type(module), "_remat_regions", ())
-
-
-def _as(cls: Any, module: Any) -> Any:
-    """The same module as one of another class."""
-    same = object.__new__(cls)
-    same.__dict__ = module.__dict__
-    return same
-
-
-def _with_regions(module: Any, regions: Regions, in_place: Options | None) -> Any:
-    if _regions(module) != regions:
-        module.__class__ = _class_with(module, regions)
-    if in_place is not None:
-        module.__dict__[_IN_PLACE] = in_place
-    return module
-
-
-def _rebuild(build: Callable, args: tuple, *regions: Any) -> Any:
-    return _with_regions(build(*args), *regions)
+    if module.__dict__.pop(IN_PLACE, None) is not None:
+        module.__class__ = class_with(module, tuple(filter(None, regions_of(module))))

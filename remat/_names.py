@@ -1,16 +1,19 @@
-"""Names for values, by which policies choose what is kept."""
+"""Names for values, and the policies that choose by them what is kept."""
 
 from __future__ import annotations
 
-import functools
 import re
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 from . import _torch, _tree
+from ._errors import PolicyError
 from ._lines import user_line
+from ._policy import Policy
 from ._state import state
+from ._verdict import RECOMPUTE, SAVE, Ask, Verdict, Verdicts
 
 T = TypeVar("T")
 
@@ -21,7 +24,7 @@ def checkpoint_name(x: T, name: str) -> T:
     """Give a value a name, by which a policy may keep it.
 
     It returns ``x`` itself, everywhere. In a region with a policy such as ``policies.save_only_these_names("hidden")``
-    the operation that made the value is not run again, whoever reads the value, and under whichever alias. Elsewhere
+    the operation that made the value is not recomputed, whoever reads the value, and under whichever alias. Elsewhere
     the name means nothing.
 
     Args:
@@ -46,7 +49,7 @@ def checkpoint_name(x: T, name: str) -> T:
         ...     hidden = checkpoint_name(torch.tanh(x @ w1), "hidden")
         ...     return hidden @ w2
         >>> x, w1, w2 = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
-        >>> mlp(x, w1, w2).sum().backward()  # runs nothing again
+        >>> mlp(x, w1, w2).sum().backward()  # recomputes nothing
 
     After ``jax.ad_checkpoint.checkpoint_name``.
     """
@@ -64,9 +67,48 @@ def checkpoint_name(x: T, name: str) -> T:
 
 def is_named(name: str, pattern: str) -> bool:
     """Whether a name is the one that a policy mentions, in which ``*`` stands for any text."""
-    return _regex(pattern).fullmatch(name) is not None
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
 
 
-@functools.cache
-def _regex(pattern: str) -> re.Pattern:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+@dataclass(frozen=True)
+class Names(Policy):
+    """Values by their names: how unnamed ones, those with a name that matches, and the other named ones fare."""
+
+    kind: str
+    patterns: tuple[str, ...] = field(compare=False)
+    key: frozenset[str] = field(init=False)  # their order is for reading only
+
+    def __post_init__(self) -> None:
+        for pattern in self.patterns:
+            if not isinstance(pattern, str) or not pattern:
+                raise PolicyError(
+                    f"policies.{self.kind} takes names, which are strings that aren't empty, as in "
+                    f"`policies.{self.kind}('q', 'k*')`; got {pattern!r}."
+                )
+        object.__setattr__(self, "key", frozenset(self.patterns))
+
+    def __repr__(self) -> str:
+        return f"policies.{self.kind}({', '.join(map(repr, self.patterns))})"
+
+    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict:
+        unnamed, matched, unmatched = _KINDS[self.kind]
+        if not names:
+            return unnamed
+        return matched if any(is_named(name, pattern) for pattern in self.patterns for name in names) else unmatched
+
+    def _possible(self, named: bool) -> Verdicts:
+        unnamed, matched, unmatched = _KINDS[self.kind]
+        if not named:
+            return frozenset((unnamed,))
+        return frozenset((matched,) * bool(self.patterns) + (unmatched,) * ("*" not in self.patterns))
+
+    ignores_operators = True
+    judges_names = property(lambda self: self._possible(named=True) != self._possible(named=False))
+    mentioned_names = property(lambda self: self.patterns)
+
+
+_KINDS = {
+    "save_only_these_names": (RECOMPUTE, SAVE, RECOMPUTE),
+    "save_any_names_but_these": (RECOMPUTE, RECOMPUTE, SAVE),
+    "save_anything_except_these_names": (SAVE, RECOMPUTE, SAVE),
+}

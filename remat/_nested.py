@@ -1,11 +1,12 @@
-"""Policies of nested regions: what the outer one keeps is kept, and beyond that what the inner one says."""
+"""Policies of nested regions: what the outer policy keeps is kept, and beyond that what the inner one keeps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ._policy import RECOMPUTE, Ask, Policy, Verdict, Verdicts
+from ._policy import Policy
+from ._verdict import RECOMPUTE, Ask, Verdict, Verdicts
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Within(Policy):
 
 
 def within(outer: Policy | None, policy: Policy) -> Policy:
-    """The policy of a region that is called inside of one with the policy ``outer``."""
+    """The policy of a region with this one that is called inside of one with the policy ``outer``."""
     if outer is None or outer == policy:
         return policy
     return outer if policy.saves_nothing else Within(outer, policy)

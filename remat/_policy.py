@@ -1,37 +1,20 @@
-"""Policies as values: a tree that says of every value in a region whether it may be kept, and how trees are combined.
-
-A tree is walked in two ways: for good, when predicates are asked, and in advance, when what they would say is unknown
-(``None``). What is known in advance can be cached, and shows contradictions when a policy is made.
-"""
+"""Policies as values: what they are made of, how they are combined, and what users may give for one."""
 
 from __future__ import annotations
 
-import enum
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch.utils.checkpoint
-
+from . import _ops
 from ._errors import PolicyError
+from ._predicates import checked_predicate
+from ._verdict import OFFLOAD, RECOMPUTE, SAVE, Ask, Rule, Verdict, Verdicts, unknown
 
 
-class Verdict(enum.Enum):
-    """What becomes of a value between forward and backward."""
-
-    RECOMPUTE = "recompute"
-    SAVE = "save"
-    OFFLOAD = "offload"
-
-
-RECOMPUTE, SAVE, OFFLOAD = Verdict.RECOMPUTE, Verdict.SAVE, Verdict.OFFLOAD
-Verdicts = frozenset[Verdict]
-Ask = Callable[[Callable], "Verdict | None"]  # takes a predicate
-
-
-class Policy(ABC):
+class Policy(Rule):
     """What a region may keep between its forward and its backward. The policies are made by ``remat.policies``.
 
     Policies are values: they compare equal by what they say, can be hashed, pickled and copied, and print as the
@@ -50,69 +33,6 @@ class Policy(ABC):
 
     _binds = 3  # how tightly its expression holds together
 
-    @abstractmethod
-    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
-        """The verdict on a value, or None where it hangs on a predicate for which ``ask`` has none."""
-
-    @abstractmethod
-    def _possible(self, named: bool) -> Verdicts:
-        """The verdicts that values with names, or those without, may get."""
-
-    def _parts(self) -> tuple[Policy, ...]:
-        return ()
-
-    def _patterns(self) -> Iterator[str]:
-        """The patterns of names that it mentions."""
-        return itertools.chain.from_iterable(part._patterns() for part in self._parts())
-
-    def _mentioned(self) -> Iterator[Any]:
-        """The operators that it mentions, at least one of each name."""
-        return itertools.chain.from_iterable(part._mentioned() for part in self._parts())
-
-    def judge(self, ctx: Any, op: Any, args: tuple, kwargs: Mapping[str, Any], names: frozenset[str]) -> Verdict:
-        """The verdict on a value.
-
-        Args:
-            ctx: passed on to predicates.
-            op: the operator that made it, an ``OpOverload`` or a ``HigherOrderOperator``.
-            args: the positional arguments of that.
-            kwargs: its keyword arguments.
-            names: the names that the value was given with ``checkpoint_name`` so far.
-
-        Raises:
-            PolicyError: the value would be both saved and offloaded, or a predicate gave an answer that is none.
-        """
-        verdict = self._evaluate(op, names, lambda predicate: _answer(predicate, ctx, op, args, kwargs))
-        assert verdict is not None
-        return verdict
-
-    def verdict_for(self, op: Any) -> Verdict | None:
-        """The verdict on every unnamed value that ``op`` makes, or None where a predicate must be asked each time."""
-        return self._evaluate(op, frozenset(), _unknown)
-
-    @property
-    def judges_names(self) -> bool:
-        """Whether the names of a value may matter, also where it mentions none."""
-        parts = self._parts()
-        if parts:
-            return any(part.judges_names for part in parts)
-        return self._possible(named=True) != self._possible(named=False)
-
-    @property
-    def saves_everything(self) -> bool:
-        """Whether every value is saved, for certain."""
-        return self._possible(named=False) | self._possible(named=True) == {SAVE}
-
-    @property
-    def saves_nothing(self) -> bool:
-        """Whether no value is ever kept."""
-        return self._possible(named=False) | self._possible(named=True) == {RECOMPUTE}
-
-    @property
-    def mentioned_names(self) -> tuple[str, ...]:
-        """The patterns of names that the policy mentions, in order, each once."""
-        return tuple(dict.fromkeys(self._patterns()))
-
     def __or__(self, other: Any) -> Policy:
         return Either(self, as_policy(other))
 
@@ -129,56 +49,53 @@ class Policy(ABC):
         return Opposite(self)
 
 
-def as_policy(value: Any) -> Policy:
-    """The policy that a user means by what is given where a policy is wanted.
-
-    Args:
-        value: a policy, None (nothing is kept), operators in a list, tuple or set, or a function with the signature
-            of torch's selective checkpoint, ``(ctx, op, *args, **kwargs) -> bool | CheckpointPolicy``.
-
-    Raises:
-        PolicyError: it is none of these; the message says what was expected.
-
-    Example:
-        >>> as_policy(None)
-        policies.nothing_saveable
-        >>> as_policy(["aten.mm"])
-        policies.save_ops(torch.ops.aten.mm)
-    """
-    if isinstance(value, Policy):
-        return value
-    from ._leaves import made_from  # which is built on this file
-
-    return made_from(value)
+# --- leaves; those of names are in `_names.py` --------------------------------------------------------------------
 
 
-def _unknown(predicate: Callable) -> None:
-    return None
+@dataclass(frozen=True)
+class Ops(Policy):
+    """What some operators make, or all overloads of a name such as ``aten::mm``."""
+
+    ops: frozenset[Any]
+
+    def __repr__(self) -> str:
+        return f"policies.save_ops({', '.join(_ops.expressions(self.ops))})"
+
+    def __reduce__(self) -> Any:  # operators can't be pickled
+        return as_policy, (sorted(map(_ops.full_name, self.ops)),)
+
+    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict:
+        return SAVE if op in self.ops or _ops.packet_name(op) in self.ops else RECOMPUTE
+
+    def _possible(self, named: bool) -> Verdicts:
+        return frozenset((SAVE, RECOMPUTE) if self.ops else (RECOMPUTE,))
+
+    ignores_operators = property(lambda self: not self.ops)
+    mentioned_ops = property(lambda self: self.ops)
 
 
-def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple, kwargs: Mapping[str, Any]) -> Verdict:
-    answer = predicate(ctx, op, *args, **kwargs)
-    if isinstance(answer, bool):
-        return SAVE if answer else RECOMPUTE
-    if isinstance(answer, torch.utils.checkpoint.CheckpointPolicy):  # by name, for not every torch can offload
-        return {"SAVE": SAVE, "RECOMPUTE": RECOMPUTE, "CPU_OFFLOAD": OFFLOAD}[answer.name.partition("_")[2]]
-    raise PolicyError(
-        f"A predicate must return True, False or a torch.utils.checkpoint.CheckpointPolicy; "
-        f"{getattr(predicate, '__qualname__', predicate)} returned {answer!r} for {op}."
-    )
+@dataclass(frozen=True)
+class If(Policy):
+    """What a predicate says."""
+
+    predicate: Callable = field(hash=False)  # an object that is called needn't have one
+
+    asks = has_predicate = True
+    ignores_operators = False
+
+    def __repr__(self) -> str:
+        return f"policies.save_if({getattr(self.predicate, '__qualname__', None) or repr(self.predicate)})"
+
+    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
+        return ask(self.predicate)
+
+    def _possible(self, named: bool) -> Verdicts:
+        return frozenset(Verdict)
 
 
-# --- combinations -------------------------------------------------------------------------------------------------
+# --- trees --------------------------------------------------------------------------------------------------------
 
-
-class _Other:
-    """An operator that no policy mentions."""
-
-    def name(self) -> str:
-        return "other::other"
-
-    def __str__(self) -> str:
-        return "any other operator"
+_OTHER = "any other operator"  # one that no policy mentions
 
 
 @dataclass(frozen=True)
@@ -191,17 +108,13 @@ class _Pair(Policy):
 
     def __post_init__(self) -> None:
         """Try the policy on what it mentions, and on what it doesn't: that raises if the sides are in conflict."""
-        verdicts = (part._possible(named) for part in self._parts() for named in (False, True))
-        if not {SAVE, OFFLOAD} <= set(itertools.chain.from_iterable(verdicts)):
-            return
-        other = _Other()
-        for op in (*self._mentioned(), other):
+        for op in (*self.mentioned_ops, _OTHER):
             self.verdict_for(op)
-        for name in (*(pattern.replace("*", "") for pattern in self._patterns()), "any other name"):
-            self._evaluate(other, frozenset((name,)), _unknown)
+        for name in (*(pattern.replace("*", "") for pattern in self.mentioned_names), "any other name"):
+            self._evaluate(_OTHER, frozenset((name,)), unknown)
 
     def __repr__(self) -> str:
-        return f"{_within(self.left, self._binds)} {self._sign} {_within(self.right, self._binds + 1)}"
+        return f"{_bracketed(self.left, self._binds)} {self._sign} {_bracketed(self.right, self._binds + 1)}"
 
     @staticmethod
     @abstractmethod
@@ -210,12 +123,16 @@ class _Pair(Policy):
 
     def _possible(self, named: bool) -> Verdicts:
         pairs = itertools.product(self.left._possible(named), self.right._possible(named))
-        return frozenset(self._join(a, b) for a, b in pairs)
+        return frozenset(itertools.starmap(self._join, pairs))
 
     def _parts(self) -> tuple[Policy, ...]:
         return (self.left, self.right)
 
-    def _joined(self, a: Verdict | None, b: Verdict | None, op: Any, names: frozenset[str]) -> Verdict | None:
+    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
+        a = self.left._evaluate(op, names, ask)
+        if a is RECOMPUTE and self._join(a, SAVE) is a:  # whatever the other one says
+            return a
+        b = self.right._evaluate(op, names, ask)
         if {a, b} == {SAVE, OFFLOAD}:
             saver, offloader = (self.left, self.right) if a is SAVE else (self.right, self.left)
             named = f" named {', '.join(map(repr, sorted(names)))}" if names else ""
@@ -237,9 +154,6 @@ class Either(_Pair):
     def _join(a: Verdict, b: Verdict) -> Verdict:
         return b if a is RECOMPUTE else a
 
-    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
-        return self._joined(self.left._evaluate(op, names, ask), self.right._evaluate(op, names, ask), op, names)
-
 
 class Both(_Pair):
     """What both of two policies keep. The second is asked only about what the first keeps."""
@@ -250,20 +164,14 @@ class Both(_Pair):
 
     @staticmethod
     def _join(a: Verdict, b: Verdict) -> Verdict:
-        return RECOMPUTE if b is RECOMPUTE else a
-
-    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
-        first = self.left._evaluate(op, names, ask)
-        if first is RECOMPUTE:
-            return first
-        return self._joined(first, self.right._evaluate(op, names, ask), op, names)
+        return b if b is RECOMPUTE else a
 
 
 @dataclass(frozen=True)
 class _Turned(Policy):
     policy: Policy
 
-    _turned: ClassVar[dict[Verdict, Verdict]]
+    _turned: ClassVar[Mapping[Verdict, Verdict]]
 
     def _parts(self) -> tuple[Policy, ...]:
         return (self.policy,)
@@ -283,7 +191,7 @@ class Opposite(_Turned):
     _turned: ClassVar = {RECOMPUTE: SAVE, SAVE: RECOMPUTE, OFFLOAD: RECOMPUTE}
 
     def __repr__(self) -> str:
-        return f"~{_within(self.policy, self._binds)}"
+        return f"~{_bracketed(self.policy, self._binds)}"
 
 
 class Offloaded(_Turned):
@@ -295,5 +203,61 @@ class Offloaded(_Turned):
         return f"policies.offload({self.policy!r})"
 
 
-def _within(policy: Policy, binds: int) -> str:
+@dataclass(frozen=True)
+class Preset(_Turned):
+    """What a policy keeps, under the name that it has in ``remat.policies``."""
+
+    name: str
+
+    _turned: ClassVar = {verdict: verdict for verdict in Verdict}
+    has_predicate = False  # of a user
+
+    def __repr__(self) -> str:
+        return f"policies.{self.name}"
+
+    def __reduce__(self) -> str:
+        return self.name
+
+
+Preset.__module__ = "remat.policies"  # where pickle finds them, by their names as it finds functions
+
+
+def _bracketed(policy: Policy, binds: int) -> str:
     return repr(policy) if policy._binds >= binds else f"({policy!r})"
+
+
+# --- what users give ----------------------------------------------------------------------------------------------
+
+NOTHING = Preset(Ops(frozenset()), "nothing_saveable")
+
+
+def as_policy(value: Any) -> Policy:
+    """The policy that a user means by what is given where a policy is wanted.
+
+    Args:
+        value: a policy, None (nothing is kept), operators in a list, tuple or set, or a function with the signature
+            of torch's selective checkpoint, ``(ctx, op, *args, **kwargs) -> bool | CheckpointPolicy``.
+
+    Raises:
+        PolicyError: it is none of these; the message says what was expected.
+
+    Example:
+        >>> as_policy(None)
+        policies.nothing_saveable
+        >>> as_policy(["aten.mm"])
+        policies.save_ops(torch.ops.aten.mm)
+    """
+    if isinstance(value, Policy):
+        return value
+    if value is None:
+        return NOTHING
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return saving(value)
+    return If(checked_predicate(value))
+
+
+def saving(ops: Iterable[Any], resolve: Callable[[Any], frozenset[Any]] = _ops.resolve) -> Ops:
+    """The policy that saves what these operators make, in whichever way they are written."""
+    if any(isinstance(op, Policy) for op in ops):
+        raise PolicyError(f"Policies are put together by `p | q` and `p & q`, not in a list: {ops!r}.")
+    return Ops(frozenset().union(*map(resolve, ops)))

@@ -63,11 +63,11 @@ def remat(
         policy: what may be kept beyond the inputs: one of :mod:`remat.policies`, a list of operators, or a function
             with the signature of torch's selective checkpoint. What the backward doesn't need is not kept. ``None``
             keeps nothing.
-        preserve_rng_state: give the second run the random numbers of the first. Without it, generators are not
+        preserve_rng_state: give a recompute the random numbers of the forward. Without it, generators are not
             touched, which is right only if the region draws no random numbers.
         determinism_check: what is compared between the runs: ``"metadata"`` (shape, dtype and device of what is saved,
             structure of the result), ``"values"`` (also a checksum of every saved tensor) or ``"none"``.
-        early_stop: end the second run as soon as it has what the backward needs.
+        early_stop: end a recompute as soon as it has what the backward needs.
         debug: also compare the runs operation by operation, and name the user's source line of the first one that
             differs; the error's ``logs`` have them all. Slow.
 
@@ -79,7 +79,7 @@ def remat(
         TypeError: ``fn`` is not callable, or an option has the wrong type.
         ValueError: ``determinism_check`` is not one of the three.
         PolicyError: ``policy`` is not a policy.
-        RecomputeMismatchError: in the backward, if the second run does something else than the first.
+        RecomputeMismatchError: in the backward, if a recompute does something else than the forward.
         MutationError: if an input or a captured tensor was changed in place in between.
 
     Example:

@@ -297,6 +297,7 @@ def carried(key: str) -> bool:
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
+OPERATORS = OpOverload, OpOverloadPacket, HigherOrderOperator
 operator_names = torch._C._dispatch_get_all_op_names  # for "did you mean"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -22,16 +21,14 @@ from ._torch import TORCH_NODES, MappingKey, SequenceKey
 
 __all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten"]
 
+Node = tuple[Callable, Callable, type[optree.PyTreeEntry]]  # how to take one apart and put it together, its paths
 _NAMESPACE = "remat"
-# torch.Size is a node to torch; as a plain value it passes whole.
-_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device} | {
-    type(None), bool, int, float, complex, str, bytes, type, types.FunctionType
-}  # fmt: skip
-_NEVER_NODES = (torch.Tensor, torch.nn.Module, enum.Enum)
+# None is a node to optree, and torch.Size to torch; as plain values they pass whole.
+_NEVER_NODES = (torch.Tensor, torch.nn.Module, enum.Enum, torch.Size, type(None))
+_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
 
 _lock = threading.Lock()
-_leaf_types: set[type] = set(_PLAIN)
-_node_types: set[type] = set()
+_leaf_types: set[type] = set()
 _torch_nodes_seen = len(TORCH_NODES)
 
 
@@ -42,18 +39,12 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
     >>> leaves, unflatten(spec, leaves)
     ([1, None], {'x': (1, None)})
     """
-    if type(tree) in _PLAIN:
-        return [tree], _spec_of_one()
+    if isinstance(tree, torch.Tensor):
+        return [tree], _LEAF
     while True:
         leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
         if (_leaf_types.issuperset(map(type, leaves)) and len(TORCH_NODES) == _torch_nodes_seen) or not _learn(leaves):
             return leaves, spec
-
-
-@functools.cache
-def _spec_of_one() -> TreeSpec:
-    leaf: Any = None
-    return optree.tree_flatten(leaf, none_is_leaf=True, namespace=_NAMESPACE)[1]
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any], /) -> Any:
@@ -76,53 +67,57 @@ def describe_difference(before: TreeSpec, after: TreeSpec, root: str, /) -> str:
     >>> describe_difference(flatten([{"a": 1}])[1], flatten([(1, 2)])[1], "output")
     "output[0] was a dict with ['a'] and is now a tuple of 2."
     """
-    if before.type is after.type and before.entries() == after.entries():
-        children = zip(_accessors(before), before.children(), after.children(), strict=True)
-        for accessor, old, new in children:
-            if old != new:
-                return describe_difference(old, new, accessor.codify(root))
-        if before == after:
-            return f"{root} has not changed."
-        return f"{root} is {_kind(before)} as before, but its metadata has changed."
-    return f"{root} was {_kind(before)} and is now {_kind(after)}."
+    if before.type is not after.type or before.entries() != after.entries():
+        return f"{root} was {_kind(before)} and is now {_kind(after)}."
+    for step, old, new in zip(_steps(before), before.children(), after.children(), strict=True):
+        if old != new:
+            return describe_difference(old, new, f"{root}{step}")
+    if before == after:
+        return f"{root} has not changed."
+    return f"{root} is {_kind(before)} as before, but its metadata has changed."
 
 
 def _kind(spec: TreeSpec) -> str:
     if spec.type is None:
         return "a single value"
     article = "an" if spec.type.__name__[0] in "aeiouAEIOU" else "a"
-    entries = spec.entries()
+    entries, most = spec.entries(), 8
     if entries == list(range(len(entries))):
         return f"{article} {spec.type.__name__} of {len(entries)}"
-    names = [accessor.codify("") for accessor in _accessors(spec)]
-    return f"{article} {spec.type.__name__} with " + _shortened(names)
+    steps = _steps(spec)
+    more = [f"and {len(steps) - most} more"] if len(steps) > most else []
+    return f"{article} {spec.type.__name__} with {', '.join(steps[:most] + more)}"
 
 
-def _accessors(spec: TreeSpec) -> list[optree.PyTreeAccessor]:
-    """The steps to the children."""
+def _steps(spec: TreeSpec) -> list[str]:
+    """The paths to the children."""
     top = spec.one_level()
-    return [] if top is None else top.accessors()
-
-
-def _shortened(names: list[str], most: int = 8) -> str:
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return ", ".join(names[:most] + more)
+    return [] if top is None else paths(top, "")
 
 
 def _learn(leaves: list[Any]) -> bool:
-    """Sorts the types of leaves into leaves and nodes; true if there are new nodes among them."""
+    """Register the nodes among leaves of types that weren't met before; whether there are any."""
     global _torch_nodes_seen
     with _lock:
         if len(TORCH_NODES) != _torch_nodes_seen:  # a type held to be a leaf may be a node now
             _torch_nodes_seen = len(TORCH_NODES)
-            _leaf_types.intersection_update(_PLAIN)
+            _leaf_types.clear()
         unseen = set(map(type, leaves)) - _leaf_types
-        for cls in unseen - _node_types:
-            if not issubclass(cls, _NEVER_NODES) and (_add_torch_node(cls) or _add_dataclass(cls)):
-                _node_types.add(cls)
-            else:
-                _leaf_types.add(cls)
-        return not _node_types.isdisjoint(unseen)  # or another thread was faster
+        nodes = set(filter(_is_node, unseen))
+        _leaf_types.update(unseen - nodes)
+        return bool(nodes)
+
+
+def _is_node(cls: Any) -> bool:
+    if issubclass(cls, _NEVER_NODES):
+        return False
+    if optree.register_pytree_node.get(cls, namespace=_NAMESPACE) is not None:
+        return True  # another thread was faster
+    node = _torch_node(cls) or _dataclass(cls)
+    if node is not None:
+        take, put, entry = node
+        optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
+    return node is not None
 
 
 class _TorchEntry(optree.PyTreeEntry):
@@ -132,10 +127,10 @@ class _TorchEntry(optree.PyTreeEntry):
         return f"{node}{self.entry}"
 
 
-def _add_torch_node(cls: type) -> bool:
+def _torch_node(cls: type) -> Node | None:
     node = TORCH_NODES.get(cls)
     if node is None:
-        return False
+        return None
 
     def take(obj: Any) -> tuple[Iterable[Any], Any, Iterable[Any]]:
         if node.flatten_with_keys_fn is not None:
@@ -149,17 +144,16 @@ def _add_torch_node(cls: type) -> bool:
     def put(context: Any, children: Iterable[Any]) -> Any:
         return node.unflatten_fn(list(children), context)
 
-    _register(cls, take, put, _TorchEntry)
-    return True
+    return take, put, _TorchEntry
 
 
-def _add_dataclass(cls: type) -> bool:
+def _dataclass(cls: type) -> Node | None:
     if not dataclasses.is_dataclass(cls):
-        return False
+        return None
     try:
         object.__new__(cls)
     except TypeError:  # the layout is that of a built-in type, whose contents are not fields
-        return False
+        return None
     # Descriptors, since setattr does not work on frozen classes and may run the user's code.
     slots = {
         name: member
@@ -188,9 +182,4 @@ def _add_dataclass(cls: type) -> bool:
                 obj.__dict__[name] = value
         return obj
 
-    _register(cls, take, put, optree.GetAttrEntry)
-    return True
-
-
-def _register(cls: type, take: Callable, put: Callable, entry: type[optree.PyTreeEntry]) -> None:
-    optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
+    return take, put, optree.GetAttrEntry

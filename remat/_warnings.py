@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ._judge import asks, has_predicate, is_by_name
 from ._lines import Line, user_line
 from ._memory import Memory
 from ._names import is_named
-from ._policy import Verdict
+from ._verdict import Verdict
 
 if TYPE_CHECKING:
     from ._recording import Recording
@@ -74,7 +73,7 @@ class Unmatched:
         _warn(
             f"The policy {self.policy!r} of a rematerialized function has matched none of the operators that ran, so "
             f"that nothing is kept by it: {', '.join(shown)}{f' and {more} others' if more > 0 else ''}. "
-            f"{_OF_FUNCTIONS if has_predicate(self.policy) else _OF_OPERATORS}",
+            f"{_OF_FUNCTIONS if self.policy.has_predicate else _OF_OPERATORS}",
             self.line,
         )
 
@@ -82,9 +81,9 @@ class Unmatched:
 def unmatched(recording: Recording) -> Unmatched | None:
     """The region that has just run, if its own policy judges operators and has matched none that ran."""
     own, told = recording.own, recording.told
-    if told.operators or is_by_name(own) or not recording.log:
+    if told.operators or own.ignores_operators or not recording.log:
         return None
-    if asks(own):
+    if own.asks:
         if own is not recording.policy:
             return None  # the policy of a region around may have spared predicates the question
         matches = bool(recording.log.saveable)

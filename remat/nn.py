@@ -149,13 +149,12 @@ def _is_types(value: Any) -> bool:
 def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"apply takes a torch.nn.Module, got {type(model).__name__}.")
-    named: list[tuple[str, torch.nn.Module]] = list(model.named_modules())
     if isinstance(where, Every):
-        return [(name, module) for name, module in named if isinstance(module, where.of)][:: where.n]
+        return _chosen(model, where.of)[:: where.n]
     if _is_types(where):
-        return [(name, module) for name, module in named if isinstance(module, where)]
+        return [(name, module) for name, module in model.named_modules() if isinstance(module, where)]
     if callable(where):
-        return [(name, module) for name, module in named if where(name, module)]
+        return [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
     raise TypeError(
         f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
         f"submodule; got {where!r}."

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ._errors import PolicyError
-from ._leaves import Names, made_from_ops, made_from_predicate, preset
+from ._groups import ATTENTION, COLLECTIVES, CONVOLUTIONS, MATMULS, MATMULS_WITHOUT_BATCH_DIMS, is_unbatched_einsum
+from ._names import Names
 from ._ops import makers_of
-from ._policy import Offloaded, Policy, as_policy
+from ._policy import If, Offloaded, Ops, Policy, as_policy, saving
+from ._policy import Preset as _Preset
+from ._predicates import checked_predicate
 
 __all__ = [
     "checkpoint_dots",
@@ -39,26 +42,29 @@ __all__ = [
 ]
 
 #: The inputs of a region only, which is what ``policy=None`` means.
-nothing_saveable: Policy = preset("nothing_saveable")
+nothing_saveable: Policy = as_policy(None)
 #: All that the backward needs, as without rematerialization.
-everything_saveable: Policy = preset("everything_saveable")
+everything_saveable: Policy = _Preset(~nothing_saveable, "everything_saveable")
 #: The results of matrix products, linear layers and convolutions, batched or not.
-save_matmuls: Policy = preset("save_matmuls")
+save_matmuls: Policy = _Preset(Ops(MATMULS), "save_matmuls")
 dots_saveable = checkpoint_dots = save_matmuls
 #: The results of products with weights, as in linear layers: not of batched products such as attention scores, and not
 #: of convolutions. A batch of size 1, which is how ``torch.einsum`` multiplies two matrices, is none there. Under
 #: ``vmap`` it is judged what the product has become: with a batched weight, or in a derivative that is mapped itself,
 #: mostly a batched one.
-save_matmuls_without_batch_dims: Policy = preset("save_matmuls_without_batch_dims")
+save_matmuls_without_batch_dims: Policy = _Preset(
+    Ops(MATMULS_WITHOUT_BATCH_DIMS) | Ops(frozenset({"aten::bmm"})) & If(is_unbatched_einsum),
+    "save_matmuls_without_batch_dims",
+)
 dots_with_no_batch_dims_saveable = checkpoint_dots_with_no_batch_dims = save_matmuls_without_batch_dims
 #: What fused attention kernels return: the output, the logsumexp and the state of the dropout. Where torch computes
 #: attention from matrix products and a softmax, there is no such kernel, and nothing is kept.
-save_attention: Policy = preset("save_attention")
+save_attention: Policy = _Preset(Ops(ATTENTION), "save_attention")
 #: The results of convolutions.
-save_convolutions: Policy = preset("save_convolutions")
+save_convolutions: Policy = _Preset(Ops(CONVOLUTIONS), "save_convolutions")
 #: The results of functional collectives, so that nothing is sent again. ``torch.distributed.all_reduce`` and the
 #: others that write into their arguments have no results.
-save_collectives: Policy = preset("save_collectives")
+save_collectives: Policy = _Preset(Ops(COLLECTIVES), "save_collectives")
 
 
 def save_ops(*ops: Any) -> Policy:
@@ -81,7 +87,7 @@ def save_ops(*ops: Any) -> Policy:
         >>> policies.save_ops("aten.mm", torch.ops.aten.bmm.default)
         policies.save_ops(torch.ops.aten.bmm.default, torch.ops.aten.mm)
     """
-    return made_from_ops(ops, makers_of)
+    return saving(ops, makers_of)
 
 
 def save_only_these_names(*names: str) -> Policy:
@@ -155,7 +161,7 @@ def save_if(predicate: Callable[..., Any]) -> Policy:
         >>> policies.save_if(large_products)
         policies.save_if(large_products)
     """
-    return made_from_predicate(predicate)
+    return If(checked_predicate(predicate))
 
 
 def offload(policy: Any, to: str = "cpu") -> Policy:

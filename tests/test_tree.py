@@ -292,7 +292,7 @@ class TestTorchNodes:
 
 def test_types_are_learned_once(monkeypatch):
     cls = dataclasses.make_dataclass("Once", ["a"])
-    flatten(cls(cls({1})))
+    flatten((cls(cls({1})), torch.ones(1), None))
     monkeypatch.setattr(_tree, "_learn", None)
     leaves, spec = flatten((cls(cls({1})), torch.ones(1), None))
     assert len(leaves) == 3 and len(paths(spec, "")) == 3

@@ -43,13 +43,13 @@ def checkpoint(
         function: what is called, now and again in the backward.
         args: its positional arguments.
         use_reentrant: there is no reentrant variant, so this must not be true.
-        preserve_rng_state: give the runs again the random numbers of the first run; see :func:`remat.remat`.
-        context_fn: returns two context managers, for the first run and for the runs again. The pair that torch's
+        preserve_rng_state: give recomputes the random numbers of the forward; see :func:`remat.remat`.
+        context_fn: returns two context managers, for the forward and for recomputes. The pair that torch's
             ``create_selective_checkpoint_contexts`` makes is taken as the policy that is in it.
         determinism_check: ``"default"`` (the same as ``"metadata"``), ``"none"``, or ``"values"``; see
             :func:`remat.remat`.
         debug: compare the runs operation by operation; ``set_checkpoint_debug_enabled`` overrides it.
-        early_stop: end the second run as soon as it has what the backward needs; ``set_checkpoint_early_stop``
+        early_stop: end a recompute as soon as it has what the backward needs; ``set_checkpoint_early_stop``
             overrides it. :func:`remat.override` overrides both, and others.
         respect_saved_tensors_hooks: what a policy keeps goes to the saved-tensor hooks around, such as those of
             ``save_on_cpu``: true, and the default, without torch's warning. There is no other way, so this must not

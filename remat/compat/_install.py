@@ -29,14 +29,11 @@ class Installation:
 
     def __enter__(self) -> Installation:
         if self._function not in _installed:
-            _put(self._function)
+            _set([*_installed, self._function])
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._function in _installed:
-            before = _current()
-            _installed.remove(self._function)
-            _exchange(before, _current())
+        _set([function for function in _installed if function is not self._function])
 
 
 def install(policy: Any = None) -> Installation:
@@ -79,8 +76,7 @@ def install(policy: Any = None) -> Installation:
         own = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
         return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)
 
-    _put(installed)
-    return Installation(installed)
+    return Installation(installed).__enter__()
 
 
 def uninstall() -> None:
@@ -95,23 +91,13 @@ def uninstall() -> None:
         >>> torch.utils.checkpoint.checkpoint is before
         True
     """
-    before = _current()
-    _installed.clear()
-    _exchange(before, _ORIGINAL)
+    _set([])
 
 
-def _current() -> Callable:
-    return _installed[-1] if _installed else _ORIGINAL
-
-
-def _put(function: Callable) -> None:
-    before = _current()
-    _installed.append(function)
-    _exchange(before, function)
-
-
-def _exchange(old: Callable, new: Callable) -> None:
-    """In all modules but those in which Dynamo and this package have to know torch's own."""
+def _set(functions: list[Callable]) -> None:
+    """Exchange it in all modules but those in which Dynamo and this package have to know torch's own."""
+    old, new = ([_ORIGINAL, *each][-1] for each in (_installed, functions))
+    _installed[:] = functions
     if new is not old:
         _torch.let_dynamo_trace_checkpoint(new is not _ORIGINAL)
         for name, module in list(sys.modules.items()):

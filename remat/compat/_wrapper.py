@@ -34,7 +34,7 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: Any = No
         ``module`` itself.
 
     Raises:
-        TypeError: ``module`` is no module, or one without a forward that could be run again.
+        TypeError: ``module`` is no module, or one without a forward that could be recomputed.
         PolicyError: ``policy`` is not a policy.
 
     Example:
