@@ -16,6 +16,7 @@ from ._memory import Memory
 from ._options import Options
 from ._recorder import recorder_for
 from ._region import Region
+from ._run import FirstRun
 from ._saver import Saver
 from ._state import own_work, state
 
@@ -52,8 +53,8 @@ def _run(fn: Callable, options: Options, memory: Memory, args: Any, kwargs: dict
     region = Region(fn, given, tensors, options, memory, around)
     try:
         region.open(around=around)
-        region.recorder = recorder_for(region)
-        saver = Saver(region, operands, region.consts, around.hooks)
+        run = FirstRun(recorder_for(region))
+        saver = Saver(region, operands, region.consts, around.hooks, run)
         try:
             return saver.run(region.first, args, kwargs)
         except RuntimeError as error:

@@ -10,6 +10,7 @@ import torch
 from . import _torch
 from ._derived import Derived, Tensors
 from ._pullback import Pull, Pullback
+from ._run import Run
 
 Dims = Sequence[int | None]
 
@@ -31,8 +32,8 @@ class Batched(Derived):
     def uses_func(self) -> bool:
         return self.inner.uses_func or self.inner.is_pullback
 
-    def run(self, operands: Tensors) -> list[torch.Tensor]:
-        return self._mapped(self.inner.run, operands, self.in_dims)
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
+        return self._mapped(lambda inputs: self.inner.run(inputs, run), operands, self.in_dims)
 
     def _mapped(self, fn: Callable, operands: Tensors, in_dims: Dims) -> list[torch.Tensor]:
         with _torch.vmap_level(self.batch_size, self.randomness) as level:
@@ -53,12 +54,12 @@ class BatchedPullback(Batched):
     def uses_func(self) -> bool:
         return self.inner.uses_func
 
-    def run(self, operands: Tensors) -> list[torch.Tensor]:
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         count = len(self.inner.needs)
-        return self.linearize(operands[:count])(operands[count:])
+        return self.linearize(operands[:count], run)(operands[count:])
 
-    def linearize(self, primals: Tensors, tape: Any = None) -> Pull:
-        pull = self.inner.linearize(primals, tape)
+    def linearize(self, primals: Tensors, run: Run, tape: Any = None) -> Pull:
+        pull = self.inner.linearize(primals, run, tape)
         return lambda cotangents: self._mapped(pull, cotangents, self.in_dims[len(primals) :])
 
 

@@ -14,6 +14,7 @@ import torch
 
 from . import _torch
 from ._around import Around
+from ._attempt import Recompute
 from ._batched import Batched, BatchedPullback
 from ._derived import Jvp, Tensors
 from ._errors import MutationError
@@ -21,6 +22,7 @@ from ._hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, h
 from ._kept import NONE_KEPT, Kept
 from ._parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from ._pullback import Pullback
+from ._run import FirstRun, Run
 from ._saver import Saver
 from ._shield import in_batched_backward, outside_of_batched_backward
 from ._tape import Call, Tape, names
@@ -51,10 +53,10 @@ def run_in_node(region: Any, operands: Tensors, call: Call) -> list:
     root = region.root
     if root.ran:
         with _recompute(root), hooks_hidden():
-            return region.run(_leaves(call.guarded(operands)))
+            return region.run(_leaves(call.guarded(operands)), Recompute(root))
     call.guard(root, operands, operands)
     inputs = _leaves(operands)
-    root.watch = Watch(root, root.operands(), inputs, plain_too=True, recorded=True)
+    call.watch = Watch(root, root.operands(), inputs, plain_too=True, recorded=True)
     return _first_without_hooks(region, inputs, call)
 
 
@@ -82,14 +84,14 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
         cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
         inputs = [as_leaf(t) if each else t for t, each in zip(operands, cut)]
     call.guard(root, operands, inputs)
-    root.watch = Watch(root, root.operands(), inputs, follows, recorded or dual)
+    call.watch = Watch(root, root.operands(), inputs, follows, recorded or dual)
     with torch.enable_grad() if follows else nullcontext():
         if region.uses_func:
             outs = _first_without_hooks(region, inputs, call)
         elif recorded or follows or (torch.is_grad_enabled() and not inference and hooks_are_allowed()):
             outs = _first_under_hooks(region, inputs, call)
         else:
-            root.recorder = None  # nothing is differentiated
+            call.recorder = None  # nothing is differentiated
             outs = _first_without_hooks(region, inputs, call)
     if recorded or not follows:
         return outs
@@ -116,7 +118,7 @@ def _tape_fits(region: Any) -> bool:
 
 def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     check_hooks_are_allowed()
-    saver = _saver(region, call.kept, region.root.consts)
+    saver = _saver(region, call.kept, region.root.consts, FirstRun(call.recorder, call.watch))
     try:
         return saver.run(region.run, inputs)
     except RuntimeError as error:
@@ -127,30 +129,33 @@ def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
 
 def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     root = region.root
-    outs = region.run(inputs)
+    outs = region.run(inputs, FirstRun(call.recorder, call.watch))
     call.kept.close()
     root.consts.close()
-    root.recorded(slots_tell=False)
+    if call.recorder is not None:
+        root.record = call.recorder.close(slots_tell=False)
     return outs
 
 
-def _saver(region: Any, operands: Kept, consts: Kept, read_inside: bool = False) -> Saver:
+def _saver(region: Any, operands: Kept, consts: Kept, run: Run, read_inside: bool = False) -> Saver:
     around = Around()
     around.take(operands)
     around.take_captured(consts)
-    return Saver(region, operands, consts, around.hooks, read_inside)
+    return Saver(region, operands, consts, around.hooks, run, read_inside)
 
 
 def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
     if recorded and not (dual and region.uses_func):
-        saver = _saver(region, Kept(operands, names(region.root), set()), NONE_KEPT, read_inside=True)
+        saver = _saver(
+            region, Kept(operands, names(region.root), set()), NONE_KEPT, Recompute(region.root), read_inside=True
+        )
         return saver.run(region.run, operands)
     pullback = region.inner if isinstance(region, BatchedPullback) else region
     if call.tape is not None and isinstance(pullback, Pullback) and call.tape.serves(pullback):
         count = len(pullback.needs)
-        return region.linearize(operands[:count], call.tape)(operands[count:])
+        return region.linearize(operands[:count], Recompute(region.root), call.tape)(operands[count:])
     with hooks_hidden():
-        return region.run(operands)
+        return region.run(operands, Recompute(region.root))
 
 
 _CHANGES = (

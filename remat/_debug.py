@@ -62,7 +62,7 @@ class OpLog(DispatchMode):
         super().__exit__(*exception)
         state.logs = state.logs[:-1]
 
-    def replay(self) -> Comparison:
+    def compared(self) -> Comparison:
         """The log of a recompute, which is compared with this one while it grows."""
         comparison = Comparison(self)
         self.again = comparison.entries

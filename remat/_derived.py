@@ -15,6 +15,7 @@ import torch
 
 from . import _torch
 from ._parts import is_dual
+from ._run import Run
 
 Tensors = Sequence[torch.Tensor]
 
@@ -31,11 +32,11 @@ class Derived(ABC):
         self.root = inner.root
 
     @abstractmethod
-    def run(self, operands: Tensors) -> list[torch.Tensor]:
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         """The new tensors of the transformed region, at the levels that are active."""
 
-    def call_again(self, operands: Tensors) -> list[torch.Tensor]:
-        return self.run(operands)
+    def call_again(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
+        return self.run(operands, run)
 
     def check_result(self, result: Any) -> None:  # noqa: B027
         """The region's own runs are compared by the region."""
@@ -61,13 +62,13 @@ class Graded(Derived):
         self.mask = mask
         self.lifted = lifted  # which operands are of this level
 
-    def run(self, operands: Tensors) -> list[torch.Tensor]:
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         with _torch.grad_level() as level, _torch.allow_requires_grad(True):
             wrapped = self.lift(operands, level)
             for tensor, follows in zip(wrapped, self.mask):
                 if follows:
                     tensor.requires_grad_()
-            outs = self.inner.run(wrapped)
+            outs = self.inner.run(wrapped, run)
             return [_torch.unwrap_grad(t, level) for t in outs]
 
     def lift(self, operands: Tensors, level: int) -> list[torch.Tensor]:
@@ -89,20 +90,20 @@ class Jvp(Derived):
     def uses_func(self) -> bool:
         return self.inner.uses_func or self.inner.is_pullback
 
-    def run(self, operands: Tensors) -> list[torch.Tensor]:
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         primals = list(operands[: len(self.mask)])
         moving = [i for i, moves in enumerate(self.mask) if moves]
 
-        def run(*duals: torch.Tensor) -> list[torch.Tensor]:
+        def at(*duals: torch.Tensor) -> list[torch.Tensor]:
             inputs = list(primals)
             for i, dual in zip(moving, duals):
                 inputs[i] = dual
-            outs = self.inner.run(inputs)
+            outs = self.inner.run(inputs, run)
             self.out_mask = self.out_mask or [differentiable(t) and is_dual(t) for t in outs]
             return [*outs, duals[0].new_zeros(())]  # torch.func.jvp wants at least one output
 
         heads = tuple(without_overlap(primals[i]) for i in moving)
-        outs, tangents = torch.func.jvp(run, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
+        outs, tangents = torch.func.jvp(at, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
 
 

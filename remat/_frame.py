@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, _tree
+from . import _torch
 from ._around import of_region
 from ._bulk import call, gone
 from ._debug import OpLog
@@ -24,6 +24,7 @@ from ._errors import MutationError, RecomputeMismatchError
 from ._kept import Kept
 from ._parts import is_in_graph
 from ._passes import current_group, current_scope
+from ._policy import Policy
 from ._recompute import Filler
 from ._sharing import overlapping
 from ._slots import SERVED, Slot
@@ -38,12 +39,18 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "alone", "check", "consts", "inside", "lock", "log", "look", "lowerings", "mixed", "modes",
-        "noted", "one_output", "open", "operands", "options", "outer", "policies", "read_inside", "record", "refs",
-        "region", "slots", "streams", "under_policy", "unfilled",
+        "noted", "one_output", "open", "operands", "options", "outer", "policies", "policy", "read_inside", "record",
+        "refs", "region", "slots", "streams", "unfilled",
     )  # fmt: skip
 
     def __init__(
-        self, region: Any, operands: Kept, consts: Kept, outer: tuple | None, read_inside: bool, under_policy: bool
+        self,
+        region: Any,
+        operands: Kept,
+        consts: Kept,
+        outer: tuple | None,
+        policy: Policy | None,
+        read_inside: bool,
     ) -> None:
         self.region = region
         self.operands = operands
@@ -67,12 +74,12 @@ class Frame:
         self.log = OpLog() if options.debug else None
         self.policies = state.policies
         self.lowerings: list[bool] = []  # of the regions inside
-        self.under_policy = under_policy
-        self.record: Any = None  # then, when the first run has ended
-        self.noted = read_inside or under_policy
+        self.policy = policy
+        self.record: Any = None  # of the first run under it, when that has ended
+        self.noted = read_inside or policy is not None
 
-    def close(self, result: Any) -> None:
-        """The first run has ended, with this result."""
+    def close(self) -> None:
+        """The first run has ended."""
         self.open = False
         if self.read_inside:
             self.clear()
@@ -84,11 +91,6 @@ class Frame:
             root.overlaps = overlapping(tensors, *kept)
         del tensors
         self.consts.forget_histories()
-        if self.under_policy:
-            root.recorded()
-            self.record = root.record
-            outputs = [t for t in _tree.flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-            self.one_output = len(outputs) == 1
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ class Frame:
             alive = list(map(call, self.refs))
             if running is None:
                 alive = [slot if slot is wanted else SERVED for slot in alive]
-            elif self.under_policy:
+            elif self.policy is not None:
                 alive = [SERVED if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not _torch.graph_task_keeps_graph() and current_group() is None
             filler = Filler(self, alive, fill, self.alone and self._is_last())

@@ -25,7 +25,7 @@ from ._recorder import recorder_for
 from ._region import Region
 from ._state import own_work, state
 from ._tape import Call
-from ._watch import GivenUp
+from ._watch import GivenUp, Watch
 
 
 def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
@@ -40,8 +40,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
     try:
         while True:
             region.open(follow=is_followed)
-            region.recorder = recorder_for(region)
-            shared, hooks = Call(), RemovableHandle.next_id
+            shared, hooks = Call(recorder_for(region)), RemovableHandle.next_id
             try:
                 return _first_run(region, shared)
             except GivenUp as given_up:
@@ -50,7 +49,7 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
             except Exception as error:
                 if is_hooks_refusal(error) and not memory.known.uses_func:
                     memory.known.uses_func = True
-                elif not _adopts_others(region):
+                elif not _adopts_others(region, shared.watch):
                     raise
             shared.kept.roll_back()
             go_back(marks)
@@ -67,31 +66,31 @@ def _first_run(region: Region, shared: Call) -> Any:
         operands = [state.interceptors[-1].resolve(t) for t in operands]
     with own_work():
         outs = apply(region, operands, shared)
-        news = _news(region)
-        check_left_behind(region, outs)
-    if news or _adopts_others(region):
+        news = _news(region, shared.watch)
+        check_left_behind(region, shared.watch, outs)
+    if news or _adopts_others(region, shared.watch):
         raise GivenUp(region)
-    region.watch = None
+    shared.watch = shared.recorder = None  # a watch knows its region
     made_inside(outs)
     return region.outputs.build(outs, operands)
 
 
-def _adopts_others(region: Region) -> bool:
+def _adopts_others(region: Region, watch: Watch | None) -> bool:
     """Whether its first run has read captured tensors that were not known; then they are operands from now on.
 
     Not if it did not read those of the last time: they were made inside, and others would be the next time.
     """
-    found = [] if region.watch is None or region.watch.unread else region.watch.remaining()
+    found = [] if watch is None or watch.unread else watch.remaining()
     region.adopt(found)
     region.guessed |= {*map(id, found)}
     return bool(found)
 
 
-def _news(region: Region) -> bool:
+def _news(region: Region, watch: Watch) -> bool:
     """Whether its first run has shown what the region must be run differently for, under a ``grad`` level."""
     if _torch.GRAD not in region.kinds:
         return False
-    known, watch, news = region.memory.known, region.watch, False
+    known, news = region.memory.known, False
     assert region.ambient is not None
     if not known.graded and (region.ambient.moved() or watch.tells_levels()):
         known.graded = news = True

@@ -11,15 +11,16 @@ from . import _torch
 from ._arguments import without_plain
 from ._captured import Path, find
 from ._errors import CaptureError
+from ._watch import Watch
 
 
-def check_left_behind(region: Any, outs: Sequence[torch.Tensor]) -> None:
+def check_left_behind(region: Any, watch: Watch, outs: Sequence[torch.Tensor]) -> None:
     """After a first run under torch.func: only results are wrapped for the levels again.
 
     Raises:
         CaptureError: the function left a tensor behind that a transform differentiates.
     """
-    watch, kinds = region.watch, region.kinds
+    kinds = region.kinds
     if kinds and _torch.GRAD not in kinds and _torch.JVP not in kinds:
         return  # what vmap leaves behind is of no use without remat either
     if any(map(watch.has_lost, region.ambient.cached_since())):

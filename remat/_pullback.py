@@ -10,6 +10,7 @@ import torch
 from . import _torch
 from ._derived import Derived, Graded, Tensors
 from ._parts import as_leaf, is_recorded, requires_grad_somewhere
+from ._run import Run
 
 T = TypeVar("T")
 Pull = Callable[[Tensors], list]
@@ -36,18 +37,18 @@ class Pullback(Derived):
     def uses_func(self) -> bool:
         return self.root.by_level or self.inner.uses_func
 
-    def run(self, operands: Tensors) -> list[torch.Tensor]:
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         count = len(self.needs)
-        return self.linearize(operands[:count])(operands[count:])
+        return self.linearize(operands[:count], run)(operands[count:])
 
-    def linearize(self, primals: Tensors, tape: Any = None) -> Pull:
+    def linearize(self, primals: Tensors, run: Run, tape: Any = None) -> Pull:
         """Run the region again at ``primals``, by the tape if there is one; returns the linear map."""
         if tape is not None:
             pull = tape.pull(self)
         elif self.root.by_level or _torch.transforms_active() or any(t.is_inference() for t in primals):
-            pull = self._by_func(primals)
+            pull = self._by_func(primals, run)
         else:
-            pull = self._by_autograd(primals)
+            pull = self._by_autograd(primals, run)
 
         def gradients(cotangents: Tensors) -> list[torch.Tensor]:
             grads = pull(cotangents)
@@ -59,27 +60,27 @@ class Pullback(Derived):
 
         return gradients
 
-    def _by_func(self, primals: Tensors) -> Pull:
+    def _by_func(self, primals: Tensors, run: Run) -> Pull:
         needed = [i for i, needs in enumerate(self.needs) if needs]
         inner = self._without_level()
         lift = _lift_all if inner is self.inner else self.inner.lift
 
-        def run(*heads: torch.Tensor) -> list[torch.Tensor]:
+        def at(*heads: torch.Tensor) -> list[torch.Tensor]:
             inputs = lift(primals, _torch.current_interpreter().level())
             for i, head in zip(needed, heads):
                 inputs[i] = head
-            return self.chosen(inner.run(inputs))
+            return self.chosen(inner.run(inputs, run))
 
-        _, vjp = torch.func.vjp(run, *self.heads(primals))  # type: ignore[misc]
+        _, vjp = torch.func.vjp(at, *self.heads(primals))  # type: ignore[misc]
         return lambda cotangents: list(vjp(list(cotangents)))
 
-    def _by_autograd(self, primals: Tensors) -> Pull:
+    def _by_autograd(self, primals: Tensors, run: Run) -> Pull:
         # The result is differentiated in turn only if something here is; aliases are the places to differentiate at.
         record = torch.is_grad_enabled()
         followed = record and any(map(is_recorded, primals))
         with torch.enable_grad():
             inputs = [_alias(t, followed) if needs else t for t, needs in zip(primals, self.needs)]
-            outs = [out if out.requires_grad else None for out in self.chosen(self.inner.run(inputs))]
+            outs = [out if out.requires_grad else None for out in self.chosen(self.inner.run(inputs, run))]
         heads = self.heads(inputs)
 
         def pull(cotangents: Tensors) -> list:
@@ -111,9 +112,9 @@ class InnerPullback(Pullback):
         super().__init__(pullback._without_level(), pullback.needs, pullback.given, pullback.level)
         self.present = pullback.present
 
-    def _by_func(self, primals: Tensors) -> Pull:
+    def _by_func(self, primals: Tensors, run: Run) -> Pull:
         with _torch.allow_requires_grad(True):
-            return self._by_autograd(primals)
+            return self._by_autograd(primals, run)
 
 
 def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: bool, retain: bool) -> list:

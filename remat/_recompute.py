@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _torch
 from ._around import RegionHooks
+from ._attempt import Attempt
 from ._bulk import gone
 from ._determinism import describe, is_other, look_at
 from ._errors import RecomputeMismatchError
@@ -20,7 +21,7 @@ from ._left_out import Restart
 from ._lines import user_line
 from ._lowerings import Lowerings
 from ._parts import bare
-from ._replay import Attempt
+from ._run import Run
 from ._shield import shields
 from ._slots import Slot, Stop
 from ._state import alias, as_in_forward, own_work, state
@@ -35,8 +36,8 @@ class Filler(RegionHooks):
     """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "difference", "ended", "ending", "fill", "frame", "last", "look", "once", "rest", "root", "slots", "stopped",
-        "unfilled",
+        "attempt", "difference", "ended", "ending", "fill", "frame", "last", "look", "once", "rest", "root", "slots",
+        "stopped", "unfilled",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, slots: list[Any], fill: bool = False, last: bool = False) -> None:
@@ -47,6 +48,7 @@ class Filler(RegionHooks):
         self.look = frame.look
         self.slots = slots
         self.rest: Any = iter(slots)
+        self.attempt: Run
         self.stopped = False
         self.ended = False  # it stops at the next operation
         self.unfilled: tuple[int, Any] | None = None  # which operation may fill which slot, by its sequence number
@@ -91,47 +93,44 @@ class Filler(RegionHooks):
         with own_work():
             operands = frame.operands.all_again()
         result = None
-        replay = root.log = None if frame.log is None else frame.log.replay()
-        root.attempt = self._plan(whole)
+        self.attempt = run = self._run_by_plan(whole)
+        run.log = None if frame.log is None else frame.log.compared()
         policies = frame.policies
-        if frame.open and frame.under_policy:  # no replay says so to regions inside
-            policies = (*policies, root.recorder.recording.policy)
+        if frame.open and frame.policy is not None:  # no replay says so to regions inside
+            policies = (*policies, frame.policy)
         hooks = RemovableHandle.next_id
         below = self._pack_below_levels if root.kinds else self.pack
         _torch.push_hooks(self._pack_and_tell if frame.noted else below, _same)
         try:
             with as_in_forward(policies, Lowerings(frame.lowerings, follows=True), filling=frame.open):
-                result = frame.region.call_again(operands)
+                result = frame.region.call_again(operands, run)
         except (Stop, Restart, Exception):
             # TorchScript makes another exception of these; and it may be another region's.
-            if not self.stopped and not root.starts_over:
+            if not self.stopped and not run.starts_over:
                 raise
         finally:
             _torch.pop_hooks()
             drop_gradient_hooks(frame.consts.tensors, hooks)
-            again, root.replay = root.replay, None
-            root.log = root.attempt = None
-        if again is not None and again.left_out.is_read:
+        if run.starts_over:
             return False
         if not self.stopped:
-            self._check_end(result, replay)
+            self._check_end(result, run.log)
         del operands, result
-        return again is None or not again.escaped()
+        return not run.escaped()
 
-    def _plan(self, whole: bool) -> Attempt | None:
-        """What to run; all of it, if it isn't known what ran first."""
+    def _run_by_plan(self, whole: bool) -> Run:
+        """All of it, if it isn't known what ran first."""
         frame, record = self.frame, self.root.record
         if record is None:
-            return None
-        if whole:
-            plan = record.whole_plan()
-        else:  # a frame without a record fills the slots of another derivative
+            return Run()
+        plan = None
+        if not whole:  # a frame without a record fills the slots of another derivative
             plan = record.plan() if frame.record is None else record.plan(slot for slot in self.slots if slot)
-        return Attempt(plan, whole, self.once and not self.fill)
+        return Attempt(record, plan, self.once and not self.fill)
 
     def let_go(self) -> None:
         """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
-        del self.frame, self.root, self.slots, self.rest, self.last, self.unfilled
+        del self.attempt, self.frame, self.root, self.slots, self.rest, self.last, self.unfilled
 
     @property
     def count(self) -> int:
@@ -176,7 +175,7 @@ class Filler(RegionHooks):
         """The same where a run that skips operations has to do with it."""
         if _torch.is_wrapped(tensor):
             return bare(tensor)
-        replay = self.root.replay
+        replay = self.attempt.replay
         if self.ending is not None and replay is not None and replay.position >= self.ending:
             self._stop()
         if replay is not None and replay.left_out:
@@ -223,9 +222,9 @@ class Filler(RegionHooks):
         self.rest = iter(())
         raise Stop
 
-    def _check_end(self, result: Any, replay: Any) -> None:
-        if replay is not None:
-            replay.check_end()
+    def _check_end(self, result: Any, log: Any) -> None:
+        if log is not None:
+            log.check_end()
         if self.frame.check == "none" or self.frame.open:
             return
         if self.difference is not None:

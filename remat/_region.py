@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -21,14 +22,11 @@ from ._around import Around
 from ._captured import Captured, Path, find
 from ._intercept import Interceptor, made_inside
 from ._kept import NONE_KEPT, Kept
-from ._left_out import Restart
-from ._lowerings import go_back, mark
 from ._memory import Memory
 from ._options import Options
 from ._outputs import Outputs
-from ._parts import all_parts
 from ._ranges import in_range
-from ._replay import Attempt, Replay
+from ._run import Run
 from ._sharing import apart, as_before, same, twice_below
 from ._state import first_run, own_work, recomputing, state
 from ._turns import turn
@@ -43,10 +41,10 @@ class Region:
     is_pullback = False
 
     __slots__ = (
-        "ambient", "arguments", "arity", "around", "attempt", "bindings", "by_level", "captured", "consts", "fn",
-        "found", "given", "guessed", "hooked", "ids", "inherited", "kinds", "log", "mapped", "memory", "options",
-        "outputs", "overlaps", "paths", "ran", "record", "recorder", "replay", "same", "swapped", "twice",
-        "variables", "watch",
+        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "consts", "fn",
+        "found", "given", "guessed", "hooked", "ids", "inherited", "kinds", "mapped", "memory", "options",
+        "outputs", "overlaps", "paths", "ran", "record", "same", "swapped", "twice",
+        "variables",
     )  # fmt: skip
 
     def __init__(
@@ -75,13 +73,8 @@ class Region:
         self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
         self.hooked = False  # its first run has put hooks on what it was given
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
-        self.recorder: Any = None  # notes the first run, under a policy
-        self.record: Any = None  # of that run, when it has ended
-        self.attempt: Attempt | None = None  # at a recompute, by whoever starts over if it reads what it leaves out
-        self.replay: Replay | None = None
-        self.log: Any = None  # notes or compares the operations of a run
+        self.record: Any = None  # of the first run under a policy, when it has ended
         self.arity = len(self.arguments)
-        self.watch: Any = None  # set where captured tensors without a place must be found
         self.ambient: Ambient | None = None
 
     root = property(lambda self: self)
@@ -147,7 +140,7 @@ class Region:
         self.arguments, self.captured = [], []
         if self.found is not None:
             self.found.let_go()
-        self.found = self.watch = self.around = None  # a watch knows its region
+        self.found = self.around = None
 
     def name(self, i: int) -> str:
         """What the i-th operand is called in an error."""
@@ -157,21 +150,21 @@ class Region:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def call(self, operands: Sequence[torch.Tensor], mode: Any, again: bool = False) -> Any:
+    def call(self, operands: Sequence[torch.Tensor], mode: Any, log: Any = None, again: bool = False) -> Any:
         """The function's own result, from these operands in the places of the arguments."""
         args, kwargs = self.given.filled(operands)
         if state.interceptors:
             made_inside(operands)
-        return self._called(args, kwargs, mode, again)
+        return self._called(args, kwargs, mode, log, again)
 
-    def _called(self, args: Sequence, kwargs: dict, mode: Any, again: bool) -> Any:
-        alone = mode is None and self.log is None
+    def _called(self, args: Sequence, kwargs: dict, mode: Any, log: Any, again: bool) -> Any:
+        alone = mode is None and log is None
         if alone and again and not state.own_work:
             return self._call(args, kwargs, again)
         with own_work(False) if again else first_run():
             if alone:
                 return self._call(args, kwargs, again)
-            with mode or nullcontext(), self.log or nullcontext():
+            with mode or nullcontext(), log or nullcontext():
                 return self._call(args, kwargs, again)
 
     def _call(self, args: Sequence, kwargs: dict, again: bool) -> Any:
@@ -180,18 +173,21 @@ class Region:
             fn = in_range(fn, "recompute" if again else "forward")
         return fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
 
-    def first(self, args: tuple, kwargs: dict) -> Any:
+    def first(self, args: tuple, kwargs: dict, run: Run) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        result = self._called(args, kwargs, self._recorder(self.arguments), again=False)
+        result = self._called(args, kwargs, run.mode(self._from_outside(self.arguments)), run.log, again=False)
         self.outputs.spec = _tree.flatten(result)[1]
         return result
 
-    def call_again(self, operands: Sequence[torch.Tensor]) -> Any:
-        """The same once more: the ambient state and the captured tensors are those of the first run."""
-        return self._again(apart(operands, self.twice))
+    def _from_outside(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [*operands, *(tensor for tensor in self.consts.tensors if tensor is not None)]
 
-    def _again(self, operands: Sequence[torch.Tensor]) -> Any:
+    def call_again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
+        """The same once more: the ambient state and the captured tensors are those of the first run."""
+        return self._again(apart(operands, self.twice), run)
+
+    def _again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
         assert self.ambient is not None
         with turn(), recomputing(self.options.override), self.ambient.restored():
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
@@ -199,70 +195,21 @@ class Region:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)
             tensors = {**self._followed(operands), **dict(zip(self.ids, captured))}
             with bound(self.variables, tensors), self._swapped(operands, repeat(None)) or nullcontext():
-                return self._replayed(operands, captured)
+                return self.call(operands, run.mode([*operands, *captured]), run.log, again=True)
 
-    def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, operands: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
         """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
         if self.ran:
             captured = twice_below(operands, operands, self.consts.tensors, self.same)  # levels may hide it at first
             operands = apart(operands, {*self.twice, *captured})
-            return self.outputs.compare(self._in_full_if_need_be(operands), operands)
+            result = run.carry_out(operands, partial(self._again, operands))
+            return self.outputs.compare(result, operands)
         self.ran = True
         self.twice = twice_below(operands, self.operands(), self.consts.tensors, self.same)
         operands = apart(operands, self.twice)
-        with self._bound_first(operands), self._swapped(operands, self.operands()) or nullcontext():
-            result = self.call(operands, self._recorder(operands))
+        with self._bound_first(operands), self._swapped(operands, self.operands(), run.watch) or nullcontext():
+            result = self.call(operands, run.mode(self._from_outside(operands)), run.log)
         return self.outputs.record(result, operands)
-
-    def _in_full_if_need_be(self, operands: Sequence[torch.Tensor]) -> Any:
-        """Run it again, and if that reads what it has left out, once more in full."""
-        if self.record is None or self.attempt is not None:
-            return self._again(operands)
-        around, marks = Around(), mark()
-        # A second attempt would find operands that the first one has changed.
-        values = self.record.inputs[: len(all_parts([*operands]))]
-        whole = not (self.options.may_leave_out and self.record.program.overwritten.isdisjoint(values))
-        self.attempt = Attempt(self.record.whole_plan() if whole else self.record.plan(), whole)
-        try:
-            result = self._again(operands)
-            if not self.starts_over and (self.replay is None or not self.replay.escaped(result)):
-                return result
-            del result
-        except (Restart, Exception):
-            if not self.starts_over:
-                raise
-        finally:
-            self.replay = self.attempt = None
-        around.undo()
-        go_back(marks)
-        self.attempt = Attempt(self.record.whole_plan(), whole=True)
-        try:
-            return self._again(operands)
-        finally:
-            self.replay = self.attempt = None
-
-    @property
-    def starts_over(self) -> bool:
-        """Whether a recompute has read what it has left out."""
-        return self.replay is not None and self.replay.left_out.is_read
-
-    def _recorder(self, operands: Sequence[torch.Tensor]) -> Any:
-        """What watches a first run under a policy."""
-        if self.recorder is not None:
-            self.recorder.bind([*operands, *(t for t in self.consts.tensors if t is not None)])
-        return self.recorder
-
-    def recorded(self, slots_tell: bool = True) -> None:
-        """The first run has ended."""
-        recorder, self.recorder = self.recorder, None
-        if recorder is not None:
-            self.record = recorder.close(slots_tell)
-
-    def _replayed(self, operands: Sequence[torch.Tensor], captured: list[torch.Tensor]) -> Any:
-        if self.record is None or self.attempt is None:
-            return self.call(operands, None, again=True)
-        self.replay = Replay(self.record, self.attempt, [*operands, *captured])
-        return self.call(operands, self.replay, again=True)
 
     def _bound_first(self, operands: Sequence[torch.Tensor]) -> Any:
         """For a first run: captured tensors that a transform follows are operands."""
@@ -278,14 +225,14 @@ class Region:
         assert self.found is not None
         return {id(tensor): tensor for _, tensor in self.found.tensors}
 
-    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable) -> Any:
+    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, watch: Any = None) -> Any:
         own = dict(zip(map(id, self.swapped), operands[len(self.given.positions) :])) if self.swapped else {}
         # What it captures may have been changed, as long as it does not read it.
         stale = self.consts.stale() if self.ran else {}
-        if own or self.inherited or stale or self.watch is not None or self.hooked:
+        if own or self.inherited or stale or watch is not None or self.hooked:
             # A tensor may stand for another one too, on which no hook can be.
             stands_for = {id(t): outer for t, outer in zip(operands, given) if outer is None or outer.requires_grad}
-            return Interceptor(own, self.inherited, self.watch, stale, stands_for)
+            return Interceptor(own, self.inherited, watch, stale, stands_for)
         return None
 
     def restart(self) -> None:
@@ -296,7 +243,7 @@ class Region:
         bound(self.variables, self._found()).__enter__()  # for good
         if self.around is not None:
             self.around.undo()
-        self.ran, self.recorder = False, None
+        self.ran = False
 
     def check_result(self, result: Any) -> None:
         """Compare the structure of a run again's result with the first one."""

@@ -7,7 +7,7 @@ one that was left out is needed after all, the recompute starts over, and leaves
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,21 +27,15 @@ from ._torch import without_torch_function
 from ._values import Argument, Layout
 
 
-class Attempt(NamedTuple):
-    """What a recompute does."""
-
-    plan: Plan
-    whole: bool  # it leaves out nothing
-    last: bool = False  # what is kept for it alone need not stay
-
-
 class Replay(RegionMode):
     """Goes through the operations of a run again, beside the steps of the first run."""
 
-    def __init__(self, record: Record, attempt: Attempt, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool, last: bool) -> None:
         super().__init__(record.policy, record.memory.known, record.drawing)
         self.record = record
-        self.plan, self.whole, self.last = attempt
+        self.plan = plan
+        self.whole = whole  # it leaves out nothing
+        self.last = last  # what is kept for this recompute alone need not stay
         self.position = 0  # of the step that should come next; those before came, or were left out
         self.left_out = LeftOut()
         self.has_not_drawn = False  # an operation that draws random numbers was given what it has drawn

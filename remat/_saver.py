@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from . import _torch
+from . import _torch, _tree
 from ._around import RegionHooks, of_region
 from ._frame import Frame
 from ._handed import Handed
 from ._hooks import hooks_allowed
 from ._kept import Kept
 from ._lowerings import Lowerings
+from ._run import Run
 from ._slots import SERVED, Above, Found, RecordedSlot, Slot, View
 from ._state import alias, own_work, state
 from ._torch import is_wrapped, origin, raw_version, sequence_number
@@ -27,15 +28,15 @@ from ._torch import is_wrapped, origin, raw_version, sequence_number
 class Saver(RegionHooks):
     """Puts what the region saves into the slots of a new frame."""
 
-    __slots__ = ("_known", "_look", "_recording", "_slot", "_slots", "_start", "frame")
+    __slots__ = ("_known", "_look", "_recording", "_run", "_slot", "_slots", "_start", "frame")
 
     def __init__(
-        self, region: Any, operands: Kept, consts: Kept, outer: tuple | None, read_inside: bool = False
+        self, region: Any, operands: Kept, consts: Kept, outer: tuple | None, run: Run, read_inside: bool = False
     ) -> None:
-        root = region.root
-        # A run of another derivative is not noted.
-        self._recording = None if root.ran or root.recorder is None else root.recorder.recording
-        self.frame = frame = Frame(region, operands, consts, outer, read_inside, self._recording is not None)
+        self._run = run
+        self._recording = None if run.recorder is None else run.recorder.recording
+        policy = None if self._recording is None else self._recording.policy
+        self.frame = frame = Frame(region, operands, consts, outer, policy, read_inside)
         self._start = _torch.next_sequence_number()
         self._slot: Callable[[], Slot] = Slot if self._recording is None else RecordedSlot
         self._look, self._slots = frame.look, frame.slots
@@ -44,28 +45,31 @@ class Saver(RegionHooks):
             self._known.update(zip(map(id, kept.tensors), zip(repeat(kept), count())))
 
     def run(self, call: Callable, *args: Any) -> Any:
-        """Run the region for the first time, by ``call(*args)``."""
-        frame = self.frame
+        """Run the region for the first time, by ``call(*args, run)``."""
+        frame, run = self.frame, self._run
         root, recording = frame.region.root, self._recording
         if frame.outer is None and frame.options.offload_inputs and not root.kinds:
             frame.operands.offload()  # torch.func's levels keep their inputs
         if recording is not None:
             recording.keep.hooks = frame.outer
             recording.in_region = root.around is not None and root.around.region is not None
-        root.log = frame.log
+        run.log = frame.log
         with hooks_allowed(whoever_forbids=root.ran):
             below = self._pack_below_levels if root.kinds else self.pack
             unpack = frame.unpack if recording is None else frame.unpack_under_policy
             _torch.push_hooks(self._pack_and_note if frame.noted else below, unpack)
             state.lowerings = *state.lowerings, Lowerings(frame.lowerings, follows=False)
             try:
-                result = call(*args)
+                result = call(*args, run)
             finally:
                 state.lowerings = state.lowerings[:-1]
                 _torch.pop_hooks()
-                root.log = None
                 self._known, self._recording = {}, None  # regions inside may hold on to these hooks
-        frame.close(result)
+        frame.close()
+        if run.recorder is not None:
+            frame.record = root.record = run.recorder.close()
+            outputs = [t for t in _tree.flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+            frame.one_output = len(outputs) == 1
         return result
 
     def pack(self, tensor: torch.Tensor) -> Any:
