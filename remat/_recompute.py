@@ -48,7 +48,7 @@ class Filler(RegionHooks):
         self.look = frame.look
         self.slots = slots
         self.rest: Any = iter(slots)
-        self.attempt: Run
+        self.attempt = Run()
         self.stopped = False
         self.ended = False  # it stops at the next operation
         self.unfilled: tuple[int, Any] | None = None  # which operation may fill which slot, by its sequence number
