@@ -71,11 +71,6 @@ class Ambient:
         """The generators with their states."""
         return zip(self._every or (), self._states)
 
-    @property
-    def casts(self) -> bool:
-        """Whether autocast is on for any device."""
-        return any(self._settings[i] for i in _autocast_switches())
-
     def restored(self) -> _Restored:
         """Within, the captured state; after, that of before. Any number of times, in any thread."""
         return _Restored(self)
@@ -199,12 +194,6 @@ def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], An
             settings += [(partial(get, kind), partial(put, kind)) for get, put in autocast]
     gets, puts = zip(*settings)
     return gets, puts
-
-
-@cache
-def _autocast_switches() -> list[int]:
-    gets = [getattr(get, "func", get) for get in _settings()[0]]
-    return [i for i, get in enumerate(gets) if get is torch.is_autocast_enabled]
 
 
 _last_settings: list[Any] = []
