@@ -15,7 +15,7 @@ import torch
 
 from ._errors import RematError
 from ._generators import bytes_of, current_device, global_generators, is_capturing, with_state
-from ._settings import cached_weights, casts, read_settings, set_cached_weights, setters, weights
+from ._settings import cached_weights, read_settings, set_cached_weights, setters, weights
 
 
 class Ambient:
@@ -58,11 +58,6 @@ class Ambient:
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         """The generators with their states."""
         return zip(self._every or (), self._states)
-
-    @property
-    def casts(self) -> bool:
-        """Whether autocast is on for any device."""
-        return casts(self._settings)
 
     def restored(self) -> _Restored:
         """Within, the captured state; after, that of before. Any number of times, in any thread."""

@@ -139,8 +139,7 @@ def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ..
     """Put a level back around a first run, where the function could tell that it is missing.
 
     That is where other levels are below it, where it draws random numbers (laid out in memory differently), where it
-    asks what autograd follows, where autocast tells levels apart, and where it cuts a tensor from the graph of this
-    level alone.
+    asks what autograd follows, and where it cuts a tensor from the graph of this level alone.
     """
     root = region.root
     if root.ran or isinstance(region, Pullback):
@@ -149,8 +148,6 @@ def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ..
     below = root.kinds[: level - 1]
     if _torch.VMAP in below or _torch.JVP in below or root.memory.known.graded or root.by_level:
         return Graded(region, level, followed, lifted)
-    if _torch.VMAP in root.kinds and root.ambient.casts:
-        return Graded(region, level, (False,) * len(followed), lifted)
     return region
 
 

@@ -116,12 +116,6 @@ def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], An
     return gets, puts
 
 
-@cache
-def _autocast_switches() -> list[int]:
-    gets = [getattr(get, "func", get) for get in _settings()[0]]
-    return [i for i, get in enumerate(gets) if get is torch.is_autocast_enabled]
-
-
 _last: list[Any] = []
 
 
@@ -144,8 +138,3 @@ def setters() -> tuple[Callable[[Any], Any], ...]:
 def weights(settings: list[Any]) -> CachedWeights | None:
     """Of these, the cached weights."""
     return settings[0]
-
-
-def casts(settings: list[Any]) -> bool:
-    """Whether these switch autocast on for any device."""
-    return any(settings[i] for i in _autocast_switches())

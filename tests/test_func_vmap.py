@@ -10,7 +10,7 @@ import torch
 from cases import Case, assert_same, cases, differentiable_leaves, rand
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.nn.functional import dropout
+from torch.nn.functional import conv1d, dropout
 
 from benchmarks.measure import count_ops, leaked_bytes, peak_bytes
 from remat import _tree, remat
@@ -285,3 +285,17 @@ def test_memory_and_ops() -> None:
     assert after["aten.mm"] == before["aten.mm"]  # a linear op at the end is not run again
     assert peak_bytes(program(remat), x) < 0.6 * peak_bytes(program(plain), x)
     assert leaked_bytes(program(remat), x) == 0
+
+
+def test_casts_of_a_region_at_a_jvp_level_that_does_not_move_it() -> None:
+    """Under ``vmap``, autocast acts where the level is: a region without tangents still sees it."""
+    weight, x = rand(4, 1, 2, grad=False).float(), rand(2, 4, seed=1, grad=False).float()
+
+    def program(wrap: Wrap) -> Callable:
+        block = wrap(lambda x: conv1d(x[None, None], weight).sum((0, 2)))
+        return vmap(lambda x: jvp(lambda z: (block(x), z.sin()), (x,), (x.cos(),))[0][0])
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = program(remat)(x), program(lambda fn: fn)(x)
+    assert found.dtype == wanted.dtype
+    assert_same(found, wanted)
