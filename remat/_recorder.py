@@ -119,10 +119,12 @@ class Recorder(RegionMode):
 
     def close(self, slots_tell: bool = True) -> Record:
         """The first run has ended: the record of it. Without slots it isn't known what autograd has saved."""
+        recording = self.recording
+        del self.recording  # it refers to what the operations read
         try:
-            return Record(self.recording, slots_tell)
-        except BaseException:  # the run again of a region around may end here
-            self.recording.let_go()
+            return Record(recording, slots_tell)
+        except BaseException:  # the recompute of a region around may end here
+            recording.let_go()
             raise
 
 

@@ -284,6 +284,7 @@ class Recording:
         """Drop what is only held: it has a history, which may lead to here."""
         self.keep.let_go()
         self._siblings.clear()
+        self._questions.clear()
 
 
 def is_judged(result: Any, facts: Facts) -> bool:
