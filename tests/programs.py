@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import remat as package
 from benchmarks.measure import OpCounter, held_bytes
-from remat import CaptureError, MutationError, _tree, checkpoint_name, policies
+from remat import CaptureError, MutationError, _torch, _tree, checkpoint_name, policies
 
 __all__ = [
     "GENERATOR", "F", "Layer", "SimpleNamespace", "SineAndCosine", "added", "checkpoint_name", "chosen", "compare",
@@ -148,8 +148,11 @@ def differentiated_again(f: Fn, a: Tensor, b: Tensor) -> Tensor:
     """The gradient at a tensor in the middle of the graph, which can be differentiated in turn.
 
     The same whether a result that `p` has no influence on says that it requires grad: it may, if it does below a level.
+    And so may `p`, where it is such a result.
     """
     p = a * 1
+    if _torch.transforms_active() and not p.requires_grad:
+        raise RuntimeError("nothing to differentiate at")
     out = total(f(p, b))
     g = None
     if p.requires_grad and out.requires_grad:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat import _generators, _settings
+from remat import _ambient, _generators, _settings
 from remat._ambient import Ambient
 from remat._generators import HostGenerator
 
@@ -510,9 +510,9 @@ class TestSettings:
         gets, puts = _settings._settings()
         settings = (lambda: None, lambda: object(), *gets[1:]), (puts[0], Broken().set_state, *puts[1:])
         with default_dtype(torch.float64), torch.autocast("cpu"):
-            with mock.patch.object(_ambient, "_settings", lambda: settings):
+            with mock.patch.object(_settings, "_settings", lambda: settings):
                 other = capture()
-        with mock.patch.object(_ambient, "_settings", lambda: settings):
+        with mock.patch.object(_settings, "_settings", lambda: settings):
             state, before = torch.default_generator.get_state(), observed()
             with pytest.raises(RuntimeError, match="broken"), other.restored():
                 raise AssertionError("not reached")
