@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ._devices import current_device, is_capturing
 from ._errors import RematError
-from ._generators import bytes_of, current_device, global_generators, is_capturing, with_state
+from ._generators import bytes_of, global_generators, with_state
 from ._settings import cached_weights, read_settings, set_cached_weights, setters, weights
 
 

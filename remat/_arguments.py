@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,6 @@ import torch
 from . import _tree
 
 _TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
-# Leaves that hold no tensor, the most frequent ones: they aren't searched for captured tensors.
-_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator])
 
 
 class Arguments:
@@ -31,7 +29,7 @@ class Arguments:
 
     def searched(self) -> list[Any]:
         """The leaves that may hold captured tensors."""
-        return without_plain(self.leaves)
+        return _tree.without_plain(self.leaves)
 
     def generators(self) -> list[torch.Generator]:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
@@ -74,11 +72,6 @@ class Positional(Tensors):
 
     def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         return operands[: len(self.leaves)], {}
-
-
-def without_plain(values: Iterable[Any]) -> list[Any]:
-    """Those that may hold tensors."""
-    return [value for value in values if type(value) not in _PLAIN]
 
 
 @functools.lru_cache(128)

@@ -14,11 +14,10 @@ import torch
 
 from . import _offload, _torch
 from ._determinism import bits
-from ._generators import is_capturing
-from ._layout import span
+from ._devices import is_capturing
+from ._layout import is_dense, span
 from ._parts import parts
 from ._state import unseen
-from ._values import is_dense
 
 # Tensors up to these sizes are copied before the first run, as the region may change them: counters, and running
 # statistics, which have one dimension. Batch norm updates its own without a trace in the version counter.

@@ -17,7 +17,6 @@ import torch
 
 from . import _torch
 from ._around import of_region
-from ._bulk import call, gone
 from ._debug import OpLog
 from ._determinism import LOOKS, fingerprint
 from ._errors import MutationError, RecomputeMismatchError
@@ -27,7 +26,7 @@ from ._passes import current_group, current_scope
 from ._policy import Policy
 from ._recompute import Filler
 from ._sharing import overlapping
-from ._slots import SERVED, Slot
+from ._slots import SERVED, Slot, gone
 from ._state import state
 from ._streams import current_streams, taken
 from ._torch import modes_that_see, raw_version
@@ -171,7 +170,7 @@ class Frame:
                 return value  # another thread has run it
             running = current_scope()
             self._release()
-            alive = list(map(call, self.refs))
+            alive = [ref() for ref in self.refs]
             if running is None:
                 alive = [slot if slot is wanted else SERVED for slot in alive]
             elif self.policy is not None:

@@ -16,10 +16,10 @@ from ._arguments import take_apart
 from ._around import Around
 from ._hooks import drop_gradient_hooks, is_hooks_refusal
 from ._intercept import given_as, made_inside
+from ._known import Known
 from ._left_behind import check_left_behind
 from ._levels import apply
 from ._lowerings import go_back, mark
-from ._memory import Memory
 from ._options import Options
 from ._recorder import recorder_for
 from ._region import Region
@@ -28,14 +28,14 @@ from ._tape import Call
 from ._watch import GivenUp, Watch
 
 
-def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: dict) -> Any:
+def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region; a first run that finds something out is given up and started again."""
     kinds = tuple([interpreter.key().value for interpreter in _torch.interpreter_stack() or ()])
     if _torch.FUNCTIONALIZE in kinds:
         return fn(*args, **kwargs)  # a trace is taken
-    region = Region(fn, *take_apart(args, kwargs), options, memory, Around())
+    region = Region(fn, *take_apart(args, kwargs), options, known, Around())
     region.kinds = kinds
-    region.by_level = kinds in memory.known.by_level
+    region.by_level = kinds in known.by_level
     marks = mark()
     try:
         while True:
@@ -47,8 +47,8 @@ def call(fn: Callable, options: Options, memory: Memory, args: tuple, kwargs: di
                 if given_up.region is not region:
                     raise
             except Exception as error:
-                if is_hooks_refusal(error) and not memory.known.uses_func:
-                    memory.known.uses_func = True
+                if is_hooks_refusal(error) and not known.uses_func:
+                    known.uses_func = True
                 elif not _adopts_others(region, shared.watch):
                     raise
             shared.kept.roll_back()
@@ -90,7 +90,7 @@ def _news(region: Region, watch: Watch) -> bool:
     """Whether its first run has shown what the region must be run differently for, under a ``grad`` level."""
     if _torch.GRAD not in region.kinds:
         return False
-    known, news = region.memory.known, False
+    known, news = region.known, False
     assert region.ambient is not None
     if not known.graded and (region.ambient.moved() or watch.tells_levels()):
         known.graded = news = True

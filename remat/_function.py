@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from . import _autograd, _compile, _func, _torch
-from ._memory import Memory, memory_of
+from ._hooks import hooks_are_allowed, is_hooks_refusal
+from ._known import Known, known_of
+from ._lowerings import go_back, lowered_by_func, mark
 from ._options import Options
-from ._state import is_disabled, state
+from ._state import is_disabled, own_work, state
 
 
 @_torch.skipped_unless_inlined  # where Dynamo breaks its graph in a region, the region is run here
-def call(fn: Callable, options: Options, memory: Memory | None, args: tuple, kwargs: dict) -> Any:
+def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region, or as it is where there is nothing to keep."""
     if torch.compiler.is_compiling():
         return _compile.call(fn, options, args, kwargs)
@@ -27,27 +29,46 @@ def call(fn: Callable, options: Options, memory: Memory | None, args: tuple, kwa
         options = options.overridden()
     if _torch.tracing():
         return fn(*args, **kwargs)
-    memory = memory or memory_of(fn)
+    known = known or known_of(fn)
     if _torch.transforms_active():
-        return _func.call(fn, options, memory, args, kwargs)
+        return _func.call(fn, options, known, args, kwargs)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return _autograd.call(fn, options, memory, args, kwargs)
+        return _by_autograd(fn, options, known, args, kwargs)
     return fn(*args, **kwargs)
+
+
+def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
+    """Call ``fn`` as a region under saved-tensor hooks, if these are allowed and it runs under them."""
+    marks = mark()
+    # Without hooks it can't be recomputed, and needn't be where nothing is differentiated: that shows there.
+    if not lowered_by_func(known.uses_func or not hooks_are_allowed()):
+        try:
+            if not state.interceptors:
+                return _autograd.call(fn, options, known, args, kwargs)
+            with own_work():
+                return _autograd.call(fn, options, known, args, kwargs)
+        except RuntimeError as error:
+            if not is_hooks_refusal(error):
+                raise
+            known.uses_func = True
+            go_back(marks)
+            lowered_by_func(True)
+    return _func.call(fn, options, known, args, kwargs)
 
 
 class Remat:
     """A rematerialized function: calls of it are regions."""
 
-    def __init__(self, fn: Callable, options: Options, memory: Memory | None) -> None:
+    def __init__(self, fn: Callable, options: Options, known: Known | None) -> None:
         for name, value in getattr(fn, "__dict__", {}).items():  # torch 2.11's Dynamo can't trace `__dict__.update`
             setattr(self, name, value)
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._options = options
-        self._memory = None if torch.compiler.is_compiling() else memory  # a traced one is nobody's
+        self._known = None if torch.compiler.is_compiling() else known  # a traced one is nobody's
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return call(self._fn, self._options, self._memory, args, kwargs)
+        return call(self._fn, self._options, self._known, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         bind = getattr(type(self._fn), "__get__", None)
@@ -55,7 +76,7 @@ class Remat:
             return self
         if torch.compiler.is_compiling():  # Dynamo can't make bound methods
             return functools.partial(self, instance)
-        return Remat(bind(self._fn, instance, owner), self._options, self._memory)
+        return Remat(bind(self._fn, instance, owner), self._options, self._known)
 
     def __repr__(self) -> str:
         return f"remat({self._fn!r})"
@@ -72,7 +93,7 @@ class Remat:
 
     def __deepcopy__(self, memo: dict) -> Remat:
         fn = copy.deepcopy(self._fn, memo)
-        return Remat(fn, self._options, memory_of(fn))
+        return Remat(fn, self._options, known_of(fn))
 
 
 def _lookup(module: str, qualname: str) -> Any:
@@ -83,4 +104,4 @@ def _lookup(module: str, qualname: str) -> Any:
 
 
 def _rebuild(fn: Callable, options: Options) -> Remat:
-    return Remat(fn, options, memory_of(fn))
+    return Remat(fn, options, known_of(fn))

@@ -16,42 +16,7 @@ from typing import Any
 
 import torch
 
-
-@cache
-def accelerator() -> tuple[torch.device, ...]:
-    """The accelerator that this build of torch is for, if it is for one; does not start it."""
-    device = torch.accelerator.current_accelerator()
-    return () if device is None else (device,)
-
-
-def started_devices() -> list[torch.device]:
-    """All devices of the accelerator, if the backend has started."""
-    return [
-        torch.device(device.type, i)
-        for device in accelerator()
-        if _has_started(torch.get_device_module(device))
-        for i in range(torch.accelerator.device_count())
-    ]
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is made of what runs now."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def current_device() -> tuple[torch.device, ...]:
-    """The accelerator's current device, if the backend has started."""
-    for device in accelerator():
-        module = torch.get_device_module(device)
-        if _has_started(module) and hasattr(module, "current_device"):
-            return (torch.device(device.type, module.current_device()),)
-    return ()
-
-
-def set_current_device(value: tuple[torch.device, ...]) -> None:
-    """Set it to what ``current_device`` has returned."""
-    for device in value:
-        torch.accelerator.set_device_index(device.index)
+from ._devices import accelerator, has_started
 
 
 def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
@@ -150,16 +115,12 @@ def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
     started = {}  # a fake tensor may be on a device that this machine hasn't got
     for device in devices:
         module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
-        if module is not None and _has_started(module):
+        if module is not None and has_started(module):
             # What a region draws from is not told by its tensors, and the states are in host memory.
             every = getattr(module, "default_generators", None)
             for generator in [_device_generator(module, device)] if every is None else every:
                 started[id(generator)] = generator
     return started.values()
-
-
-def _has_started(module: ModuleType) -> bool:
-    return getattr(module, "is_initialized", module.is_available)()
 
 
 def _device_generator(module: ModuleType, device: torch.device) -> Any:

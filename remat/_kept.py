@@ -18,7 +18,6 @@ import torch.autograd.forward_ad as fwAD
 from torch.utils.hooks import RemovableHandle
 
 from . import _offload, _torch
-from ._bulk import requires_grad
 from ._compared import Comparison, can_be_asked, is_small, may_differ
 from ._determinism import checksum
 from ._errors import MutationError
@@ -30,7 +29,7 @@ from ._parts import lift
 from ._snapshot import cut, gradients, leafness, tangents, versions
 from ._state import alias
 
-_is_leaf, _is_view = attrgetter("is_leaf"), methodcaller("_is_view")
+_is_leaf, _requires_grad, _is_view = attrgetter("is_leaf"), attrgetter("requires_grad"), methodcaller("_is_view")
 _NOTHING: Mapping[int, Any] = MappingProxyType({})  # for most: a dict for each would be many objects
 
 Name = Callable[[int], str]
@@ -57,7 +56,7 @@ class Kept:
         self.sums: Mapping[int, int] = _NOTHING
         if -1 in self.versions:
             self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
-        self.requires_grad = tuple(map(requires_grad, tensors))
+        self.requires_grad = tuple(map(_requires_grad, tensors))
         self.leaf = tuple(map(leafness, tensors)) if any(map(_is_view, tensors)) else tuple(map(_is_leaf, tensors))
         self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # what hooks around the region took over
         self.copies: Mapping[int, torch.Tensor] = _NOTHING

@@ -6,12 +6,22 @@ Operations ask for strides, and autograd saves other tensors where they differ, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from . import _torch
 from ._parts import is_plain
-from ._values import is_dense
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain one: sizes and strides on a storage."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def holder(tensor: torch.Tensor) -> Any:
+    """What stands for a tensor's memory: its storage, or a sparse tensor itself, which has none."""
+    return tensor.untyped_storage() if is_dense(tensor) else tensor
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._arguments import without_plain
 from ._captured import Path, find
 from ._errors import CaptureError
+from ._tree import without_plain
 from ._watch import Watch
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ._facts import tensors
+from ._layout import holder
 from ._torch import as_subclass, without_overrides
-from ._values import holder
 
 
 class Restart(BaseException):

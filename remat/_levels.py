@@ -146,7 +146,7 @@ def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ..
         return region
     lifted = tuple([_torch.level_of(t) == level for t in operands])
     below = root.kinds[: level - 1]
-    if _torch.VMAP in below or _torch.JVP in below or root.memory.known.graded or root.by_level:
+    if _torch.VMAP in below or _torch.JVP in below or root.known.graded or root.by_level:
         return Graded(region, level, followed, lifted)
     return region
 

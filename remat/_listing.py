@@ -17,14 +17,15 @@ from ._arguments import take_apart
 from ._derived import differentiable
 from ._hooks import check_hooks_are_allowed, is_hooks_refusal
 from ._kept import Kept
-from ._memory import memory_of
+from ._known import known_of
+from ._layout import holder
 from ._options import Options
 from ._parts import parts
 from ._recorder import Recorder
 from ._recording import Recording
 from ._region import Region
 from ._state import alias
-from ._values import holder, layouts
+from ._values import layouts
 from .policies import nothing_saveable
 
 __all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]
@@ -141,22 +142,22 @@ class _Listing:
     takes_all = True  # regions hand over all that they keep to these hooks
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
-        self.region = region = Region(fn, *take_apart(args, kwargs), Options(), memory_of(fn), None)
-        self.recording = Recording(nothing_saveable, region.memory, nothing_saveable, region.options.told, lines=True)
+        self.region = region = Region(fn, *take_apart(args, kwargs), Options(), known_of(fn), None)
+        self.recording = Recording(nothing_saveable, region.known, nothing_saveable, region.options.told, lines=True)
         self.names = _argument_names(fn, _tree.paths(region.given.spec, ""))
         self.saved: list[weakref.ref[_Saved]] = []
         self.known: dict[int, tuple] = {}  # storages of arguments and captured tensors
         # All buffers are copied first, and are put back.
         captured = [(f"captured {path}", value) for path, value in region.search().tensors]
         arguments = [(region.name(i), tensor) for i, tensor in enumerate(region.arguments)]
-        region.memory.known.changing.update(name for name, tensor in captured + arguments if not _requires_grad(tensor))
+        region.known.changing.update(name for name, tensor in captured + arguments if not _requires_grad(tensor))
 
     def run(self, under_hooks: bool) -> list[SavedResidual]:
         """Run the function, and look what is there after it as long as its graph is."""
         region = self.region
         region.open()
         captured = [tensor for tensor in region.consts.tensors if tensor is not None]
-        guard = Kept(region.arguments, region.name, region.memory.known.changing)
+        guard = Kept(region.arguments, region.name, region.known.changing)
         operands = _differentiable(region.arguments, captured)
         self._know(operands, captured)
         if under_hooks:

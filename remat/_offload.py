@@ -23,7 +23,7 @@ from contextlib import suppress
 import torch
 
 from . import _torch
-from ._generators import accelerator
+from ._devices import accelerator
 from ._layout import memory, span
 from ._passes import Pass, current_pass
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from types import FrameType
 
 import torch
 
 from . import _torch
+from ._engine_call import nearest_engine_call
 
-_ENGINE_CALL = _torch.engine_call.__code__
 _FUNC_GRAD_CALL = _torch.func_grad_engine_call.__code__
 
 
@@ -39,10 +38,3 @@ def nobody_reads_the_graph(level: int, saved: Sequence[torch.Tensor], thread: in
     if call is None or call.f_back is None or call.f_back.f_back is None:
         return False
     return call.f_back.f_back.f_code is _FUNC_GRAD_CALL
-
-
-def nearest_engine_call(frame: FrameType | None, within: FrameType | None = None) -> FrameType | None:
-    """The innermost call of autograd's engine from ``frame`` out, up to ``within``."""
-    while frame is not within and frame is not None and frame.f_code is not _ENGINE_CALL:
-        frame = frame.f_back
-    return None if frame is within else frame

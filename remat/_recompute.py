@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from . import _torch
 from ._around import RegionHooks
 from ._attempt import Attempt
-from ._bulk import gone
 from ._determinism import describe, is_other, look_at
 from ._errors import RecomputeMismatchError
 from ._hooks import drop_gradient_hooks
@@ -23,7 +22,7 @@ from ._lowerings import Lowerings
 from ._parts import bare
 from ._run import Run
 from ._shield import shields
-from ._slots import Slot, Stop
+from ._slots import Slot, Stop, gone
 from ._state import alias, as_in_forward, own_work, state
 from ._streams import is_on_another
 from ._torch import modes_that_see

@@ -20,7 +20,7 @@ class Record:
     """
 
     def __init__(self, recording: Recording, slots_tell: bool) -> None:
-        self.policy, self.memory, self.keep = recording.policy, recording.memory, recording.keep
+        self.policy, self.known, self.keep = recording.policy, recording.known, recording.keep
         self.inputs = recording.inputs  # the values of the operands and the captured tensors
         self.drawing, self.views = recording.drawing, recording.views
         self.in_region = recording.in_region
@@ -29,7 +29,7 @@ class Record:
         self._end = len(recording.log)
         self._wanted = [*recording.saves.above]  # the values that autograd saved
         self._unmatched = unmatched(recording)
-        warn_of_names(recording.own.mentioned_names, recording.named, recording.told, recording.memory)
+        warn_of_names(recording.own.mentioned_names, recording.named, recording.told, recording.known)
         complete = self._decide_what_is_kept(recording)
         # A recompute brings its own inputs.
         self.storages = recording.storages.outside({*recording.log.made, *self.inputs})
@@ -60,7 +60,7 @@ class Record:
     @property
     def _is_lazy(self) -> bool:
         """Whether what seems dead may be left out; what is compiled may read it in ways that can't be seen."""
-        return self.program.lazy and not self.memory.known.compiles
+        return self.program.lazy and not self.known.compiles
 
     # --- recomputes ---------------------------------------------------------------------------------------------------
 

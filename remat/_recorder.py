@@ -8,18 +8,17 @@ from typing import Any
 import torch
 
 from ._ambient import Ambient
+from ._devices import is_capturing
 from ._facts import Facts, facts_of, tensors
-from ._generators import is_capturing
-from ._memory import Known
+from ._known import Known
 from ._nested import within
 from ._parts import is_wrapper_call
-from ._policy import Policy
+from ._policy import Policy, as_policy
 from ._ranges import Ranges
 from ._record import Record
 from ._recording import Recording
 from ._state import state
 from ._torch import DispatchMode, FakeTensor, without_torch_function
-from .policies import nothing_saveable
 
 
 class RegionMode(DispatchMode):
@@ -58,7 +57,7 @@ class Recorder(RegionMode):
     """Notes the operations of a first run."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__(recording.policy, recording.memory.known, recording.drawing)
+        super().__init__(recording.policy, recording.known, recording.drawing)
         self.recording = recording
         self.entered = False  # an operation on tensors made of others, which has been met
 
@@ -133,9 +132,9 @@ def recorder_for(region: Any) -> Recorder | None:
     own, outer = region.options.policy, state.policies
     if own is None and not outer:
         return None
-    own = own or nothing_saveable
+    own = own or as_policy(None)
     policy = within(outer[-1] if outer else None, own)
     tensors = *region.operands(), *region.consts.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
         return None
-    return Recorder(Recording(policy, region.memory, own, region.options.told))
+    return Recorder(Recording(policy, region.known, own, region.options.told))

@@ -10,10 +10,11 @@ import torch
 from ._facts import Facts, facts_of, tensors
 from ._judge import Question, judge_of, question
 from ._keep import Keep
+from ._known import Known
 from ._last_run import LastRun
+from ._layout import holder
 from ._lines import Line, user_line
 from ._log import Entry, Log
-from ._memory import Memory
 from ._parts import is_plain, parts
 from ._plan import always, can_be_left
 from ._policy import Policy, Verdict
@@ -23,7 +24,7 @@ from ._saves import Saves, Source
 from ._state import unseen
 from ._storages import Storages
 from ._torch import is_wrapped
-from ._values import UNTOLD, Layout, holder, is_as_it_lies, template
+from ._values import UNTOLD, Layout, is_as_it_lies, template
 from ._warnings import Told
 
 DETACH = torch.ops.aten.detach.default
@@ -32,9 +33,9 @@ DETACH = torch.ops.aten.detach.default
 class Recording:
     """What is noted of a region's first run while it goes on."""
 
-    def __init__(self, policy: Policy, memory: Memory, own: Policy, told: Told, lines: bool = False) -> None:
+    def __init__(self, policy: Policy, known: Known, own: Policy, told: Told, lines: bool = False) -> None:
         self.policy = policy
-        self.memory = memory
+        self.known = known
         self.own, self.told = own, told  # the region's own policy, without that of a region around
         self.all_lines = lines  # note where each operation is called, not only where it may matter
         self.in_region = False  # the hooks around are those of a region
@@ -66,7 +67,7 @@ class Recording:
                 self.inputs.append(value)
         # A predicate may be made for this run alone.
         if self._flags and not (self.all_lines or self._judge.asks):
-            self._last = LastRun(self.memory.known.programs, self._judge)
+            self._last = LastRun(self.known.programs, self._judge)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -270,7 +271,7 @@ class Recording:
         available = {value for value in self.log.saveable if value in there} | keep.there()
         program = Program(self.log) if self._last is None else self._last.program(self.log)
         # A recompute leaves out none of what isn't lazy, which may be a lot.
-        leave = can_be_left if program.lazy and not self.memory.known.compiles else always
+        leave = can_be_left if program.lazy and not self.known.compiles else always
         keep.drop(program.plan([*there, *saved, *self.saves.above], count, available, leave).used)
         keep.enough = len(keep.held) + max(4, len(keep.held), count // 16)
 

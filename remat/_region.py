@@ -22,7 +22,7 @@ from ._around import Around
 from ._captured import Captured, Path, find
 from ._intercept import Interceptor, made_inside
 from ._kept import NONE_KEPT, Kept
-from ._memory import Memory
+from ._known import Known
 from ._options import Options
 from ._outputs import Outputs
 from ._ranges import in_range
@@ -41,16 +41,40 @@ class Region:
     is_pullback = False
 
     __slots__ = (
-        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "consts", "fn",
-        "found", "given", "guessed", "hooked", "ids", "inherited", "kinds", "mapped", "memory", "options",
-        "outputs", "overlaps", "paths", "ran", "record", "same", "swapped", "twice",
+        "ambient",
+        "arguments",
+        "arity",
+        "around",
+        "bindings",
+        "by_level",
+        "captured",
+        "consts",
+        "fn",
+        "found",
+        "given",
+        "guessed",
+        "hooked",
+        "ids",
+        "inherited",
+        "kinds",
+        "known",
+        "mapped",
+        "options",
+        "outputs",
+        "overlaps",
+        "paths",
+        "ran",
+        "record",
+        "same",
+        "swapped",
+        "twice",
         "variables",
     )  # fmt: skip
 
     def __init__(
-        self, fn: Callable, given: Arguments, tensors: list, options: Options, memory: Memory, around: Around | None
+        self, fn: Callable, given: Arguments, tensors: list, options: Options, known: Known, around: Around | None
     ) -> None:
-        self.fn, self.options, self.memory = fn, options, memory
+        self.fn, self.options, self.known = fn, options, known
         self.given, self.arguments = given, tensors
         self.around = around  # which has recorded for it since
         self.found: Captured | None = None  # what the function captures
@@ -66,7 +90,7 @@ class Region:
         self.consts: Kept = NONE_KEPT
         self.same: Sequence[tuple[int, int]] = ()  # of operands and captured tensors, those that are one
         self.twice: Sequence[int] = ()  # operands that are another or a captured one below torch.func's levels
-        self.overlaps: Sequence[Any] = ()  # of these, those on the same memory, where the region has changed it
+        self.overlaps: Sequence[Any] = ()  # of these, those on the same known, where the region has changed it
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
@@ -78,7 +102,7 @@ class Region:
         self.ambient: Ambient | None = None
 
     root = property(lambda self: self)
-    uses_func = property(lambda self: self.memory.known.uses_func)
+    uses_func = property(lambda self: self.known.uses_func)
 
     # --- before the first run -------------------------------------------------------------------------------------
 
@@ -123,7 +147,7 @@ class Region:
             return
         paths, tensors = zip(*consts.values())
         self.ids, self.paths = list(consts), paths
-        self.consts = Kept(tensors, lambda i: f"captured {paths[i]}", self.memory.known.changing)
+        self.consts = Kept(tensors, lambda i: f"captured {paths[i]}", self.known.changing)
         self.consts.watch_gradients()
         self.same = same(self.operands(), tensors)
 

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ._eligible import as_library_checkpoints
 from ._function import Remat
-from ._memory import memory_of
+from ._known import known_of
 from ._options import Options
 
 Regions = tuple[Options | None, ...]  # the innermost first; None is the one that was made in place
@@ -40,7 +40,7 @@ class _Forward:
         elif forward is None:
             forward = super(_Region, module).forward  # type: ignore[misc]
         for options in layers:
-            forward = Remat(forward, options, memory_of(module))
+            forward = Remat(forward, options, known_of(module))
         return as_library_checkpoints(module, forward) if layers else forward
 
     def __set__(self, module: Any, value: Callable) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ._eligible import check_module
 from ._function import Remat
-from ._memory import memory_of
+from ._known import known_of
 from ._module import second_module
 from ._options import Options, checked_options
 
@@ -112,4 +112,4 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch.jit.ScriptModule):
         check_module(fn)
         return second_module(fn, options)
-    return Remat(fn, options, memory_of(fn))
+    return Remat(fn, options, known_of(fn))

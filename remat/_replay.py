@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ._devices import accelerator
 from ._errors import RecomputeMismatchError
 from ._facts import Facts, facts_of, tensors
-from ._generators import accelerator
 from ._left_out import LeftOut
 from ._parts import all_parts, is_wrapper_call, parts
 from ._plan import Plan
@@ -31,7 +31,7 @@ class Replay(RegionMode):
     """Goes through the operations of a run again, beside the steps of the first run."""
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool, last: bool) -> None:
-        super().__init__(record.policy, record.memory.known, record.drawing)
+        super().__init__(record.policy, record.known, record.drawing)
         self.record = record
         self.plan = plan
         self.whole = whole  # it leaves out nothing

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._function import Remat
-from ._memory import Known, Memory
+from ._known import Known
 from ._options import checked_options
 
 
@@ -59,7 +59,7 @@ def sequential(
     count = max(1, round(len(row) ** 0.5)) if segments is None else segments
     check_segments(count, len(row))
     ends = [len(row) * i // count for i in range(count + 1)]
-    return chain([Remat(chain(row[start:end]), options, Memory(Known())) for start, end in pairwise(ends)])
+    return chain([Remat(chain(row[start:end]), options, Known()) for start, end in pairwise(ends)])
 
 
 def _check_sequential(module: torch.nn.Sequential) -> None:

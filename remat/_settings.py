@@ -14,8 +14,7 @@ import torch
 from torch.backends import cuda as sdpa
 
 from . import _torch
-from ._bulk import call
-from ._generators import accelerator, current_device, set_current_device
+from ._devices import accelerator, current_device, set_current_device
 
 
 class CachedWeights:
@@ -122,7 +121,7 @@ _last: list[Any] = []
 def read_settings() -> list[Any]:
     """All of them now, in a fixed order."""
     global _last
-    settings, last = list(map(call, _settings()[0])), _last
+    settings, last = [get() for get in _settings()[0]], _last
     if settings == last:  # they seldom change, so that most regions have the same list
         return last
     if weights(settings) is None:  # else these would be kept alive

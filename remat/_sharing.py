@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ._layout import span
+from ._layout import holder, is_dense, span
 from ._parts import is_plain
 from ._state import unseen
-from ._values import holder, is_dense
 
 if TYPE_CHECKING:
     from ._kept import Kept

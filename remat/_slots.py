@@ -16,6 +16,10 @@ from ._parts import bare
 SERVED: Any = frozenset()  # stands in a list of slots for what needs none; it is false, and weak references to it work
 
 
+def gone() -> None:
+    """What a weak reference says to what is no longer there."""
+
+
 class Slot:
     """Stands for one saved tensor; the value is there only while a backward pass needs it."""
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._facts import tensors
+from ._layout import holder, is_dense
 from ._residual import memory
 from ._state import unseen
 from ._torch import FakeTensor
-from ._values import New, holder, is_dense, place_of
+from ._values import New, place_of
 
 if TYPE_CHECKING:
     from ._program import Step

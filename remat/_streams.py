@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ._generators import accelerator, started_devices
+from ._devices import accelerator, started_devices
 from ._parts import parts
 
 

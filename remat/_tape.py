@@ -29,7 +29,7 @@ class Call:
 
     def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
         """Before the first run on ``inputs``, which may be leaves in the place of operands."""
-        self.operands, self.kept = operands, Kept(inputs, names(root), root.memory.known.changing)
+        self.operands, self.kept = operands, Kept(inputs, names(root), root.known.changing)
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a run again, checked for changes, and as they were before the region changed them."""

@@ -19,7 +19,7 @@ from optree import PyTreeSpec as TreeSpec
 
 from ._torch import TORCH_NODES, MappingKey, SequenceKey
 
-__all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten"]
+__all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten", "without_plain"]
 
 Node = tuple[Callable, Callable, type[optree.PyTreeEntry]]  # how to take one apart and put it together, its paths
 _NAMESPACE = "remat"
@@ -183,3 +183,14 @@ def _dataclass(cls: type) -> Node | None:
         return obj
 
     return take, put, optree.GetAttrEntry
+
+
+# Leaves that hold no tensor, the most frequent ones.
+_HOLD_NOTHING = frozenset(
+    [type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator]
+)
+
+
+def without_plain(values: Iterable[Any]) -> list[Any]:
+    """Those that may hold tensors."""
+    return [value for value in values if type(value) not in _HOLD_NOTHING]

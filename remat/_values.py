@@ -12,19 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ._layout import holder
 from ._torch import has_no_memory, without_dispatch
 
 New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # with what stands for its memory, and its form
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it is a plain one: sizes and strides on a storage."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def holder(tensor: torch.Tensor) -> Any:
-    """What stands for a tensor's memory: its storage, or a sparse tensor itself, which has none."""
-    return tensor.untyped_storage() if is_dense(tensor) else tensor
 
 
 def form_of(tensor: torch.Tensor) -> tuple:

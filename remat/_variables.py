@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ._arguments import without_plain
+from ._tree import without_plain
 
 COPIED = (dict, OrderedDict, defaultdict, list)
 

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ._known import Known
 from ._lines import Line, user_line
-from ._memory import Memory
 from ._names import is_named
 from ._verdict import Verdict
 
@@ -34,14 +34,14 @@ def _warn(message: str, line: Line) -> None:
     warnings.warn_explicit(message, UserWarning, file, line.number, registry=_registries.setdefault(file, {}))
 
 
-def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, memory: Memory) -> None:
+def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, known: Known) -> None:
     """Warn of the names that a policy mentions and that no value has, of the region that has just run."""
     given = sorted(given)
     for pattern in mentioned:
         if any(is_named(name, pattern) for name in given) or pattern in told.names:
             continue
         told.names.add(pattern)
-        if memory.is_news(pattern):
+        if known.is_news(pattern):
             near = difflib.get_close_matches(pattern, given, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             seen = f"values named {', '.join(map(repr, given))}" if given else "no named values at all"
@@ -55,10 +55,10 @@ def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, me
 class Unmatched:
     """A region whose policy has matched no operator. Users are told in the backward, as other calls may match one."""
 
-    __slots__ = ("line", "memory", "operators", "policy", "told")
+    __slots__ = ("known", "line", "operators", "policy", "told")
 
     def __init__(self, recording: Recording) -> None:
-        self.policy, self.told, self.memory = recording.own, recording.told, recording.memory
+        self.policy, self.told, self.known = recording.own, recording.told, recording.known
         self.operators = list(dict.fromkeys(str(entry.key[0]) for entry in recording.log.entries))
         self.line = user_line()
 
@@ -67,7 +67,7 @@ class Unmatched:
         if self.told.operators:
             return
         self.told.operators = True
-        if not self.memory.is_news(f"the operators of {self.policy!r}"):
+        if not self.known.is_news(f"the operators of {self.policy!r}"):
             return
         shown, more = self.operators[:_SHOWN], len(self.operators) - _SHOWN
         _warn(

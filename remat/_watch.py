@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._bulk import gone
 from ._parts import is_followed_below, requires_grad_somewhere
+
+
+def _gone() -> None:
+    """What a weak reference says to a tensor that is no longer there."""
 
 
 class GivenUp(BaseException):
@@ -62,7 +65,7 @@ class Watch:
             self.cuts |= requires_grad_somewhere(args[0])
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
-        return self.seen.get(id(tensor), gone)() is tensor
+        return self.seen.get(id(tensor), _gone)() is tensor
 
     def has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""

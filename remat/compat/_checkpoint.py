@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
 from .. import _compile, _function, _torch
 from .._contexts import Contexts
-from .._memory import memory_of
+from .._known import known_of
 from .._options import Options, checked_options
 from .._sequential import chain, check_segments, row_of
 
@@ -116,7 +116,7 @@ def _decorated(settings: _Settings, function: Callable) -> Callable:
 def _call(function: Any, settings: _Settings, args: tuple, kwargs: dict) -> Any:
     if torch.compiler.is_compiling():
         return _compiled(function, settings, args, kwargs)
-    return _function.call(function, _options(function, settings), memory_of(function), args, kwargs)
+    return _function.call(function, _options(function, settings), known_of(function), args, kwargs)
 
 
 def _options(function: Callable, settings: _Settings) -> Options:

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ._code import CACHE
+_ENTRIES = 4096  # code that is made on the fly does not stay for ever
 
 
 class Known:
-    """What is known of a module or of code, also where a function is made of it anew for each call."""
+    """What a rematerialized function has learnt from its calls, also where it is made anew for each call."""
 
     __slots__ = ("by_level", "changing", "compiles", "graded", "programs", "uses_func", "warnings")
 
@@ -27,44 +27,35 @@ class Known:
         self.warnings: set[str] = set()  # of what users were warned: once is enough
         self.programs: dict[Any, Any] = {}  # what the last first run did under a policy, by what judges for that
 
-
-class Memory:
-    """What a rematerialized function has learnt from its calls."""
-
-    __slots__ = ("__weakref__", "known")
-
-    def __init__(self, known: Known) -> None:
-        self.known = known
-
     def is_news(self, warning: str) -> bool:
         """Whether the user was not warned of it yet."""
-        news = warning not in self.known.warnings
-        self.known.warnings.add(warning)
+        news = warning not in self.warnings
+        self.warnings.add(warning)
         return news
 
 
 # Keyed by ids, for code is hashed by its contents, which is slow; the entries keep the ids valid.
 Entries: TypeAlias = dict[tuple[int, ...], tuple[Any, Known]]
 _of_codes: Entries = {}
-_of_modules: weakref.WeakKeyDictionary[torch.nn.Module, Memory] = weakref.WeakKeyDictionary()
+_of_modules: weakref.WeakKeyDictionary[torch.nn.Module, Known] = weakref.WeakKeyDictionary()
 _around_modules: weakref.WeakKeyDictionary[torch.nn.Module, Entries] = weakref.WeakKeyDictionary()
 
 
-def memory_of(fn: Any) -> Memory:
-    """The memory of a module, and of its methods; a new one for any other function.
+def known_of(fn: Any) -> Known:
+    """What is known of a function; of a module and its methods it is the same.
 
     What is known is that of the function's code together with the code or the module of what it wraps: small wrappers
     may be made anew for each call, but another function that is wrapped, or that wraps it, may do something else.
     """
     if torch.compiler.is_compiling():  # then none is used, and Dynamo has no `id` for code
-        return Memory(Known())
+        return Known()
     module = _module_of(fn)
     if module is None:
-        return Memory(_known_of(_path(fn, 0)))
-    memory = _of_modules.get(module)
-    if memory is None:
-        memory = _of_modules[module] = Memory(Known())
-    return memory
+        return _of_path(_path(fn, 0))
+    known = _of_modules.get(module)
+    if known is None:
+        known = _of_modules[module] = Known()
+    return known
 
 
 def _module_of(fn: Any) -> torch.nn.Module | None:
@@ -102,7 +93,7 @@ def _first(held: list[Any], depth: int) -> tuple[Any, ...]:
 _DEPTH = 4
 
 
-def _known_of(path: tuple[Any, ...]) -> Known:
+def _of_path(path: tuple[Any, ...]) -> Known:
     if not path:
         return Known()
     module = next((each for each in path if isinstance(each, torch.nn.Module)), None)
@@ -111,7 +102,7 @@ def _known_of(path: tuple[Any, ...]) -> Known:
     key = tuple(map(id, codes))
     entry = entries.get(key)
     if entry is None:
-        if len(entries) >= CACHE:
+        if len(entries) >= _ENTRIES:
             entries.clear()
         entry = entries[key] = codes, Known()
     return entry[1]

@@ -1,0 +1,50 @@
+"""The accelerator of this build of torch, and its devices. Nothing here starts it."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+
+
+@cache
+def accelerator() -> tuple[torch.device, ...]:
+    """The accelerator that this build of torch is for, if it is for one; does not start it."""
+    device = torch.accelerator.current_accelerator()
+    return () if device is None else (device,)
+
+
+def started_devices() -> list[torch.device]:
+    """All devices of the accelerator, if the backend has started."""
+    return [
+        torch.device(device.type, i)
+        for device in accelerator()
+        if has_started(torch.get_device_module(device))
+        for i in range(torch.accelerator.device_count())
+    ]
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is made of what runs now."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def current_device() -> tuple[torch.device, ...]:
+    """The accelerator's current device, if the backend has started."""
+    for device in accelerator():
+        module = torch.get_device_module(device)
+        if has_started(module) and hasattr(module, "current_device"):
+            return (torch.device(device.type, module.current_device()),)
+    return ()
+
+
+def set_current_device(value: tuple[torch.device, ...]) -> None:
+    """Set it to what ``current_device`` has returned."""
+    for device in value:
+        torch.accelerator.set_device_index(device.index)
+
+
+def has_started(module: ModuleType) -> bool:
+    """Whether the backend of these devices has started."""
+    return getattr(module, "is_initialized", module.is_available)()
