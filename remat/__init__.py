@@ -1,14 +1,14 @@
 """Rematerialization for PyTorch: the same values and derivatives from less memory."""
 
 from . import compat, integrations, nn, policies
-from ._errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
-from ._listing import SavedResidual, print_saved_residuals, saved_residuals
-from ._names import checkpoint_name
-from ._options import override
-from ._policy import Policy
-from ._remat import remat
+from ._core.state import disable_remat, is_disabled, is_recomputing
+from ._policy.names import checkpoint_name
+from ._policy.policy import Policy
+from ._region.options import override
 from ._sequential import sequential
-from ._state import disable_remat, is_disabled, is_recomputing
+from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
+from .residuals import SavedResidual, print_saved_residuals, saved_residuals
+from .transform import remat
 
 __all__ = [
     "CaptureError",

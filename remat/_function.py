@@ -10,28 +10,31 @@ from typing import Any
 
 import torch
 
-from . import _autograd, _compile, _func, _torch
-from ._hooks import hooks_are_allowed, is_hooks_refusal
-from ._known import Known, known_of
-from ._lowerings import go_back, lowered_by_func, mark
-from ._options import Options
-from ._state import is_disabled, own_work, state
+from ._compile import lowering as compiled
+from ._core import private
+from ._core.known import Known, known_of
+from ._core.state import is_disabled, own_work, state
+from ._engine import lowering as engine
+from ._functorch import lowering as functorch
+from ._region.hooks import hooks_are_allowed, is_hooks_refusal
+from ._region.lowerings import go_back, lowered_by_func, mark
+from ._region.options import Options
 
 
-@_torch.skipped_unless_inlined  # where Dynamo breaks its graph in a region, the region is run here
+@private.skipped_unless_inlined  # where Dynamo breaks its graph in a region, the region is run here
 def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region, or as it is where there is nothing to keep."""
     if torch.compiler.is_compiling():
-        return _compile.call(fn, options, args, kwargs)
-    if state.override or _torch.switched():
+        return compiled.call(fn, options, args, kwargs)
+    if state.override or private.switched():
         if is_disabled():
             return fn(*args, **kwargs)
         options = options.overridden()
-    if _torch.tracing():
+    if private.tracing():
         return fn(*args, **kwargs)
     known = known or known_of(fn)
-    if _torch.transforms_active():
-        return _func.call(fn, options, known, args, kwargs)
+    if private.transforms_active():
+        return functorch.call(fn, options, known, args, kwargs)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         return _by_autograd(fn, options, known, args, kwargs)
     return fn(*args, **kwargs)
@@ -44,16 +47,16 @@ def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwar
     if not lowered_by_func(known.uses_func or not hooks_are_allowed()):
         try:
             if not state.interceptors:
-                return _autograd.call(fn, options, known, args, kwargs)
+                return engine.call(fn, options, known, args, kwargs)
             with own_work():
-                return _autograd.call(fn, options, known, args, kwargs)
+                return engine.call(fn, options, known, args, kwargs)
         except RuntimeError as error:
             if not is_hooks_refusal(error):
                 raise
             known.uses_func = True
             go_back(marks)
             lowered_by_func(True)
-    return _func.call(fn, options, known, args, kwargs)
+    return functorch.call(fn, options, known, args, kwargs)
 
 
 class Remat:

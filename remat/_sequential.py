@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ._core.known import Known
 from ._function import Remat
-from ._known import Known
-from ._options import checked_options
+from ._region.options import checked_options
 
 
 def sequential(

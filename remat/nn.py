@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._eligible import check_module
-from ._module import change_back, change_in_place
-from ._options import checked_options
+from ._modules.eligible import check_module
+from ._modules.module import change_back, change_in_place
+from ._region.options import checked_options
 
 __all__ = ["apply", "every", "undo"]
 

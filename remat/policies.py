@@ -10,13 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ._errors import PolicyError
-from ._groups import ATTENTION, COLLECTIVES, CONVOLUTIONS, MATMULS, MATMULS_WITHOUT_BATCH_DIMS, is_unbatched_einsum
-from ._names import Names
-from ._ops import makers_of
-from ._policy import If, Offloaded, Ops, Policy, as_policy, saving
-from ._policy import Preset as _Preset
-from ._predicates import checked_predicate
+from ._policy.groups import (
+    ATTENTION,
+    COLLECTIVES,
+    CONVOLUTIONS,
+    MATMULS,
+    MATMULS_WITHOUT_BATCH_DIMS,
+    is_unbatched_einsum,
+)
+from ._policy.names import Names
+from ._policy.operators import makers_of
+from ._policy.policy import If, Offloaded, Ops, Policy, as_policy, saving
+from ._policy.policy import Preset as _Preset
+from ._policy.predicates import checked_predicate
+from .errors import PolicyError
 
 __all__ = [
     "checkpoint_dots",

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import _tree
+from remat._core import trees
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ def flat(case: Case, fn: Callable[..., Any] | None = None) -> tuple[Callable[...
     It returns the differentiable results, a tuple of tensors. Other arguments are copied at each call.
     """
     fn = case.fn if fn is None else fn
-    leaves, spec = _tree.flatten(case.make_args())
+    leaves, spec = trees.flatten(case.make_args())
     unique: dict[int, Tensor] = {id(t): t for t in leaves if is_differentiable(t)}
     position = {key: i for i, key in enumerate(unique)}
 
     def call(*primals: Tensor) -> tuple[Tensor, ...]:
         full = [primals[position[id(t)]] if id(t) in position else copied(t) for t in leaves]
-        result = fn(*_tree.unflatten(spec, full))
+        result = fn(*trees.unflatten(spec, full))
         return tuple(t for t in tensor_leaves(result) if t.is_floating_point() or t.is_complex())
 
     return call, tuple(t.detach() for t in unique.values())
@@ -117,20 +117,20 @@ def is_differentiable(leaf: Any) -> bool:
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
     """The tensors of a tree."""
-    return [leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def differentiable_leaves(tree: Any) -> list[Tensor]:
     """The tensors of a tree that require grad."""
-    return [leaf for leaf in _tree.flatten(tree)[0] if is_differentiable(leaf)]
+    return [leaf for leaf in trees.flatten(tree)[0] if is_differentiable(leaf)]
 
 
 def assert_same(actual: Any, expected: Any, exact: bool = True) -> None:
     """Asserts that two trees have the same structure and equal leaves, tensors bit for bit if `exact`."""
-    found, spec = _tree.flatten(actual)
-    wanted, wanted_spec = _tree.flatten(expected)
-    assert spec == wanted_spec, _tree.describe_difference(wanted_spec, spec, "it")
-    for path, a, b in zip(_tree.paths(spec, "it"), found, wanted):
+    found, spec = trees.flatten(actual)
+    wanted, wanted_spec = trees.flatten(expected)
+    assert spec == wanted_spec, trees.describe_difference(wanted_spec, spec, "it")
+    for path, a, b in zip(trees.paths(spec, "it"), found, wanted):
         if not isinstance(b, Tensor):
             assert type(a) is type(b) and a == b, f"{path}: {a!r} instead of {b!r}"
             continue

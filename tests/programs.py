@@ -27,7 +27,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import remat as package
 from benchmarks.measure import OpCounter, held_bytes
-from remat import CaptureError, MutationError, _torch, _tree, checkpoint_name, policies
+from remat import CaptureError, MutationError, checkpoint_name, policies
+from remat._core import private, trees
 
 __all__ = [
     "GENERATOR", "F", "Layer", "SimpleNamespace", "SineAndCosine", "added", "checkpoint_name", "chosen", "compare",
@@ -151,7 +152,7 @@ def differentiated_again(f: Fn, a: Tensor, b: Tensor) -> Tensor:
     And so may `p`, where it is such a result.
     """
     p = a * 1
-    if _torch.transforms_active() and not p.requires_grad:
+    if private.transforms_active() and not p.requires_grad:
         raise RuntimeError("nothing to differentiate at")
     out = total(f(p, b))
     g = None
@@ -337,8 +338,8 @@ def errors_told_apart() -> Iterator[None]:
 
 def compare_closely(found: Any, expected: Any, atol: float) -> None:
     """Where sums are reordered."""
-    assert _tree.flatten(found)[1] == _tree.flatten(expected)[1]
-    for a, b in zip(_tree.flatten(found)[0], _tree.flatten(expected)[0]):
+    assert trees.flatten(found)[1] == trees.flatten(expected)[1]
+    for a, b in zip(trees.flatten(found)[0], trees.flatten(expected)[0]):
         if isinstance(b, Tensor):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=atol)
         else:

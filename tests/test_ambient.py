@@ -18,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat import _ambient, _generators, _settings
-from remat._ambient import Ambient
-from remat._generators import HostGenerator
+from remat._ambient import ambient as ambient_module
+from remat._ambient import generators
+from remat._ambient import settings as settings_module
+from remat._ambient.ambient import Ambient
+from remat._ambient.generators import HostGenerator
 
 CPU = torch.device("cpu")
 DRAWS = {
@@ -122,7 +124,7 @@ class TestGenerators:
 
     def test_not_preserved(self):
         g = torch.Generator()
-        with mock.patch.object(_ambient, "global_generators", None):
+        with mock.patch.object(ambient_module, "global_generators", None):
             ambient = capture([g], preserve=False)
             before = torch.default_generator.get_state(), g.get_state(), random.getstate()
             with ambient.restored():
@@ -507,12 +509,12 @@ class TestSettings:
             raise AssertionError("not reached")
         assert torch.is_grad_enabled() and torch.equal(g.get_state(), state)
 
-        gets, puts = _settings._settings()
+        gets, puts = settings_module._settings()
         settings = (lambda: None, lambda: object(), *gets[1:]), (puts[0], Broken().set_state, *puts[1:])
         with default_dtype(torch.float64), torch.autocast("cpu"):
-            with mock.patch.object(_settings, "_settings", lambda: settings):
+            with mock.patch.object(settings_module, "_settings", lambda: settings):
                 other = capture()
-        with mock.patch.object(_settings, "_settings", lambda: settings):
+        with mock.patch.object(settings_module, "_settings", lambda: settings):
             state, before = torch.default_generator.get_state(), observed()
             with pytest.raises(RuntimeError, match="broken"), other.restored():
                 raise AssertionError("not reached")
@@ -563,10 +565,10 @@ def test_a_build_of_torch_with_cuda_and_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda"))
     for module, name in ((torch.cuda, "is_current_stream_capturing"), (torch.cuda, "current_device")):
         monkeypatch.setattr(module, name, no_driver)
-    _generators.accelerator.cache_clear()
+    generators.accelerator.cache_clear()
     try:
         x = torch.ones(3, requires_grad=True)
         remat.remat(torch.sin)(x).sum().backward()
         assert torch.equal(x.grad, x.detach().cos())
     finally:
-        _generators.accelerator.cache_clear()
+        generators.accelerator.cache_clear()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from remat._captured import find
-from remat._variables import bound
+from remat._captured.captured import find
+from remat._captured.variables import bound
 
 W = torch.ones(2)
 CONFIG = {"w": torch.ones(2), "nested": [torch.ones(2)]}

@@ -186,7 +186,7 @@ def test_results_that_are_no_tensors(lib: Any) -> None:
             assert isinstance(out, tuple)
             continue
         assert_same(out, expected)
-        tensors = [next(t for t in remat._tree.flatten(o)[0] if isinstance(t, Tensor)) for o in (out, expected)]
+        tensors = [next(t for t in remat._core.trees.flatten(o)[0] if isinstance(t, Tensor)) for o in (out, expected)]
         grads = []
         for tensor in tensors:
             X.grad = None

@@ -26,12 +26,12 @@ from remat import (
     PolicyError,
     RecomputeMismatchError,
     RematError,
-    _torch,
     disable_remat,
     is_recomputing,
     policies,
     remat,
 )
+from remat._core import private
 
 ERRORS = [CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError]
 ADVICE = "A region must do the same each time. Look for Python state that changed between the runs"
@@ -648,11 +648,11 @@ MODULE = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3, affine=Fals
 def surroundings() -> dict[str, Any]:
     bits = np.random.get_state()
     return {
-        "hooks": _torch.top_hooks(True),
-        "hooks switch": _torch.hooks_disabled_message(),
-        "levels": _torch.transforms_active(),
-        "level": _torch.current_level(),
-        "dual level": _torch.dual_level_active(),
+        "hooks": private.top_hooks(True),
+        "hooks switch": private.hooks_disabled_message(),
+        "levels": private.transforms_active(),
+        "level": private.current_level(),
+        "dual level": private.dual_level_active(),
         "torch generator": torch.get_rng_state().tolist(),
         "python generator": random.getstate(),
         "numpy generator": (bits[0], bits[1].tolist(), *bits[2:]),
@@ -852,14 +852,14 @@ def test_after_an_error_of_the_package(error: type, way: Callable) -> None:
 def test_hooks_of_the_user_stay_on_top() -> None:
     pack, unpack = (lambda t: t), (lambda t: t)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        before = _torch.top_hooks(True)
+        before = private.top_hooks(True)
         with pytest.raises(Boom):
             remat(Failing(0))(leaf(2, 3))
         loss = remat(Failing(1))(leaf(2, 3)).sum()
         with pytest.raises(Boom):
             loss.backward()
-        assert _torch.top_hooks(True) == before
-    assert _torch.top_hooks(True) is None
+        assert private.top_hooks(True) == before
+    assert private.top_hooks(True) is None
 
 
 def test_hooks_that_the_user_disabled_stay_disabled() -> None:
@@ -869,8 +869,8 @@ def test_hooks_that_the_user_disabled_stay_disabled() -> None:
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks, says the user"):
         with pytest.raises(Boom):
             out.sum().backward()
-        assert _torch.hooks_disabled_message() == "no hooks, says the user"
-    assert _torch.hooks_disabled_message() is None
+        assert private.hooks_disabled_message() == "no hooks, says the user"
+    assert private.hooks_disabled_message() is None
 
 
 class Counting(TorchFunctionMode):

@@ -13,7 +13,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.functional import conv1d, dropout
 
 from benchmarks.measure import count_ops, leaked_bytes, peak_bytes
-from remat import _tree, remat
+from remat import remat
+from remat._core import trees
 
 Wrap = Callable[[Callable], Callable]
 RANDOMNESS = ("same", "different")
@@ -44,7 +45,7 @@ def both(program: Callable[[Wrap], Any]) -> None:
 
 def stacked(case: Case) -> tuple[Any, Any]:
     """Arguments with two samples in each tensor that requires grad, and the dimensions."""
-    leaves, spec = _tree.flatten(case.make_args())
+    leaves, spec = trees.flatten(case.make_args())
     follows = [isinstance(t, Tensor) and t.requires_grad for t in leaves]
     values = [torch.stack([t, t.cos()]).detach() if s else t for t, s in zip(leaves, follows)]
     return values, (spec, follows)
@@ -54,8 +55,8 @@ def mapped(case: Case, fn: Callable, grads: bool) -> Any:
     values, (spec, follows) = stacked(case)
 
     def call(*samples: Any) -> Any:
-        out = fn(*_tree.unflatten(spec, samples))
-        found = [t for t in _tree.flatten(out)[0] if isinstance(t, Tensor)]
+        out = fn(*trees.unflatten(spec, samples))
+        found = [t for t in trees.flatten(out)[0] if isinstance(t, Tensor)]
         if not grads:
             return found
         return sum((t.abs() ** 2).sum() for t in found if t.is_floating_point() or t.is_complex())
@@ -86,8 +87,8 @@ def test_case_under_autograd(case: Case) -> None:
         leaves = [t.clone().requires_grad_() if s else t for t, s in zip(values, follows)]
 
         def call(*samples: Any) -> Tensor:
-            out = fn(*_tree.unflatten(spec, samples))
-            found = [t for t in _tree.flatten(out)[0] if isinstance(t, Tensor)]
+            out = fn(*trees.unflatten(spec, samples))
+            found = [t for t in trees.flatten(out)[0] if isinstance(t, Tensor)]
             return sum((t.abs() ** 2).sum() for t in found if t.is_floating_point() or t.is_complex())
 
         in_dims = tuple(0 if s else None for s in follows)

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import _offload, checkpoint_name, policies, remat
-from remat._offload import Group, Offloaded
+from remat import checkpoint_name, policies, remat
+from remat._core import host_memory
+from remat._core.host_memory import Group, Offloaded
 
 MIB = 2**20
 
@@ -37,7 +38,7 @@ class Copies:
         self.out: list[weakref.ref] = []
         self.back: list[int] = []
         self.arrived: list[weakref.ref] = []
-        to_host, to_device = _offload._to_host, _offload._to_device
+        to_host, to_device = host_memory._to_host, host_memory._to_device
 
         def noting_to_host(memory: Tensor) -> tuple:
             # On a device, the copy is a plain one of bytes.
@@ -53,8 +54,8 @@ class Copies:
             self.arrived.append(weakref.ref(arrival.tensor))
             return arrival
 
-        monkeypatch.setattr(_offload, "_to_host", noting_to_host)
-        monkeypatch.setattr(_offload, "_to_device", noting_to_device)
+        monkeypatch.setattr(host_memory, "_to_host", noting_to_host)
+        monkeypatch.setattr(host_memory, "_to_device", noting_to_device)
 
     def taken(self) -> list[int]:
         """What came back since this was last asked."""
@@ -71,7 +72,7 @@ class Copies:
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> Copies:
     """Tensors of the CPU count as those of a device without streams."""
-    monkeypatch.setattr(_offload, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(host_memory, "in_host_memory", lambda tensor: False)
     return Copies(monkeypatch)
 
 
@@ -372,7 +373,7 @@ def test_a_prefetch_may_fail_for_lack_of_memory(far: Copies, monkeypatch: pytest
     x = leaf(8)
     expected = torch.autograd.grad(x.sin().exp().sin().exp().sum(), x)
     loss, _ = regions(x, 2)
-    to_device, calls = _offload._to_device, []
+    to_device, calls = host_memory._to_device, []
 
     def short(*args: Any) -> Any:
         calls.append(args)
@@ -380,7 +381,7 @@ def test_a_prefetch_may_fail_for_lack_of_memory(far: Copies, monkeypatch: pytest
             raise torch.OutOfMemoryError("no memory")
         return to_device(*args)
 
-    monkeypatch.setattr(_offload, "_to_device", short)
+    monkeypatch.setattr(host_memory, "_to_device", short)
     same(torch.autograd.grad(loss, x), expected)
     assert sorted(far.back) == [0, 1, 2, 3]
     assert len(calls) == 6
@@ -450,13 +451,13 @@ def in_threads(*jobs: Callable[[], Any]) -> None:
 
 
 def test_threads_get_one_copy(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
-    to_device = _offload._to_device
+    to_device = host_memory._to_device
 
     def slow(*args: Any) -> Any:
         threading.Event().wait(0.001)
         return to_device(*args)
 
-    monkeypatch.setattr(_offload, "_to_device", slow)
+    monkeypatch.setattr(host_memory, "_to_device", slow)
     kept = [Offloaded(torch.randn(8)) for _ in range(50)]
     start, got = threading.Barrier(4), []
 
@@ -586,9 +587,9 @@ class Streams(TorchDispatchMode):
 @pytest.fixture(params=[False, True], ids=["late", "early"])
 def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     world = Streams(request.param)
-    monkeypatch.setattr(_offload, "in_host_memory", lambda tensor: False)
-    monkeypatch.setattr(_offload, "has_streams", lambda device: True)
-    monkeypatch.setattr(_offload, "_sides", {})
+    monkeypatch.setattr(host_memory, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(host_memory, "has_streams", lambda device: True)
+    monkeypatch.setattr(host_memory, "_sides", {})
     monkeypatch.setattr(torch, "Stream", world.new)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: world.current)
     monkeypatch.setattr(torch, "empty", world.empty)
@@ -670,7 +671,7 @@ def test_settle_before_a_change_in_place(streams: Streams) -> None:
 def test_caller_waits_when_too_much_is_in_flight(
     limit: int, waits: int, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_offload, "IN_FLIGHT_BYTES", limit)
+    monkeypatch.setattr(host_memory, "IN_FLIGHT_BYTES", limit)
     kept = [Offloaded(produced(streams, i, 4)) for i in range(5)]  # 16 bytes each
     assert len(streams.waited) == waits  # never for the copy that was just started
     assert all(event.has_happened() for event in streams.waited)
@@ -776,7 +777,7 @@ def test_cuda_gradients_and_peak(retain_graph: bool) -> None:
 
 @cuda
 def test_cuda_caller_far_ahead_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_offload, "IN_FLIGHT_BYTES", 8 * MIB)
+    monkeypatch.setattr(host_memory, "IN_FLIGHT_BYTES", 8 * MIB)
     x = torch.randn(MIB, device=DEVICE, requires_grad=True)
     expected = plainly(x, 32)
     for _ in range(3):

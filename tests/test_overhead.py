@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.measure import gc_disabled
 from remat import remat
-from remat._arguments import Positional, Tensors, take_apart
+from remat._region.arguments import Positional, Tensors, take_apart
 
 
 def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.measure import OpCounter, count_ops, held_bytes
-from remat import PolicyError, _groups, _ops, policies, remat
-from remat._policy import Policy, Verdict, as_policy
-from remat._predicates import PUBLIC_NAMES
-from remat._torch import operator_names
+from remat import PolicyError, policies, remat
+from remat._core.private import operator_names
+from remat._policy import groups, operators
+from remat._policy.policy import Policy, Verdict, as_policy
+from remat._policy.predicates import PUBLIC_NAMES
 
 
 def name_of(value: Any) -> str:
@@ -521,8 +522,8 @@ def test_views_in_a_list_change_nothing() -> None:
 
 
 def test_a_packet_stands_for_its_overloads() -> None:
-    assert _ops.resolve(aten.mm) == {getattr(aten.mm, name) for name in aten.mm.overloads()}
-    assert aten.sum.dim_IntList in _ops.resolve("aten.sum") and aten.sum.int not in _ops.resolve("aten.sum")
+    assert operators.resolve(aten.mm) == {getattr(aten.mm, name) for name in aten.mm.overloads()}
+    assert aten.sum.dim_IntList in operators.resolve("aten.sum") and aten.sum.int not in operators.resolve("aten.sum")
 
 
 @pytest.mark.parametrize(
@@ -563,7 +564,7 @@ class Kept(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if judge(self.policy, op, args=args) is SAVE:
-            self.names.append(_ops.packet_name(op).partition("::")[2])
+            self.names.append(operators.packet_name(op).partition("::")[2])
         return op(*args, **(kwargs or {}))
 
 
@@ -766,7 +767,7 @@ def test_collectives_are_seen() -> None:
 @pytest.mark.parametrize("group", ["MATMULS", "ATTENTION"])
 def test_names_in_groups_exist(group: str) -> None:
     """A name with a typo would keep nothing, silently; those of other packages and of newer torch are few."""
-    expected = {name for name in getattr(_groups, group) if name.startswith(("aten::", "quantized::", "mkl"))}
+    expected = {name for name in getattr(groups, group) if name.startswith(("aten::", "quantized::", "mkl"))}
     missing = expected - {name.partition(".")[0] for name in operator_names()}
     newer = {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2", "aten::_foreach_mm"}
     newer |= {"aten::_flash_attention_forward_no_dropout_inplace"}

@@ -45,7 +45,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from benchmarks.measure import leaked_bytes, peak_bytes
 from remat import MutationError, RecomputeMismatchError, checkpoint_name, disable_remat, is_recomputing, policies, remat
-from remat._policy import as_policy
+from remat._policy.policy import as_policy
 
 Fn = Callable[..., Any]
 Wrap = Callable[[Fn], Fn]

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import remat
-from remat import _torch
+from remat._core import private
 
 PACKAGE = Path(remat.__file__).parent
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_torch.py")
-# What `_torch.py` calls its imports, and the attributes that only an object has.
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "private.py")
+# What `private.py` calls its imports, and the attributes that only an object has.
 ON_OBJECTS = {
     "_sequence_nr": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
     "_torchdynamo_disable": lambda: torch.compiler.disable(lambda: None),
@@ -75,12 +75,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def private(names: Iterator[str]) -> list[str]:
+def private_ones(names: Iterator[str]) -> list[str]:
     return sorted({name for name in names if any(map(is_private, name.split(".")))})
 
 
-SOURCE = parsed(PACKAGE / "_torch.py")
-PRIVATE = private(torch_names(SOURCE))
+SOURCE = parsed(PACKAGE / "_core" / "private.py")
+PRIVATE = private_ones(torch_names(SOURCE))
 
 
 def find(name: str) -> Any:
@@ -99,7 +99,7 @@ def test_the_search_finds_names() -> None:
         "import torch\nimport torch._a.b as c\nfrom torch.d import _e as f\nfrom x import _y\n"
         "torch.nn.g(torch._C._h.i)(1)._j\nc.k._l\nf\nself._m"
     )
-    assert private(torch_names(tree)) == ["torch._C._h.i", "torch._a.b", "torch._a.b.k._l", "torch.d._e"]
+    assert private_ones(torch_names(tree)) == ["torch._C._h.i", "torch._a.b", "torch._a.b.k._l", "torch.d._e"]
     assert len(PRIVATE) > 20
 
 
@@ -131,7 +131,7 @@ def test_private_attributes_of_objects_exist() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_no_private_name_elsewhere(path: Path) -> None:
-    assert private(torch_names(parsed(path))) == []
+    assert private_ones(torch_names(parsed(path))) == []
     text = path.read_text()
     assert not re.search(r"\btorch(\.\w+)*\._[a-zA-Z]", text)
     assert not re.search(r"^\s*from torch\S* import .*(?<!\w)_[a-zA-Z]", text, re.MULTILINE)
@@ -147,7 +147,7 @@ def test_no_private_attribute_of_tensors_and_nodes_elsewhere(path: Path) -> None
 def test_every_name_of_the_file_is_used() -> None:
     """A name that nobody needs any more is one more that a new torch can break."""
     texts = [path.read_text() for path in FILES]
-    own = (PACKAGE / "_torch.py").read_text()
+    own = (PACKAGE / "_core" / "private.py").read_text()
     defined = [
         target.id
         for node in SOURCE.body
@@ -160,7 +160,7 @@ def test_every_name_of_the_file_is_used() -> None:
     for name in defined:
         word = re.compile(rf"\b{name}\b")
         used = any(word.search(text) for text in texts) or len(word.findall(own)) > 1
-        assert used and hasattr(_torch, name), name
+        assert used and hasattr(private, name), name
 
 
 def test_what_is_carried_is_owned_once() -> None:
@@ -168,7 +168,7 @@ def test_what_is_carried_is_owned_once() -> None:
     value = (object(),)
     before = sys.getrefcount(value)
     for _ in range(3):
-        _torch.carry("remat.test", value)
-        assert sys.getrefcount(value) == before + 1 and _torch.carried("remat.test") is value
-    _torch.carry("remat.test", None)
+        private.carry("remat.test", value)
+        assert sys.getrefcount(value) == before + 1 and private.carried("remat.test") is value
+    private.carry("remat.test", None)
     assert sys.getrefcount(value) == before

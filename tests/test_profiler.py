@@ -18,8 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import remat.nn
 from benchmarks.measure import OpCounter
-from remat import _ranges, compat, policies
+from remat import compat, policies
 from remat import remat as transform
+from remat._core import ranges as ranges_module
 
 W = rand(8, 8, seed=1, grad=False)
 POLICIES = [None, policies.save_matmuls, policies.nothing_saveable]
@@ -169,7 +170,7 @@ def test_nothing_is_entered_without_a_profiler(monkeypatch: pytest.MonkeyPatch) 
             entered.append(self.name)
             return super().__enter__()
 
-    monkeypatch.setattr(_ranges, "record_function", Noted)
+    monkeypatch.setattr(ranges_module, "record_function", Noted)
     monkeypatch.setattr(torch.autograd.profiler, "record_function", Noted)
     block, x = transform(Block()), rand(4, 8)
     for policy in POLICIES:

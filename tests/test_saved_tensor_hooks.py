@@ -34,7 +34,6 @@ from remat import (
     MutationError,
     RecomputeMismatchError,
     RematError,
-    _torch,
     checkpoint_name,
     disable_remat,
     is_recomputing,
@@ -42,6 +41,7 @@ from remat import (
     remat,
     saved_residuals,
 )
+from remat._core import private
 from tests.cases import assert_same, rand
 
 DOCS = Path(__file__).parents[1] / "docs" / "saved_tensor_hooks.md"
@@ -337,7 +337,7 @@ def _(wrap: Wrap) -> None:
     def state() -> tuple:
         modes = torch.utils._python_dispatch._len_torch_dispatch_stack()
         enabled = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        return _torch.top_hooks(True), torch.get_rng_state().tolist(), modes, enabled, is_recomputing()
+        return private.top_hooks(True), torch.get_rng_state().tolist(), modes, enabled, is_recomputing()
 
     def noisy(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -387,7 +387,7 @@ def _(wrap: Wrap) -> None:
                 call(x, w)
         with pytest.raises(RematError, match="'not in my house'"):
             saved_residuals(wrap(fn), x, w)
-        assert _torch.hooks_disabled_message() == "not in my house"
+        assert private.hooks_disabled_message() == "not in my house"
         assert torch.equal(torch.get_rng_state(), state)
         with disable_remat():
             assert_same(derivatives(wrap(block)), derivatives(block))
@@ -435,7 +435,7 @@ def _(wrap: Wrap) -> None:
         ):
             with pytest.raises(RematError, match=r"'not in my house'"):
                 call()
-        assert _torch.hooks_disabled_message() == "not in my house"
+        assert private.hooks_disabled_message() == "not in my house"
 
 
 @row("`disable_saved_tensors_hooks` around `torch.func.grad`")

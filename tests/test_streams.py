@@ -10,7 +10,8 @@ from accelerator import DEVICE, backend
 from cases import assert_same
 from torch import Tensor, nn
 
-from remat import _offload, policies, remat
+from remat import policies, remat
+from remat._core import host_memory
 
 pytestmark = pytest.mark.cuda
 SINES = policies.offload(policies.save_ops("aten.sin"))
@@ -82,7 +83,7 @@ CHANGES: dict[Callable, Callable] = {
 def test_a_copy_to_the_host_has_the_value_of_before_a_change(fn: Callable) -> None:
     x = leaf(64, 64)
     remat(fn, policy=SINES)(x)  # its streams are there now
-    with backend.stream(_offload._side(x.device).out):
+    with backend.stream(host_memory._side(x.device).out):
         backend._sleep(LONG)  # the copies come late
     outs = remat(fn, policy=SINES)(x)
     CHANGES[fn](*outs)
@@ -93,7 +94,7 @@ def test_a_copy_to_the_host_has_the_value_of_before_a_change(fn: Callable) -> No
 
 def test_nothing_waits_for_copies_of_what_nobody_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
-    monkeypatch.setattr(_offload.Offloaded, "settle", lambda self: waits.append(self))
+    monkeypatch.setattr(host_memory.Offloaded, "settle", lambda self: waits.append(self))
 
     def fn(x: Tensor) -> Tensor:
         for _ in range(4):

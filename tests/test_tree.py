@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.utils._pytree as torch_pytree
 
-from remat import _tree
-from remat._tree import describe_difference, flatten, paths, unflatten
+from remat._core import trees
+from remat._core.trees import describe_difference, flatten, paths, unflatten
 
 
 def again(tree):
@@ -293,7 +293,7 @@ class TestTorchNodes:
 def test_types_are_learned_once(monkeypatch):
     cls = dataclasses.make_dataclass("Once", ["a"])
     flatten((cls(cls({1})), torch.ones(1), None))
-    monkeypatch.setattr(_tree, "_learn", None)
+    monkeypatch.setattr(trees, "_learn", None)
     leaves, spec = flatten((cls(cls({1})), torch.ones(1), None))
     assert len(leaves) == 3 and len(paths(spec, "")) == 3
 

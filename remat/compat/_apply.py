@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .. import _torch
-from .._policy import as_policy
+from .._core import private
+from .._policy.policy import as_policy
 from ._wrapper import checkpoint_wrapper
 
 
@@ -58,7 +58,7 @@ def apply_activation_checkpointing(
         raise TypeError(f"apply_activation_checkpointing takes a torch.nn.Module, got {type(model).__name__}.")
     if policy is not None:
         as_policy(policy)
-    choose, torchs = _torch.activation_checkpointing()
+    choose, torchs = private.activation_checkpointing()
     wrap: Callable[..., torch.nn.Module] = functools.partial(checkpoint_wrapper, policy=policy)
     settings = dict(getattr(checkpoint_wrapper_fn, "keywords", {}))
     if getattr(checkpoint_wrapper_fn, "func", checkpoint_wrapper_fn) is torchs:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
-from .. import _compile, _function, _torch
-from .._contexts import Contexts
-from .._known import known_of
-from .._options import Options, checked_options
+from .. import _function
+from .._compile import lowering as compiled
+from .._core import private
+from .._core.known import known_of
+from .._region.contexts import Contexts
+from .._region.options import Options, checked_options
 from .._sequential import chain, check_segments, row_of
 
 _TWO_POLICIES = "There are two policies: the one in context_fn, and policy. Join them, as in `policy=p | [*ops]`."
@@ -112,7 +114,7 @@ def _decorated(settings: _Settings, function: Callable) -> Callable:
     return functools.update_wrapper(checkpointed, function, updated=())
 
 
-@_torch.skipped_unless_inlined  # as calls of rematerialized functions
+@private.skipped_unless_inlined  # as calls of rematerialized functions
 def _call(function: Any, settings: _Settings, args: tuple, kwargs: dict) -> Any:
     if torch.compiler.is_compiling():
         return _compiled(function, settings, args, kwargs)
@@ -130,7 +132,7 @@ def _options(function: Callable, settings: _Settings) -> Options:
     policy, contexts = settings.policy, None
     if settings.context_fn is not noop_context_fn:
         contexts = Contexts(settings.context_fn())
-        if (type(contexts.first), type(contexts.again)) == _torch.SelectiveModes:
+        if (type(contexts.first), type(contexts.again)) == private.SelectiveModes:
             if policy is not None:
                 raise ValueError(_TWO_POLICIES)
             policy_fn = contexts.first.policy_fn
@@ -163,7 +165,7 @@ def _compiled(function: Callable, settings: _Settings, args: tuple, kwargs: dict
     if settings.policy is not None and settings.context_fn is not noop_context_fn:  # which is selective, as in torch
         raise ValueError(_TWO_POLICIES)
     contexts: Any = {} if settings.context_fn is noop_context_fn else {"context_fn": settings.context_fn}
-    return _compile.checkpoint(
+    return compiled.checkpoint(
         function, args, kwargs, settings.policy, preserve_rng_state=settings.preserve_rng_state, **contexts
     )
 

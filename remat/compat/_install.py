@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from .. import _torch
-from .._policy import as_policy
+from .._core import private
+from .._policy.policy import as_policy
 from ._checkpoint import checkpoint
 
-_ORIGINAL = _torch.original_checkpoint
+_ORIGINAL = private.original_checkpoint
 _installed: list[Callable] = []  # the last one is in the place of torch's function
 
 
@@ -99,7 +99,7 @@ def _set(functions: list[Callable]) -> None:
     old, new = ([_ORIGINAL, *each][-1] for each in (_installed, functions))
     _installed[:] = functions
     if new is not old:
-        _torch.let_dynamo_trace_checkpoint(new is not _ORIGINAL)
+        private.let_dynamo_trace_checkpoint(new is not _ORIGINAL)
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and not name.startswith(("remat.", "torch._")):
                 for key, value in list(vars(module).items()):

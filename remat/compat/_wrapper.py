@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._eligible import check_module
-from .._module import change_in_place
-from .._options import checked_options
-from .._state import disable_remat, is_recomputing, state
+from .._core.state import disable_remat, is_recomputing, state
+from .._modules.eligible import check_module
+from .._modules.module import change_in_place
+from .._region.options import checked_options
 
 __all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
 

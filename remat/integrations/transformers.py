@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from .._policy import as_policy
+from .._policy.policy import as_policy
 from ..compat import checkpoint
 
 __all__ = ["enable"]

@@ -91,9 +91,9 @@ def test_a_region_runs_without_a_cache_in_training(name: str) -> None:
     """As the library's own checkpoint; a recompute would fill it once more. The user is told once."""
     plain, model = made(name), applied(made(name))
     kind = type(next(m for m in plain.modules() if isinstance(m, GradientCheckpointingLayer))).__name__
-    from remat import _eligible
+    from remat._modules import eligible
 
-    _eligible._warn.cache_clear()
+    eligible._warn.cache_clear()
     with pytest.warns(UserWarning, match=f"a {kind} that is a region runs without a cache") as caught:
         for _ in range(2):
             assert_same(step(model, use_cache=True), step(plain, use_cache=False))

@@ -1,0 +1,149 @@
+"""Ambient state: what a second run of a region must see again, and must leave as it was.
+
+The random generators (of every device in use, those that the caller names, Python's and NumPy's global ones), and the
+settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
+from operator import methodcaller
+from typing import Any
+
+import torch
+
+from .._core.devices import current_device, is_capturing
+from ..errors import RematError
+from .generators import bytes_of, global_generators, with_state
+from .settings import cached_weights, read_settings, set_cached_weights, setters, weights
+
+
+class Ambient:
+    """The ambient state at one moment.
+
+    Generators are read and set past the dispatcher: no torch.func level or mode matters to them.
+    """
+
+    __slots__ = ("_devices", "_every", "_generators", "_settings", "_states")
+    _settings: list[Any]
+    _devices: tuple[torch.device, ...]
+    _generators: tuple[Any, ...]
+    _every: tuple[Any, ...] | None  # generators that matter, with these among them
+    _states: tuple[Any, ...]  # theirs
+
+    @classmethod
+    def capture(
+        cls,
+        devices: Iterable[torch.device],
+        generators: Iterable[Any],
+        preserve_rng_state: bool,
+    ) -> Ambient:
+        """The state of now; the generators of `devices` only where the backend has started.
+
+        Raises:
+            RematError: a CUDA graph is captured, in which a generator's state can't be set.
+        """
+        self = cls.__new__(cls)
+        self._settings = read_settings()
+        self._devices, self._generators, self._every, self._states = (), (), None, ()
+        if preserve_rng_state:
+            if is_capturing():
+                raise RematError(_IN_A_GRAPH)
+            self._devices = (*devices, *current_device())  # at the backward another one may be current
+            self._generators = tuple(map(with_state, generators))
+            self._every = global_generators(self._devices) + self._generators
+            self._states = tuple(map(_get_state, self._every))
+        return self
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """The generators with their states."""
+        return zip(self._every or (), self._states)
+
+    def restored(self) -> _Restored:
+        """Within, the captured state; after, that of before. Any number of times, in any thread."""
+        return _Restored(self)
+
+    def moved(self) -> bool:
+        """Whether a torch generator has drawn numbers since."""
+        pairs = [(each.get_state(), state) for each, state in self._pairs()]
+        return any(now is not state and _torch_part(now) != _torch_part(state) for now, state in pairs)
+
+    def cached_since(self) -> list[Any]:
+        """The weights of parametrized modules that were computed since, and are held for others to read."""
+        before, now = weights(self._settings), cached_weights()
+        if now is None:
+            return []
+        return [weight for key, weight in now.weights.items() if before is None or key not in before.weights]
+
+    def rewind(self) -> None:
+        """Sets what a run moves on, the generators and the cached weights, back to the captured state."""
+        set_cached_weights(weights(self._settings))
+        self._set_generators(_UNKNOWN)
+
+    def _put(self, settings: list[Any], states: Iterable[Any]) -> None:
+        """Sets all of it, where these are the settings and the states of the generators now."""
+        try:
+            if settings is not self._settings and settings != self._settings:
+                changes = zip(setters(), settings, self._settings, strict=True)
+                _call_all((put, new) for put, old, new in changes if old != new)
+        finally:
+            self._set_generators(states)
+
+    def _set_generators(self, now: Iterable[Any]) -> None:
+        triples = zip(self._every or (), self._states, now)
+        try:
+            for each, state, moved in triples:
+                if state is not moved:
+                    each.set_state(state)
+        except BaseException:
+            _call_all((each.set_state, state) for each, state, _ in triples)
+            raise
+
+
+class _Restored:
+    """An ambient state while it is put back; made for one use."""
+
+    __slots__ = ("before", "state")
+
+    def __init__(self, state: Ambient) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        state = self.state
+        # Read anew, and not only what was captured: a backend or NumPy may have come since.
+        self.before = state.capture(state._devices, state._generators, state._every is not None)
+        torch.autocast_increment_nesting()  # as torch.autocast: casts are not kept beyond the run
+        known = self.before._every is state._every
+        try:
+            state._put(self.before._settings, self.before._states if known else _UNKNOWN)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        self.before._put(read_settings(), _UNKNOWN)
+
+
+def _torch_part(state: Any) -> bytes | None:
+    return bytes_of(state) if isinstance(state, torch.Tensor) else None
+
+
+def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
+    """A call that fails does not keep the others from being made."""
+    try:
+        for call, value in calls:
+            call(value)
+    except BaseException:
+        _call_all(calls)
+        raise
+
+
+_IN_A_GRAPH = (
+    "A region is called while a CUDA graph is captured, in which its recompute could not set the random generators "
+    "back. Pass `preserve_rng_state=False` to it if it draws no random numbers; if it does, leave it out of the graph."
+)
+_get_state = methodcaller("get_state")
+_UNKNOWN = repeat(object())  # states that may have moved

@@ -1,0 +1,147 @@
+"""Random generators, torch's, Python's and NumPy's: the global ones, and those that somebody holds.
+
+Each comes as an object with `get_state` and `set_state`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cache, partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from .._core.devices import accelerator, has_started
+
+
+def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
+    """Those of the host, of all devices of the accelerator, and of `devices`, where the backend has started."""
+    found = _host_generators("numpy" in sys.modules)
+    if devices := devices + accelerator():
+        found += tuple(_device_generators(devices))
+    return found
+
+
+@cache
+def _host_generators(with_numpy: bool) -> tuple[Any, ...]:
+    return (_Torch(), _Python(), _NumPy()) if with_numpy else (_Torch(), _Python())
+
+
+class HostGenerator(ABC):
+    """A global generator of the host. Regions share its state, of up to 30 KB, as long as nobody draws."""
+
+    def __init__(self) -> None:
+        self._key: Any = None  # tells the last state from others
+        self._state: Any = None
+
+    def get_state(self) -> Any:
+        key, state = self._read()
+        if key != self._key:
+            self._key, self._state = key, state
+        return self._state
+
+    @abstractmethod
+    def _read(self) -> tuple[Any, Any]:
+        """A state, and what tells it from others."""
+
+    @abstractmethod
+    def set_state(self, state: Any) -> None:
+        """Put a state back."""
+
+
+class _Torch(HostGenerator):
+    def _read(self) -> tuple[Any, Any]:
+        state = torch.default_generator.get_state()
+        return bytes_of(state), state
+
+    def set_state(self, state: Any) -> None:
+        torch.default_generator.set_state(state)
+
+
+class _Python(HostGenerator):
+    def _read(self) -> tuple[Any, Any]:
+        state = random.getstate()
+        return (state[1][-5:], state[2]), state  # 4 of its 624 words and the position; half a pair of normals
+
+    def set_state(self, state: Any) -> None:
+        random.setstate(state)
+
+
+class _NumPy(HostGenerator):
+    """NumPy takes 30 us to give its state, so the bits are looked at first, which NumPy gives the address of.
+
+    Beside them it keeps half a pair of normals. If it had one at these bits, the bits alone don't tell the state.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bits: bytes | None = None
+        self._had_half = False
+
+    def _read(self) -> tuple[Any, Any]:
+        bits = _numpy_bits()
+        known = bits is not None and bits == self._bits
+        if known and not self._had_half:
+            return self._key, self._state
+        state = sys.modules["numpy"].random.get_state(legacy=False)
+        half = state["has_gauss"]
+        self._had_half = bool(half) or (known and self._had_half)
+        self._bits = bits
+        return (object() if bits is None else (bits, half and state["gauss"])), state
+
+    def set_state(self, state: Any) -> None:
+        if self.get_state() is not state:
+            sys.modules["numpy"].random.set_state(state)
+
+
+def _numpy_bits() -> bytes | None:
+    """The memory of a Mersenne twister: 624 words and the position; None if another bit generator is in its place."""
+    numpy = sys.modules["numpy"].random
+    generator = numpy.get_bit_generator()
+    return ctypes.string_at(generator.ctypes.state_address, 2500) if type(generator) is numpy.MT19937 else None
+
+
+def bytes_of(state: torch.Tensor) -> bytes:
+    """The state of a torch generator, read past modes and levels."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
+    started = {}  # a fake tensor may be on a device that this machine hasn't got
+    for device in devices:
+        module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
+        if module is not None and has_started(module):
+            # What a region draws from is not told by its tensors, and the states are in host memory.
+            every = getattr(module, "default_generators", None)
+            for generator in [_device_generator(module, device)] if every is None else every:
+                started[id(generator)] = generator
+    return started.values()
+
+
+def _device_generator(module: ModuleType, device: torch.device) -> Any:
+    where = {} if device.type == "mps" else {"device": device}  # there is but one
+    get, put = module.get_rng_state, module.set_rng_state
+    return SimpleNamespace(get_state=partial(get, **where), set_state=partial(put, **where))
+
+
+def is_generator(cls: type) -> bool:
+    """Whether this is a class of generators, other than torch's."""
+    kinds: tuple[Any, ...] = (random.Random,)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        kinds += numpy.Generator, numpy.RandomState
+    return issubclass(cls, kinds) and not issubclass(cls, random.SystemRandom)
+
+
+def with_state(generator: Any) -> Any:
+    """The object by which a generator's state is read and set."""
+    if isinstance(generator, random.Random):
+        return SimpleNamespace(get_state=generator.getstate, set_state=generator.setstate)
+    bits = getattr(generator, "bit_generator", None)
+    if bits is not None:  # of NumPy's newer kind
+        return SimpleNamespace(get_state=lambda: bits.state, set_state=partial(setattr, bits, "state"))
+    return generator

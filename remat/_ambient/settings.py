@@ -1,0 +1,139 @@
+"""The settings that a recompute must see again: how each is read, and how it is set.
+
+They are autocast, grad mode, default dtype and device, attention kernels, deterministic algorithms, the precision of
+products, and the weights that ``torch.nn.utils.parametrize.cached()`` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.backends import cuda as sdpa
+
+from .._core import private
+from .._core.devices import accelerator, current_device, set_current_device
+
+
+class CachedWeights:
+    """What ``parametrize.cached()`` has computed so far, and how often it is entered."""
+
+    def __init__(self, depth: int, weights: dict) -> None:
+        self.depth, self.weights = depth, weights
+
+
+def cached_weights() -> CachedWeights | None:
+    """Those of now; None outside of such a context."""
+    depth, weights = private.cached_weights()
+    return CachedWeights(depth, dict(weights)) if depth else None
+
+
+def set_cached_weights(value: CachedWeights | None) -> None:
+    """Put them back."""
+    if value is not None or private.cached_weights()[0]:
+        private.set_cached_weights(*((value.depth, dict(value.weights)) if value is not None else (0, {})))
+
+
+_PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+
+
+def _set_float32_precision(value: str) -> None:
+    """Put it back. What was set by backend is left alone: it may be inherited, which can't be put back."""
+    try:
+        torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return
+    torch.set_float32_matmul_precision(_PRECISIONS[value])
+
+
+def _device_modes() -> tuple[tuple, Any]:
+    """The default devices of this thread: their modes, and what others note of the one at the bottom.
+
+    ``torch.get_default_device`` can't tell "none" from "cpu", and makes a tensor to answer. None is where another mode
+    stands between.
+    """
+    notes = private.default_device_notes()
+    if not (depth := private.function_modes()) and notes[0] is None:
+        return (), (None, None)
+    modes = [private.function_mode_at(i) for i in range(depth)]
+    devices = [mode if isinstance(mode, private.DeviceMode) else None for mode in modes]
+    while devices and devices[-1] is None:
+        devices.pop()
+    return tuple(devices), notes
+
+
+def _set_device_modes(value: tuple[tuple, Any]) -> None:
+    """Put these where those of now stand, and leave the other modes."""
+    devices, notes = value
+    private.set_default_device_notes(notes)
+    modes = [private.pop_function_mode() for _ in range(private.function_modes())]
+    others = [mode for mode in reversed(modes) if not isinstance(mode, private.DeviceMode)]
+    for device in devices:
+        if device is not None:
+            private.push_function_mode(device)
+        elif others:
+            private.push_function_mode(others.pop(0))
+    for other in others:
+        private.push_function_mode(other)
+
+
+_SDPA_SETTERS = (
+    sdpa.enable_flash_sdp,
+    sdpa.enable_mem_efficient_sdp,
+    sdpa.enable_math_sdp,
+    sdpa.enable_cudnn_sdp,
+    sdpa.allow_fp16_bf16_reduction_math_sdp,
+)
+
+
+@cache
+def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], Any], ...]]:
+    """What reads each setting, and what sets it."""
+    settings: list[tuple[Any, Any]] = [
+        (cached_weights, set_cached_weights),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (_device_modes, _set_device_modes),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        (private.sdpa_priority, private.set_sdpa_priority),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        (private.float32_precision, _set_float32_precision),
+        *zip(private.sdpa_enabled, _SDPA_SETTERS, strict=True),
+    ]
+    autocast = (
+        (torch.is_autocast_enabled, torch.set_autocast_enabled),
+        (torch.get_autocast_dtype, torch.set_autocast_dtype),
+    )
+    if accelerator():
+        settings.append((current_device, set_current_device))
+    for kind in ("cpu", *(device.type for device in accelerator())):
+        if torch.amp.is_autocast_available(kind):
+            settings += [(partial(get, kind), partial(put, kind)) for get, put in autocast]
+    gets, puts = zip(*settings)
+    return gets, puts
+
+
+_last: list[Any] = []
+
+
+def read_settings() -> list[Any]:
+    """All of them now, in a fixed order."""
+    global _last
+    settings, last = [get() for get in _settings()[0]], _last
+    if settings == last:  # they seldom change, so that most regions have the same list
+        return last
+    if weights(settings) is None:  # else these would be kept alive
+        _last = settings
+    return settings
+
+
+def setters() -> tuple[Callable[[Any], Any], ...]:
+    """What sets each of them, in that order."""
+    return _settings()[1]
+
+
+def weights(settings: list[Any]) -> CachedWeights | None:
+    """Of these, the cached weights."""
+    return settings[0]

@@ -1,0 +1,296 @@
+"""Finds, without running it, what a function reads and does not get as arguments: tensors, generators and variables.
+
+It goes through closures, globals that code names, methods, partials, modules, objects, dicts, lists and tuples. What is
+read in another way, such as from a class, from a Python module or by a computed name, is left to interception.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._ambient.generators import is_generator
+from .code import CACHE, called, is_library, is_sharded, may_add, names_of, slots, wrapped
+from .variables import COPIED, Copy, Entries, PartialArgs, Slots, TensorId, Variables, copy_dict
+
+_BUDGET = 100_000  # objects visited per call
+_LIMIT = 10_000  # containers with more entries are data, not state
+_STATE = 1_000  # up to this length even plain ones are, and what they hold is noted down
+_SAMPLE = 32  # a longer container whose first entries are plain is taken to be plain
+_TUPLE_DEPTH = 32
+
+
+class Path:
+    """How a value is reached, as Python spells it; ``owned``: as the state of a module or of the callable object."""
+
+    __slots__ = ("owned", "step", "up")
+
+    def __init__(self, step: str, up: Path | None = None, owned: bool = False) -> None:
+        self.step, self.up = step, up
+        self.owned: bool = owned or (up is not None and up.owned)
+
+    def __str__(self) -> str:
+        return self.step if self.up is None else f"{self.up}{self.step}"
+
+    def attribute(self, name: Any) -> Path:
+        plain = isinstance(name, str) and name.isidentifier()
+        return Path(f".{name}" if plain else f"[{name}]" if str(name).isdigit() else f"[{name!r}]", self)
+
+    def item(self, key: Any) -> Path:
+        return Path(f"[{key!r}]", self)
+
+
+class Root(Path):
+    """Where a search starts."""
+
+    __slots__ = ()
+
+
+Visit = Callable[["Captured", Any, Path], object]
+
+
+class Captured:
+    """What is found. The nearest come first; a tensor that is held in two places is there with both."""
+
+    def __init__(self, roots: Sequence[Any] = ()) -> None:
+        self.tensors: list[tuple[Path, Any]] = []  # and generators
+        self.variables: list[Variables] = []
+        self._queue: list[tuple[Visit, Any, Path]] = []
+        self._seen: set[Any] = set()
+        self._copies: dict[int, Copy] = {}
+        self._tuples: dict[int, Any] = {}
+        self._sharded: set[int] = set()  # modules whose parameters are not the region's to keep
+        for root in roots:
+            own = root is roots[0] and visits[type(root)] in (Captured.method, Captured.instance)
+            self.see(root, Root(root.__name__ if type(root) is FunctionType else "self", None, own))
+        # The list grows meanwhile and never shrinks, so the ids in `_seen` and `_copies` stay valid.
+        for visit, value, path in islice(self._queue, _BUDGET):
+            if visit is Captured.tensor:
+                self.tensors.append((path, value))
+            elif id(value) not in self._seen:
+                self._seen.add(id(value))
+                visit(self, value, path)
+
+    def let_go(self) -> None:
+        """After the first run: keep no container that may lead to the region."""
+        for copy in self._copies.values():
+            copy.let_go()
+
+    def see(self, value: Any, path: Path) -> None:
+        if (visit := visits[type(value)]) is not None:
+            self._queue.append((visit, value, path))
+
+    def note(self, kind: type[Variables], holder: Any, held: dict[Any, Any], whole: bool = False) -> None:
+        """Remember variables; one object can't be put into the place of another everywhere, so it is itself."""
+        if held or whole:
+            self.variables.append(kind(holder, {key: self._frozen(value) for key, value in held.items()}, whole))
+
+    def _frozen(self, value: Any, depth: int = 0) -> Any:
+        """What is remembered of a value."""
+        if isinstance(value, Tensor):
+            return TensorId(id(value))
+        if type(value) in COPIED:
+            if id(value) not in self._copies:
+                if len(value) > _STATE and not _is_looked_into(value):
+                    return value
+                self._copies[id(value)] = Copy(value)
+            return self._copies[id(value)]
+        if isinstance(value, tuple) and depth < _TUPLE_DEPTH and _is_looked_into(value):
+            if id(value) not in self._tuples:
+                items = [self._frozen(item, depth + 1) for item in value]
+                same = all(a is b for a, b in zip(items, value))
+                self._tuples[id(value)] = value if same else Copy(value, dict(enumerate(items)))
+            return self._tuples[id(value)]
+        return value
+
+    def tensor(self, value: Any, path: Path) -> None:
+        """Stands for what is looked for."""
+
+    # --- functions --------------------------------------------------------------------------------------------------
+
+    def function(self, fn: FunctionType, path: Path) -> None:
+        names = names_of(fn)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            visit = visits[type(value)]
+            if id(cell) in self._seen or (names is None and visit in _DATA):  # a library's own state
+                continue
+            self._seen.add(id(cell))
+            if names is not None:
+                self.note(Slots, cell, {_CONTENTS: value})
+            # In a helper function there may be another variable of that name.
+            owner = "" if type(path) is Root else f" of {path}"
+            self.see(value, Path(f"closure variable {name!r}{owner}" if visit is Captured.tensor else name))
+        if names:
+            scope = fn.__globals__
+            held = {n: scope[n] for n in names if n in scope and type(scope[n]) is not ModuleType}
+            self.note(Entries, scope, held)
+            for name, value in held.items():
+                if (id(scope), name) not in self._seen:
+                    self._seen.add((id(scope), name))
+                    self.see(value, Path(f"global {name!r}" if visits[type(value)] is Captured.tensor else name))
+        if fn.__defaults__ or fn.__kwdefaults__:
+            if names is not None:
+                self.note(Slots, fn, {_DEFAULTS: fn.__defaults__, _KWDEFAULTS: fn.__kwdefaults__})
+            self.see(fn.__defaults__, path.attribute("__defaults__"))
+            self.see(fn.__kwdefaults__, path.attribute("__kwdefaults__"))
+        if fn.__dict__:
+            self._attributes(fn.__dict__, path)
+
+    def method(self, method: MethodType, path: Path) -> None:
+        up = path if type(path) is Root else path.attribute("__self__")  # one that a search starts from is `self`
+        self.see(method.__self__, up)
+        self.see(method.__func__, up.attribute(getattr(method.__func__, "__name__", "__func__")))
+
+    def builtin(self, method: Any, path: Path) -> None:
+        """A method of an object that is written in C: a generator's draws from it."""
+        if is_generator(type(method.__self__)):
+            self.see(method.__self__, path.attribute("__self__"))
+
+    def partial(self, partial: functools.partial[Any], path: Path) -> None:
+        self.see(partial.func, path.attribute("func"))
+        self.note(PartialArgs, partial, {"args": partial.args})
+        self.see(partial.args, path.attribute("args"))
+        self.note(Entries, partial.keywords, partial.keywords)
+        for key, value in partial.keywords.items():
+            self.see(value, path.attribute("keywords").item(key))
+
+    def wrapper(self, value: Any, path: Path) -> None:
+        """What is callable, of a library, and no function: only what it wraps counts."""
+        self.see(wrapped(value), path.attribute("__wrapped__"))
+
+    # --- objects ----------------------------------------------------------------------------------------------------
+
+    def module(self, module: nn.Module, path: Path) -> None:
+        state = module.__dict__
+        cls: Any = type(module)
+        path = type(path)(path.step, path.up, True)
+        if is_sharded(cls):
+            self._sharded.update(map(id, module.modules()))
+        sharded = id(module) in self._sharded
+        for name in ("_parameters", "_buffers", "_modules"):
+            held = state.get(name)
+            # Two modules may share it; TorchScript keeps something else there.
+            if isinstance(held, dict) and id(held) not in self._seen and not (sharded and name == "_parameters"):
+                self._seen.add(id(held))
+                if not sharded and (held or may_add(cls)):
+                    self.note(Entries, held, copy_dict(held), whole=True)
+                for key, value in held.items():
+                    self.see(value, path.attribute(key))
+        names = [] if cls.__module__ == _FSDP1 else [name for name in state if name not in _BASE_STATE]
+        for name in (*names, "_forward_hooks", "_forward_pre_hooks"):
+            value = state.get(name)
+            if not (sharded and isinstance(value, Tensor)):
+                self.see(value, path.attribute(name))
+        if not sharded:
+            then = {name: value if name in _BASE_STATE else self._frozen(value) for name, value in state.items()}
+            self.variables.append(Entries(state, then, whole=True))
+        self.see(called(cls, "forward"), path.attribute("forward"))
+
+    def instance(self, value: Any, path: Path) -> None:
+        cls: Any = type(value)
+        if cls.__dictoffset__:
+            self._attributes(value.__dict__, path)
+        held = Slots(value, dict.fromkeys(slots(cls))).now()
+        self.note(Slots, value, held)
+        for slot, each in held.items():
+            self.see(each, path.attribute(slot.__name__))
+        self.see(called(cls, "__call__"), path.attribute("__call__"))
+
+    def _attributes(self, held: dict[str, Any], path: Path) -> None:
+        whole = path.owned or any(isinstance(value, Tensor) for value in held.values())
+        items = held.copy()
+        then = items if whole else {name: value for name, value in items.items() if visits[type(value)] is not None}
+        self.note(Entries, held, then, whole)
+        for name, value in items.items():
+            self.see(value, path.attribute(name))
+
+    # --- containers -------------------------------------------------------------------------------------------------
+
+    def of_dict(self, value: dict[Any, Any], path: Path) -> None:
+        if len(value) > _STATE and not _is_looked_into(dict.values(value)):
+            return
+        items = copy_dict(value)
+        whole = path.owned or any(isinstance(item, Tensor) for item in items.values())
+        self._container(value, items, whole, path)
+
+    def of_list(self, value: list[Any], path: Path) -> None:
+        if len(value) > _STATE and not _is_looked_into(value):
+            return
+        self._container(value, dict(enumerate(list.copy(value))), path.owned, path)
+
+    def _container(self, value: Any, items: dict[Any, Any], whole: bool, path: Path) -> None:
+        if (copy := self._copies.get(id(value))) is not None:
+            copy.fill(value, {key: self._frozen(item) for key, item in items.items()}, whole)
+        for key, item in items.items() if _is_looked_into(items.values()) else ():
+            self.see(item, path.item(key))
+        if type(value) not in COPIED:
+            if isinstance(value, dict) and not is_library(type(value).__module__):
+                self.note(Entries, value, items, whole=True)
+            self.instance(value, path)
+
+    def of_tuple(self, value: tuple[Any, ...], path: Path) -> None:
+        if _is_looked_into(value):
+            for i, item in enumerate(value):
+                self.see(item, path.item(i))
+
+
+def find(*roots: Any) -> Captured:
+    """What is reached from ``roots``: a function or callable object, and others that it is given."""
+    return Captured(roots)
+
+
+def _is_looked_into(items: Collection[Any]) -> bool:
+    if len(items) <= _SAMPLE:
+        return True
+    return len(items) <= _LIMIT and any(visits[type(item)] for item in islice(items, _SAMPLE))
+
+
+class Visits(dict[type, "Visit | None"]):
+    """How the values of a class are visited; None: not at all."""
+
+    def __missing__(self, cls: type) -> Visit | None:
+        if len(self) >= CACHE:
+            self.clear()
+        visit = next((visit for base, visit in _BASES.items() if issubclass(cls, base)), None)
+        if visit is None and not issubclass(cls, _NEVER):
+            if is_generator(cls):
+                visit = Captured.tensor
+            elif not is_library(cls.__module__):
+                visit = Captured.instance
+            elif cls.__dictoffset__ and hasattr(cls, "__call__"):  # noqa: B004
+                visit = Captured.wrapper
+        self[cls] = visit
+        return visit
+
+
+_BASES: dict[type, Visit] = {
+    Tensor: Captured.tensor,
+    torch.Generator: Captured.tensor,
+    BuiltinMethodType: Captured.builtin,
+    FunctionType: Captured.function,
+    MethodType: Captured.method,
+    functools.partial: Captured.partial,
+    nn.Module: Captured.module,
+    dict: Captured.of_dict,
+    list: Captured.of_list,
+    tuple: Captured.of_tuple,
+    SimpleNamespace: Captured.instance,
+}
+_NEVER = (type, ModuleType, set, frozenset)
+_DATA = (Captured.tensor, Captured.of_dict, Captured.of_list, Captured.of_tuple)
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # whose modules have no state but FSDP's own
+_BASE_STATE = frozenset(vars(nn.Module()))  # read by name, or not by a forward
+_CONTENTS: Any = CellType.__dict__["cell_contents"]
+_DEFAULTS: Any = FunctionType.__dict__["__defaults__"]
+_KWDEFAULTS: Any = FunctionType.__dict__["__kwdefaults__"]
+visits = Visits()

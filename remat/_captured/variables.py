@@ -1,0 +1,243 @@
+"""Variables that a region reads, and what they held at its first run: a recompute sees that again.
+
+A list or dict is remembered by a copy of what it held, never by itself: a tensor that a region appends to it leads to
+the region, which would live as long as its own results do. Tensors are remembered by their ids: the region has them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+
+from .._core.trees import without_plain
+
+COPIED = (dict, OrderedDict, defaultdict, list)
+
+
+class MISSING:
+    """What stands for the value of a variable that is gone or empty."""
+
+
+class TensorId(int):
+    """Stands for a tensor: its id at the first run."""
+
+
+class Variables(ABC):
+    """Variables of one holder, with what they held at the first run."""
+
+    __slots__ = ("holder", "then", "whole")
+
+    def __init__(self, holder: Any, then: dict[Any, Any], whole: bool = False) -> None:
+        self.holder, self.then, self.whole = holder, then, whole  # whole: it has no others
+
+    @abstractmethod
+    def now(self) -> dict[Any, Any]:
+        """What they hold now; all that the holder holds if it is ``whole``."""
+
+    @abstractmethod
+    def put(self, values: dict[Any, Any]) -> None:
+        """Let them hold something else."""
+
+
+class Entries(Variables):
+    """Of a dict: globals, attributes, or its own; not by methods that a subclass overrides."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        items = copy_dict(self.holder) if self.whole else self.holder
+        return items if self.whole else {key: dict.get(items, key, MISSING) for key in self.then}
+
+    def put(self, values: dict[Any, Any]) -> None:
+        held = self.holder
+        kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
+        if self.whole and list(map(id, kind.keys(held))) != list(map(id, values)):  # the order counts too
+            kind.clear(held)
+        for key, value in values.items():
+            if value is MISSING:
+                kind.pop(held, key, None)
+            elif dict.get(held, key, MISSING) is not value:
+                kind.__setitem__(held, key, value)
+
+
+class Items(Variables):
+    """All of a list."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        return dict(enumerate(list.copy(self.holder)))
+
+    def put(self, values: dict[Any, Any]) -> None:
+        list.__setitem__(self.holder, slice(None), list(values.values()))
+
+
+class Slots(Variables):
+    """What descriptors give access to: slots, a closure cell, the defaults of a function."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        return {slot: self._get(slot) for slot in self.then}
+
+    def _get(self, slot: Any) -> Any:
+        try:
+            return slot.__get__(self.holder)
+        except (AttributeError, ValueError):
+            return MISSING
+
+    def put(self, values: dict[Any, Any]) -> None:
+        for slot, value in values.items():
+            if value is not MISSING:
+                slot.__set__(self.holder, value)
+            elif self._get(slot) is not MISSING:
+                slot.__delete__(self.holder)
+
+
+class PartialArgs(Variables):
+    """The positional arguments of a partial, which takes its whole pickled state at any time."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        return {"args": self.holder.args}
+
+    def put(self, values: dict[Any, Any]) -> None:
+        func, _, keywords, attributes = self.holder.__reduce__()[2]
+        self.holder.__setstate__((func, values["args"], keywords, attributes))
+
+
+def copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+    """A plain copy, not by methods that a subclass overrides."""
+    return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
+
+
+class Copy:
+    """What a list, dict or tuple held. One in it is a `Copy` too."""
+
+    __slots__ = ("address", "items", "kind", "make", "plain", "whole")
+
+    def __init__(self, held: Any, items: dict[Any, Any] | None = None) -> None:
+        self.address, self.kind = id(held), type(held)
+        self.plain: Any = None  # itself, if it holds plain values only: nothing of a region
+        self.items = items  # of a list or dict not known until it is visited
+        self.whole = False  # it is put back as a whole: it belongs to a module, or is a dict with tensors
+        self.make: Callable[[], Any] = self.kind
+        if isinstance(held, defaultdict):
+            self.make = partial(defaultdict, held.default_factory)
+
+    def is_of(self, now: Any) -> bool:
+        """Whether this is the container. One that got the address of a freed one is filled with what that held."""
+        return now is self.plain if self.plain is not None else type(now) is self.kind and id(now) == self.address
+
+    def fill(self, held: Any, items: dict[Any, Any], whole: bool) -> None:
+        """Remember what it holds now, and itself until ``let_go``."""
+        self.plain, self.items, self.whole = held, items, whole
+
+    def let_go(self) -> None:
+        """After the first run: keep itself only if it collects no tensors."""
+        held = self.plain
+        values = list(held.values() if isinstance(held, dict) else held or ())
+        if without_plain(values) or not self.items or without_plain(self.items.values()):
+            self.plain = None
+
+    def may_stay(self, now: dict[Any, Any], wanted: dict[Any, Any]) -> bool:
+        """Whether a recompute that wants this may use the container as it is ``now``: it may be a log of the runs.
+
+        That is if it holds plain values only, or if nothing that it held is gone and no tensor came.
+        """
+        if self.whole:
+            return False
+        if wanted and not without_plain(wanted.values()):
+            return not _tensors(now)
+        same = all(now.get(key, MISSING) is value for key, value in wanted.items())
+        return same and not _tensors({key: value for key, value in now.items() if key not in wanted})
+
+
+def _tensors(items: Mapping[Any, Any] | Iterable[Any], depth: int = 2) -> set[int]:
+    """The ids of the tensors in a container, and of those in containers in it."""
+    found: set[int] = set()
+    for item in items.values() if isinstance(items, dict) else items:
+        if isinstance(item, torch.Tensor):
+            found.add(id(item))
+        elif depth and isinstance(item, (dict, list, tuple)):
+            found |= _tensors(item, depth - 1)
+    return found
+
+
+class bound:
+    """Within, variables hold what they held at the first run, and after it what they hold now.
+
+    The tensors among it are those in ``tensors``, by their ids at the first run. With ``keep_changes`` what was
+    written to the variables meanwhile stays: for a first run, which counts.
+    """
+
+    __slots__ = ("_containers", "_keep", "_tensors", "_undo", "_variables")
+
+    def __init__(
+        self, variables: Iterable[Variables], tensors: Mapping[int, torch.Tensor], keep_changes: bool = False
+    ) -> None:
+        self._variables, self._tensors, self._keep = variables, tensors, keep_changes
+        self._undo: list[tuple[Variables, dict, dict | None]] = []
+        self._containers: dict[Copy, Any] = {}
+
+    def __enter__(self) -> None:
+        try:
+            for each in self._variables:
+                self._bind(each)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _bind(self, variables: Variables, copy: Copy | None = None) -> None:
+        now = variables.now()
+        wanted = {key: self._value(held, now.get(key, MISSING)) for key, held in variables.then.items()}
+        if copy is not None and copy.is_of(variables.holder) and copy.may_stay(now, wanted):
+            self._undo.append((variables, now, None))
+        else:
+            self._undo.append((variables, now, wanted))
+            if not _same(now, wanted):
+                variables.put(wanted)
+
+    def _value(self, held: Any, now: Any) -> Any:
+        if type(held) is TensorId:
+            return self._tensors.get(held, now)
+        if type(held) is not Copy:
+            return held
+        if held.kind not in COPIED:
+            return self._tuple(held, now)
+        if held not in self._containers:
+            there = held.is_of(now)
+            if held.items is None:
+                return now if there else held.make()
+            container = self._containers[held] = now if there else held.plain or held.make()
+            self._bind((Items if held.kind is list else Entries)(container, held.items, True), held)
+        return self._containers[held]
+
+    def _tuple(self, held: Copy, now: Any) -> Any:
+        before = now if type(now) is held.kind else ()
+        items = [self._value(item, before[i] if i < len(before) else MISSING) for i, item in (held.items or {}).items()]
+        if len(items) == len(before) and all(map(is_, items, before)):
+            return now
+        return getattr(held.kind, "_make", held.kind)(items)
+
+    def __exit__(self, *exception: object) -> None:
+        for variables, before, wanted in reversed(self._undo):
+            now = variables.now()
+            if self._keep and wanted is not None:
+                before = {key: before.get(key, v) if v is wanted.get(key, MISSING) else v for key, v in now.items()}
+            elif wanted is None:  # it stayed: what a recompute adds may stay, unless there are tensors among it
+                before = now if self._keep or _tensors(now) <= _tensors(before) else before
+            if not _same(now, before):
+                variables.put(before)
+        self._undo.clear()
+
+
+def _same(a: dict, b: dict) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b)) and all(map(is_, a.values(), b.values()))

@@ -1,0 +1,1 @@
+"""A region under Dynamo."""

@@ -1,0 +1,1 @@
+"""What every other room may use: torch's private names, state of threads, pytrees, tensors, devices."""

@@ -1,0 +1,115 @@
+"""Tensors that are made of others (DTensor), or wrap others (at the levels of ``torch.func``, and dual ones)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from . import private
+from .state import unseen
+
+
+def is_wrapper_call(types: tuple[type, ...]) -> bool:
+    """Whether an operation is on tensors that are made of others, by the protocol that torch has for them."""
+    return any(hasattr(cls, "__tensor_flatten__") for cls in types)
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether it is not made of others."""
+    return type(tensor) is torch.Tensor or not hasattr(type(tensor), "__tensor_flatten__")
+
+
+def all_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The plain tensors below all levels that such tensors are made of, most often these themselves."""
+    if _PLAIN.issuperset(map(type, tensors)) and True not in map(private.is_wrapped, tensors):
+        return tensors
+    return [part for tensor in tensors for part in parts(tensor)]
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors below all levels that such a tensor is made of."""
+    if not isinstance(tensor, torch.Tensor):
+        return []  # DTensor lists its mesh too
+    tensor = bottom(tensor)
+    if is_plain(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
+
+
+def lift(tensor: torch.Tensor) -> torch.Tensor:
+    """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps what may be changed in place."""
+    for interpreter in private.interpreter_stack() or ():
+        if interpreter.key().value in (private.GRAD, private.JVP):
+            tensor = private.wrap_grad(tensor, interpreter.level())
+    return tensor
+
+
+def bottom(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor below all levels, which is what operations are run on in the end."""
+    while private.is_wrapped(tensor):
+        tensor = private.unwrap_once(tensor)
+    return tensor
+
+
+def is_in_graph(tensor: torch.Tensor) -> bool:
+    """Whether autograd follows a tensor: a view made under ``no_grad`` says that it requires grad if its base does."""
+    if not (tensor.requires_grad and tensor.is_leaf and tensor._is_view()):
+        return tensor.requires_grad
+    with torch.enable_grad(), unseen():
+        node = tensor.view_as(tensor).grad_fn
+    return node is not None and node.next_functions[0][0] is not None
+
+
+def requires_grad_somewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires grad at any of its levels; a batched or dual wrapper doesn't say."""
+    while not tensor.requires_grad and private.is_wrapped(tensor):
+        tensor = private.unwrap_once(tensor)
+    return tensor.requires_grad
+
+
+def is_followed_below(level: int, tensor: torch.Tensor) -> bool:
+    """Whether a level below this one differentiates a tensor, or autograd itself, and this one does not."""
+    tensor = private.unwrap_if_dead(tensor)
+    while private.level_of(tensor) > level:
+        tensor = private.unwrap_once(tensor)
+    here = tensor.requires_grad and private.level_of(tensor) == level
+    return not here and requires_grad_somewhere(tensor)
+
+
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """A grad-level wrapper without its history at that level; ``detach`` would cut it from those below too."""
+    if not private.is_grad_wrapper(tensor):
+        return tensor
+    return private.wrap_grad(private.unwrap_once(tensor), private.level_of(tensor))
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its history, but with its tangent, which ``detach`` drops."""
+    if not private.dual_level_active() or not is_dual(tensor):
+        return tensor.detach()
+    return fwAD.make_dual(*(part.detach() for part in fwAD.unpack_dual(tensor)))
+
+
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A place to differentiate at, with the content and the tangent of a tensor."""
+    leaf = tensor.detach().requires_grad_()
+    if not private.dual_level_active() or not is_dual(tensor):
+        return leaf
+    return fwAD.make_dual(leaf, fwAD.unpack_dual(tensor).tangent)
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether autograd follows a tensor, or its tangent of the active forward-mode level."""
+    if tensor.requires_grad or not private.dual_level_active() or not is_dual(tensor):
+        return tensor.requires_grad
+    return fwAD.unpack_dual(tensor).tangent.requires_grad
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries a tangent of the active forward-mode level."""
+    return not tensor.is_inference() and fwAD.unpack_dual(tensor).tangent is not None

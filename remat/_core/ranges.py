@@ -1,0 +1,72 @@
+"""Ranges marked for the profiler: those of regions, and others, which come by as operations; and FSDP's own ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from . import private
+
+# What FSDP2 calls them, with the name of the module behind, and FSDP1. Casts of inputs and outputs are none of FSDP2's.
+_FSDP = (
+    *("FSDP::pre_forward", "FSDP::root_pre_forward", "FSDP::post_forward"),
+    *(f"FullyShardedDataParallel.{hook}" for hook in ("_pre_forward", "_root_pre_forward", "_post_forward")),
+)
+
+
+class Ranges:
+    """The open ranges of FSDP's hooks in one run of a region; true while operations are the hooks' own.
+
+    They gather the parameters of a module. A recompute may find these gathered already, so what it takes to gather them
+    is no part of what the region computes.
+    """
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def mark(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operation that starts a range, or ends one."""
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.ScriptObject):
+            if args[0].startswith(_FSDP):
+                self._open.add(hash(result))
+        elif args and isinstance(args[0], torch.ScriptObject):
+            self._open.discard(hash(args[0]))
+        return result
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+
+def in_range(fn: Callable, run: str) -> Callable:
+    """The function of a region, which marks its runs for the profiler. No mode sees that."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        open_range = record_function(f"remat {_name_of(fn)} {run}")
+        with private.without_torch_function(), private.without_dispatch():
+            open_range.__enter__()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            with private.without_torch_function(), private.without_dispatch():
+                open_range.__exit__(None, None, None)
+
+    return marked
+
+
+def _name_of(fn: Any) -> str:
+    """The name of the class of the module that a function belongs to, or is; of any other function its own."""
+    while True:
+        owner = getattr(fn, "__self__", fn)
+        if isinstance(owner, torch.nn.Module):
+            return getattr(type(owner), "_remat_own", type(owner)).__name__
+        inner = fn.func if isinstance(fn, partial) else getattr(fn, "__wrapped__", None)
+        if inner is None:
+            return getattr(fn, "__name__", type(fn).__name__)
+        fn = inner

@@ -1,0 +1,201 @@
+"""What a thread knows about regions: whether it runs one again, and what is said of those that are called now."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .private import as_subclass, carried, carry, modes_that_see
+
+__all__ = ["disable_remat", "is_disabled", "is_recomputing"]
+
+
+def _carried(key: str, default: Any = False) -> Any:
+    return property(lambda _: carried(key) or default, lambda _, value: carry(key, value))
+
+
+class _State(threading.local):
+    checkpointing: bool = False  # a region runs for the first time
+    own_work: bool = False  # the package itself calls torch now, not the user's function
+    unseen: bool = False  # operations are the package's own
+    filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
+
+    reader: Any = None  # the frame that gets a value for a backward now
+
+    # These also hold in the threads of devices, in a backward pass that this one starts.
+    recomputing = _carried("remat.recomputing")
+    override = _carried("remat.override")  # options of the regions that are called now; if anything, a dict
+    interceptors = _carried("remat.interceptors", ())  # of the regions that run now, the innermost last
+    policies = _carried("remat.policies", ())  # of those with a policy, the innermost last
+    lowerings = _carried("remat.lowerings", ())  # of the runs of regions that are open now, the innermost last
+    logs = _carried("remat.logs", ())  # of those that are debugged
+    recordings = _carried("remat.recordings", ())  # of those that run for the first time, under a policy
+
+
+state = _State()
+
+
+def is_recomputing() -> bool:
+    """Whether the calling code is in the second (or a later) run of a region.
+
+    For code with effects that must happen once, such as logging or counting:
+
+    Example:
+        >>> import torch
+        >>> from remat import is_recomputing, remat
+        >>> runs = []
+        >>> @remat
+        ... def f(x):
+        ...     runs.append(is_recomputing())
+        ...     return x.sin().cos()
+        >>> f(torch.ones(3, requires_grad=True)).sum().backward()
+        >>> runs
+        [False, True]
+    """
+    return state.recomputing
+
+
+@contextmanager
+def disable_remat() -> Iterator[None]:
+    """Turn every region that is called under this context into a plain call of its function.
+
+    Regions whose forward ran before are not changed, nor is what ``torch.compile`` compiles. Affects the current
+    thread, and what a backward pass that it starts runs in the threads of devices.
+
+    Example:
+        >>> import torch
+        >>> from remat import disable_remat, remat
+        >>> f = remat(torch.sin)
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with disable_remat():
+        ...     y = f(x)  # keeps what torch.sin keeps
+    """
+    with overriding(disabled=True):
+        yield
+
+
+def is_disabled() -> bool:
+    """Whether regions that are called here are plain calls, by :func:`disable_remat`.
+
+    Example:
+        >>> from remat import disable_remat, is_disabled
+        >>> with disable_remat():
+        ...     is_disabled()
+        True
+        >>> is_disabled()
+        False
+    """
+    return bool(state.override) and "disabled" in state.override
+
+
+@contextmanager
+def overriding(**changes: Any) -> Iterator[None]:
+    """Regions that are called within have these options, for which others around stay as they are."""
+    before = state.override
+    state.override = {**(before or {}), **changes}
+    try:
+        yield
+    finally:
+        state.override = before
+
+
+# Each region enters some of these, so they are classes: a context manager made of a generator takes four times as long.
+
+
+class recomputing:
+    """The flags of a second run: regions inside of it act as they did in the first, under the same ``override``."""
+
+    __slots__ = ("before", "override")
+
+    def __init__(self, override: dict[str, Any] | None) -> None:
+        self.override = override
+
+    def __enter__(self) -> None:
+        self.before = state.recomputing, state.checkpointing, state.override
+        state.recomputing, state.checkpointing, state.override = True, False, self.override
+
+    def __exit__(self, *exception: Any) -> None:
+        state.recomputing, state.checkpointing, state.override = self.before
+
+
+class as_in_forward:
+    """For a run again, which may start within the bookkeeping of any other run.
+
+    The ``policies`` around are these, and regions inside are lowered as ``lowerings`` say.
+    """
+
+    __slots__ = ("before", "filling", "lowerings", "policies")
+
+    def __init__(self, policies: tuple[Any, ...], lowerings: Any, filling: bool) -> None:
+        self.policies, self.lowerings, self.filling = policies, lowerings, filling
+
+    def __enter__(self) -> None:
+        self.before = state.unseen, state.filling, state.policies, state.lowerings
+        state.unseen, state.policies, state.lowerings = False, self.policies, (self.lowerings,)
+        if self.filling:
+            state.filling = len(state.recordings)  # those of regions that start inside do
+
+    def __exit__(self, *exception: Any) -> None:
+        state.unseen, state.filling, state.policies, state.lowerings = self.before
+
+
+class own_work:
+    """Tells interceptors of regions around that what is called now is the package's own doing, or the user's again."""
+
+    __slots__ = ("before", "value")
+
+    def __init__(self, value: bool = True) -> None:
+        self.value = value
+
+    def __enter__(self) -> None:
+        self.before, state.own_work = state.own_work, self.value
+
+    def __exit__(self, *exception: Any) -> None:
+        state.own_work = self.before
+
+
+class first_run:
+    """The user's function is called for the first time in a region."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        self.before = state.own_work, state.checkpointing, state.unseen, state.filling
+        state.own_work, state.checkpointing = False, True
+        if state.unseen:  # it is called by hooks around other regions, whose records don't note it
+            state.unseen, state.filling = False, len(state.recordings)
+
+    def __exit__(self, *exception: Any) -> None:
+        state.own_work, state.checkpointing, state.unseen, state.filling = self.before
+
+
+class unseen:
+    """The package's own operations, which no record of a region's operations is to have; or the user's again."""
+
+    __slots__ = ("before", "value")
+
+    def __init__(self, value: bool = True) -> None:
+        self.value = value
+
+    def __enter__(self) -> None:
+        self.before, state.unseen = state.unseen, self.value
+
+    def __exit__(self, *exception: Any) -> None:
+        state.unseen = self.before
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()``, told apart from that of the user, who may read the result in ways that can't be seen."""
+    if not modes_that_see():
+        return tensor.detach()
+    if type(tensor) in _PLAIN:
+        return as_subclass(torch.Tensor, tensor)
+    with unseen():
+        return tensor.detach()

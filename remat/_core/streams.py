@@ -1,0 +1,64 @@
+"""Streams: a region runs again on the streams of its first run.
+
+Autograd runs each backward node on the stream of its forward, so the node that starts a recompute may be on any of the
+streams that a region used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from .devices import accelerator, started_devices
+from .parts import parts
+
+
+def current_streams() -> list[torch.Stream]:
+    """The current stream of each device: a region may work on others than those of what it is given."""
+    return [torch.accelerator.current_stream(device) for device in started_devices()]
+
+
+def streams_for(tensors: Iterable[torch.Tensor]) -> list[torch.Stream]:
+    """The streams on which an operation that reads these tensors runs now."""
+    kinds = {device.type for device in accelerator()}
+    devices = {tensor.device for tensor in tensors if tensor.device.type in kinds}
+    return [torch.accelerator.current_stream(device) for device in devices]
+
+
+@contextmanager
+def resumed(streams: list[torch.Stream]) -> Iterator[None]:
+    """Run on these streams: after what was started where the caller is, and before what it starts next."""
+    callers = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    switched = [(s, c) for s, c in zip(streams, callers) if s != c]
+    with ExitStack() as stack:
+        for stream, caller in switched:
+            stream.wait_stream(caller)
+            stack.enter_context(stream)
+        yield
+    for stream, caller in switched:
+        caller.wait_stream(stream)
+
+
+def outlived(tensor: torch.Tensor) -> None:
+    """The memory of a tensor, which may be another stream's, is not freed before the current one is done with it."""
+    for stream in streams_for([tensor]):
+        tensor.record_stream(stream)
+
+
+def is_on_another(device: torch.device, streams: list[torch.Stream]) -> bool:
+    """Whether the device's current stream is none of these."""
+    known = [stream for stream in streams if stream.device == device]
+    return bool(known) and torch.accelerator.current_stream(device) not in known
+
+
+def taken(tensor: torch.Tensor, streams: list[torch.Stream]) -> None:
+    """The current stream reads what a recompute on these streams, and perhaps others, has made."""
+    for stream in streams:
+        if stream.device == tensor.device:
+            current = torch.accelerator.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
+            for part in parts(tensor):
+                part.record_stream(current)

@@ -1,0 +1,196 @@
+"""Pytrees: everything that goes into and comes out of a region, as a flat list of leaves.
+
+Built on optree in a namespace of its own. Dataclasses and the types that are registered with
+torch's pytree join it the first time one is met, so no user has to register anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import optree
+import torch
+from optree import PyTreeSpec as TreeSpec
+
+from .private import TORCH_NODES, MappingKey, SequenceKey
+
+__all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten", "without_plain"]
+
+Node = tuple[Callable, Callable, type[optree.PyTreeEntry]]  # how to take one apart and put it together, its paths
+_NAMESPACE = "remat"
+# None is a node to optree, and torch.Size to torch; as plain values they pass whole.
+_NEVER_NODES = (torch.Tensor, torch.nn.Module, enum.Enum, torch.Size, type(None))
+_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
+
+_lock = threading.Lock()
+_leaf_types: set[type] = set()
+_torch_nodes_seen = len(TORCH_NODES)
+
+
+def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
+    """Takes a tree apart. ``None`` and every value that is no container is a leaf.
+
+    >>> leaves, spec = flatten({"x": (1, None)})
+    >>> leaves, unflatten(spec, leaves)
+    ([1, None], {'x': (1, None)})
+    """
+    if isinstance(tree, torch.Tensor):
+        return [tree], _LEAF
+    while True:
+        leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+        if (_leaf_types.issuperset(map(type, leaves)) and len(TORCH_NODES) == _torch_nodes_seen) or not _learn(leaves):
+            return leaves, spec
+
+
+def unflatten(spec: TreeSpec, leaves: Iterable[Any], /) -> Any:
+    """Puts a tree together again; what is not a tensor is the very object that was there."""
+    return spec.unflatten(leaves)
+
+
+def paths(spec: TreeSpec, root: str, /) -> list[str]:
+    """For each leaf the expression that reaches it from `root`, as in ``args[0]['w1'].bias``.
+
+    >>> paths(flatten(({"a": 1}, [2]))[1], "args")
+    ["args[0]['a']", 'args[1][0]']
+    """
+    return [accessor.codify(root) for accessor in spec.accessors()]
+
+
+def describe_difference(before: TreeSpec, after: TreeSpec, root: str, /) -> str:
+    """One sentence that says where two structures first differ.
+
+    >>> describe_difference(flatten([{"a": 1}])[1], flatten([(1, 2)])[1], "output")
+    "output[0] was a dict with ['a'] and is now a tuple of 2."
+    """
+    if before.type is not after.type or before.entries() != after.entries():
+        return f"{root} was {_kind(before)} and is now {_kind(after)}."
+    for step, old, new in zip(_steps(before), before.children(), after.children(), strict=True):
+        if old != new:
+            return describe_difference(old, new, f"{root}{step}")
+    if before == after:
+        return f"{root} has not changed."
+    return f"{root} is {_kind(before)} as before, but its metadata has changed."
+
+
+def _kind(spec: TreeSpec) -> str:
+    if spec.type is None:
+        return "a single value"
+    article = "an" if spec.type.__name__[0] in "aeiouAEIOU" else "a"
+    entries, most = spec.entries(), 8
+    if entries == list(range(len(entries))):
+        return f"{article} {spec.type.__name__} of {len(entries)}"
+    steps = _steps(spec)
+    more = [f"and {len(steps) - most} more"] if len(steps) > most else []
+    return f"{article} {spec.type.__name__} with {', '.join(steps[:most] + more)}"
+
+
+def _steps(spec: TreeSpec) -> list[str]:
+    """The paths to the children."""
+    top = spec.one_level()
+    return [] if top is None else paths(top, "")
+
+
+def _learn(leaves: list[Any]) -> bool:
+    """Register the nodes among leaves of types that weren't met before; whether there are any."""
+    global _torch_nodes_seen
+    with _lock:
+        if len(TORCH_NODES) != _torch_nodes_seen:  # a type held to be a leaf may be a node now
+            _torch_nodes_seen = len(TORCH_NODES)
+            _leaf_types.clear()
+        unseen = set(map(type, leaves)) - _leaf_types
+        nodes = set(filter(_is_node, unseen))
+        _leaf_types.update(unseen - nodes)
+        return bool(nodes)
+
+
+def _is_node(cls: Any) -> bool:
+    if issubclass(cls, _NEVER_NODES):
+        return False
+    if optree.register_pytree_node.get(cls, namespace=_NAMESPACE) is not None:
+        return True  # another thread was faster
+    node = _torch_node(cls) or _dataclass(cls)
+    if node is not None:
+        take, put, entry = node
+        optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
+    return node is not None
+
+
+class _TorchEntry(optree.PyTreeEntry):
+    """A step of a path in torch's words, which prints itself."""
+
+    def codify(self, node: str = "") -> str:
+        return f"{node}{self.entry}"
+
+
+def _torch_node(cls: type) -> Node | None:
+    node = TORCH_NODES.get(cls)
+    if node is None:
+        return None
+
+    def take(obj: Any) -> tuple[Iterable[Any], Any, Iterable[Any]]:
+        if node.flatten_with_keys_fn is not None:
+            pairs, context = node.flatten_with_keys_fn(obj)
+            return [value for _, value in pairs], context, [key for key, _ in pairs]
+        children, context = node.flatten_fn(obj)
+        if isinstance(obj, Mapping) and len(obj) == len(children):
+            return children, context, [MappingKey(key) for key in obj]
+        return children, context, [SequenceKey(index) for index in range(len(children))]
+
+    def put(context: Any, children: Iterable[Any]) -> Any:
+        return node.unflatten_fn(list(children), context)
+
+    return take, put, _TorchEntry
+
+
+def _dataclass(cls: type) -> Node | None:
+    if not dataclasses.is_dataclass(cls):
+        return None
+    try:
+        object.__new__(cls)
+    except TypeError:  # the layout is that of a built-in type, whose contents are not fields
+        return None
+    # Descriptors, since setattr does not work on frozen classes and may run the user's code.
+    slots = {
+        name: member
+        for base in reversed(cls.__mro__)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    }
+
+    def take(obj: Any) -> tuple[Iterable[Any], tuple[str, ...], tuple[str, ...]]:
+        state = dict(getattr(obj, "__dict__", ()))
+        for name, slot in slots.items():
+            try:
+                value = slot.__get__(obj)
+            except AttributeError:  # never set
+                continue
+            state[name] = value
+        names = tuple(state)
+        return state.values(), names, names
+
+    def put(names: tuple[str, ...], values: Iterable[Any]) -> Any:
+        obj = object.__new__(cls)
+        for name, value in zip(names, values, strict=True):
+            if name in slots:
+                slots[name].__set__(obj, value)
+            else:
+                obj.__dict__[name] = value
+        return obj
+
+    return take, put, optree.GetAttrEntry
+
+
+# Leaves that hold no tensor, the most frequent ones.
+_HOLD_NOTHING = frozenset(
+    [type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator]
+)
+
+
+def without_plain(values: Iterable[Any]) -> list[Any]:
+    """Those that may hold tensors."""
+    return [value for value in values if type(value) not in _HOLD_NOTHING]

@@ -1,0 +1,51 @@
+"""The lowering for plain autograd: a region under the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+from .._core.known import Known
+from .._core.state import state
+from .._region.arguments import take_apart
+from .._region.around import Around
+from .._region.guards import Kept
+from .._region.hooks import is_hooks_refusal
+from .._region.options import Options
+from .._region.region import Region
+from .._region.run import FirstRun
+from .._selective.recorder import recorder_for
+from .saver import Saver
+
+
+def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) -> Any:
+    """Call ``fn`` as a region.
+
+    Raises:
+        RuntimeError: also if it refuses to run under saved-tensor hooks. It has left nothing changed then.
+    """
+    given, tensors = take_apart(args, kwargs)
+    if state.interceptors:  # an argument may be a tensor that a region around has captured, and gets as another one
+        found = list(map(state.interceptors[-1].resolve, tensors))
+        if not all(map(is_, found, tensors)):
+            args, kwargs = given.filled(found)
+            given, tensors = take_apart(args, kwargs)
+    around = Around()
+    operands = Kept(tensors, given.name, known.changing)
+    around.take(operands, given.uses)
+    region = Region(fn, given, tensors, options, known, around)
+    try:
+        region.open(around=around)
+        run = FirstRun(recorder_for(region))
+        saver = Saver(region, operands, region.consts, around.hooks, run)
+        try:
+            return saver.run(region.first, args, kwargs)
+        except RuntimeError as error:
+            if is_hooks_refusal(error):
+                # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
+                operands.roll_back()
+                region.restart()
+            raise
+    finally:
+        region.forget()

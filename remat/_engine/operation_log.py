@@ -1,0 +1,114 @@
+"""``debug=True``: the operations of a region's runs, compared one by one, with the user's source lines."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .._core.facts import facts_of
+from .._core.lines import user_line
+from .._core.private import DispatchMode
+from .._core.ranges import Ranges
+from .._core.state import state
+from .._region.fingerprints import fingerprint
+from ..errors import RecomputeMismatchError
+
+# The engine itself detaches what it takes, so these come and go.
+_IGNORED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class Operation(NamedTuple):
+    """What ran, what it made and the user's line that called it."""
+
+    op: str
+    result: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.op} -> {self.result} at {self.line}"
+
+
+class OpLog(DispatchMode):
+    """Notes each operation of a first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Operation] = []
+        self.again: list[Operation] = []  # of the last recompute
+        self.ranges = Ranges()
+        self.noting = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if facts_of(func).marks:
+            return self.ranges.mark(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if self.noting and func not in _IGNORED and not (state.unseen or self.ranges):
+            self.note(Operation(str(func), _describe(result), str(user_line())))
+        return result
+
+    def note(self, operation: Operation) -> None:
+        self.entries.append(operation)
+
+    def go_back(self, count: int) -> None:
+        """Forget what was noted after the first ``count`` operations."""
+        del self.entries[count:]
+
+    def __enter__(self) -> OpLog:
+        state.logs = *state.logs, self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        state.logs = state.logs[:-1]
+
+    def compared(self) -> Comparison:
+        """The log of a recompute, which is compared with this one while it grows."""
+        comparison = Comparison(self)
+        self.again = comparison.entries
+        return comparison
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Both runs, as users see them."""
+        return [*map(str, self.entries)], [*map(str, self.again)]
+
+
+class Comparison(OpLog):
+    """Compares each operation of a recompute with that of the first run.
+
+    Raises:
+        RecomputeMismatchError: at the first one that differs.
+    """
+
+    def __init__(self, first: OpLog) -> None:
+        super().__init__()
+        self.first = first.entries
+
+    def note(self, operation: Operation) -> None:
+        i = len(self.entries)
+        super().note(operation)
+        if i >= len(self.first):
+            self._fail(i, "there was none", operation)
+        elif self.first[i][:2] != operation[:2]:
+            self._fail(i, self.first[i], operation)
+
+    def check_end(self) -> None:
+        """After a recompute that wasn't stopped early."""
+        i = len(self.entries)
+        if i < len(self.first):
+            self._fail(i, self.first[i], "there is none")
+
+    def _fail(self, i: int, before: Any, now: Any) -> None:
+        raise RecomputeMismatchError(
+            f"Operation {i} of the region differs between its runs.\n  In the forward: {before}\n"
+            f"  When run again: {now}\n"
+            f"A region must do the same each time: look at what decides between these two lines."
+        )
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, torch.Tensor):
+        return str(fingerprint(result, "metadata"))
+    if isinstance(result, (tuple, list)):
+        return "(" + ", ".join(map(_describe, result)) + ")"
+    return type(result).__name__

@@ -1,0 +1,265 @@
+"""The run again of a region, which fills the slots of its first run."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from operator import length_hint
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from .._core import private
+from .._core.lines import user_line
+from .._core.parts import bare
+from .._core.private import modes_that_see
+from .._core.state import alias, as_in_forward, own_work, state
+from .._core.streams import is_on_another
+from .._region.around import RegionHooks
+from .._region.fingerprints import describe, is_other, look_at
+from .._region.hooks import drop_gradient_hooks
+from .._region.left_out import Restart
+from .._region.lowerings import Lowerings
+from .._region.run import Run
+from .._selective.attempt import Attempt
+from ..errors import RecomputeMismatchError
+from .shield import shields
+from .slots import Slot, Stop, gone
+
+if TYPE_CHECKING:
+    from .frame import Frame
+
+
+class Filler(RegionHooks):
+    """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
+
+    __slots__ = (
+        "attempt", "difference", "ended", "ending", "fill", "frame", "last", "look", "once", "rest", "root",
+        "slots", "stopped", "unfilled",
+    )  # fmt: skip
+
+    def __init__(self, frame: Frame, slots: list[Any], fill: bool = False, last: bool = False) -> None:
+        self.frame = frame
+        self.fill = fill  # the operation that saves the last tensor runs too, as it may fill what it has saved
+        self.once = last  # there will be no other recompute
+        self.root = frame.region.root
+        self.look = frame.look
+        self.slots = slots
+        self.rest: Any = iter(slots)
+        self.attempt = Run()
+        self.stopped = False
+        self.ended = False  # it stops at the next operation
+        self.unfilled: tuple[int, Any] | None = None  # which operation may fill which slot, by its sequence number
+        self.ending: int | None = None  # after so many steps it stops
+        self.difference: str | None = None
+        self.last = next(filter(None, reversed(slots)))
+
+    def run(self) -> None:
+        contexts = shields(self.frame)
+        before = torch.is_grad_enabled()
+        logs = [log for log in state.logs if log.noting]  # of runs that go on, of which this is no part
+        private.set_grad_enabled(True)
+        for log in logs:
+            log.noting = False
+        try:
+            if not contexts:
+                return self._run()
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                self._run()
+        finally:
+            private.set_grad_enabled(before)
+            for log in logs:
+                log.noting = True
+
+    def _run(self) -> None:
+        """Run it, and if that reads what it has left out, once more in full."""
+        if not self._attempt(whole=not self.frame.options.may_leave_out):
+            self.go_back(0)
+            self.stopped = self.ended = False
+            self.unfilled = self.ending = self.difference = None
+            self._attempt(whole=True)
+
+    def _attempt(self, whole: bool) -> bool:
+        """Whether that was all that it takes."""
+        frame, root = self.frame, self.root
+        frame.consts.accumulated |= frame.inside
+        if frame.open:
+            frame.consts.find_changed()
+            frame.operands.find_changed()
+        with own_work():
+            operands = frame.operands.all_again()
+        result = None
+        self.attempt = run = self._run_by_plan(whole)
+        run.log = None if frame.log is None else frame.log.compared()
+        policies = frame.policies
+        if frame.open and frame.policy is not None:  # no replay says so to regions inside
+            policies = (*policies, frame.policy)
+        hooks = RemovableHandle.next_id
+        below = self._pack_below_levels if root.kinds else self.pack
+        private.push_hooks(self._pack_and_tell if frame.noted else below, _same)
+        try:
+            with as_in_forward(policies, Lowerings(frame.lowerings, follows=True), filling=frame.open):
+                result = frame.region.call_again(operands, run)
+        except (Stop, Restart, Exception):
+            # TorchScript makes another exception of these; and it may be another region's.
+            if not self.stopped and not run.starts_over:
+                raise
+        finally:
+            private.pop_hooks()
+            drop_gradient_hooks(frame.consts.tensors, hooks)
+        if run.starts_over:
+            return False
+        if not self.stopped:
+            self._check_end(result, run.log)
+        del operands, result
+        return not run.escaped()
+
+    def _run_by_plan(self, whole: bool) -> Run:
+        """All of it, if it isn't known what ran first."""
+        frame, record = self.frame, self.root.record
+        if record is None:
+            return Run()
+        plan = None
+        if not whole:  # a frame without a record fills the slots of another derivative
+            plan = record.plan() if frame.record is None else record.plan(slot for slot in self.slots if slot)
+        return Attempt(record, plan, self.once and not self.fill)
+
+    def let_go(self) -> None:
+        """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
+        del self.attempt, self.frame, self.root, self.slots, self.rest, self.last, self.unfilled
+
+    @property
+    def count(self) -> int:
+        """Of those that were expected."""
+        return len(self.slots) - length_hint(self.rest)
+
+    def go_back(self, count: int) -> None:
+        self.rest = iter(self.slots)
+        self.rest.__setstate__(count)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        slot = next(self.rest, _ONE_MORE)
+        if not slot:
+            if self.ended and not self._may_fill():
+                self._stop()
+            # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
+            if slot is _ONE_MORE:
+                self._check_more()
+            return tensor if tensor.is_leaf else alias(tensor)
+        value = alias(tensor) if modes_that_see() else tensor.detach()
+        if self.frame.streams and not self.frame.mixed:
+            self.frame.mixed = is_on_another(tensor.device, self.frame.streams)
+        try:
+            now = self.look(tensor)
+        except RuntimeError:  # an inference tensor
+            now = look_at(value, self.frame.check)
+        if now != slot.fingerprint:
+            self._compare(slot, now)
+        if slot.first is not None:
+            self.unfilled = private.next_sequence_number(), slot
+        slot.version = now[4]
+        slot.value = value  # last, as another thread may be waiting for it
+        if slot is self.last:
+            self._end()
+        return value
+
+    def _pack_below_levels(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same with levels of torch.func, of which others save tensors too."""
+        return bare(tensor) if private.is_wrapped(tensor) else self.pack(tensor)
+
+    def _pack_and_tell(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same where a run that skips operations has to do with it."""
+        if private.is_wrapped(tensor):
+            return bare(tensor)
+        replay = self.attempt.replay
+        if self.ending is not None and replay is not None and replay.position >= self.ending:
+            self._stop()
+        if replay is not None and replay.left_out:
+            count = self.count
+            if count < len(self.slots) and self.slots[count]:
+                replay.left_out.read([tensor])
+        return self.pack(tensor)
+
+    def _check_more(self) -> None:
+        if self.stopped:
+            raise Stop
+        if self.frame.check != "none" and not self.frame.open:
+            raise RecomputeMismatchError(self._too_many())
+
+    def _compare(self, slot: Slot, now: tuple) -> None:
+        if is_other(slot.fingerprint, now):
+            self.difference = self.difference or self._differs(self.count - 1, slot.fingerprint, now)
+            if self.frame.log is None:  # else the operation that comes next tells more
+                raise RecomputeMismatchError(self.difference)
+
+    def _end(self) -> None:
+        """All slots are filled."""
+        if self.difference is not None:
+            raise RecomputeMismatchError(self.difference)
+        # What the user tells the allocator, and which stream waits for which, may come after the last operation. In the
+        # middle of a first run it has come no further.
+        if (self.frame.options.early_stop and not self.frame.mixed) or self.frame.open:
+            # The operation that runs now may fill what it has saved: then it must run to its end.
+            latest = self.slots[max(0, self.count - 3) : self.count]
+            early = [slot.source.after for slot in latest if slot and slot.early]
+            self.ending = max(early, default=None)
+            if self.ending is not None:
+                return
+            self.ended = self.fill and self._may_fill()
+            if not self.ended:
+                self.frame.unfilled = weakref.ref(self.unfilled[1]) if self.unfilled and self._may_fill() else gone
+                self._stop()
+
+    def _may_fill(self) -> bool:
+        return self.unfilled is not None and self.unfilled[0] == private.next_sequence_number()
+
+    def _stop(self) -> None:
+        self.stopped = True
+        self.rest = iter(())
+        raise Stop
+
+    def _check_end(self, result: Any, log: Any) -> None:
+        if log is not None:
+            log.check_end()
+        if self.frame.check == "none" or self.frame.open:
+            return
+        if self.difference is not None:
+            raise RecomputeMismatchError(self.difference)
+        if self.count < len(self.slots):
+            raise RecomputeMismatchError(self.too_few())
+        self.frame.region.check_result(result)
+
+    def _differs(self, index: int, before: Any, now: Any) -> str:
+        return (
+            f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and is "
+            f"{describe(now, before)} when the region was run again, at {user_line()}. {_ADVICE}"
+        )
+
+    def _too_many(self) -> str:
+        return (
+            f"The region saved {len(self.slots)} tensors for its backward in the forward, and one more when it was "
+            f"run again, at {user_line()}. {_ADVICE}"
+        )
+
+    def too_few(self) -> str:
+        return (
+            f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} when "
+            f"it was run again. {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "A region must do the same each time. Look for Python state that changed between the runs, a branch on values that "
+    "are random or not reproducible, a cache, or saved-tensor hooks around that change values; "
+    "`remat(..., debug=True)` shows the first operation that differs."
+)
+
+
+_ONE_MORE: Any = ()  # false, as what stands for a tensor that is served
+
+
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value

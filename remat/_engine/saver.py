@@ -1,0 +1,163 @@
+"""The first run of a region under saved-tensor hooks: autograd gets slots in place of what the region computes.
+
+Inputs, captured tensors, views of these and what was there before the region stay themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import count, repeat
+from typing import Any
+
+import torch
+
+from .._core import private, trees
+from .._core.private import is_wrapped, origin, raw_version, sequence_number
+from .._core.state import alias, own_work, state
+from .._region.around import RegionHooks, of_region
+from .._region.guards import Kept
+from .._region.handover import Handed
+from .._region.hooks import hooks_allowed
+from .._region.lowerings import Lowerings
+from .._region.run import Run
+from .frame import Frame
+from .slots import SERVED, Above, Found, RecordedSlot, Slot, View
+
+
+class Saver(RegionHooks):
+    """Puts what the region saves into the slots of a new frame."""
+
+    __slots__ = ("_known", "_look", "_recording", "_run", "_slot", "_slots", "_start", "frame")
+
+    def __init__(
+        self, region: Any, operands: Kept, consts: Kept, outer: tuple | None, run: Run, read_inside: bool = False
+    ) -> None:
+        self._run = run
+        self._recording = None if run.recorder is None else run.recorder.recording
+        policy = None if self._recording is None else self._recording.policy
+        self.frame = frame = Frame(region, operands, consts, outer, policy, read_inside)
+        self._start = private.next_sequence_number()
+        self._slot: Callable[[], Slot] = Slot if self._recording is None else RecordedSlot
+        self._look, self._slots = frame.look, frame.slots
+        self._known: dict[int, tuple[Kept, int]] = {}
+        for kept in (consts, operands) if consts.tensors else (operands,):
+            self._known.update(zip(map(id, kept.tensors), zip(repeat(kept), count())))
+
+    def run(self, call: Callable, *args: Any) -> Any:
+        """Run the region for the first time, by ``call(*args, run)``."""
+        frame, run = self.frame, self._run
+        root, recording = frame.region.root, self._recording
+        if frame.outer is None and frame.options.offload_inputs and not root.kinds:
+            frame.operands.offload()  # torch.func's levels keep their inputs
+        if recording is not None:
+            recording.keep.hooks = frame.outer
+            recording.in_region = root.around is not None and root.around.region is not None
+        run.log = frame.log
+        with hooks_allowed(whoever_forbids=root.ran):
+            below = self._pack_below_levels if root.kinds else self.pack
+            unpack = frame.unpack if recording is None else frame.unpack_under_policy
+            private.push_hooks(self._pack_and_note if frame.noted else below, unpack)
+            state.lowerings = *state.lowerings, Lowerings(frame.lowerings, follows=False)
+            try:
+                result = call(*args, run)
+            finally:
+                state.lowerings = state.lowerings[:-1]
+                private.pop_hooks()
+                self._known, self._recording = {}, None  # regions inside may hold on to these hooks
+        frame.close()
+        if run.recorder is not None:
+            frame.record = root.record = run.recorder.close()
+            outputs = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+            frame.one_output = len(outputs) == 1
+        return result
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        found = self._known.get(id(tensor))
+        if found is not None:
+            kept, i = found
+            before = kept.versions[i]
+            if before < 0 or raw_version(tensor) == before:
+                self._slots.append(SERVED)
+                return found
+        base, node = origin(tensor)
+        if base is not None or node is None or self._was_there(node):
+            served = None if found else self._served(tensor, base, node)
+            if served is not None:
+                self._slots.append(SERVED)
+                return served
+        slot = self._slot()
+        slot.first = slot.value = None
+        if node is None and not tensor.requires_grad:
+            slot.watch(tensor, self.frame.check)
+        else:
+            slot.fingerprint = self._look(tensor)
+        self._slots.append(slot)
+        return slot
+
+    def _pack_below_levels(self, tensor: torch.Tensor) -> Any:
+        """The same with levels of torch.func, of which others save tensors too."""
+        if is_wrapped(tensor) and id(tensor) not in self._known:
+            return Above(tensor)
+        with own_work():  # hooks that an autograd Function calls run under modes, others don't
+            return self.pack(tensor)
+
+    def _pack_and_note(self, tensor: torch.Tensor) -> Any:
+        """The same where a slot gets a value, or a record must know of it: it may lead to what is kept.
+
+        So it must go with the node.
+        """
+        recording = self._recording
+        if is_wrapped(tensor) and id(tensor) not in self._known:
+            if recording is not None:
+                recording.needs(tensor)
+            return Above(tensor)
+        with own_work():
+            packed = self.pack(tensor)
+        slot = self._slots.pop()
+        self.frame.refs.append(weakref.ref(slot))
+        if slot is SERVED:
+            return packed
+        if recording is not None:
+            recording.saved(tensor, slot)
+        if self.frame.read_inside:
+            slot.value = alias(tensor)
+            slot.version = private.version(slot.value)
+        return slot
+
+    def _served(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Callable[[], torch.Tensor] | None:
+        """How to get a tensor that is there without a run again: a view of an input, or what was there before."""
+        if base is not None and (found := self._known.get(id(base))) is not None:
+            kept, i = found
+            shares = kept.is_as_before(i, base) and i not in kept.packed and not kept.duals
+            return View(kept, i, alias(tensor)) if shares else None
+        if node is None:
+            return Found(tensor) if tensor.requires_grad else None
+        if not self._was_there(node):
+            return None
+        return Found(tensor) if self.frame.outer is None else Handed(tensor, self.frame.outer).get
+
+    def _was_there(self, node: Any) -> bool:
+        """Whether a node was made before the region.
+
+        Each thread counts its own nodes, and a backward pass inside may have run in a thread of the device.
+        """
+        return sequence_number(node) < self._start and not (self.frame.inside and self.frame.streams)
+
+    # --- for regions inside -----------------------------------------------------------------------------------------
+
+    @property
+    def around(self) -> RegionHooks | None:
+        return of_region(self.frame.outer)
+
+    @property
+    def count(self) -> int:
+        return len(self.frame.refs) + len(self._slots)
+
+    def go_back(self, count: int) -> None:
+        refs = self.frame.refs
+        del self._slots[max(0, count - len(refs)) :]
+        del refs[count:]
+
+    def has_backward_inside(self) -> None:
+        self.frame.has_backward_inside()

@@ -1,0 +1,164 @@
+"""The bottom of the func lowering: no level is left, the operands are plain tensors.
+
+A first run for ``grad`` levels above goes through the engine, on inputs cut from any history. The graph that this
+leaves, a *tape* whose saved tensors are slots, is what the first backward runs: one recompute, stopped early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from .._core import private
+from .._core.parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
+from .._engine.saver import Saver
+from .._engine.shield import in_batched_backward, outside_of_batched_backward
+from .._region.around import Around
+from .._region.guards import NONE_KEPT, Kept
+from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, hooks_hidden
+from .._region.run import FirstRun, Run
+from .._region.watch import Watch
+from .._selective.attempt import Recompute
+from ..errors import MutationError
+from .batched import Batched, BatchedPullback
+from .derived import Jvp, Tensors
+from .pullback import Pullback
+from .tape import Call, Tape, names
+
+
+def is_followed_by_autograd(operands: Tensors) -> bool:
+    """Whether plain autograd records what is done with plain operands."""
+    return torch.is_grad_enabled() and any(map(is_recorded, operands))
+
+
+def has_dual(operands: Tensors) -> bool:
+    return private.dual_level_active() and any(map(is_dual, operands))
+
+
+def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | None) -> list:
+    """Run a region, or what transforms made of it, on plain operands."""
+    recorded, dual = is_followed_by_autograd(operands), has_dual(operands)
+    if not region.root.ran:
+        return _first(region, operands, call, wanted, recorded, dual)
+    with _recompute(region.root):
+        outs = _again(region, call.guarded(operands), call, recorded, dual)
+    return list(map(detached, outs)) if private.dual_level_active() and not recorded else outs
+
+
+def run_in_node(region: Any, operands: Tensors, call: Call) -> list:
+    """The same without saved-tensor hooks, for a node of plain autograd that stands for all of it."""
+    root = region.root
+    if root.ran:
+        with _recompute(root), hooks_hidden():
+            return region.run(_leaves(call.guarded(operands)), Recompute(root))
+    call.guard(root, operands, operands)
+    inputs = _leaves(operands)
+    call.watch = Watch(root, root.operands(), inputs, plain_too=True, recorded=True)
+    return _first_without_hooks(region, inputs, call)
+
+
+def _leaves(operands: Tensors) -> list[torch.Tensor]:
+    return [t.detach().requires_grad_(t.requires_grad) for t in operands]
+
+
+@contextmanager
+def _recompute(root: Any) -> Iterator[None]:
+    """For a run again, which has been promised, and is part of no batched backward."""
+    if root.record is not None:
+        root.record.in_backward()
+    batched = outside_of_batched_backward() if in_batched_backward() else nullcontext()
+    with hooks_allowed(whoever_forbids=True), batched:
+        yield
+
+
+def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bool, dual: bool) -> list:
+    root = region.root
+    inference = any(t.is_inference() for t in operands)  # autograd can't record these
+    follows = wanted is not None and any(wanted) and not inference
+    fits = _tape_fits(region)
+    inputs = operands
+    if follows and fits:  # what is followed below, by autograd itself, stays as it is
+        cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
+        inputs = [as_leaf(t) if each else t for t, each in zip(operands, cut)]
+    call.guard(root, operands, inputs)
+    call.watch = Watch(root, root.operands(), inputs, follows, recorded or dual)
+    with torch.enable_grad() if follows else nullcontext():
+        if region.uses_func:
+            outs = _first_without_hooks(region, inputs, call)
+        elif recorded or follows or (torch.is_grad_enabled() and not inference and hooks_are_allowed()):
+            outs = _first_under_hooks(region, inputs, call)
+        else:
+            call.recorder = None  # nothing is differentiated
+            outs = _first_without_hooks(region, inputs, call)
+    if recorded or not follows:
+        return outs
+    if fits and not any(isinstance(step, Jvp) for step in _steps(region)):  # a jvp level above has other results
+        call.depends = [t.requires_grad for t in outs]
+    if fits and not region.uses_func:
+        call.tape = Tape(region, inputs, outs)
+    elif root.record is not None:
+        root.record.keep_all()
+    return list(map(detached, outs))
+
+
+def _steps(region: Any) -> Iterator[Any]:
+    """What transforms have made of the region, the last one first."""
+    while region is not region.root:
+        yield region
+        region = region.inner
+
+
+def _tape_fits(region: Any) -> bool:
+    """Whether one graph can stand for all levels: each wants the gradients that it has."""
+    return not region.root.by_level and not any(isinstance(step, Batched) and step.sums for step in _steps(region))
+
+
+def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
+    check_hooks_are_allowed()
+    saver = _saver(region, call.kept, region.root.consts, FirstRun(call.recorder, call.watch))
+    try:
+        return saver.run(region.run, inputs)
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" in str(error):
+            raise MutationError(_CHANGES) from error
+        raise
+
+
+def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
+    root = region.root
+    outs = region.run(inputs, FirstRun(call.recorder, call.watch))
+    call.kept.close()
+    root.consts.close()
+    if call.recorder is not None:
+        root.record = call.recorder.close(slots_tell=False)
+    return outs
+
+
+def _saver(region: Any, operands: Kept, consts: Kept, run: Run, read_inside: bool = False) -> Saver:
+    around = Around()
+    around.take(operands)
+    around.take_captured(consts)
+    return Saver(region, operands, consts, around.hooks, run, read_inside)
+
+
+def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
+    if recorded and not (dual and region.uses_func):
+        saver = _saver(
+            region, Kept(operands, names(region.root), set()), NONE_KEPT, Recompute(region.root), read_inside=True
+        )
+        return saver.run(region.run, operands)
+    pullback = region.inner if isinstance(region, BatchedPullback) else region
+    if call.tape is not None and isinstance(pullback, Pullback) and call.tape.serves(pullback):
+        count = len(pullback.needs)
+        return region.linearize(operands[:count], Recompute(region.root), call.tape)(operands[count:])
+    with hooks_hidden():
+        return region.run(operands, Recompute(region.root))
+
+
+_CHANGES = (
+    "The region changes an argument or a captured tensor in place while a torch.func transform differentiates it, so "
+    "it can't be run again from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
+)

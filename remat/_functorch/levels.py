@@ -1,0 +1,232 @@
+"""How a region is taken through the active torch.func levels: one rule per kind of level.
+
+Each rule unwraps the operands of its level, lets the levels below run what the transform makes of the region, and
+wraps the results. At a ``grad`` level that is one Function node, which keeps the operands; its backward takes the
+region's pullback through the levels in the same way, so that derivatives of any order keep operands only. Below all
+levels is plain autograd, to which a region is such a node too if it calls torch.func itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from .._core import private
+from .._core.parts import is_dual
+from .._core.state import own_work
+from .._region.watch import GivenUp
+from ..errors import RematError
+from .batched import Batched, PullbackOfBatched, batched_pullback
+from .bottom import has_dual, is_followed_by_autograd, run_at_bottom, run_in_node
+from .derived import Graded, Jvp, Tensors, differentiable, without_overlap
+from .proof import nobody_reads_the_graph
+from .pullback import InnerPullback, Pullback
+from .tape import Call
+
+Wanted = Sequence[bool] | None
+
+
+def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> list:
+    """Run a region at the top of the stack of levels; returns its new tensors.
+
+    ``wanted`` are the operands that a ``grad`` level above follows.
+    """
+    operands = list(map(private.unwrap_if_dead, operands))
+    if private.transforms_active():
+        interpreter = private.current_interpreter()
+        return _RULES[interpreter.key().value](interpreter, region, operands, call, wanted)
+    if region.uses_func and is_followed_by_autograd(operands) and not has_dual(operands):
+        return list(PlainNode.apply(region, call, *operands))
+    return run_at_bottom(region, operands, call, wanted)
+
+
+# --- vmap -----------------------------------------------------------------------------------------------------------
+
+
+def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
+    level, randomness = interpreter.level(), interpreter.randomness()
+    pairs = [private.unwrap_batched(t, level) for t in operands]
+    values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
+    if all(dim is None for dim in dims) and not region.root.mapped:
+        first = not region.root.ran
+        with interpreter.lower():
+            outs = apply(region, operands, call, wanted)
+        if first and randomness != "same" and region.root.ambient.moved():
+            # A ``vmap`` level has a say in random numbers, batched operands or not.
+            region.root.mapped = True
+            raise GivenUp(region.root)
+        return outs
+    if isinstance(region, Pullback):
+        size = interpreter.batch_size()
+        batched, values = batched_pullback(region, values, dims, size, randomness, call.batched.get(region.inner))
+    else:
+        sums = wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims))
+        batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
+    with interpreter.lower():
+        outs = apply(batched, values, call, wanted)
+    if isinstance(batched, PullbackOfBatched):
+        region.present = batched.present
+    elif wanted is not None:  # a node above keeps the region, so it may ask for its pullback
+        call.batched[region] = batched
+    return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
+
+
+# --- jvp ------------------------------------------------------------------------------------------------------------
+
+
+def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
+    level = interpreter.level()
+    duals = [fwAD.unpack_dual(t) if private.level_of(t) == level else (t, None) for t in operands]
+    primals = [private.unwrap_grad(primal, level) for primal, _ in duals]
+    tangents = [private.unwrap_grad(t, level) for _, t in duals if t is not None]
+    mask = tuple(t is not None for _, t in duals)
+    if not tangents:
+        region = _graded(region, level, operands, (False,) * len(mask))
+        with interpreter.lower():
+            outs = apply(region, primals, call, wanted)
+        return _wrapped(outs, level)
+    moved = Jvp(region, mask)
+    if wanted is not None:
+        wanted = [*wanted, *(w for w, moves in zip(wanted, mask) if moves)]
+    with private.set_forward_grad_enabled(True), interpreter.lower():
+        outs = apply(moved, [*primals, *tangents], call, wanted)
+    count = len(moved.out_mask)
+    wrapped = _wrapped(outs, level)
+    rest = iter(wrapped[count:])
+    return [
+        fwAD.make_dual(without_overlap(t), next(rest)) if moves else t
+        for t, moves in zip(wrapped[:count], moved.out_mask)
+    ]
+
+
+# --- grad -----------------------------------------------------------------------------------------------------------
+
+
+def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
+    level = interpreter.level()
+    if private.dual_level_active() and any(private.level_of(t) == level and is_dual(t) for t in operands):
+        raise RematError(
+            "A region got a dual tensor that `forward_ad.make_dual` made inside of a function which torch.func.grad or "
+            "vjp differentiates. Make it outside of that function, or use torch.func.jvp inside."
+        )
+    recorded = torch.is_grad_enabled()
+    followed = tuple([recorded and t.requires_grad and private.level_of(t) == level for t in operands])
+    region = _graded(region, level, operands, followed)
+    if not any(followed):
+        with interpreter.lower():
+            outs = apply(region, _unwrapped(operands, level), call, wanted)
+        return _wrapped(outs, level)
+    wanted = followed if wanted is None else [a or b for a, b in zip(followed, wanted)]
+    # What is of a level below may require grad there, or have a tangent, which is no concern of this level's node.
+    operands = [t if private.level_of(t) == level else private.wrap_grad(t, level) for t in operands]
+    with private.single_level_functions_allowed():
+        return list(RegionNode.apply(region, call, level, wanted, *operands))  # type: ignore[attr-defined]
+
+
+def _unwrapped(tensors: Sequence[Any], level: int) -> list:
+    return [None if t is None else private.unwrap_grad(t, level) for t in tensors]
+
+
+def _wrapped(values: Sequence[Any], level: int) -> list:
+    return [None if t is None else private.wrap_grad(t, level) for t in values]
+
+
+def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ...]) -> Any:
+    """Put a level back around a first run, where the function could tell that it is missing.
+
+    That is where other levels are below it, where it draws random numbers (laid out in memory differently), where it
+    asks what autograd follows, and where it cuts a tensor from the graph of this level alone.
+    """
+    root = region.root
+    if root.ran or isinstance(region, Pullback):
+        return region
+    lifted = tuple([private.level_of(t) == level for t in operands])
+    below = root.kinds[: level - 1]
+    if private.VMAP in below or private.JVP in below or root.known.graded or root.by_level:
+        return Graded(region, level, followed, lifted)
+    return region
+
+
+_RULES = {private.VMAP: _at_vmap, private.JVP: _at_jvp, private.GRAD: _at_grad}
+
+
+class RegionNode(private.SingleLevelFunction):
+    """A region at one ``grad`` level. It keeps the operands."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Any, call: Call, level: int, wanted: Wanted, *operands: torch.Tensor) -> tuple:
+        first, lower = not region.root.ran, private.current_interpreter().lower
+        with private.set_forward_grad_enabled(True), torch.enable_grad(), lower():
+            outs = apply(region, _unwrapped(operands, level), call, wanted)
+        wrapped = tuple(_wrapped(outs, level))
+        ctx.region, ctx.call, ctx.level, ctx.thread = region, call, level, threading.get_ident()
+        ctx.operands = operands  # not saved, which would keep them until the level ends; changes are seen at the bottom
+        ctx.set_materialize_grads(False)
+        depends = call.depends if first and call.depends is not None else map(differentiable, wrapped)
+        ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
+        return wrapped
+
+    @staticmethod
+    @private.never_traced
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
+        region, call, level, operands = ctx.region, ctx.call, ctx.level, ctx.operands
+        needs = ctx.needs_input_grad[4:]
+        if not nobody_reads_the_graph(level, operands, ctx.thread):
+            grads = pull_back(region, operands, cotangents, needs, call, level)
+        else:  # this is the node's only backward, and nothing is followed at its level
+            ctx.region = ctx.call = ctx.operands = None
+            if call.tape is not None and region is region.root and len(region.kinds) == 1:
+                call.tape.last = True  # no pullback of a pullback, and no other level's
+            with private.current_interpreter().lower():
+                values, below = _unwrapped(operands, level), _unwrapped(cotangents, level)
+                grads = pull_back(region, values, below, needs, call, level)
+            grads = _wrapped(grads, level)
+        return None, None, None, None, *grads
+
+
+# --- below all levels -----------------------------------------------------------------------------------------------
+
+
+class PlainNode(torch.autograd.Function):
+    """A region in plain autograd that can't run under saved-tensor hooks, as it calls torch.func. It keeps operands."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Any, call: Call, *operands: torch.Tensor) -> tuple:
+        with torch.enable_grad(), private.set_forward_grad_enabled(True):
+            outs = run_in_node(region, operands, call)
+        ctx.region, ctx.call = region, call
+        ctx.save_for_backward(*operands)
+        ctx.set_materialize_grads(False)
+        results = tuple(t.detach() for t in outs)
+        ctx.mark_non_differentiable(*(r for r, t in zip(results, outs) if not t.requires_grad))
+        return results
+
+    @staticmethod
+    @private.never_traced
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
+        call, needs = ctx.call, ctx.needs_input_grad[2:]
+        call.guarded(call.operands)  # its error says more than autograd's
+        return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
+
+
+# --- the backward ---------------------------------------------------------------------------------------------------
+
+
+def pull_back(
+    region: Any, operands: Tensors, cotangents: Sequence, needs: Sequence[bool], call: Call, level: int
+) -> list:
+    """The gradients of the operands in ``needs``, None for the others."""
+    given = tuple(t is not None for t in cotangents)
+    if not any(given) or not any(needs):
+        return [None] * len(needs)
+    if region.root.by_level and isinstance(region, Pullback) and region.level == level:
+        region = InnerPullback(region)  # by `torch.autograd.grad` in a function under torch.func.grad
+    pullback = Pullback(region, tuple(needs), given, level)
+    with own_work():
+        found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call)
+    grads, present = iter(found), iter(pullback.present)
+    return [next(grads) if needed and next(present) else None for needed in needs]

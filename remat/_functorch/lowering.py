@@ -1,0 +1,105 @@
+"""The lowering under torch.func: calls a region on whatever levels are active, and starts it again where it must.
+
+The rules of the levels are in ``_functorch/levels.py``, what they end at in ``_functorch/bottom.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from .._core import private
+from .._core.known import Known
+from .._core.state import own_work, state
+from .._region.arguments import take_apart
+from .._region.around import Around
+from .._region.hooks import drop_gradient_hooks, is_hooks_refusal
+from .._region.intercept import given_as, made_inside
+from .._region.lowerings import go_back, mark
+from .._region.options import Options
+from .._region.region import Region
+from .._region.watch import GivenUp, Watch
+from .._selective.recorder import recorder_for
+from .left_behind import check_left_behind
+from .levels import apply
+from .tape import Call
+
+
+def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
+    """Call ``fn`` as a region; a first run that finds something out is given up and started again."""
+    kinds = tuple([interpreter.key().value for interpreter in private.interpreter_stack() or ()])
+    if private.FUNCTIONALIZE in kinds:
+        return fn(*args, **kwargs)  # a trace is taken
+    region = Region(fn, *take_apart(args, kwargs), options, known, Around())
+    region.kinds = kinds
+    region.by_level = kinds in known.by_level
+    marks = mark()
+    try:
+        while True:
+            region.open(follow=is_followed)
+            shared, hooks = Call(recorder_for(region)), RemovableHandle.next_id
+            try:
+                return _first_run(region, shared)
+            except GivenUp as given_up:
+                if given_up.region is not region:
+                    raise
+            except Exception as error:
+                if is_hooks_refusal(error) and not known.uses_func:
+                    known.uses_func = True
+                elif not _adopts_others(region, shared.watch):
+                    raise
+            shared.kept.roll_back()
+            go_back(marks)
+            with own_work():
+                drop_gradient_hooks(map(given_as, region.operands()), hooks)
+            region.restart()
+    finally:
+        region.forget()
+
+
+def _first_run(region: Region, shared: Call) -> Any:
+    operands = region.operands()
+    if state.interceptors:
+        operands = [state.interceptors[-1].resolve(t) for t in operands]
+    with own_work():
+        outs = apply(region, operands, shared)
+        news = _news(region, shared.watch)
+        check_left_behind(region, shared.watch, outs)
+    if news or _adopts_others(region, shared.watch):
+        raise GivenUp(region)
+    shared.watch = shared.recorder = None  # a watch knows its region
+    made_inside(outs)
+    return region.outputs.build(outs, operands)
+
+
+def _adopts_others(region: Region, watch: Watch | None) -> bool:
+    """Whether its first run has read captured tensors that were not known; then they are operands from now on.
+
+    Not if it did not read those of the last time: they were made inside, and others would be the next time.
+    """
+    found = [] if watch is None or watch.unread else watch.remaining()
+    region.adopt(found)
+    region.guessed |= {*map(id, found)}
+    return bool(found)
+
+
+def _news(region: Region, watch: Watch) -> bool:
+    """Whether its first run has shown what the region must be run differently for, under a ``grad`` level."""
+    if private.GRAD not in region.kinds:
+        return False
+    known, news = region.known, False
+    assert region.ambient is not None
+    if not known.graded and (region.ambient.moved() or watch.tells_levels()):
+        known.graded = news = True
+    if not region.by_level and watch.needs_order():
+        known.by_level.add(region.kinds)
+        region.by_level = news = True
+    return news
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Whether some transform or autograd follows a captured tensor, so that it must be an operand."""
+    return tensor.requires_grad or private.is_wrapped(tensor)

@@ -1,0 +1,139 @@
+"""The pullback of a region: the linear map from cotangents of its outputs to gradients of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from .._core import private
+from .._core.parts import as_leaf, is_recorded, requires_grad_somewhere
+from .._region.run import Run
+from .derived import Derived, Graded, Tensors
+
+T = TypeVar("T")
+Pull = Callable[[Tensors], list]
+
+
+class Pullback(Derived):
+    """From a region's operands and cotangents of its outputs in ``given`` to gradients.
+
+    The gradients are those of the operands in ``needs``; ``present`` says which of them aren't zero by structure.
+    """
+
+    __slots__ = ("given", "level", "needs", "present")
+
+    is_pullback = True
+
+    def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...], level: int) -> None:
+        super().__init__(inner)
+        self.level = level  # the one that asks for it
+        self.needs = needs
+        self.given = given
+        self.present: list[bool] = []  # found by running
+
+    @property
+    def uses_func(self) -> bool:
+        return self.root.by_level or self.inner.uses_func
+
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
+        count = len(self.needs)
+        return self.linearize(operands[:count], run)(operands[count:])
+
+    def linearize(self, primals: Tensors, run: Run, tape: Any = None) -> Pull:
+        """Run the region again at ``primals``, by the tape if there is one; returns the linear map."""
+        if tape is not None:
+            pull = tape.pull(self)
+        elif self.root.by_level or private.transforms_active() or any(t.is_inference() for t in primals):
+            pull = self._by_func(primals, run)
+        else:
+            pull = self._by_autograd(primals, run)
+
+        def gradients(cotangents: Tensors) -> list[torch.Tensor]:
+            grads = pull(cotangents)
+            if self.present:  # another way to pull back may find more zeros by structure than the first one did
+                grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, self.heads(primals))]
+            else:
+                self.present = [g is not None for g in grads]
+            return [g for g, present in zip(grads, self.present) if present]
+
+        return gradients
+
+    def _by_func(self, primals: Tensors, run: Run) -> Pull:
+        needed = [i for i, needs in enumerate(self.needs) if needs]
+        inner = self._without_level()
+        lift = _lift_all if inner is self.inner else self.inner.lift
+
+        def at(*heads: torch.Tensor) -> list[torch.Tensor]:
+            inputs = lift(primals, private.current_interpreter().level())
+            for i, head in zip(needed, heads):
+                inputs[i] = head
+            return self.chosen(inner.run(inputs, run))
+
+        _, vjp = torch.func.vjp(at, *self.heads(primals))  # type: ignore[misc]
+        return lambda cotangents: list(vjp(list(cotangents)))
+
+    def _by_autograd(self, primals: Tensors, run: Run) -> Pull:
+        # The result is differentiated in turn only if something here is; aliases are the places to differentiate at.
+        record = torch.is_grad_enabled()
+        followed = record and any(map(is_recorded, primals))
+        with torch.enable_grad():
+            inputs = [_alias(t, followed) if needs else t for t, needs in zip(primals, self.needs)]
+            outs = [out if out.requires_grad else None for out in self.chosen(self.inner.run(inputs, run))]
+        heads = self.heads(inputs)
+
+        def pull(cotangents: Tensors) -> list:
+            create = followed or (record and any(map(requires_grad_somewhere, cotangents)))
+            return gradients(outs, heads, cotangents, create, retain=True)
+
+        return pull
+
+    def _without_level(self) -> Any:
+        """What it differentiates, where the level of a vjp stands for the one that a Graded region put back."""
+        inner = self.inner
+        return inner.inner if isinstance(inner, Graded) and inner.level == self.level else inner
+
+    def heads(self, operands: Sequence[T]) -> list[T]:
+        """Those whose gradients are wanted."""
+        return [operand for operand, needs in zip(operands, self.needs) if needs]
+
+    def chosen(self, outs: Sequence[T]) -> list[T]:
+        """Those that have a cotangent."""
+        return [out for out, given in zip(outs, self.given) if given]
+
+
+class InnerPullback(Pullback):
+    """A pullback that is differentiated by its own level again: it runs at the level that the outer one puts back."""
+
+    __slots__ = ()
+
+    def __init__(self, pullback: Pullback) -> None:
+        super().__init__(pullback._without_level(), pullback.needs, pullback.given, pullback.level)
+        self.present = pullback.present
+
+    def _by_func(self, primals: Tensors, run: Run) -> Pull:
+        with private.allow_requires_grad(True):
+            return self._by_autograd(primals, run)
+
+
+def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: bool, retain: bool) -> list:
+    """``torch.autograd.grad``, with None for each head that the outputs don't depend on; an output may be None too."""
+    pairs = [(out, cotangent) for out, cotangent in zip(outs, cotangents) if out is not None]
+    if not pairs:
+        return [None] * len(heads)
+    if private.dual_level_active():  # some formulas have tangents only where autograd records them
+        retain = create = True
+    outs, cotangents = zip(*pairs)
+    # Unused heads are allowed, and nothing is accumulated.
+    return list(private.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False))
+
+
+def _lift_all(operands: Tensors, level: int) -> list[torch.Tensor]:
+    return [private.wrap_grad(t, level) for t in operands]
+
+
+def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
+    if followed and tensor.requires_grad:
+        return tensor.view_as(tensor)
+    return as_leaf(tensor)

@@ -1,0 +1,70 @@
+"""What the first run of a region leaves for its nodes: the guard on its operands, and a tape for the first backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._region.guards import NONE_KEPT, Kept
+from .batched import Batched
+from .derived import Tensors
+from .pullback import Pull, Pullback, gradients
+
+
+class Call:
+    """What the nodes of one call of a region share, of its first run. It owns the tape, so no region may own it."""
+
+    __slots__ = ("batched", "depends", "kept", "operands", "recorder", "tape", "watch")
+
+    def __init__(self, recorder: Any) -> None:
+        self.recorder = recorder  # notes the first run, under a policy
+        self.watch: Any = None  # finds captured tensors in it
+        self.depends: list[bool] | None = None  # which results depend on what is followed
+        self.batched: dict[Any, Batched] = {}  # what ``vmap`` levels have made of it, and of its pullbacks
+        self.tape: Tape | None = None
+        self.operands: Tensors = ()
+        self.kept: Kept = NONE_KEPT  # guards these
+
+    def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
+        """Before the first run on ``inputs``, which may be leaves in the place of operands."""
+        self.operands, self.kept = operands, Kept(inputs, names(root), root.known.changing)
+
+    def guarded(self, operands: Tensors) -> list[torch.Tensor]:
+        """The operands of a run again, checked for changes, and as they were before the region changed them."""
+        known = len(self.operands)
+        same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
+        return [self.kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
+
+
+def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """A level may have made an alias of it, which shares its memory and its version."""
+    if tensor is before or tensor.layout is not torch.strided or before.layout is not torch.strided:
+        return tensor is before
+    return tensor.shape == before.shape and tensor.data_ptr() == before.data_ptr()
+
+
+class Tape:
+    """The graph of a first run at the bottom: from its inputs to edges of its outputs."""
+
+    __slots__ = ("edges", "inputs", "last", "region")
+
+    def __init__(self, region: Any, inputs: Tensors, outs: Tensors) -> None:
+        self.region = region
+        self.inputs = inputs
+        self.last = False  # no other backward will run it
+        # Edges, as the outputs themselves need not be kept.
+        self.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
+
+    def pull(self, pullback: Pullback) -> Pull:
+        edges, heads = pullback.chosen(self.edges), pullback.heads(self.inputs)
+        return lambda cotangents: gradients(edges, heads, cotangents, create=False, retain=not self.last)
+
+    def serves(self, pullback: Pullback) -> bool:
+        return pullback.inner is self.region and all(t.requires_grad for t in pullback.heads(self.inputs))
+
+
+def names(root: Any) -> Callable[[int], str]:
+    """What the operands of a region, and of what transforms made of it, are called in errors."""
+    return lambda i: root.name(i) if i < root.arity else f"the derivative of {root.name(i % max(root.arity, 1))}"

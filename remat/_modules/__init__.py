@@ -1,0 +1,1 @@
+"""Modules whose calls are regions."""

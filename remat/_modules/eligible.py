@@ -1,0 +1,105 @@
+"""Which modules can be regions, and what a region does as the library would that could checkpoint its module."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache, wraps
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .._core.state import is_disabled
+from ..errors import RematError
+
+
+def check_module(module: torch.nn.Module, name: str = "") -> None:
+    """Whether calls of a module can be regions.
+
+    Raises:
+        TypeError: they can't, which says why; ``name`` is where it is in its model.
+        RematError: its library checkpoints it already.
+    """
+    what = f"the {type(module).__name__} {name!r}" if name else f"a {type(module).__name__}"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"remat recomputes Python code, but {what} is TorchScript: take the module that calls it.")
+    if any(map(torch.nn.parameter.is_lazy, chain(module.parameters(), module.buffers()))):
+        raise TypeError(f"remat takes modules that know their shapes, but {what} is lazy: call it once first.")
+    if type(module).forward is torch.nn.Module.forward and "forward" not in module.__dict__:
+        raise TypeError(f"remat takes modules that are called, but {what} has no forward: take the modules in it.")
+    called = getattr(inspect.unwrap(type(module).__call__), "__code__", None)
+    if called and not {"__call__", "_call_impl", "_wrapped_call", "forward"}.intersection(called.co_names):
+        raise TypeError(
+            f"A region is around `forward`, but {what} has a `__call__` that doesn't call it: take the modules in it."
+        )
+    check_library_is_off(module, what)
+
+
+def check_library_is_off(module: torch.nn.Module, what: str) -> None:
+    """Transformers and diffusers tell such modules by an attribute what to do.
+
+    Raises:
+        RematError: they are told to checkpoint.
+    """
+    if module.training and getattr(module, "gradient_checkpointing", False) is True:
+        raise RematError(
+            f"Its library's activation checkpointing is on for {what}, which is to be a region too, so it would be "
+            f"recomputed twice. Switch one of them off: `model.gradient_checkpointing_disable()` "
+            f"(`activation_checkpointing_disable()` in transformers 5), or `remat.nn.undo(model)`."
+        )
+
+
+def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callable:
+    """The region ``forward`` of ``module``, called as its library would call what it checkpoints."""
+    if not hasattr(module, "gradient_checkpointing"):
+        return forward
+
+    @wraps(forward)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_library_is_off(module, f"a {type(module).__name__}")
+        if module.training and torch.is_grad_enabled() and (torch.compiler.is_compiling() or not is_disabled()):
+            args, kwargs = _without_cache(module, args, kwargs)
+        return forward(*args, **kwargs)
+
+    return checked
+
+
+def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a decoder layer without its cache of keys and values: a recompute would fill it once more.
+
+    Raises:
+        RematError: the cache has values for this layer, so that the result would be another without it.
+    """
+    layers, caches = map(sys.modules.get, ("transformers.modeling_layers", "transformers.cache_utils"))
+    if layers is None or caches is None or not isinstance(module, layers.GradientCheckpointingLayer):
+        return args, kwargs
+    if getattr(module, "_can_checkpoint_with_cache", False):  # it reads the cache and doesn't fill it
+        return args, kwargs
+    found = [value for value in (*args, *kwargs.values()) if isinstance(value, caches.Cache)]
+    if not found and not kwargs.get("use_cache"):
+        return args, kwargs
+    if not torch.compiler.is_compiling():
+        at = next((inner.layer_idx for inner in module.modules() if hasattr(inner, "layer_idx")), 0)
+        if any(cache.get_seq_length(at) for cache in found):
+            raise RematError(
+                f"A {type(module).__name__} that is a region got a cache that has keys and values for it already. In "
+                f"training a region runs without a cache, as a recompute would fill it once more, and the result would "
+                f"be another. Call it in eval mode, without a cache, or after `remat.nn.undo(model)`."
+            )
+        _warn(type(module).__name__)
+    args = tuple(None if isinstance(value, caches.Cache) else value for value in args)
+    kwargs = {name: None if isinstance(value, caches.Cache) else value for name, value in kwargs.items()}
+    return args, {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
+
+
+@cache
+def _warn(name: str) -> None:
+    """Once for a class of layers."""
+    warnings.warn(
+        f"In training a {name} that is a region runs without a cache (`use_cache=False`), as with its library's own "
+        f"checkpointing. Pass `use_cache=False` to the model to say so yourself.",
+        stacklevel=4,
+    )

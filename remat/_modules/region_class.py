@@ -1,0 +1,141 @@
+"""The classes of modules whose calls are regions: ``class Block(_Region, Block)``, whose ``forward`` is a region.
+
+Hooks run outside of the region. The class lists the regions. A second module's have their options there, as the two
+modules have one ``__dict__``; a module that is changed in place has them in its ``__dict__``, as its other state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.nn.utils.parametrize import is_parametrized
+
+from .._core.known import known_of
+from .._function import Remat
+from .._region.options import Options
+from .eligible import as_library_checkpoints
+
+Regions = tuple[Options | None, ...]  # the innermost first; None is the one that was made in place
+IN_PLACE = "_remat"  # the attribute of the module with the options of that one
+
+
+class _Forward:
+    """The attribute ``forward`` of such a class: of a module the region, of the class a function that calls it.
+
+    It comes before a ``forward`` that was set on the module itself, and is around that.
+    """
+
+    def __get__(self, module: Any, cls: Any = None) -> Any:
+        if module is None:
+            return cls._remat_forward
+        forward, own = module.__dict__.get("forward"), type(module)._remat_own
+        in_place = module.__dict__.get(IN_PLACE)
+        layers = [each or in_place for each in regions_of(module) if each or in_place]
+        if torch.compiler.is_compiling():  # Dynamo of torch 2.11 can't make bound methods, nor two regions in one
+            forward = forward or (lambda *args, **kwargs: own.forward(module, *args, **kwargs))
+            layers = layers[-1:]
+        elif forward is None:
+            forward = super(_Region, module).forward  # type: ignore[misc]
+        for options in layers:
+            forward = Remat(forward, options, known_of(module))
+        return as_library_checkpoints(module, forward) if layers else forward
+
+    def __set__(self, module: Any, value: Callable) -> None:
+        module.__dict__["forward"] = value
+
+    def __delete__(self, module: Any) -> None:
+        if module.__dict__.pop("forward", None) is None:
+            raise AttributeError("forward")
+
+
+class _Region:
+    """The first base of the classes that are made here; the second one is the module's own class."""
+
+    # No `__slots__`: an instance of the module's own class can become one of the new class only if both have a dict.
+    _remat_own: type
+    _remat_regions: Regions
+    _remat_forward: Callable
+    forward = _Forward()  # here, as Dynamo doesn't call a descriptor that stands in the module's class itself
+
+    def __init_subclass__(cls) -> None:
+        """The module's own class is not asked, for it may replace ``forward``."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self).__bases__[0] is not _Region:  # a class was put on top since
+            return super().__reduce_ex__(protocol)
+        # As a module of its own class would, which pickle finds by its name.
+        reduced = as_one_of(self._remat_own, self).__reduce_ex__(protocol)
+        regions = regions_of(self), self.__dict__.get(IN_PLACE)
+        return reduced if isinstance(reduced, str) else (_rebuild, (*reduced[:2], *regions), *reduced[2:])
+
+
+def _region_class(own: Any, regions: Regions) -> Any:
+    for known in type.__subclasses__(own):
+        if known.__bases__[0] is _Region and known._remat_regions == regions:
+            return known
+    forward = wraps(own.forward)(
+        lambda self, *args, **kwargs: _Region.__dict__["forward"].__get__(self)(*args, **kwargs)
+    )
+    names: dict[str, Any] = {"_remat_own": own, "_remat_regions": regions, "_remat_forward": forward}
+    # Whatever goes by the name of the class must find it.
+    names.update((name, getattr(own, name)) for name in ("__module__", "__qualname__", "__doc__"))
+    names.update((name, _copies(own, name)) for name in ("__copy__", "__deepcopy__") if hasattr(own, name))
+    if issubclass(own, torch.fx.GraphModule):  # the code is in a class that each has for itself
+        names["recompile"] = lambda self: as_one_of(own, self).recompile()
+    made: Any = type(f"Remat{own.__name__}" if any(regions) else own.__name__, (_Region, own), names)
+    if "forward" in vars(made):  # by a metaclass
+        del made.forward
+    return made
+
+
+def _copies(own: Any, name: str) -> Callable:
+    """A class's own way to copy, which may give a module without regions."""
+
+    def copied(self: Any, *args: Any) -> Any:
+        plain = as_one_of(own, self) if issubclass(own, torch.fx.GraphModule) else super(_Region, self)
+        return set_regions(getattr(plain, name)(*args), regions_of(self), self.__dict__.get(IN_PLACE))
+
+    return copied
+
+
+def class_with(module: Any, regions: Regions, cls: Any = None) -> Any:
+    """The class of ``module``, or this base of it, with these regions and no others."""
+    cls = cls or type(module)
+    if cls.__bases__[0] is _Region:
+        return _region_class(cls._remat_own, regions) if regions else cls._remat_own
+    # What FSDP2 has put on top stays there, and the class of parametrizations, which torch takes away with the last.
+    parametrized = is_parametrized(module) and next(iter(module.parametrizations)) in vars(cls)
+    if not parametrized and not issubclass(cls, _Region):
+        return _region_class(cls, regions)
+    below = [base for base in cls.__bases__ if parametrized or issubclass(base, _Region)]
+    bases = (class_with(module, regions, base) if base in below else base for base in cls.__bases__)
+    names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, tuple(bases), names)
+
+
+def regions_of(module: Any) -> Regions:
+    """Those of the class of a module."""
+    return getattr(type(module), "_remat_regions", ())
+
+
+def as_one_of(cls: Any, module: Any) -> Any:
+    """The same module as one of another class."""
+    same = object.__new__(cls)
+    same.__dict__ = module.__dict__
+    return same
+
+
+def set_regions(module: Any, regions: Regions, in_place: Options | None) -> Any:
+    """Give a module a class with these regions, and the options of the one that is made in place."""
+    if regions_of(module) != regions:
+        module.__class__ = class_with(module, regions)
+    if in_place is not None:
+        module.__dict__[IN_PLACE] = in_place
+    return module
+
+
+def _rebuild(build: Callable, args: tuple, *regions: Any) -> Any:
+    return set_regions(build(*args), *regions)

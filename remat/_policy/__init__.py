@@ -1,0 +1,1 @@
+"""What may be kept, as values: policies, names, operators."""

@@ -1,0 +1,114 @@
+"""Names for values, and the policies that choose by them what is kept."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from .._core import private, trees
+from .._core.lines import user_line
+from .._core.state import state
+from ..errors import PolicyError
+from .policy import Policy
+from .verdict import RECOMPUTE, SAVE, Ask, Verdict, Verdicts
+
+T = TypeVar("T")
+
+__all__ = ["checkpoint_name"]
+
+
+def checkpoint_name(x: T, name: str) -> T:
+    """Give a value a name, by which a policy may keep it.
+
+    It returns ``x`` itself, everywhere. In a region with a policy such as ``policies.save_only_these_names("hidden")``
+    the operation that made the value is not recomputed, whoever reads the value, and under whichever alias. Elsewhere
+    the name means nothing.
+
+    Args:
+        x: a tensor, or any pytree: each tensor in it gets the name.
+        name: any text. A value may have several names, and a name several values.
+
+    Returns:
+        ``x``, the same object.
+
+    Raises:
+        TypeError: ``name`` is not a string.
+
+    Note:
+        A view shares the memory of what it is a view of, so a name on a part of a value keeps the whole of it; name a
+        copy of the part to keep that alone.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_name, policies, remat
+        >>> @remat(policy=policies.save_only_these_names("hidden"))
+        ... def mlp(x, w1, w2):
+        ...     hidden = checkpoint_name(torch.tanh(x @ w1), "hidden")
+        ...     return hidden @ w2
+        >>> x, w1, w2 = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
+        >>> mlp(x, w1, w2).sum().backward()  # recomputes nothing
+
+    After ``jax.ad_checkpoint.checkpoint_name``.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"checkpoint_name takes a value and its name, a string; got the name {name!r}.")
+    if not torch.compiler.is_compiling() and state.recordings:
+        line = user_line()
+        with private.without_torch_function():
+            for leaf in (x,) if isinstance(x, torch.Tensor) else trees.flatten(x)[0]:
+                if isinstance(leaf, torch.Tensor):
+                    for recording in state.recordings:
+                        recording.name(leaf, name, line)
+    return x
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """Whether a name is the one that a policy mentions, in which ``*`` stands for any text."""
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
+
+
+@dataclass(frozen=True)
+class Names(Policy):
+    """Values by their names: how unnamed ones, those with a name that matches, and the other named ones fare."""
+
+    kind: str
+    patterns: tuple[str, ...] = field(compare=False)
+    key: frozenset[str] = field(init=False)  # their order is for reading only
+
+    def __post_init__(self) -> None:
+        for pattern in self.patterns:
+            if not isinstance(pattern, str) or not pattern:
+                raise PolicyError(
+                    f"policies.{self.kind} takes names, which are strings that aren't empty, as in "
+                    f"`policies.{self.kind}('q', 'k*')`; got {pattern!r}."
+                )
+        object.__setattr__(self, "key", frozenset(self.patterns))
+
+    def __repr__(self) -> str:
+        return f"policies.{self.kind}({', '.join(map(repr, self.patterns))})"
+
+    def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict:
+        unnamed, matched, unmatched = _KINDS[self.kind]
+        if not names:
+            return unnamed
+        return matched if any(is_named(name, pattern) for pattern in self.patterns for name in names) else unmatched
+
+    def _possible(self, named: bool) -> Verdicts:
+        unnamed, matched, unmatched = _KINDS[self.kind]
+        if not named:
+            return frozenset((unnamed,))
+        return frozenset((matched,) * bool(self.patterns) + (unmatched,) * ("*" not in self.patterns))
+
+    ignores_operators = True
+    judges_names = property(lambda self: self._possible(named=True) != self._possible(named=False))
+    mentioned_names = property(lambda self: self.patterns)
+
+
+_KINDS = {
+    "save_only_these_names": (RECOMPUTE, SAVE, RECOMPUTE),
+    "save_any_names_but_these": (RECOMPUTE, RECOMPUTE, SAVE),
+    "save_anything_except_these_names": (SAVE, RECOMPUTE, SAVE),
+}

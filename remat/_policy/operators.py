@@ -1,0 +1,177 @@
+"""Which operators a user means.
+
+A policy sees the operators that reach a dispatch mode. Many that users write, such as ``linear``, never do: they are
+composites, and become other operators first.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+
+from .._core import private
+from .._core.facts import facts_of
+from ..errors import PolicyError
+from .groups import named
+
+Op = Any  # an OpOverload or a HigherOrderOperator
+
+# What to say instead of a composite.
+_INSTEAD = {
+    "policies.save_matmuls": named(
+        "linear matmul linalg_matmul einsum inner tensordot chain_matmul linalg_multi_dot bilinear"
+    ),
+    "policies.save_attention": named("scaled_dot_product_attention _scaled_dot_product_attention_math"),
+    "policies.save_convolutions": named(
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _convolution_mode"
+    ),
+    "'aten._softmax'": named("softmax"),
+    "'aten._log_softmax'": named("log_softmax"),
+    "'aten.native_layer_norm'": named("layer_norm"),
+    "'aten.native_group_norm'": named("group_norm"),
+    "'aten.native_batch_norm' and 'aten.cudnn_batch_norm'": named("batch_norm"),
+}
+_OTHERWISE = (
+    "the operators that it is made of, or name its result with checkpoint_name and use policies.save_only_these_names"
+)
+
+
+def packet_name(op: Op) -> str:
+    """``aten::mm`` of every overload of ``aten.mm``, and of that name itself."""
+    if isinstance(op, str):
+        return op
+    name = op.name().partition(".")[0]
+    return name if "::" in name else f"{op.namespace}::{name}"
+
+
+def full_name(op: Op) -> str:
+    """The name that `find` takes back: ``aten.mm.default``."""
+    return f"{op.namespace}.{op.name()}" if isinstance(op, private.HigherOrderOperator) else str(op)
+
+
+def expressions(ops: frozenset[Op]) -> list[str]:
+    """The operators as Python expressions, a packet where all that is in it is there."""
+    out, rest = [], set(ops)
+    for op in sorted(ops, key=full_name):
+        if op not in rest:
+            continue
+        packet = getattr(op, "overloadpacket", None)
+        reaching = _reaching(packet) if packet is not None else frozenset()
+        if reaching and reaching <= rest:
+            rest -= reaching
+            out.append(f"torch.ops.{packet}")
+        else:
+            out.append(f"torch.ops.{full_name(op)}")
+    return out
+
+
+def find(name: str) -> Any:
+    """What stands under a name: an overload, a packet of overloads, or a higher-order operator.
+
+    Raises:
+        PolicyError: nothing does; the message has the nearest names.
+    """
+    found = _lookup(name)
+    if found is None:
+        raise PolicyError(
+            f"There is no operator {name!r}.{_nearest(name)} Operators are written 'aten.mm' or 'aten.mm.default'; if "
+            f"a package registers it, import that first. Names given by checkpoint_name go into "
+            f"policies.save_only_these_names."
+        )
+    return found
+
+
+def resolve(op: Any) -> frozenset[Op]:
+    """The operators that a user means: an overload, all overloads of a packet, or what has that name.
+
+    Args:
+        op: an ``OpOverload``, ``OpOverloadPacket`` or ``HigherOrderOperator``, a function made by
+            ``torch.library.custom_op``, or a name such as ``"aten.mm"``, ``"aten::mm"`` or ``"aten.mm.default"``.
+
+    Returns:
+        Those of them that reach a policy.
+
+    Raises:
+        PolicyError: there is no such operator, or it becomes others before a policy sees it.
+
+    Example:
+        >>> sorted(map(str, resolve("aten::bmm")))[:2]
+        ['aten.bmm.default', 'aten.bmm.dtype']
+    """
+    found = find(op) if isinstance(op, str) else private.overload_of(op)
+    if isinstance(found, private.OpOverloadPacket):
+        ops = _reaching(found)
+    elif isinstance(found, private.OpOverload):
+        ops = frozenset((found,) if private.reaches_dispatch(found) else ())
+    elif isinstance(found, private.HigherOrderOperator):
+        ops = frozenset((found,))
+    else:
+        raise PolicyError(f"save_ops takes operators such as torch.ops.aten.mm, got {op!r}.{operator_like(op)}")
+    if not ops:
+        raise PolicyError(_about_composite(found))
+    return ops
+
+
+def makers_of(op: Any) -> frozenset[Op]:
+    """The same of an operator that makes values.
+
+    Raises:
+        PolicyError: or it makes views alone, which a policy isn't asked about.
+    """
+    ops = frozenset(each for each in resolve(op) if not facts_of(each).views)
+    if not ops:
+        raise PolicyError(
+            f"{find(op) if isinstance(op, str) else op} makes views alone, which lie on the memory of what they are "
+            f"views of: there is nothing to save. Save the operators that make the values, or give the view a name "
+            f"with checkpoint_name and use policies.save_only_these_names, which keeps what it is a view of."
+        )
+    return ops
+
+
+def _reaching(packet: Any) -> frozenset[Op]:
+    """The overloads that reach a policy; those that write into an argument don't make a composite less of one."""
+    ops = frozenset(op for name in packet.overloads() if private.reaches_dispatch(op := getattr(packet, name)))
+    return ops if any(not full_name(op).endswith((".out", "_out")) for op in ops) else frozenset()
+
+
+def _lookup(name: str) -> Any:
+    found: Any = torch.ops
+    for part in name.removeprefix("torch.ops.").replace("::", ".").split("."):
+        found = getattr(found, part, None) if part.isidentifier() else None
+    return found if isinstance(found, private.OPERATORS) else None
+
+
+def _nearest(name: str) -> str:
+    wanted = name.removeprefix("torch.ops.").replace("::", ".")
+    packet = _lookup(wanted.rpartition(".")[0])
+    if isinstance(packet, private.OpOverloadPacket):
+        return f" The overloads of {packet} are {', '.join(packet.overloads())}."
+    known = {each.partition(".")[0].replace("::", ".") for each in private.operator_names()}
+    wanted = wanted if "." in wanted else f"aten.{wanted}"
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.75)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _about_composite(op: Op) -> str:
+    packet = getattr(op, "overloadpacket", op)
+    name = str(packet).replace(".", "::")
+    instead = next((use for use, names in _INSTEAD.items() if name in names), _OTHERWISE)
+    return (
+        f"{op} is a composite: it becomes other operators before a policy sees it, and only those can be saved. "
+        f"Use {instead}."
+    )
+
+
+def operator_like(value: Any) -> str:
+    """A hint at the operator that a function such as ``torch.mm`` calls."""
+    name = getattr(value, "__name__", None)
+    packet = _lookup(f"aten.{name}") if callable(value) and isinstance(name, str) else None
+    if packet is None:
+        return ""
+    try:
+        resolve(packet)
+    except PolicyError as error:
+        return f" {error}"
+    return f" Did you mean torch.ops.aten.{name}?"

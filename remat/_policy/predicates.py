@@ -1,0 +1,74 @@
+"""Which functions can be policies, and what to say of all else that is given for one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint
+
+from .._core import private
+from ..errors import PolicyError
+from . import operators
+
+_EXPECTED = (
+    "A policy is one of remat.policies (such as `policies.save_matmuls` or `policies.save_only_these_names('q')`), a "
+    "list of operators, or a function `(ctx, op, *args, **kwargs)` that returns a bool or a "
+    "torch.utils.checkpoint.CheckpointPolicy"
+)
+# What `remat.policies` has, for hints.
+_CONSTANTS = """
+    checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable dots_with_no_batch_dims_saveable
+    everything_saveable nothing_saveable save_attention save_collectives save_convolutions save_matmuls
+    save_matmuls_without_batch_dims
+"""
+_CONSTRUCTORS = """
+    offload offload_dot_with_no_batch_dims save_and_offload_only_these_names save_any_names_but_these
+    save_anything_except_these_names save_from_both_policies save_if save_only_these_names save_ops
+"""
+PUBLIC_NAMES = sorted((_CONSTANTS + _CONSTRUCTORS).split())
+
+
+def checked_predicate(value: Any) -> Callable:
+    """What can be called with a context, an operator and its arguments.
+
+    Raises:
+        PolicyError: it can't be; the message says what was expected.
+    """
+    function = getattr(value, "func", value)  # of a partial
+    if isinstance(private.overload_of(value), private.OPERATORS):
+        raise PolicyError(f"{_EXPECTED}. For one operator write `policies.save_ops(...)`; got {value!r}.")
+    if not callable(value) or isinstance(value, (type, torch.nn.Module)):
+        raise PolicyError(f"{_EXPECTED}; got {value!r}.{_nearest(value) if isinstance(value, str) else ''}")
+    name = getattr(function, "__name__", "")
+    if getattr(function, "__module__", None) == "remat.policies" and name in PUBLIC_NAMES:
+        raise PolicyError(f"policies.{name} makes policies: call it, as in `policies.{name}(...)`.")
+    if function is torch.utils.checkpoint.create_selective_checkpoint_contexts:
+        raise PolicyError(f"{_EXPECTED}; give the function or list itself, without {function.__name__}.")
+    if (getattr(value, "__module__", None) or "").partition(".")[0] == "jax":
+        raise PolicyError(f"{_EXPECTED}; got JAX's {value!r}.{_nearest(name)}")
+    try:
+        inspect.signature(value).bind(*range(9))  # a context, an operator and any number of its arguments
+        fits = True
+    except ValueError:  # written in C
+        fits = not operators.operator_like(value)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise PolicyError(f"{_EXPECTED}; {value!r} can't be called with these arguments.")
+    return value
+
+
+def _nearest(text: str) -> str:
+    wanted = text.rpartition(".")[2].strip().lower().replace("-", "_")
+    if wanted in PUBLIC_NAMES:
+        near = [wanted]
+    else:
+        near = difflib.get_close_matches(wanted, PUBLIC_NAMES, n=3, cutoff=0.6)
+        if len(wanted) > 2:
+            containing = [name for name in PUBLIC_NAMES if wanted in name]
+            near = [*sorted(containing, key=lambda name: (name.find(wanted), len(name))), *near]
+    shown = [f"policies.{name}{'(...)' * (name in _CONSTRUCTORS.split())}" for name in dict.fromkeys(near)][:3]
+    return f" Did you mean {' or '.join(shown)}?" if shown else ""

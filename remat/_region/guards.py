@@ -1,0 +1,297 @@
+"""The tensors that a region keeps from its first run for its next ones: inputs and captured tensors.
+
+They are guarded: a run again starts only if they still hold what they held, or from a copy that was made before the
+region itself changed them (batch-norm statistics).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter, methodcaller
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+from torch.utils.hooks import RemovableHandle
+
+from .._core import host_memory, private
+from .._core.host_memory import Group, Offloaded
+from .._core.layout import copied
+from .._core.parts import lift
+from .._core.state import alias
+from ..errors import MutationError
+from .copies import Comparison, can_be_asked, is_small, may_differ
+from .fingerprints import checksum
+from .handover import AtHand, Handed, HandedToRegion, Hooks
+from .hooks import drop_gradient_hooks
+from .snapshot import cut, gradients, leafness, tangents, versions
+
+_is_leaf, _requires_grad, _is_view = attrgetter("is_leaf"), attrgetter("requires_grad"), methodcaller("_is_view")
+_NOTHING: Mapping[int, Any] = MappingProxyType({})  # for most: a dict for each would be many objects
+
+Name = Callable[[int], str]
+
+
+class Kept:
+    """Tensors as they were before a region's first run.
+
+    ``name(i)`` says where the i-th tensor is read, for errors. ``changing`` is a set of names that is remembered over
+    calls: what a region was once seen to change is copied whatever its size.
+    """
+
+    __slots__ = (
+        "_asked", "_changed", "accumulated", "as_they_were", "changing", "copies", "duals", "grads", "hooks",
+        "leaf", "name", "packed", "requires_grad", "sums", "tensors", "versions",
+    )  # fmt: skip
+
+    def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:
+        self.tensors: list[torch.Tensor | None] = list(tensors)
+        self.name = name
+        self.changing = changing
+        self.versions = versions(tensors)
+        # Inference tensors have no version, so what they hold is compared.
+        self.sums: Mapping[int, int] = _NOTHING
+        if -1 in self.versions:
+            self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
+        self.requires_grad = tuple(map(_requires_grad, tensors))
+        self.leaf = tuple(map(leafness, tensors)) if any(map(_is_view, tensors)) else tuple(map(_is_leaf, tensors))
+        self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # what hooks around the region took over
+        self.copies: Mapping[int, torch.Tensor] = _NOTHING
+        self._changed: Mapping[int, bool] = _NOTHING
+        self._asked: Comparison | None = None  # which of those that have a copy really changed
+        self.duals = tangents(tensors) if private.dual_level_active() else _NOTHING
+        self.grads: list[tuple[int, int]] | None = None
+        self.hooks = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
+        self.as_they_were = False  # the first run is over and has not changed any; nobody else keeps one
+        self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
+        if changing or not all(self.requires_grad):
+            may_change = [i for i, tensor in enumerate(tensors) if self._may_change(i, tensor)]
+            if may_change:
+                self.copies = {i: copied(tensors[i].detach()) for i in may_change}
+                if self.duals:
+                    self.duals = {  # a change in place changes the tangent too
+                        i: (primal, (tangent[0].detach().clone(), *tangent[1:]) if i in self.copies else tangent)
+                        for i, (primal, tangent) in self.duals.items()
+                    }
+
+    def __len__(self) -> int:
+        return len(self.versions)
+
+    @property
+    def changed(self) -> Mapping[int, bool]:
+        """What the region has changed, and whether without a trace in the version counter. It may wait for a device."""
+        if self._asked is not None:
+            same, self._asked = self._asked.same(), None
+            self._changed = {i: untraced for i, untraced in self._changed.items() if i not in same}
+            self.copies = {i: copy for i, copy in self.copies.items() if i not in same}
+        return self._changed
+
+    @property
+    def may_have_changed(self) -> Mapping[int, bool]:
+        """The same and perhaps more, without waiting."""
+        return self._changed
+
+    def watch_gradients(self) -> None:
+        """Find out whether ``accumulated``."""
+        self.grads = gradients(self.tensors)
+
+    def _may_change(self, i: int, tensor: torch.Tensor) -> bool:
+        if self.changing and self.name(i) in self.changing:
+            return True
+        if tensor.requires_grad or tensor.layout is not torch.strided:
+            return False
+        return is_small(tensor)
+
+    # --- during the first run ---------------------------------------------------------------------------------------
+
+    def hand_over(
+        self, hooks: Hooks, which: Callable[[torch.Tensor], bool] | None = None, to_region: Sequence[int] | None = None
+    ) -> None:
+        """Let the saved-tensor hooks around the region keep these tensors, as they keep what autograd saves.
+
+        Those of a region get them ``to_region``, by position: one tensor once for each use, as another run of that
+        region may find two tensors there, or one where there were two.
+        """
+        kind = Handed if to_region is None else HandedToRegion
+        packed: dict[int, Handed | HandedToRegion] = {}
+        for i in range(len(self)) if to_region is None else to_region:
+            if (tensor := self.tensors[i]) is not None and (which is None or which(tensor)):
+                packed.setdefault(i, kind(tensor, hooks))
+        self.packed = packed
+
+    def offload(self) -> None:
+        """Let what was computed wait in host memory, as long as nobody else keeps it on its device."""
+        self.hand_over((functools.partial(Offloaded, group=Group()), Offloaded.get), _is_activation)
+
+    def is_as_before(self, i: int, tensor: torch.Tensor) -> bool:
+        same = private.version(tensor) == self.versions[i]
+        return same and (i not in self.sums or checksum(tensor) == self.sums[i])
+
+    def find_changed(self) -> None:
+        """In the middle of the first run, for a run again that a backward pass inside needs: from the copies."""
+        if self.copies:
+            same = [now == before for now, before in zip(versions(self.tensors), self.versions)]
+            copies = self.copies.items()
+            self._changed = {i: same[i] for i, copy in copies if not same[i] or may_differ(self.tensors[i], copy)}
+
+    def close(self) -> None:
+        """After the first run: let go of what isn't needed.
+
+        Raises:
+            MutationError: the region changed a tensor in place that has a history.
+        """
+        if self.grads is not None:
+            self.accumulated = self.grads != gradients(self.tensors)
+            self.grads = None
+        now = versions(self.tensors)
+        if now == self.versions and not self.copies and not self.packed:
+            self.as_they_were = not self.sums
+            return
+        changed: dict[int, bool] = {}
+        copies, asked = dict(self.copies), {}
+        for i, (tensor, version) in enumerate(zip(self.tensors, now)):
+            assert tensor is not None
+            if version == self.versions[i]:
+                if i not in copies:
+                    pass
+                elif tensor.device.type not in ("cpu", "meta"):
+                    changed[i] = True
+                    if can_be_asked(tensor):
+                        asked[i] = tensor, copies[i]
+                elif may_differ(copies[i], tensor):
+                    changed[i] = True
+                else:
+                    del copies[i]
+            elif not tensor.is_leaf:
+                raise MutationError(
+                    f"{self.name(i)} requires grad and was changed in place by the region, which can't be run again "
+                    f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
+                )
+            else:
+                changed[i] = False
+                self.changing.add(self.name(i))
+                self.versions[i] = version
+            if i in self.packed:
+                if not changed.get(i):
+                    self.tensors[i] = None
+                if isinstance(offloaded := self.packed[i].packed, Offloaded):
+                    offloaded.settle()
+        self._changed, self.copies = changed, copies
+        if asked:
+            self._asked = Comparison(asked)
+        self.as_they_were = not (changed or self.copies or self.packed or self.sums)
+
+    def forget_histories(self) -> None:
+        """Of captured tensors: theirs may lead to regions that ran before, which captured others, and so on."""
+        if not all(self.leaf):
+            for i, tensor in enumerate(self.tensors):
+                if tensor is not None and not self.leaf[i]:
+                    self.tensors[i] = alias(tensor)
+
+    def roll_back(self) -> None:
+        """Give tensors that a first run has changed their old values and hooks, as that run is given up."""
+        drop_gradient_hooks(self.tensors, self.hooks)
+        with torch.no_grad(), private.without_levels():
+            for i, copy in self.copies.items():
+                tensor = self.tensors[i]
+                if tensor is not None and may_differ(tensor, copy):
+                    tensor.copy_(fwAD.make_dual(copy, self.duals[i][1][0]) if i in self.duals else copy)
+
+    # --- for a run again --------------------------------------------------------------------------------------------
+
+    def get(self, i: int) -> torch.Tensor:
+        """The i-th tensor, as it was before the first run.
+
+        Raises:
+            MutationError: it has been changed since.
+        """
+        if self.packed and i in self.packed and i not in self.changed:
+            return self.packed[i].get()
+        return self.checked(i, self.tensors[i])
+
+    def saved(self, i: int) -> torch.Tensor:
+        """What autograd has saved, the i-th tensor: it doesn't see either what changes without a trace."""
+        if not self.changed.get(i):
+            return self.get(i)
+        return self._unchanged(i, self.tensors[i])
+
+    def checked(self, i: int, tensor: Any) -> torch.Tensor:
+        """``tensor``, which is or was the i-th, or its copy if the region itself changed it."""
+        if i in self.changed:
+            if i not in self.copies:
+                raise MutationError(
+                    f"{self.name(i)} was changed in place by the region itself, and had not been copied before. "
+                    f"Run the forward again: from now on it is copied first. Or pass the region a copy."
+                )
+            with private.without_levels():
+                copy = copied(self.copies[i])
+            return lift(copy)
+        return self._unchanged(i, tensor)
+
+    def _unchanged(self, i: int, tensor: Any) -> torch.Tensor:
+        if not self.is_as_before(i, tensor):
+            raise MutationError(self.message(i))
+        return tensor
+
+    def message(self, i: int) -> str:
+        return (
+            f"{self.name(i)} was changed in place between the region's forward and its backward, which runs the region "
+            f"again and would give wrong gradients. Change it after the backward, use the out-of-place operation, or "
+            f"give the region a copy: `.clone()`."
+        )
+
+    def again(self, i: int) -> torch.Tensor:
+        """The i-th tensor for a run again: cut from the graph that it came from, tangent included."""
+        tensor = self.get(i)
+        if self.duals and i in self.duals:
+            primal, tangent = self.duals[i]
+            if i in self.changed:
+                primal, tangent = (tensor, *primal[1:]), (tangent[0].clone(), *tangent[1:])
+            return fwAD.make_dual(cut(*primal), cut(*tangent))
+        return cut(tensor, self.requires_grad[i], self.leaf[i])
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """What hooks around the region keep is asked for once, now."""
+        packed = self.packed
+        self.packed = {i: each if i in self.changed else AtHand(each.get()) for i, each in packed.items()}
+        try:
+            yield
+        finally:
+            self.packed = packed
+
+    def all_again(self) -> list[torch.Tensor]:
+        """All of them for a run again."""
+        if self.packed or self.duals or self.changed or self.sums or versions(self.tensors) != self.versions:
+            return [self.again(i) for i in range(len(self))]
+        return list(map(cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
+
+    def stale(self) -> dict[int, str]:
+        """The tensors that were changed since, by id, each with what to say if the run again reads it."""
+        return {
+            id(tensor): self.message(i)
+            for i, tensor in enumerate(self.tensors)
+            if tensor is not None and i not in self.changed and not self.is_as_before(i, tensor)
+        }
+
+    def captured_again(self, i: int) -> torch.Tensor:
+        """The same for a captured tensor: itself where that does no harm, so that its place needs no new value."""
+        tensor = self.tensors[i]
+        added_to = self.accumulated and self.requires_grad[i]
+        if added_to or i in self.duals or i in self.packed or i in self.changed or tensor is None:
+            return self.again(i)
+        if tensor.requires_grad is not self.requires_grad[i]:  # it was frozen since, or has no history any more
+            tensor = cut(tensor, self.requires_grad[i], self.leaf[i])
+            if not self.leaf[i]:
+                self.tensors[i] = tensor  # by which ``stale`` knows it
+        return tensor
+
+
+def _is_activation(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_leaf and tensor.requires_grad) and not host_memory.in_host_memory(tensor)
+
+
+NONE_KEPT = Kept([], str, set())

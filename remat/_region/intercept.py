@@ -1,0 +1,130 @@
+"""Captured tensors that have no place: found, and swapped for operands, where a torch function reads them.
+
+A place is a spot in a closure, a module or the like. What is read from elsewhere, such as by a computed name, is seen
+only when it is used.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from .._core import private
+from .._core.facts import mapped, tensors
+from .._core.state import state
+from ..errors import CaptureError, MutationError
+from .watch import GivenUp, Watch
+
+
+class Interceptor(TorchFunctionMode):
+    """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet."""
+
+    def __init__(
+        self,
+        own: Mapping[int, torch.Tensor],
+        inherited: Mapping[int, torch.Tensor],
+        watch: Watch | None = None,
+        stale: Mapping[int, str] | None = None,
+        given: Mapping[int, torch.Tensor | None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.inherited = inherited
+        self.swaps = {**{key: own.get(id(tensor), tensor) for key, tensor in inherited.items()}, **own}
+        self.unused = set(own)
+        self.level: int | None = None
+        self.watch = watch
+        self.stale = stale or {}
+        self.given = given or {}  # for the operands of this run what the region was given; None if it is run again
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if state.own_work:
+            return func(*args, **kwargs)
+        if self.swaps:
+            args, kwargs = self._swap(args), self._swap(kwargs)
+        if func in _HOOKS and id(args[0]) in self.given:
+            return self._hook(func, *args, **kwargs)
+        watch = self.watch
+        if watch is not None:
+            watch.calls(func, args, state.interceptors[-1].level or 0)
+            for tensor in args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs)):
+                if watch.is_captured(tensor):
+                    self._give_up(watch, tensor)
+        result = func(*args, **kwargs)
+        if self.stale and tensors(result):
+            for tensor in tensors((args, kwargs)):
+                if id(tensor) in self.stale:
+                    raise MutationError(self.stale[id(tensor)])
+        if watch is not None:
+            watch.made([result] if type(result) is torch.Tensor else tensors(result))
+        return result
+
+    def __enter__(self) -> Interceptor:
+        self.level = private.current_level()
+        state.interceptors = *state.interceptors, self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        state.interceptors = state.interceptors[:-1]
+        if self.watch is not None:
+            self.watch.unread = bool(self.unused & self.watch.region.guessed)
+
+    def _hook(self, func: Any, operand: torch.Tensor, hook: Any) -> Any:
+        """A hook on an operand goes to the tensor that it stands for: it gets the gradient of all uses of that one."""
+        tensor = self.given[id(operand)]
+        if tensor is None:
+            return RemovableHandle(OrderedDict())
+        if self.watch is not None:
+            self.watch.region.hooked = True
+        return func(tensor, hook)
+
+    def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What an operand of a region inside of this one is here."""
+        if id(tensor) in self.swaps:
+            return self._swap(tensor)
+        if self.watch is not None and self.watch.is_captured(tensor):
+            self._give_up(self.watch, tensor)
+        return tensor
+
+    def _give_up(self, watch: Watch, tensor: torch.Tensor) -> None:
+        if self.unused - watch.region.guessed:
+            raise CaptureError(
+                f"A region under torch.func reads a tensor of shape {tuple(tensor.shape)} that is neither an argument "
+                f"nor found in what the function captures, and it is another one each time. Pass it as an argument."
+            )
+        watch.region.adopt([tensor])
+        raise GivenUp(watch.region)
+
+    def _swap(self, value: Any) -> Any:
+        return mapped(self._swapped, value)
+
+    def _swapped(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.swaps:
+            return tensor
+        self.unused.discard(id(self.inherited.get(id(tensor), tensor)))
+        return self.swaps[id(tensor)]
+
+
+_TENSOR = {torch.Tensor}
+# What tensors that a region is given must get themselves: the gradients of others are those of the region alone.
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+
+
+def made_inside(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell all regions that run now that these tensors aren't captured."""
+    for interceptor in state.interceptors:
+        if interceptor.watch is not None:
+            interceptor.watch.made(tensors)
+
+
+def given_as(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that stands for this one outside of the regions that run for the first time under torch.func."""
+    for interceptor in reversed(state.interceptors):
+        tensor = interceptor.given.get(id(tensor), tensor)
+    return tensor

@@ -1,0 +1,103 @@
+"""Values that a recompute leaves out, as nothing needs them: a tensor stands for each, and to read it starts over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .._core.facts import tensors
+from .._core.layout import holder
+from .._core.private import as_subclass, without_overrides
+
+
+class Restart(BaseException):
+    """A recompute reads what it has left out. Not an Exception, so that user code lets it through."""
+
+
+class LeftOut:
+    """The tensors that stand for such values, by their storages. None of them is kept alive."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, weakref.ref] = {}
+        self.is_read = False  # something has read one
+
+    def __bool__(self) -> bool:
+        return bool(self._storages)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """A tensor that stands for one."""
+        tensor.fill_(torch.nan)  # if it is read in a way that can't be seen, that shows
+        storage = holder(tensor)
+        self._storages[id(storage)] = weakref.ref(storage)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has no content."""
+        storage = holder(tensor)
+        ref = self._storages.get(id(storage))
+        return ref is not None and ref() is storage
+
+    def is_full(self, tensor: torch.Tensor) -> None:
+        """It got its content in another way."""
+        if self.has(tensor):
+            del self._storages[id(holder(tensor))]
+
+    def read(self, read: Iterable[torch.Tensor]) -> None:
+        """These are read.
+
+        Raises:
+            Restart: one of them has no content.
+        """
+        if self._storages and any(map(self.has, read)):
+            self.restart()
+
+    def restart(self) -> None:
+        """Start over; what raises may become another exception on its way."""
+        self.is_read = True
+        raise Restart
+
+    def escaped(self, but: Iterable[torch.Tensor] = ()) -> bool:
+        """Whether somebody still holds one when the run has ended. ``but`` are those that nobody reads."""
+        unread = {id(holder(tensor)) for tensor in but}
+        return any(ref() is not None and key not in unread for key, ref in self._storages.items())
+
+    def mark(self, result: Any) -> Any:
+        """Have those tensors of a result that have no content notice when torch hands out their memory."""
+        if isinstance(result, torch.Tensor):
+            return self._marked(result) if self._storages and self.has(result) else result
+        if type(result) in (tuple, list):
+            return type(result)(map(self.mark, result))
+        return result
+
+    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor:
+            return tensor  # a FakeTensor has no content anyway
+        marked = as_subclass(LeftOutTensor, tensor)
+        marked.left_out = weakref.ref(self)
+        return marked
+
+
+class LeftOutTensor(torch.Tensor):
+    """A tensor without content. Operations on it are seen by the dispatcher, these are not."""
+
+    left_out: weakref.ref[LeftOut]
+    _READERS = frozenset(
+        {"numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__", "storage"}
+    )
+
+    def check(self) -> None:
+        """Its content is read, in a way that the dispatcher doesn't see."""
+        left_out = self.left_out()
+        if left_out is not None:
+            left_out.read([self])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", None) in cls._READERS:
+            for tensor in tensors(args):
+                if isinstance(tensor, LeftOutTensor):
+                    tensor.check()
+        with without_overrides():
+            return func(*args, **(kwargs or {}))

@@ -1,0 +1,104 @@
+"""What a region returns: which results are new tensors, and whether a run again returns the same kind of thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._core import trees
+from ..errors import RecomputeMismatchError
+from .fingerprints import fingerprint
+
+NEW, OPERAND, VALUE = "new", "operand", "value"
+_KINDS = {NEW: "a new tensor", OPERAND: "one of the inputs", VALUE: "not a tensor"}
+
+
+class Outputs:
+    """The structure of a result, found at the first run.
+
+    A result that is an operand, or the same tensor as an earlier result, is not new: it never goes through an
+    autograd Function, so that it keeps its identity and its history.
+    """
+
+    __slots__ = ("entries", "options", "prints", "spec")
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.spec: Any = None
+        self.entries: Sequence[tuple[str, Any]] = ()
+        self.prints: Sequence[Any] = ()
+
+    def record(self, result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Take the result of the first run apart; returns its new tensors."""
+        leaves, self.spec = trees.flatten(result)
+        self.entries, new = _sort(leaves, operands)
+        self.prints = [fingerprint(t, self.options.determinism_check) for t in new]
+        return new
+
+    def compare(self, result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The new tensors of a later run.
+
+        Raises:
+            RecomputeMismatchError: the result differs from the first one in structure, or a tensor in its metadata.
+        """
+        leaves, spec = trees.flatten(result)
+        entries, new = _sort(leaves, operands)
+        if self.options.determinism_check != "none":
+            self._check_tree(spec)
+            for i, ((before, _), (now, _)) in enumerate(zip(self.entries, entries)):
+                if now != before:
+                    raise RecomputeMismatchError(
+                        f"{self.name(i)} was {_KINDS[before]} in the region's forward and "
+                        f"{_KINDS[now]} when the region was run again. A region must do the same each time."
+                    )
+            names = [i for i, (kind, _) in enumerate(entries) if kind == NEW]
+            for i, tensor, before in zip(names, new, self.prints):
+                now = fingerprint(tensor, self.options.determinism_check)
+                if now != before:
+                    raise RecomputeMismatchError(
+                        f"{self.name(i)} was {before} in the region's forward and {now} when the region was run "
+                        f"again. A region must do the same each time: look for a branch on changed Python state or "
+                        f"on a random value that isn't a torch generator's."
+                    )
+        return new
+
+    def check_structure(self, result: Any) -> None:
+        """The check of the tree alone, where the result is of no other use."""
+        if self.options.determinism_check != "none":
+            self._check_tree(trees.flatten(result)[1])
+
+    def _check_tree(self, spec: Any) -> None:
+        if spec != self.spec:
+            raise RecomputeMismatchError(
+                f"The region returned another tree when it was run again: "
+                f"{trees.describe_difference(self.spec, spec, 'output')} A region must return the same structure each "
+                f"time: look for a branch on Python state that changed between the runs."
+            )
+
+    def name(self, i: int) -> str:
+        return trees.paths(self.spec, "output")[i]
+
+    def build(self, new: Sequence[Any], operands: Sequence[Any]) -> Any:
+        """The result as the user gets it, from the new tensors and the operands as the caller knows them."""
+        source = {NEW: new, OPERAND: operands}
+        leaves = [value if kind == VALUE else source[kind][value] for kind, value in self.entries]
+        # Values of no further use could hold the region's own graph.
+        self.entries = [(kind, None if kind == VALUE else value) for kind, value in self.entries]
+        return trees.unflatten(self.spec, leaves)
+
+
+def _sort(leaves: Sequence[Any], operands: Sequence[torch.Tensor]) -> tuple[list[tuple[str, Any]], list[torch.Tensor]]:
+    seen = {id(t): (OPERAND, i) for i, t in enumerate(operands)}
+    entries: list[tuple[str, Any]] = []
+    new: list[torch.Tensor] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            entries.append((VALUE, leaf))
+        else:
+            if id(leaf) not in seen:
+                seen[id(leaf)] = (NEW, len(new))
+                new.append(leaf)
+            entries.append(seen[id(leaf)])
+    return entries, new

@@ -1,0 +1,249 @@
+"""A region: one call of a rematerialized function, with all that it takes to run it again.
+
+The tensors that a run is given from outside are its *operands*: the tensor leaves of the arguments and, under
+torch.func, captured tensors that a transform follows. All other captured tensors are the region's own to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import repeat
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from .._ambient.ambient import Ambient
+from .._captured.captured import Captured, Path, find
+from .._captured.variables import Variables, bound
+from .._core import private, trees
+from .._core.known import Known
+from .._core.ranges import in_range
+from .._core.state import first_run, own_work, recomputing, state
+from .arguments import Arguments
+from .around import Around
+from .guards import NONE_KEPT, Kept
+from .intercept import Interceptor, made_inside
+from .options import Options
+from .outputs import Outputs
+from .run import Run
+from .sharing import apart, as_before, same, twice_below
+from .turns import turn
+
+_on_cpu = attrgetter("is_cpu")
+
+
+class Region:
+    """One call of ``fn(*args, **kwargs)``."""
+
+    is_pullback = False
+
+    __slots__ = (
+        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "consts", "fn", "found",
+        "given", "guessed", "hooked", "ids", "inherited", "kinds", "known", "mapped", "options", "outputs",
+        "overlaps", "paths", "ran", "record", "same", "swapped", "twice", "variables",
+    )  # fmt: skip
+
+    def __init__(
+        self, fn: Callable, given: Arguments, tensors: list, options: Options, known: Known, around: Around | None
+    ) -> None:
+        self.fn, self.options, self.known = fn, options, known
+        self.given, self.arguments = given, tensors
+        self.around = around  # which has recorded for it since
+        self.found: Captured | None = None  # what the function captures
+        self.variables: Sequence[Variables] = ()  # that it reads
+        # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
+        self.captured: Sequence[torch.Tensor] = ()  # the operands beyond the arguments
+        self.swapped: Sequence[torch.Tensor] = ()  # the first of these, without a place: swapped where they're read
+        self.guessed: frozenset[int] = frozenset()  # the ids of those that were not told until a first run had ended
+        self.paths: Sequence[Path] = ()  # of the other captured tensors
+        self.ids: Sequence[int] = ()  # theirs, by which variables hold them
+        self.bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured tensor -> path, index of an operand
+        self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
+        self.consts: Kept = NONE_KEPT
+        self.same: Sequence[tuple[int, int]] = ()  # of operands and captured tensors, those that are one
+        self.twice: Sequence[int] = ()  # operands that are another or a captured one below torch.func's levels
+        self.overlaps: Sequence[Any] = ()  # of these, those on the same known, where the region has changed it
+        self.outputs = Outputs(options)
+        self.ran = False
+        self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
+        self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
+        self.hooked = False  # its first run has put hooks on what it was given
+        self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
+        self.record: Any = None  # of the first run under a policy, when it has ended
+        self.arity = len(self.arguments)
+        self.ambient: Ambient | None = None
+
+    root = property(lambda self: self)
+    uses_func = property(lambda self: self.known.uses_func)
+
+    # --- before the first run -------------------------------------------------------------------------------------
+
+    def open(self, follow: Callable[[torch.Tensor], bool] | None = None, around: Around | None = None) -> None:
+        """Record the ambient state and the captured tensors, as they are now.
+
+        Captured tensors for which ``follow`` is true become operands. The others are kept, by the hooks ``around`` if
+        these may: before the state is recorded, as hooks may draw random numbers.
+        """
+        found, generators = self.found or self.search(), self.given.generators()
+        self._find_captured(found, generators, follow)
+        self.arity = len(self.arguments) + len(self.captured)
+        tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
+        devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
+        if around is not None:
+            around.take_captured(self.consts)
+        self.ambient = Ambient.capture(devices, generators, self.options.preserve_rng_state)
+
+    def search(self) -> Captured:
+        """Find what the function captures."""
+        self.found = found = find(self.fn, *self.given.searched())
+        self.variables = found.variables
+        return found
+
+    def _find_captured(self, found: Captured, generators: list[torch.Generator], follow: Any) -> None:
+        consts: dict[int, tuple[Path, torch.Tensor]] = {}
+        bindings: dict[int, tuple[Path, int]] = {}
+        self.captured = captured = list(self.swapped)
+        index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
+        for path, value in found.tensors:
+            if not isinstance(value, torch.Tensor):
+                generators.append(value)
+            elif follow is not None and (id(value) in index or follow(value)):
+                if id(value) not in index:
+                    index[id(value)] = len(self.arguments) + len(captured)
+                    captured.append(value)
+                bindings.setdefault(id(value), (path, index[id(value)]))
+            else:
+                consts.setdefault(id(value), (path, value))
+        self.bindings = bindings
+        if not consts:
+            return
+        paths, tensors = zip(*consts.values())
+        self.ids, self.paths = list(consts), paths
+        self.consts = Kept(tensors, lambda i: f"captured {paths[i]}", self.known.changing)
+        self.consts.watch_gradients()
+        self.same = same(self.operands(), tensors)
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make captured tensors that have no place operands: they are swapped wherever they are read."""
+        self.swapped = [*self.swapped, *tensors]
+
+    def operands(self) -> list[torch.Tensor]:
+        """The operands, as the caller of the region knows them."""
+        return [*self.arguments, *self.captured]
+
+    def forget(self) -> None:
+        """Let go of the operands, which whoever runs the region again brings, and of what it captured."""
+        self.arguments, self.captured = [], []
+        if self.found is not None:
+            self.found.let_go()
+        self.found = self.around = None
+
+    def name(self, i: int) -> str:
+        """What the i-th operand is called in an error."""
+        if i < len(self.given.positions):
+            return self.given.name(i)
+        return next((f"captured {path}" for path, index in self.bindings.values() if index == i), "a captured tensor")
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def call(self, operands: Sequence[torch.Tensor], mode: Any, log: Any = None, again: bool = False) -> Any:
+        """The function's own result, from these operands in the places of the arguments."""
+        args, kwargs = self.given.filled(operands)
+        if state.interceptors:
+            made_inside(operands)
+        return self._called(args, kwargs, mode, log, again)
+
+    def _called(self, args: Sequence, kwargs: dict, mode: Any, log: Any, again: bool) -> Any:
+        alone = mode is None and log is None
+        if alone and again and not state.own_work:
+            return self._call(args, kwargs, again)
+        with own_work(False) if again else first_run():
+            if alone:
+                return self._call(args, kwargs, again)
+            with mode or nullcontext(), log or nullcontext():
+                return self._call(args, kwargs, again)
+
+    def _call(self, args: Sequence, kwargs: dict, again: bool) -> Any:
+        contexts, fn = self.options.contexts, self.fn
+        if private.profiling():
+            fn = in_range(fn, "recompute" if again else "forward")
+        return fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
+
+    def first(self, args: tuple, kwargs: dict, run: Run) -> Any:
+        """The first run, on the user's own arguments."""
+        self.ran = True
+        result = self._called(args, kwargs, run.mode(self._from_outside(self.arguments)), run.log, again=False)
+        self.outputs.spec = trees.flatten(result)[1]
+        return result
+
+    def _from_outside(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [*operands, *(tensor for tensor in self.consts.tensors if tensor is not None)]
+
+    def call_again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
+        """The same once more: the ambient state and the captured tensors are those of the first run."""
+        return self._again(apart(operands, self.twice), run)
+
+    def _again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
+        assert self.ambient is not None
+        with turn(), recomputing(self.options.override), self.ambient.restored():
+            captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
+            if self.same or self.overlaps:
+                operands, captured = as_before(operands, captured, self.same, self.overlaps)
+            tensors = {**self._followed(operands), **dict(zip(self.ids, captured))}
+            with bound(self.variables, tensors), self._swapped(operands, repeat(None)) or nullcontext():
+                return self.call(operands, run.mode([*operands, *captured]), run.log, again=True)
+
+    def run(self, operands: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
+        """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
+        if self.ran:
+            captured = twice_below(operands, operands, self.consts.tensors, self.same)  # levels may hide it at first
+            operands = apart(operands, {*self.twice, *captured})
+            result = run.carry_out(operands, partial(self._again, operands))
+            return self.outputs.compare(result, operands)
+        self.ran = True
+        self.twice = twice_below(operands, self.operands(), self.consts.tensors, self.same)
+        operands = apart(operands, self.twice)
+        with self._bound_first(operands), self._swapped(operands, self.operands(), run.watch) or nullcontext():
+            result = self.call(operands, run.mode(self._from_outside(operands)), run.log)
+        return self.outputs.record(result, operands)
+
+    def _bound_first(self, operands: Sequence[torch.Tensor]) -> Any:
+        """For a first run: captured tensors that a transform follows are operands."""
+        if not self.bindings:
+            return nullcontext()
+        return bound(self.variables, {**self._found(), **self._followed(operands)}, keep_changes=True)
+
+    def _followed(self, operands: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {key: operands[i] for key, (_, i) in self.bindings.items()}
+
+    def _found(self) -> dict[int, torch.Tensor]:
+        """The captured tensors as they are, by their ids."""
+        assert self.found is not None
+        return {id(tensor): tensor for _, tensor in self.found.tensors}
+
+    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, watch: Any = None) -> Any:
+        own = dict(zip(map(id, self.swapped), operands[len(self.given.positions) :])) if self.swapped else {}
+        # What it captures may have been changed, as long as it does not read it.
+        stale = self.consts.stale() if self.ran else {}
+        if own or self.inherited or stale or watch is not None or self.hooked:
+            # A tensor may stand for another one too, on which no hook can be.
+            stands_for = {id(t): outer for t, outer in zip(operands, given) if outer is None or outer.requires_grad}
+            return Interceptor(own, self.inherited, watch, stale, stands_for)
+        return None
+
+    def restart(self) -> None:
+        """Undo what a first run that was given up has drawn from the generators."""
+        assert self.ambient is not None
+        self.ambient.rewind()
+        self.consts.roll_back()
+        bound(self.variables, self._found()).__enter__()  # for good
+        if self.around is not None:
+            self.around.undo()
+        self.ran = False
+
+    def check_result(self, result: Any) -> None:
+        """Compare the structure of a run again's result with the first one."""
+        self.outputs.check_structure(result)

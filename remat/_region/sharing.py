@@ -1,0 +1,117 @@
+"""Which tensors of a region are the same one, or lie on the same memory: so do what stands for them in a recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._core.layout import holder, is_dense, span
+from .._core.parts import is_plain
+from .._core.state import unseen
+
+if TYPE_CHECKING:
+    from .guards import Kept
+
+Layout = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
+
+
+def same(given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """The tensors that are captured twice, or given and captured, each with the first captured one that is the same.
+
+    Positions in ``[*given, *captured]``.
+    """
+    first: dict[int, int] = {}
+    places = [(i, first.setdefault(id(tensor), i)) for i, tensor in enumerate(captured, len(given))]
+    twice = [(i, j) for i, j in places if i != j]
+    return twice + [(i, first[id(tensor)]) for i, tensor in enumerate(given) if id(tensor) in first]
+
+
+def twice_below(
+    operands: Sequence[torch.Tensor], given: Sequence[torch.Tensor], captured: Sequence[Any], same: Sequence[tuple]
+) -> list[int]:
+    """The operands that are an earlier or a captured one too below the levels, but not where they were given."""
+    first: dict[int, Any] = dict.fromkeys(map(id, captured))
+    known = {i for i, _ in same}
+    pairs = enumerate(zip(operands, given))
+    return [i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer and i not in known]
+
+
+def apart(operands: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[torch.Tensor]:
+    """The operands, some as views, which autograd tells apart."""
+    if not which:
+        return operands
+    with unseen():
+        return [t.view_as(t) if i in which else t for i, t in enumerate(operands)]
+
+
+class Overlap(NamedTuple):
+    """Tensors of ``[*given, *captured]`` that lie on the same part of a storage, which copies of them wouldn't."""
+
+    layouts: dict[int, Layout]
+    operands: Kept
+    consts: Kept
+
+    def of_copies(self) -> dict[int, Layout]:
+        """Those that a recompute gets copies of."""
+        first = len(self.operands)
+        return {
+            i: layout
+            for i, layout in self.layouts.items()
+            if (i in self.operands.changed if i < first else i - first in self.consts.changed)
+        }
+
+
+def overlapping(tensors: Sequence[Any], operands: Kept, consts: Kept) -> list[Overlap]:
+    """Of the tensors that these may have copies of. What has another dtype than the rest is not found."""
+    changed = [*operands.may_have_changed, *(len(operands) + i for i in consts.may_have_changed)]
+    spans: dict[Any, list[tuple[int, int, int]]] = {}
+    layouts: dict[int, Layout] = {}
+    storages = []  # that their ids stay theirs
+    for i in changed:
+        tensor = tensors[i]
+        if is_dense(tensor) and is_plain(tensor) and tensor.numel():
+            layout = layouts[i] = tensor.shape, tensor.stride(), tensor.storage_offset()
+            storages.append(holder(tensor))
+            key = id(storages[-1]), tensor.dtype
+            spans.setdefault(key, []).append((tensor.storage_offset(), _end(*layout), i))
+    groups: list[dict[int, Layout]] = []
+    for each in spans.values():
+        last = 0
+        for start, end, i in sorted(each):
+            if start >= last:
+                groups.append({})
+            groups[-1][i] = layouts[i]
+            last = max(last, end)
+    return [Overlap(group, operands, consts) for group in groups if len(group) > 1]
+
+
+def as_before(
+    given: Sequence[torch.Tensor],
+    captured: Sequence[torch.Tensor],
+    same: Sequence[tuple[int, int]],
+    overlaps: Sequence[Overlap],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors of a recompute: copies on one piece of memory where the tensors were, one where they were one."""
+    tensors = [*given, *captured]
+    for overlap in overlaps:
+        if len(group := overlap.of_copies()) > 1:
+            _lay_on_each_other(group, tensors)
+    for i, first in same:
+        tensors[i] = tensors[first]
+    return tensors[: len(given)], tensors[len(given) :]
+
+
+def _lay_on_each_other(group: dict[int, Layout], tensors: list[torch.Tensor]) -> None:
+    start = min(offset for _, _, offset in group.values())
+    end = max(_end(*layout) for layout in group.values())
+    with torch.no_grad():
+        memory = tensors[next(iter(group))].new_empty(end - start)
+        for i, (size, stride, offset) in group.items():
+            part = memory.as_strided(size, stride, offset - start).copy_(tensors[i])
+            tensors[i] = part.detach().requires_grad_(tensors[i].requires_grad)
+
+
+def _end(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
+    return offset + span(size, stride)

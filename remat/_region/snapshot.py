@@ -1,0 +1,56 @@
+"""What is remembered of tensors at a region's first run; and tensors for a recompute, as autograd saw them then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from .._core import private
+from .._core.parts import is_dual, is_in_graph
+
+
+def leafness(tensor: torch.Tensor) -> bool | None:
+    """Whether a tensor is a leaf; None for one that only says so."""
+    return tensor.is_leaf and (not tensor.requires_grad or is_in_graph(tensor) or None)
+
+
+def cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.Tensor:
+    """What is not a leaf stays none: regions inside tell from it what to keep, in each run the same.
+
+    And what autograd doesn't follow, though it requires grad, is not followed: operations save less for its sake.
+    """
+    if not requires_grad:
+        return tensor.detach() if tensor.requires_grad else tensor
+    result = tensor.detach().requires_grad_()
+    if leaf:
+        return result
+    if leaf is None:
+        with torch.no_grad():
+            return result.view_as(result)
+    return result.view_as(result) if result.layout is torch.strided else result.clone()
+
+
+def tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
+    """The primal and tangent of every dual tensor: they are gone when its level ends."""
+    duals = {}
+    for i, tensor in enumerate(tensors):
+        if is_dual(tensor):
+            duals[i] = tuple((t, t.requires_grad, leafness(t)) for t in fwAD.unpack_dual(tensor))
+    return duals
+
+
+def gradients(tensors: Sequence[Any]) -> list[tuple[int, int]]:
+    """The identity and version of each leaf's ``.grad``."""
+    grads = (t.grad for t in tensors if t.requires_grad and t.is_leaf)
+    return [(0, 0) if g is None else (id(g), private.version(g)) for g in grads]
+
+
+def versions(tensors: Sequence[Any]) -> list[int]:
+    """Their version counters."""
+    try:
+        return list(map(private.raw_version, tensors))
+    except RuntimeError:
+        return [private.version(tensor) for tensor in tensors]

@@ -1,0 +1,53 @@
+"""Recomputes take turns: autograd runs a thread for each device, and what a recompute puts back is the whole process's.
+
+That is Python's and torch's CPU generator, and captured tensors in globals, containers and modules.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from .._core.engine_call import nearest_engine_call
+
+_lock = threading.RLock()
+_holder: tuple[int, FrameType] | None = None  # the thread whose turn it is, and where that began
+
+
+class turn:
+    """Within, this thread alone recomputes.
+
+    But for recomputes whose function runs a backward pass: that may need the thread which waits here, so it goes on.
+    """
+
+    __slots__ = ("has_lock", "holder")
+
+    def __enter__(self) -> None:
+        global _holder
+        self.has_lock = _lock.acquire(blocking=False) or _wait()
+        if self.has_lock:
+            self.holder = _holder
+            _holder = _holder or (threading.get_ident(), sys._getframe(1))
+
+    def __exit__(self, *exception: Any) -> None:
+        global _holder
+        if self.has_lock:
+            _holder = self.holder
+            _lock.release()
+
+
+def _wait() -> bool:
+    while not _holder_runs_a_backward():
+        if _lock.acquire(timeout=0.01):
+            return True
+    return False
+
+
+def _holder_runs_a_backward() -> bool:
+    holder = _holder
+    if holder is None:
+        return False
+    thread, start = holder
+    return nearest_engine_call(sys._current_frames().get(thread), within=start) is not None

@@ -1,0 +1,148 @@
+"""What is watched for in a first run under torch.func, which is given up if it shows that it must be run otherwise."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._core import private
+from .._core.parts import is_followed_below, requires_grad_somewhere
+
+
+def _gone() -> None:
+    """What a weak reference says to a tensor that is no longer there."""
+
+
+class GivenUp(BaseException):
+    """Gives a first run up, as the region now knows more. Not an Exception, so that user code lets it through."""
+
+    def __init__(self, region: Any) -> None:
+        super().__init__()
+        self.region = region
+
+
+class Watch:
+    """What a first run must watch for: tensors that a transform follows, and that neither came in nor were made inside.
+
+    A wrapper of a level that isn't on the stack is surely captured. Otherwise an inner transform may have made it, out
+    of sight: inner levels have the numbers of the ones that were taken off the stack. What was made inside is gone when
+    the run is over, so what is still there is taken to be captured.
+    """
+
+    __slots__ = ("asks", "cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "unread", "wrappers")
+
+    def __init__(
+        self, region: Any, operands: list[torch.Tensor], inside: Sequence[torch.Tensor], plain_too: bool, recorded: bool
+    ) -> None:
+        self.region = region
+        self.recorded = recorded  # plain autograd, or forward mode, differentiates below all levels
+        self.cuts = self.maps = False  # see ``needs_order``
+        self.asks = False  # the function asks what autograd follows
+        self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
+        self.seen: dict[int, weakref.ref] = {}
+        self.made(inside)
+        self.suspects: list[weakref.ref] = []  # made inside or captured
+        self.unread = False  # the run has not read all that was taken to be captured after another run
+        # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
+        self.wrappers: set[int] = set()
+        while operands := list(filter(private.is_wrapped, operands)):
+            self.wrappers.update(map(id, operands))
+            operands = list(map(private.unwrap_once, operands))
+
+    def made(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.seen.update(zip(map(id, tensors), map(weakref.ref, tensors)))
+
+    def calls(self, func: Any, args: Sequence[Any], level: int) -> None:
+        """The function calls a torch function, at this level."""
+        if func is private.custom_function_call:
+            self.maps = True
+        elif func in _ASKS:
+            self.asks = True
+        elif func in _BY_LEVEL and private.level_of(args[0]) <= level:
+            self.cuts |= requires_grad_somewhere(args[0])
+
+    def _is_seen(self, tensor: torch.Tensor) -> bool:
+        return self.seen.get(id(tensor), _gone)() is tensor
+
+    def has_lost(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made inside, and is differentiated there."""
+        inside = self._is_seen(tensor) and all(suspect() is not tensor for suspect in self.suspects)
+        # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
+        dual = private.JVP in self.region.kinds and private.is_dead(tensor)
+        return inside and (dual or requires_grad_somewhere(tensor))
+
+    def tells_levels(self) -> bool:
+        """Whether the function asks what autograd follows, and is told of more than its innermost ``grad`` level does.
+
+        For regions under such a level. Below all levels one graph stands for all of them and for autograd itself, each
+        of which may follow another operand. Without a region, only the innermost one is seen.
+        """
+        kinds = self.region.kinds
+        if not self.asks:
+            return False
+        top = len(kinds) - kinds[::-1].index(private.GRAD)
+        return any(is_followed_below(top, tensor) for tensor in self.region.operands())
+
+    def needs_order(self) -> bool:
+        """Whether the result depends on which ``grad`` level differentiates what, and in which order.
+
+        For regions under such a level. ``detach_`` and the like cut a tensor from the graph of the innermost level
+        alone, and hooks change the gradient of that level alone. And an autograd Function has rules for both ``vmap``
+        and gradients, and need not have one for the gradient of its ``vmap``.
+        """
+        kinds = self.region.kinds
+        cuts = self.cuts and (self.recorded or len(kinds) > 1)
+        return cuts or (self.maps and private.VMAP in kinds and private.GRAD in kinds[kinds.index(private.VMAP) :])
+
+    def is_captured(self, tensor: torch.Tensor) -> bool:
+        if self._is_seen(tensor):
+            return False
+        if id(tensor) in self.wrappers:
+            return True
+        if private.is_wrapped(tensor):
+            if private.is_dead(tensor):
+                return False
+            if private.level_of(tensor) > (private.current_level() or 0):
+                return True
+            if not any(map(self._is_seen, _chain(tensor))):
+                self.suspects.append(weakref.ref(tensor))
+        elif self.plain_too and tensor.requires_grad:
+            self.suspects.append(weakref.ref(tensor))
+        self.made([tensor])
+        return False
+
+    def remaining(self) -> list[torch.Tensor]:
+        """After the run: the tensors that were not known then, and are still there."""
+        found = [suspect() for suspect in self.suspects]
+        return [tensor for tensor in found if tensor is not None and not private.is_dead(tensor)]
+
+
+# What acts on the graph of one level alone, and what has a rule for each kind of level.
+_BY_LEVEL = {
+    torch.detach_,
+    torch.Tensor.detach_,
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.register_hook,
+    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+    private.custom_function_call,
+}
+# What depends on which tensors autograd follows.
+_ASKS = {
+    torch.autograd.grad,
+    torch.autograd.backward,
+    torch.Tensor.backward,
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+}
+
+
+def _chain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor, what it wraps, what that wraps, down to the plain tensor."""
+    chain = [tensor]
+    while private.is_wrapped(chain[-1]):
+        chain.append(private.unwrap_once(chain[-1]))
+    return chain

@@ -1,0 +1,1 @@
+"""A policy at work: what a first run did, what is kept of it, and what a recompute runs."""

@@ -1,0 +1,127 @@
+"""Programs: what the first run of a region did, in numbers, and what follows from that.
+
+A first run only writes a log. What follows from a log (which values change later, what can be left out, which
+operations a recompute runs) is the same for equal logs, so that of the last log is found once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from .._core.facts import Facts, facts_of
+from .._core.private import OpOverload
+from .log import Entry, Log
+from .plan import Leave, Plan, plan
+from .values import UNTOLD, Layout
+
+
+class Step:
+    """An operation of a first run that made or changed a value; views aren't noted."""
+
+    __slots__ = (
+        "can_be_left", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number",
+        "operands", "outs", "reads", "result",
+    )  # fmt: skip
+
+    def __init__(self, number: int, entry: Entry) -> None:
+        self.number = number
+        self.entry = entry
+        self.key, self.reads, self.outs, self.result = entry.key, entry.reads, entry.outs, entry.result
+        self.func = self.key[0]
+        self.facts = facts_of(self.func)
+        self.draws = self.key[1] is not None
+        self.operands: list[tuple[int, int, tuple | None]] = []  # position, value, form
+        self.constants: list[tuple[int, Any]] = []  # position, pattern
+        self.count = 0
+        rest = iter(self.key[3:])
+        for item in rest:
+            if type(item) is int:
+                self.operands.append((self.count, item, next(rest)))
+            else:
+                self.constants.append((self.count, item))
+            self.count += 1
+        # It has tensors for arguments, and else constants; it makes a tensor, and does nothing else.
+        acts = self.facts.writes or self.facts.observes or self.facts.foreign or self.draws
+        self.is_simple = (
+            not acts
+            and type(self.result) is Layout
+            and type(self.func) is OpOverload
+            and len(self.operands) == len(self.reads)
+        )
+        self.can_be_left = False  # where nothing seems to need it; that something reads it would show
+
+
+class Program:
+    """A log, and what follows from it."""
+
+    def __init__(self, log: Log) -> None:
+        self.log, entries = log, log.entries
+        self.steps = [Step(number, entry) for number, entry in enumerate(entries)]
+        self.lazy = all(entry.under[1] for entry in entries)  # else user code reads tensors in ways that can't be seen
+        self.overwritten = {*log.overwritten}
+        if self.overwritten:  # a recompute may take any of equal steps for the one whose result it then overwrites
+            outs = [(step.key, i, value) for step in self.steps for i, value in enumerate(step.outs)]
+            equal = {(key, i) for key, i, value in outs if value in self.overwritten}
+            self.overwritten |= {value for key, i, value in outs if (key, i) in equal}
+        # If not differentiated, or detached, user code may read it in ways that can't be seen.
+        self.dispensable = {value for entry in entries for value in entry.tracked if value not in log.seen}
+        for step in self.steps:
+            step.can_be_left = (
+                step.result is not UNTOLD
+                and not (step.facts.writes or step.facts.observes or step.draws)
+                and self.overwritten.isdisjoint(step.reads)
+                and self.dispensable.issuperset(step.outs)
+            )
+        self._plans: dict[tuple, Plan] = {}
+
+    def step(self, number: int) -> Step | None:
+        """The step of this number, if there are as many."""
+        return self.steps[number] if number < len(self.steps) else None
+
+    def starts_with(self, number: int, entry: Entry) -> bool:
+        """Whether this is what its operation of this number did."""
+        return number < len(self.steps) and self.steps[number].entry == entry
+
+    def is_of(self, log: Log) -> bool:
+        """Whether it is what follows from this log."""
+        return self.log.entries == log.entries and self.log.seen == log.seen
+
+    @functools.cached_property
+    def makers(self) -> frozenset[Facts]:
+        """The operations that are steps."""
+        return frozenset(step.facts for step in self.steps)
+
+    @functools.cached_property
+    def by_key(self) -> dict[tuple, list[Step]]:
+        """The steps by what they have in common with others that make the same."""
+        found: dict[tuple, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.key, []).append(step)
+        return found
+
+    def plan(self, roots: Collection[int], end: int, available: Collection[int], leave: Leave) -> Plan:
+        """What it takes to have these values again after the first ``end`` steps."""
+        question = frozenset(roots), end, frozenset(available), leave
+        found = self._plans.get(question)
+        if found is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            found = self._plans[question] = plan(self.steps[:end], self.dispensable, roots, available, leave)
+        return found
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it may be remembered: it has plain values alone, and not a function that holds who knows what."""
+        return all(isinstance(step.func, OpOverload) and _is_plain(step.key[1:]) for step in self.steps)
+
+
+_PLANS = 64
+_PLAIN = (int, float, str, bool, type, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _is_plain(item: Any) -> bool:
+    return all(map(_is_plain, item)) if isinstance(item, tuple) else isinstance(item, _PLAIN)

@@ -1,0 +1,213 @@
+"""The operations of a recompute: given what was kept, left out where nothing needs them, or run.
+
+An operation is given kept values only where it is the same function of the same values as the one that made them. If
+one that was left out is needed after all, the recompute starts over, and leaves out nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._core.devices import accelerator
+from .._core.facts import Facts, facts_of, tensors
+from .._core.parts import all_parts, is_wrapper_call, parts
+from .._core.private import without_torch_function
+from .._core.state import state, unseen
+from .._core.streams import outlived, streams_for, taken
+from .._region.left_out import LeftOut
+from ..errors import RecomputeMismatchError
+from .plan import Plan
+from .program import Step
+from .record import Record
+from .recorder import RegionMode
+from .residual import Residual, memory, tensor_of
+from .values import Argument, Layout
+
+
+class Replay(RegionMode):
+    """Goes through the operations of a run again, beside the steps of the first run."""
+
+    def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool, last: bool) -> None:
+        super().__init__(record.policy, record.known, record.drawing)
+        self.record = record
+        self.plan = plan
+        self.whole = whole  # it leaves out nothing
+        self.last = last  # what is kept for this recompute alone need not stay
+        self.position = 0  # of the step that should come next; those before came, or were left out
+        self.left_out = LeftOut()
+        self.has_not_drawn = False  # an operation that draws random numbers was given what it has drawn
+        self.storages = record.storages.copy()
+        # What is kept, for the given steps, as far as it must be brought here first.
+        self.brought: dict[int, torch.Tensor] = {}
+        with without_torch_function():
+            for value in [value for number in sorted(self.plan.given) for value in record.program.steps[number].outs]:
+                residual = record.kept(value)
+                if residual is not None and residual.is_elsewhere:
+                    self.brought[value] = residual.get()
+            self.home = streams_for(self.brought.values())  # it came for these streams
+        for value, part in zip(record.inputs, all_parts([*inputs])):
+            self.storages.bind(part, value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        facts, kwargs = facts_of(func), kwargs or {}
+        if types and is_wrapper_call(types):
+            return NotImplemented
+        if facts.marks:
+            return self.ranges.mark(func, args, kwargs)
+        filling = self.number < state.filling  # a region inside, in its first run, is recomputed: it's in no log
+        if filling:
+            with without_torch_function():
+                self.left_out.read(tensors((args, kwargs)))
+        if filling or state.unseen or self.ranges:
+            return self.left_out.mark(func(*args, **kwargs))
+        record, storages = self.record, self.storages
+        if (facts.views or facts in record.views) and facts not in record.program.makers:
+            if not self.left_out and not facts.reshapes:
+                return func(*args, **kwargs)
+            return self._view(func, facts, args, kwargs)
+        with without_torch_function():
+            draw, read = self.draw(facts, args, kwargs), list[torch.Tensor]()
+            step = self._same(func, draw, args, kwargs, read)
+            if step is not None:
+                if step.number in self.plan.given and not (self.whole and step.draws):
+                    return self._give(step, args, kwargs, read)
+                if step.can_be_left and step.number not in self.plan.run:
+                    with unseen():
+                        return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
+            if draw is not None and self.has_not_drawn:
+                self.left_out.restart()
+            self.left_out.read(read)
+            self._check_writes(facts.written(args, kwargs))
+        result = func(*args, **kwargs)
+        with without_torch_function():
+            if step is not None and step.is_simple:
+                storages.add((result, result.untyped_storage(), step.result.form), step.outs[0])
+                return result
+            new, written = storages.new(result), facts.written(args, kwargs)
+            outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
+            for each, value in zip(new, outs):
+                storages.add(each, value)
+            for tensor, value in zip(written, outs[len(new) :]):
+                storages.bind(tensor, value)
+                storages.forget(tensor)
+        return result
+
+    def _check_writes(self, written: list[torch.Tensor]) -> None:
+        """What was given and is not overwritten in the first run, is the kept tensor itself."""
+        for tensor in written:
+            value = self.storages.find(tensor)
+            if value is not None and value not in self.record.program.overwritten and self.record.kept(value):
+                raise RecomputeMismatchError(
+                    "The region changes a tensor in place when it is run again, which it did not change in its "
+                    "forward. A region must do the same each time: look for Python state that changed between the runs."
+                )
+
+    def _view(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
+        """In the first run this operation made views alone, which tensors without content have too."""
+        result = func(*args, **kwargs)
+        with without_torch_function():
+            if facts.reshapes:
+                self.storages.forget(args[0])
+            if not self.storages.new(result):
+                return self.left_out.mark(result)
+            self.left_out.read(tensors((args, kwargs)))
+        return func(*args, **kwargs)
+
+    # --- which step it is ---------------------------------------------------------------------------------------------
+
+    def _same(self, func: Any, draw: int | None, args: tuple, kwargs: dict, read: list) -> Step | None:
+        """The step of the first run that is the same function of the same values."""
+        program, reads = self.record.program, list[int]()
+        step = program.step(self.position)
+        if step is not None and step.func is func and step.is_simple and self.storages.is_call_of(step, args, kwargs):
+            read += [args[position] for position, _, _ in step.operands]
+            self.position += 1
+            return step
+        key = self.storages.key(func, draw, args, kwargs, reads, read)
+        if step is not None and step.func is func:
+            if step.key != key and self._stand_in(step, reads, read):
+                key = self.storages.key(func, draw, args, kwargs, [], [])
+            if step.key == key:
+                self.position += 1
+                return step
+        found = program.by_key.get(key)
+        if found is None:
+            return None
+        step = next((step for step in found if step.number >= self.position), found[0])
+        self.position = step.number + 1
+        return step
+
+    def _stand_in(self, step: Step, reads: list[int], read: list[torch.Tensor]) -> bool:
+        """Constants that the function makes out of sight are other tensors in each run: bind them to the first ones."""
+        first = self.record.storages
+        known = {*self.record.inputs, *first.values()}
+        differ = [each for each in zip(reads, step.reads, read) if each[0] != each[1]]
+        for now, before, _ in differ:
+            if now in known or before in known:
+                return False
+            a, b = self.storages.constants.get(now), first.constants.get(before)
+            with unseen():
+                if a is None or b is None or not torch.equal(a, b):
+                    return False
+        for _, before, tensor in differ:
+            self.storages.bind(tensor, before)
+        return bool(differ)
+
+    # --- results that are made up -------------------------------------------------------------------------------------
+
+    def _give(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
+        """The result of an operation, from what was kept of it."""
+        self.has_not_drawn |= step.draws
+        kept: list[Residual | torch.Tensor | None] = []
+        for value in step.outs:
+            content: Any = self.brought.pop(value, None)
+            if content is None:
+                content = self.record.kept(value)
+            else:
+                taken(content, self.home)
+            if content is not None and value in self.record.program.overwritten:
+                # What the region changes in place later must not be the kept one.
+                content = memory(tensor_of(content)).clone()
+            kept.append(content)
+            if content is not None and accelerator():
+                outlived(tensor_of(content))  # its memory may belong to a stream that the recompute doesn't use
+            if self.last:
+                self.record.keep.release(value)
+        with unseen():
+            return self._make_up(step, args, kwargs, read, kept)
+
+    def _make_up(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list) -> Any:
+        """The result of an operation that isn't run, with these contents; where there is none it is left out."""
+        count = len(step.outs)
+        if step.facts.writes:
+            written = step.facts.written(args, kwargs)
+            count -= len(written)
+            for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
+                memory(tensor).copy_(memory(tensor_of(content)))
+                self.left_out.is_full(tensor)
+                self.storages.bind(tensor, value)
+        return self.left_out.mark(self._build(step.result, step, contents, read))
+
+    def _build(self, item: Any, step: Step, contents: list, read: list) -> Any:
+        if isinstance(item, Layout):
+            content = contents[item.i]
+            if content is None:
+                contents[item.i] = tensor = item.empty()
+                self.left_out.add(tensor)
+            else:
+                tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
+            self.storages.add((tensor, tensor.untyped_storage(), item.form), step.outs[item.i])
+            return tensor
+        if isinstance(item, Argument):
+            return read[item.i]
+        if type(item) in (tuple, list):
+            return type(item)([self._build(part, step, contents, read) for part in item])
+        return item
+
+    def escaped(self, result: Any = None) -> bool:
+        """Whether somebody has a tensor without content now that the run has ended, other than the ``result``."""
+        with without_torch_function():
+            return self.left_out.escaped(but=[part for tensor in tensors(result) for part in parts(tensor)])

@@ -1,0 +1,228 @@
+"""Which value each storage holds now, and by that what calls of operations have in common that make the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._core.facts import tensors
+from .._core.layout import holder, is_dense
+from .._core.private import FakeTensor
+from .._core.state import unseen
+from .residual import memory
+from .values import New, place_of
+
+if TYPE_CHECKING:
+    from .program import Step
+
+# Constants up to this size are compared, so that one can stand for another in a run again.
+CONSTANT_BYTES = 4096
+
+
+class Storages:
+    """The numbers of the values that storages hold. Keeps none of them alive.
+
+    Of each tensor that was met it is remembered on which storage it lies and how, as that takes long to find out.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # of values
+        self.constants: dict[int, torch.Tensor | None] = {}  # made out of sight by the function; copies of small ones
+        self.tracked: set[int] = set()  # the values that require grad
+        self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and its number
+        self._tensors: dict[int, tuple] = {}  # by the tensor's id: the same, its home, its form, the storage's id
+
+    def number(self) -> int:
+        """The number of a new value."""
+        self.count += 1
+        return self.count - 1
+
+    # --- what a storage holds -----------------------------------------------------------------------------------------
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """The number of what a tensor's storage holds, None for a storage that is not known."""
+        met = self._met(tensor)
+        home = self._home(holder(tensor)) if met is None else met[1]
+        return None if home is None else home[1]
+
+    def look(self, tensor: torch.Tensor) -> tuple[int | None, tuple | None]:
+        """The same, and the tensor's form."""
+        met = self._met(tensor)
+        if met is not None:
+            return met[1][1], met[2]
+        storage, form = place_of(tensor)
+        home = self._home(storage)
+        return (None if home is None else home[1]), form
+
+    def enter(self, tensor: torch.Tensor) -> int:
+        """The number of what the storage of an input holds, a new one if the storage is not known."""
+        number = self.find(tensor)
+        if number is None:
+            number = self.number()
+            self.put(holder(tensor), number)
+        return number
+
+    def get(self, tensor: torch.Tensor) -> int:
+        """The number of what a tensor's storage holds; one that is not known comes from outside."""
+        return self._meet(tensor)[1][1]
+
+    def values(self) -> list[int]:
+        """What all storages hold that are still there."""
+        return [number for ref, number in self._homes.values() if ref() is not None]
+
+    def where(self, number: int) -> Any:
+        """The storage that holds a value, None if none does any more."""
+        return next((ref() for ref, held in self._homes.values() if held == number), None)
+
+    def new(self, result: Any) -> list[New]:
+        """The tensors of a result that have storages of their own, which aren't known."""
+        if isinstance(result, torch.Tensor):
+            storage, form = place_of(result)
+            return [(result, storage, form)] if self._home(storage) is None else []
+        found: dict[int, New] = {}
+        for tensor in tensors(result):
+            storage, form = place_of(tensor)
+            if self._home(storage) is None:
+                found.setdefault(id(storage), (tensor, storage, form))
+        return [*found.values()]
+
+    def bind(self, tensor: torch.Tensor, number: int) -> None:
+        """Note what the storage of a tensor holds from now on."""
+        storage, form = place_of(tensor)
+        self.put(storage, number)
+        self._remember(tensor, storage, form)
+
+    def put(self, storage: Any, number: int) -> None:
+        """The same with the storage."""
+        home = self._home(storage)
+        if home is None:
+            self._homes[id(storage)] = [weakref.ref(storage), number]
+        else:
+            home[1] = number
+
+    def add(self, new: New, number: int) -> None:
+        """Note what a storage holds that wasn't known, and the tensor on it."""
+        tensor, storage, form = new
+        key = id(storage)
+        self._homes[key] = home = [weakref.ref(storage), number]
+        if form is not None:
+            self._tensors[id(tensor)] = weakref.ref(tensor), home, form, key
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """It may lie in another way from now on."""
+        self._tensors.pop(id(tensor), None)
+
+    def copy(self) -> Storages:
+        """The same, to go on with. No tensors are known."""
+        found = Storages()
+        found.count = self.count
+        found.constants, found.tracked = self.constants.copy(), self.tracked.copy()
+        found._homes = {key: [*home] for key, home in self._homes.items()}
+        return found
+
+    def outside(self, known: Collection[int]) -> Storages:
+        """Those alone that are still there and hold other values than these: what is made out of sight."""
+        found = self.copy()
+        found._homes = {
+            key: home for key, home in found._homes.items() if home[1] not in known and home[0]() is not None
+        }
+        return found
+
+    def _home(self, storage: Any) -> list | None:
+        home = self._homes.get(id(storage))
+        return home if home is not None and home[0]() is storage else None
+
+    def _met(self, tensor: torch.Tensor) -> tuple | None:
+        """What is remembered of a tensor, if it is."""
+        met = self._tensors.get(id(tensor))
+        return met if met is not None and met[0]() is tensor and met[3] == id(tensor.untyped_storage()) else None
+
+    def _meet(self, tensor: torch.Tensor) -> tuple:
+        """What is remembered of a tensor from now on."""
+        met = self._tensors.get(id(tensor))
+        if met is not None and met[0]() is tensor and met[3] == id(tensor.untyped_storage()):
+            return met
+        storage, form = place_of(tensor)
+        if self._home(storage) is None:
+            number = self.number()
+            self.put(storage, number)
+            self.constants[number] = _constant(tensor)
+            if tensor.requires_grad:
+                self.tracked.add(number)
+        return self._remember(tensor, storage, form)
+
+    def _remember(self, tensor: torch.Tensor, storage: Any, form: tuple | None) -> tuple:
+        key = id(storage)
+        met = weakref.ref(tensor), self._homes[key], form, key
+        if form is not None:
+            self._tensors[id(tensor)] = met
+        return met
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def key(self, func: Any, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
+        """What calls have in common that make the same; adds the values that are read, and their tensors."""
+        key = [func, draw, self._pattern(kwargs, reads, read) if kwargs else None]
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                met = self._meet(argument)
+                reads.append(met[1][1])
+                read.append(argument)
+                key.append(met[1][1])
+                key.append(met[2])
+            else:
+                key.append(self._pattern(argument, reads, read))
+        return tuple(key)
+
+    def is_call_of(self, step: Step, args: tuple, kwargs: dict) -> bool:
+        """Whether a call of the step's operation, which must be simple, has the step's key. To compare is faster."""
+        if len(args) != step.count:
+            return False
+        for position, number, form in step.operands:
+            tensor = args[position]
+            met = self._meet(tensor) if isinstance(tensor, torch.Tensor) else None
+            if met is None or met[1][1] != number or met[2] != form:
+                return False
+        if kwargs or step.key[2] is not None:
+            return self._pattern(kwargs, [], []) == step.key[2]
+        return all(self._pattern(args[position], [], []) == before for position, before in step.constants)
+
+    def _pattern(self, argument: Any, reads: list, read: list) -> Any:
+        """A call's argument with numbers for tensors, equal for calls that are the same."""
+        kind = type(argument)
+        if kind is int or kind is bool:
+            return kind, argument
+        if kind is float:
+            return argument.hex()  # tells zeros apart, and a NaN is itself
+        if isinstance(argument, torch.Tensor):
+            met = self._meet(argument)
+            reads.append(met[1][1])
+            read.append(argument)
+            return met[1][1], met[2]
+        if kind is tuple or kind is list:
+            return tuple([self._pattern(item, reads, read) for item in argument])
+        if kind is dict:
+            return tuple([(key, self._pattern(item, reads, read)) for key, item in argument.items()])
+        if kind is torch.ScriptObject:  # it can't be compared; those of collectives are made anew for each call
+            name = argument._type().qualified_name()
+            return name if ".c10d." in name else (name, hash(argument))
+        return argument
+
+
+def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a small one; a parameter was not made by the function."""
+    if (
+        tensor.requires_grad
+        or isinstance(tensor, torch.nn.Parameter)
+        or not is_dense(tensor)
+        or tensor.device.type != "cpu"
+        or isinstance(tensor, FakeTensor)
+    ):
+        return None
+    if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:
+        return None
+    with unseen():
+        return memory(tensor).clone()

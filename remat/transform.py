@@ -1,0 +1,115 @@
+"""The public transform."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+
+from ._core.known import known_of
+from ._function import Remat
+from ._modules.eligible import check_module
+from ._modules.module import second_module
+from ._region.options import Options, checked_options
+
+F = TypeVar("F", bound=Callable)
+
+
+@overload
+def remat(
+    fn: F,
+    /,
+    *,
+    policy: Any = None,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "metadata",
+    early_stop: bool = True,
+    debug: bool = False,
+) -> F: ...
+
+
+@overload
+def remat(
+    *,
+    policy: Any = None,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "metadata",
+    early_stop: bool = True,
+    debug: bool = False,
+) -> Callable[[F], F]: ...
+
+
+def remat(
+    fn: Any = None,
+    /,
+    *,
+    policy: Any = None,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "metadata",
+    early_stop: bool = True,
+    debug: bool = False,
+) -> Any:
+    """Make ``fn`` keep only its inputs between forward and backward, and compute the rest again when it is needed.
+
+    The result has the same values and the same derivatives as ``fn``, under plain autograd, under every ``torch.func``
+    transform, and under any nesting of them. The call of such a function is a *region*.
+
+    Args:
+        fn: a function, method, partial, callable object or ``torch.nn.Module``. Arguments and results are any pytrees;
+            leaves that aren't tensors just pass. Of a module it makes a module of a subclass that shares all
+            state with it: parameters, hooks and attributes, so that ``state_dict`` keys stay the same.
+        policy: what may be kept beyond the inputs: one of :mod:`remat.policies`, a list of operators, or a function
+            with the signature of torch's selective checkpoint. What the backward doesn't need is not kept. ``None``
+            keeps nothing.
+        preserve_rng_state: give a recompute the random numbers of the forward. Without it, generators are not
+            touched, which is right only if the region draws no random numbers.
+        determinism_check: what is compared between the runs: ``"metadata"`` (shape, dtype and device of what is saved,
+            structure of the result), ``"values"`` (also a checksum of every saved tensor) or ``"none"``.
+        early_stop: end a recompute as soon as it has what the backward needs.
+        debug: also compare the runs operation by operation, and name the user's source line of the first one that
+            differs; the error's ``logs`` have them all. Slow.
+
+    Returns:
+        A callable with the signature, name and documentation of ``fn``; a decorator if ``fn`` is not given. It can be
+        pickled and deep-copied where ``fn`` can.
+
+    Raises:
+        TypeError: ``fn`` is not callable, or an option has the wrong type.
+        ValueError: ``determinism_check`` is not one of the three.
+        PolicyError: ``policy`` is not a policy.
+        RecomputeMismatchError: in the backward, if a recompute does something else than the forward.
+        MutationError: if an input or a captured tensor was changed in place in between.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> def f(x):
+        ...     return x.sin().exp().sin().sum()
+        >>> x = torch.linspace(0, 1, 5)
+        >>> torch.equal(torch.func.grad(remat(f))(x), torch.func.grad(f)(x))
+        True
+
+    After ``jax.checkpoint``; the recompute follows Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    """
+    options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
+    if fn is None:
+        return functools.partial(_wrap, options=options)
+    return _wrap(fn, options)
+
+
+def _wrap(fn: Any, options: Options) -> Any:
+    if not callable(fn) and not isinstance(fn, (classmethod, staticmethod)):
+        raise TypeError(
+            f"remat takes a function or another callable, got {type(fn).__name__}. Options are keywords: "
+            f"`remat(fn, early_stop=False)`."
+        )
+    if isinstance(fn, type):
+        raise TypeError(f"remat takes a function, not the class {fn.__name__}: wrap an instance, or its method.")
+    if isinstance(fn, (classmethod, staticmethod)):
+        return type(fn)(_wrap(fn.__func__, options))
+    if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch.jit.ScriptModule):
+        check_module(fn)
+        return second_module(fn, options)
+    return Remat(fn, options, known_of(fn))
