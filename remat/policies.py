@@ -20,7 +20,7 @@ from ._policy.groups import (
 )
 from ._policy.names import Names
 from ._policy.operators import makers_of
-from ._policy.policy import If, Offloaded, Ops, Policy, as_policy, saving
+from ._policy.policy import If, Offload, Ops, Policy, as_policy, saving
 from ._policy.policy import Preset as _Preset
 from ._policy.predicates import checked_predicate
 from .errors import PolicyError
@@ -188,7 +188,7 @@ def offload(policy: Any, to: str = "cpu") -> Policy:
     """
     if str(to) not in ("cpu", "pinned_host"):
         raise PolicyError(f"Values are offloaded to 'cpu' (in JAX's words 'pinned_host'), not to {to!r}.")
-    return Offloaded(as_policy(policy))
+    return Offload(as_policy(policy))
 
 
 def save_and_offload_only_these_names(

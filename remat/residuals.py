@@ -19,7 +19,7 @@ from ._core.parts import parts
 from ._core.state import alias
 from ._functorch.derived import differentiable
 from ._region.arguments import take_apart
-from ._region.guards import Kept
+from ._region.guards import Guards
 from ._region.hooks import check_hooks_are_allowed, is_hooks_refusal
 from ._region.options import Options
 from ._region.region import Region
@@ -157,7 +157,7 @@ class _Listing:
         region = self.region
         region.open()
         captured = [tensor for tensor in region.consts.tensors if tensor is not None]
-        guard = Kept(region.arguments, region.name, region.known.changing)
+        guard = Guards(region.arguments, region.name, region.known.changing)
         operands = _differentiable(region.arguments, captured)
         self._know(operands, captured)
         if under_hooks:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .._ambient.generators import is_generator
 from .code import CACHE, called, is_library, is_sharded, may_add, names_of, slots, wrapped
-from .variables import COPIED, Copy, Entries, PartialArgs, Slots, TensorId, Variables, copy_dict
+from .variables import COPIED, Copy, Descriptors, Entries, PartialArgs, TensorId, Variables, copy_dict
 
 _BUDGET = 100_000  # objects visited per call
 _LIMIT = 10_000  # containers with more entries are data, not state
@@ -126,7 +126,7 @@ class Captured:
                 continue
             self._seen.add(id(cell))
             if names is not None:
-                self.note(Slots, cell, {_CONTENTS: value})
+                self.note(Descriptors, cell, {_CONTENTS: value})
             # In a helper function there may be another variable of that name.
             owner = "" if type(path) is Root else f" of {path}"
             self.see(value, Path(f"closure variable {name!r}{owner}" if visit is Captured.tensor else name))
@@ -140,7 +140,7 @@ class Captured:
                     self.see(value, Path(f"global {name!r}" if visits[type(value)] is Captured.tensor else name))
         if fn.__defaults__ or fn.__kwdefaults__:
             if names is not None:
-                self.note(Slots, fn, {_DEFAULTS: fn.__defaults__, _KWDEFAULTS: fn.__kwdefaults__})
+                self.note(Descriptors, fn, {_DEFAULTS: fn.__defaults__, _KWDEFAULTS: fn.__kwdefaults__})
             self.see(fn.__defaults__, path.attribute("__defaults__"))
             self.see(fn.__kwdefaults__, path.attribute("__kwdefaults__"))
         if fn.__dict__:
@@ -200,8 +200,8 @@ class Captured:
         cls: Any = type(value)
         if cls.__dictoffset__:
             self._attributes(value.__dict__, path)
-        held = Slots(value, dict.fromkeys(slots(cls))).now()
-        self.note(Slots, value, held)
+        held = Descriptors(value, dict.fromkeys(slots(cls))).now()
+        self.note(Descriptors, value, held)
         for slot, each in held.items():
             self.see(each, path.attribute(slot.__name__))
         self.see(called(cls, "__call__"), path.attribute("__call__"))

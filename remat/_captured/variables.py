@@ -78,7 +78,7 @@ class Items(Variables):
         list.__setitem__(self.holder, slice(None), list(values.values()))
 
 
-class Slots(Variables):
+class Descriptors(Variables):
     """What descriptors give access to: slots, a closure cell, the defaults of a function."""
 
     __slots__ = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
@@ -278,20 +277,9 @@ def set_default_device_notes(value: tuple[Any, Any]) -> None:
     _device.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context = value
 
 
-def _carry_in_torch_2_11(key: str, value: Any) -> None:
-    """There torch takes a reference without adding one."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(key, value)
-
-
-# For this thread, and those of devices in a backward pass that it starts.
-carry = torch._C._stash_obj_in_tls if torch.__version__ >= "2.12" else _carry_in_torch_2_11
-
-
-def carried(key: str) -> bool:
-    """What this thread, or the one that started its backward pass, has set; at first false."""
-    return torch._C._is_key_in_tls(key) and torch._C._get_obj_in_tls(key)
-
+# In a thread, and those of devices in a backward pass that it starts.
+carry = torch._C._stash_obj_in_tls
+is_carried, carried = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
 
 # What a policy is asked about; torch documents `torch.ops` but not the types of what stands there.
 OpOverload = torch._ops.OpOverload
@@ -299,20 +287,7 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 OPERATORS = OpOverload, OpOverloadPacket, HigherOrderOperator
 operator_names = torch._C._dispatch_get_all_op_names  # for "did you mean"
-
-
-def reaches_dispatch(op: OpOverload) -> bool:
-    """Whether a dispatch mode sees an operator, rather than the others that it becomes first.
-
-    One with a composite kernel alone is never seen. Kernels for nested tensors, as of ``aten.linear``, don't count.
-    """
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    try:
-        return not has_kernel(op.name(), "CompositeImplicitAutograd") or any(
-            has_kernel(op.name(), backend) for backend in ("CPU", "CUDA", "MPS", "XPU", "HPU", "MTIA", "PrivateUse1")
-        )
-    except RuntimeError:  # an operator on numbers and lists, which the dispatcher doesn't have
-        return False
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # tells composites from what a dispatch mode sees
 
 
 def overload_of(op: Any) -> Any:

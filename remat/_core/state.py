@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +10,25 @@ from typing import Any
 
 import torch
 
-from .private import as_subclass, carried, carry, modes_that_see
+from . import private
+from .private import as_subclass, modes_that_see
 
 __all__ = ["disable_remat", "is_disabled", "is_recomputing"]
+
+
+def _carry_in_torch_2_11(key: str, value: Any) -> None:
+    """There torch takes a reference without adding one."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    private.carry(key, value)
+
+
+# Lets this thread know something, and those of devices in a backward pass that it starts.
+carry = private.carry if torch.__version__ >= "2.12" else _carry_in_torch_2_11
+
+
+def carried(key: str) -> Any:
+    """What this thread, or the one that started its backward pass, was let know; at first false."""
+    return private.is_carried(key) and private.carried(key)
 
 
 def _carried(key: str, default: Any = False) -> Any:

@@ -24,7 +24,7 @@ from .._core.streams import current_streams, taken
 from .._policy.policy import Policy
 from .._region.around import of_region
 from .._region.fingerprints import LOOKS, fingerprint
-from .._region.guards import Kept
+from .._region.guards import Guards
 from .._region.sharing import overlapping
 from .._region.turns import turn
 from ..errors import MutationError, RecomputeMismatchError
@@ -45,8 +45,8 @@ class Frame:
     def __init__(
         self,
         region: Any,
-        operands: Kept,
-        consts: Kept,
+        operands: Guards,
+        consts: Guards,
         outer: tuple | None,
         policy: Policy | None,
         read_inside: bool,

@@ -10,7 +10,7 @@ from .._core.known import Known
 from .._core.state import state
 from .._region.arguments import take_apart
 from .._region.around import Around
-from .._region.guards import Kept
+from .._region.guards import Guards
 from .._region.hooks import is_hooks_refusal
 from .._region.options import Options
 from .._region.region import Region
@@ -32,7 +32,7 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
             args, kwargs = given.filled(found)
             given, tensors = take_apart(args, kwargs)
     around = Around()
-    operands = Kept(tensors, given.name, known.changing)
+    operands = Guards(tensors, given.name, known.changing)
     around.take(operands, given.uses)
     region = Region(fn, given, tensors, options, known, around)
     try:

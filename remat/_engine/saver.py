@@ -16,7 +16,7 @@ from .._core import private, trees
 from .._core.private import is_wrapped, origin, raw_version, sequence_number
 from .._core.state import alias, own_work, state
 from .._region.around import RegionHooks, of_region
-from .._region.guards import Kept
+from .._region.guards import Guards
 from .._region.handover import Handed
 from .._region.hooks import hooks_allowed
 from .._region.lowerings import Lowerings
@@ -31,7 +31,7 @@ class Saver(RegionHooks):
     __slots__ = ("_known", "_look", "_recording", "_run", "_slot", "_slots", "_start", "frame")
 
     def __init__(
-        self, region: Any, operands: Kept, consts: Kept, outer: tuple | None, run: Run, read_inside: bool = False
+        self, region: Any, operands: Guards, consts: Guards, outer: tuple | None, run: Run, read_inside: bool = False
     ) -> None:
         self._run = run
         self._recording = None if run.recorder is None else run.recorder.recording
@@ -40,7 +40,7 @@ class Saver(RegionHooks):
         self._start = private.next_sequence_number()
         self._slot: Callable[[], Slot] = Slot if self._recording is None else RecordedSlot
         self._look, self._slots = frame.look, frame.slots
-        self._known: dict[int, tuple[Kept, int]] = {}
+        self._known: dict[int, tuple[Guards, int]] = {}
         for kept in (consts, operands) if consts.tensors else (operands,):
             self._known.update(zip(map(id, kept.tensors), zip(repeat(kept), count())))
 

@@ -10,7 +10,7 @@ import torch
 from .._core import private
 from .._core.parts import bare
 from .._region.fingerprints import fingerprint, look_at
-from .._region.guards import Kept
+from .._region.guards import Guards
 from ..errors import MutationError
 
 SERVED: Any = frozenset()  # stands in a list of slots for what needs none; it is false, and weak references to it work
@@ -67,7 +67,7 @@ class View:
 
     __slots__ = ("i", "kept", "version", "view")
 
-    def __init__(self, kept: Kept, i: int, view: torch.Tensor) -> None:
+    def __init__(self, kept: Guards, i: int, view: torch.Tensor) -> None:
         self.kept, self.i = kept, i
         self.view, self.version = view, private.version(view)
 

@@ -17,7 +17,7 @@ from .._core.parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from .._engine.saver import Saver
 from .._engine.shield import in_batched_backward, outside_of_batched_backward
 from .._region.around import Around
-from .._region.guards import NONE_KEPT, Kept
+from .._region.guards import NO_GUARDS, Guards
 from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, hooks_hidden
 from .._region.run import FirstRun, Run
 from .._region.watch import Watch
@@ -137,7 +137,7 @@ def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     return outs
 
 
-def _saver(region: Any, operands: Kept, consts: Kept, run: Run, read_inside: bool = False) -> Saver:
+def _saver(region: Any, operands: Guards, consts: Guards, run: Run, read_inside: bool = False) -> Saver:
     around = Around()
     around.take(operands)
     around.take_captured(consts)
@@ -147,7 +147,7 @@ def _saver(region: Any, operands: Kept, consts: Kept, run: Run, read_inside: boo
 def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
     if recorded and not (dual and region.uses_func):
         saver = _saver(
-            region, Kept(operands, names(region.root), set()), NONE_KEPT, Recompute(region.root), read_inside=True
+            region, Guards(operands, names(region.root), set()), NO_GUARDS, Recompute(region.root), read_inside=True
         )
         return saver.run(region.run, operands)
     pullback = region.inner if isinstance(region, BatchedPullback) else region

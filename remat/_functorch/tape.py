@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._region.guards import NONE_KEPT, Kept
+from .._region.guards import NO_GUARDS, Guards
 from .batched import Batched
 from .derived import Tensors
 from .pullback import Pull, Pullback, gradients
@@ -25,11 +25,11 @@ class Call:
         self.batched: dict[Any, Batched] = {}  # what ``vmap`` levels have made of it, and of its pullbacks
         self.tape: Tape | None = None
         self.operands: Tensors = ()
-        self.kept: Kept = NONE_KEPT  # guards these
+        self.kept: Guards = NO_GUARDS  # guards these
 
     def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
         """Before the first run on ``inputs``, which may be leaves in the place of operands."""
-        self.operands, self.kept = operands, Kept(inputs, names(root), root.known.changing)
+        self.operands, self.kept = operands, Guards(inputs, names(root), root.known.changing)
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a run again, checked for changes, and as they were before the region changed them."""

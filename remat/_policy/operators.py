@@ -67,6 +67,23 @@ def expressions(ops: frozenset[Op]) -> list[str]:
     return out
 
 
+_BACKENDS = "CPU", "CUDA", "MPS", "XPU", "HPU", "MTIA", "PrivateUse1"
+
+
+def reaches_dispatch(op: Any) -> bool:
+    """Whether a dispatch mode sees an operator, rather than the others that it becomes first.
+
+    One with a composite kernel alone is never seen. Kernels for nested tensors, as of ``aten.linear``, don't count.
+    """
+    try:
+        return not private.has_kernel(op.name(), "CompositeImplicitAutograd") or any(
+            private.has_kernel(op.name(), backend)
+            for backend in ("CPU", "CUDA", "MPS", "XPU", "HPU", "MTIA", "PrivateUse1")
+        )
+    except RuntimeError:  # an operator on numbers and lists, which the dispatcher doesn't have
+        return False
+
+
 def find(name: str) -> Any:
     """What stands under a name: an overload, a packet of overloads, or a higher-order operator.
 
@@ -104,7 +121,7 @@ def resolve(op: Any) -> frozenset[Op]:
     if isinstance(found, private.OpOverloadPacket):
         ops = _reaching(found)
     elif isinstance(found, private.OpOverload):
-        ops = frozenset((found,) if private.reaches_dispatch(found) else ())
+        ops = frozenset((found,) if reaches_dispatch(found) else ())
     elif isinstance(found, private.HigherOrderOperator):
         ops = frozenset((found,))
     else:
@@ -132,7 +149,7 @@ def makers_of(op: Any) -> frozenset[Op]:
 
 def _reaching(packet: Any) -> frozenset[Op]:
     """The overloads that reach a policy; those that write into an argument don't make a composite less of one."""
-    ops = frozenset(op for name in packet.overloads() if private.reaches_dispatch(op := getattr(packet, name)))
+    ops = frozenset(op for name in packet.overloads() if reaches_dispatch(op := getattr(packet, name)))
     return ops if any(not full_name(op).endswith((".out", "_out")) for op in ops) else frozenset()
 
 

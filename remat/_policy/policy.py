@@ -194,7 +194,7 @@ class Opposite(_Turned):
         return f"~{_bracketed(self.policy, self._binds)}"
 
 
-class Offloaded(_Turned):
+class Offload(_Turned):
     """What a policy keeps, in host memory."""
 
     _turned: ClassVar = {RECOMPUTE: RECOMPUTE, SAVE: OFFLOAD, OFFLOAD: OFFLOAD}

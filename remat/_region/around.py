@@ -10,7 +10,7 @@ import torch
 
 from .._core import private
 from .._core.state import state
-from .guards import Kept
+from .guards import Guards
 
 
 class RegionHooks(ABC):
@@ -62,13 +62,13 @@ class Around:
         for region, position in (*self.positions, *self.logs):
             region.go_back(position)
 
-    def take(self, operands: Kept, uses: Iterable[tuple[int, int]] | None = None) -> None:
+    def take(self, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
         """Let them keep a region's operands. That may be all that a run again of the region around is for."""
         if self.hooks is not None:
             each = range(len(operands)) if uses is None else [i for _, i in uses]
             operands.hand_over(self.hooks, None, None if self.region is None else each)
 
-    def take_captured(self, consts: Kept) -> None:
+    def take_captured(self, consts: Guards) -> None:
         """Let them keep captured tensors, but not what will be there anyway."""
         if self.hooks is not None and consts.tensors:
             in_region = self.region is not None

@@ -35,7 +35,7 @@ _NOTHING: Mapping[int, Any] = MappingProxyType({})  # for most: a dict for each 
 Name = Callable[[int], str]
 
 
-class Kept:
+class Guards:
     """Tensors as they were before a region's first run.
 
     ``name(i)`` says where the i-th tensor is read, for errors. ``changing`` is a set of names that is remembered over
@@ -294,4 +294,4 @@ def _is_activation(tensor: torch.Tensor) -> bool:
     return not (tensor.is_leaf and tensor.requires_grad) and not host_memory.in_host_memory(tensor)
 
 
-NONE_KEPT = Kept([], str, set())
+NO_GUARDS = Guards([], str, set())

@@ -24,7 +24,7 @@ from .._core.ranges import in_range
 from .._core.state import first_run, own_work, recomputing, state
 from .arguments import Arguments
 from .around import Around
-from .guards import NONE_KEPT, Kept
+from .guards import NO_GUARDS, Guards
 from .intercept import Interceptor, made_inside
 from .options import Options
 from .outputs import Outputs
@@ -62,7 +62,7 @@ class Region:
         self.ids: Sequence[int] = ()  # theirs, by which variables hold them
         self.bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured tensor -> path, index of an operand
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
-        self.consts: Kept = NONE_KEPT
+        self.consts: Guards = NO_GUARDS
         self.same: Sequence[tuple[int, int]] = ()  # of operands and captured tensors, those that are one
         self.twice: Sequence[int] = ()  # operands that are another or a captured one below torch.func's levels
         self.overlaps: Sequence[Any] = ()  # of these, those on the same known, where the region has changed it
@@ -122,7 +122,7 @@ class Region:
             return
         paths, tensors = zip(*consts.values())
         self.ids, self.paths = list(consts), paths
-        self.consts = Kept(tensors, lambda i: f"captured {paths[i]}", self.known.changing)
+        self.consts = Guards(tensors, lambda i: f"captured {paths[i]}", self.known.changing)
         self.consts.watch_gradients()
         self.same = same(self.operands(), tensors)
 

@@ -12,7 +12,7 @@ from .._core.parts import is_plain
 from .._core.state import unseen
 
 if TYPE_CHECKING:
-    from .guards import Kept
+    from .guards import Guards
 
 Layout = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
 
@@ -50,8 +50,8 @@ class Overlap(NamedTuple):
     """Tensors of ``[*given, *captured]`` that lie on the same part of a storage, which copies of them wouldn't."""
 
     layouts: dict[int, Layout]
-    operands: Kept
-    consts: Kept
+    operands: Guards
+    consts: Guards
 
     def of_copies(self) -> dict[int, Layout]:
         """Those that a recompute gets copies of."""
@@ -63,7 +63,7 @@ class Overlap(NamedTuple):
         }
 
 
-def overlapping(tensors: Sequence[Any], operands: Kept, consts: Kept) -> list[Overlap]:
+def overlapping(tensors: Sequence[Any], operands: Guards, consts: Guards) -> list[Overlap]:
     """Of the tensors that these may have copies of. What has another dtype than the rest is not found."""
     changed = [*operands.may_have_changed, *(len(operands) + i for i in consts.may_have_changed)]
     spans: dict[Any, list[tuple[int, int, int]]] = {}

@@ -22,7 +22,7 @@ from .last_run import LastRun
 from .log import Entry, Log
 from .plan import always, can_be_left
 from .program import Program
-from .residual import memory
+from .residual import as_bytes
 from .saves import Saves, Source
 from .storages import Storages
 from .values import UNTOLD, Layout, is_as_it_lies, template
@@ -80,7 +80,7 @@ class Recording:
             reads_it = self._judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
             if value in self.log.saveable and (reads_it or value in held):
                 with unseen():
-                    held[value] = memory(tensor).clone()
+                    held[value] = as_bytes(tensor).clone()
 
     def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """An operation has run, the ``draw``-th of those that draw random numbers."""

@@ -23,7 +23,7 @@ from .plan import Plan
 from .program import Step
 from .record import Record
 from .recorder import RegionMode
-from .residual import Residual, memory, tensor_of
+from .residual import Residual, as_bytes, tensor_of
 from .values import Argument, Layout
 
 
@@ -170,7 +170,7 @@ class Replay(RegionMode):
                 taken(content, self.home)
             if content is not None and value in self.record.program.overwritten:
                 # What the region changes in place later must not be the kept one.
-                content = memory(tensor_of(content)).clone()
+                content = as_bytes(tensor_of(content)).clone()
             kept.append(content)
             if content is not None and accelerator():
                 outlived(tensor_of(content))  # its memory may belong to a stream that the recompute doesn't use
@@ -186,7 +186,7 @@ class Replay(RegionMode):
             written = step.facts.written(args, kwargs)
             count -= len(written)
             for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
-                memory(tensor).copy_(memory(tensor_of(content)))
+                as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
                 self.left_out.is_full(tensor)
                 self.storages.bind(tensor, value)
         return self.left_out.mark(self._build(step.result, step, contents, read))

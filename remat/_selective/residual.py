@@ -118,7 +118,7 @@ def tensor_of(content: Residual | torch.Tensor) -> torch.Tensor:
     return content.get() if isinstance(content, Residual) else content
 
 
-def memory(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All that the storage of a tensor holds, in bytes: without its dtype, and without conjugation that is put off."""
     storage = tensor.untyped_storage()
     with private.without_dispatch():

@@ -12,7 +12,7 @@ from .._core.facts import tensors
 from .._core.layout import holder, is_dense
 from .._core.private import FakeTensor
 from .._core.state import unseen
-from .residual import memory
+from .residual import as_bytes
 from .values import New, place_of
 
 if TYPE_CHECKING:
@@ -225,4 +225,4 @@ def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:
         return None
     with unseen():
-        return memory(tensor).clone()
+        return as_bytes(tensor).clone()
