@@ -1,7 +1,7 @@
 """One table of functions for every composition of transforms, and the helpers to compare two runs of them.
 
 A case's flags say what plain torch can do with its function, so a test selects: `cases(func=True, vmap=True)`.
-`tests/test_autograd.py` asserts that the flags are true.
+`tests/engine/test_autograd.py` asserts that the flags are true.
 """
 
 from __future__ import annotations

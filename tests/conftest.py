@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # an import in a test would leave its frames in reference cycles, and the tensors that they hold
+from host_copies import Copies
 
 from benchmarks.measure import gc_disabled
+from remat._core import host_memory
 
 DEVICE = Path(__file__).parent / "device"
 
@@ -84,3 +86,10 @@ def collector_off() -> Iterator[None]:
     """One collection for all tests of a file, not one for each measurement."""
     with gc_disabled():
         yield
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """Tensors of the CPU count as those of a device without streams."""
+    monkeypatch.setattr(host_memory, "in_host_memory", lambda tensor: False)
+    return Copies(monkeypatch)

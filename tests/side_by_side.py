@@ -59,6 +59,6 @@ def assert_rows_have_tests(heading: str, rows: dict[str, list[str]], *files: str
     (section,) = (part for part in text.split("\n## ") if part.startswith(heading))
     table = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("|")]
     assert table[2:] == list(rows)  # without the head
-    tests = "".join((here / name).read_text() for name in files)
+    tests = "".join(path.read_text() for name in files for path in here.rglob(name))
     for row, names in rows.items():
         assert names and all(f"\ndef {name}(" in tests for name in names), row

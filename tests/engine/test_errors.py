@@ -32,6 +32,7 @@ from remat import (
     remat,
 )
 from remat._core import private
+from remat._core.state import state
 
 ERRORS = [CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError]
 ADVICE = "A region must do the same each time. Look for Python state that changed between the runs"
@@ -668,9 +669,9 @@ def surroundings() -> dict[str, Any]:
         "dispatch modes": torch.utils._python_dispatch._len_torch_dispatch_stack(),
         "recomputing": is_recomputing(),
         "parameters": [id(p) for p in (*MODULE.parameters(), *MODULE.buffers())],
-        "interceptors": list(package._state.state.interceptors),
-        "own work": package._state.state.own_work,
-        "override": package._state.state.override,
+        "interceptors": list(state.interceptors),
+        "own work": state.own_work,
+        "override": state.override,
     }
 
 

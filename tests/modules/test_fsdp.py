@@ -214,7 +214,7 @@ def check_all(rank: int, folder: str, options: str) -> None:
 def test_two_processes(options: str, tmp_path: Path) -> None:
     program = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(path) for path in Path(__file__).parents[:2]]!r}
 import torch.multiprocessing
 from test_fsdp import check_all
 torch.multiprocessing.start_processes(check_all, ({str(tmp_path)!r}, {options!r}), nprocs=2, start_method="fork")

@@ -402,7 +402,7 @@ def test_set_checkpoint_debug_enabled(module: Any, setters: Any) -> None:
 
 @pytest.mark.parametrize("setters", [torch.utils.checkpoint, remat.compat], ids=["torch", "remat"])
 def test_switches_reach_every_region(setters: Any) -> None:
-    """torch's own act on calls of its function; `tests/test_override.py` has every way to make a region."""
+    """torch's own act on calls of its function; `tests/front/test_override.py` has every way to make a region."""
     f = remat.remat(runs_differ(lambda x: x.sin().exp().sin(), lambda x: x[:1].sin().exp().sin()))
     with setters.set_checkpoint_debug_enabled(True):
         out = f(rand(3)).sum()

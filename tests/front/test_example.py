@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("training step", "per-sample gradients", "Hessian-vector product")
 WAYS = ("plain", "remat", "remat, save_matmuls", "remat, names")
 NUMBER = r"(\d+\.\d+(?:e[+-]\d+)?)"

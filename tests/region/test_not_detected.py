@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import RecomputeMismatchError, override, remat
 
-DOCS = Path(__file__).parents[1] / "docs" / "quickstart.md"
+DOCS = Path(__file__).parents[2] / "docs" / "quickstart.md"
 OBJECT, NUMBERS, NUMBER, CAPTURED = SimpleNamespace(k=2.0), {"k": 2.0}, 2.0, torch.tensor(2.0, dtype=torch.float64)
 
 

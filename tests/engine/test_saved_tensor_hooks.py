@@ -44,7 +44,7 @@ from remat import (
 from remat._core import private
 from tests.cases import assert_same, rand
 
-DOCS = Path(__file__).parents[1] / "docs" / "saved_tensor_hooks.md"
+DOCS = Path(__file__).parents[2] / "docs" / "saved_tensor_hooks.md"
 POLICIES = {
     "nothing": None,
     "matmuls": policies.save_matmuls,

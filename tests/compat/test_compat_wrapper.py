@@ -17,8 +17,8 @@ import pytest
 import torch
 from accelerator import DEVICE, backend
 from cases import assert_same, rand
+from host_copies import Copies
 from side_by_side import assert_rows_have_tests
-from test_offload import Copies, far  # noqa: F401  # a fixture
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -578,7 +578,7 @@ class Tree(nn.Module):
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_only_these_names("hidden")])
-def test_what_is_offloaded(far: Copies, policy: Any) -> None:  # noqa: F811
+def test_what_is_offloaded(far: Copies, policy: Any) -> None:
     """What was computed, in containers too, and constants; neither parameters nor other leaves that get gradients."""
     x, leaf, results = rand(5, 4), rand(5, 4, seed=1), []
     for offload in (True, False):
@@ -602,7 +602,7 @@ def rows(count: int, offload: bool) -> nn.Sequential:
     return nn.Sequential(*(checkpoint_wrapper(part.double(), offload_to_cpu=offload) for part in parts))
 
 
-def test_modules_in_a_row(far: Copies) -> None:  # noqa: F811
+def test_modules_in_a_row(far: Copies) -> None:
     """Each input goes out once and comes back once, the last one first, that of the region before a little earlier."""
     model, plain = rows(4, True), remat.nn.undo(rows(4, False))
     out = model(H).square().sum()
@@ -614,7 +614,7 @@ def test_modules_in_a_row(far: Copies) -> None:  # noqa: F811
     assert far.on_host() == far.on_device() == 0
 
 
-def test_offloaded_inputs_may_be_changed(far: Copies) -> None:  # noqa: F811
+def test_offloaded_inputs_may_be_changed(far: Copies) -> None:
     """They were copied when the region was called."""
     module, h = checkpoint_wrapper(made(), offload_to_cpu=True), X * 2
     out = module(h).square().sum()
@@ -623,7 +623,7 @@ def test_offloaded_inputs_may_be_changed(far: Copies) -> None:  # noqa: F811
     assert_same([p.grad for p in module.parameters()], step(made(), X * 2))
 
 
-def test_offloaded_inputs_in_other_backwards(far: Copies) -> None:  # noqa: F811
+def test_offloaded_inputs_in_other_backwards(far: Copies) -> None:
     """Again, of order two, and by torch.autograd.grad."""
     results = []
     for module in (checkpoint_wrapper(made(), offload_to_cpu=True), made()):
@@ -635,7 +635,7 @@ def test_offloaded_inputs_in_other_backwards(far: Copies) -> None:  # noqa: F811
     assert far.on_host() == far.on_device() == 0
 
 
-def test_what_is_around_keeps_the_inputs(far: Copies) -> None:  # noqa: F811
+def test_what_is_around_keeps_the_inputs(far: Copies) -> None:
     """An outer region, torch's checkpoint and saved-tensor hooks keep them, or not, in their own way."""
     module, plain = checkpoint_wrapper(made(), offload_to_cpu=True), made()
 
@@ -656,13 +656,13 @@ def test_what_is_around_keeps_the_inputs(far: Copies) -> None:  # noqa: F811
     assert not far.out
 
 
-def test_under_torch_func_nothing_is_offloaded(far: Copies) -> None:  # noqa: F811
+def test_under_torch_func_nothing_is_offloaded(far: Copies) -> None:
     module, plain = checkpoint_wrapper(made(), offload_to_cpu=True), made()
     assert_same(*(torch.func.grad(lambda x, m=m: m(x).sum())(X.detach()) for m in (module, plain)))
     assert not far.out
 
 
-def test_batch_norm_with_offloading(far: Copies) -> None:  # noqa: F811
+def test_batch_norm_with_offloading(far: Copies) -> None:
     module, plain = checkpoint_wrapper(made(Norm), offload_to_cpu=True), made(Norm)
     for _ in range(3):
         assert_same(step(module, H * 2), step(plain, H * 2))

@@ -15,7 +15,8 @@ from cases import rand
 from torch import Tensor
 
 from benchmarks.measure import OpCounter, gc_disabled, held_bytes, peak_bytes
-from remat import _memory, checkpoint_name, policies, remat
+from remat import checkpoint_name, policies, remat
+from remat._core import known
 
 NAMES = policies.save_only_these_names("a", "b")
 POLICIES: dict[str, Any] = {
@@ -36,12 +37,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:The policy of a rematerialized f
 
 def forget() -> None:
     """All that is known of code."""
-    _memory._of_codes.clear()
+    known._of_codes.clear()
 
 
 def remembered() -> list[Any]:
     """What the last first runs of code did."""
-    return [program for _, known in _memory._of_codes.values() for program in known.programs.values()]
+    return [program for _, each in known._of_codes.values() for program in each.programs.values()]
 
 
 @pytest.fixture(autouse=True)
