@@ -219,10 +219,71 @@ def make():
 compare(make, 'grad', exact=False)
 """
 
-NAMES = ["referred to", "found late", "too far", "apart", "traced", "put off", "around"]
+# Two chains of equal operations, of which the region overwrites the result of one: a recompute takes it for the other.
+EQUAL = """
+from programs import *
 
 
-@pytest.mark.parametrize("program", [REFERRED_TO, FOUND_LATE, TOO_FAR, APART, TRACED, PUT_OFF, AROUND], ids=NAMES)
+def make():
+    w1 = tensor(2, grad=True)
+    w2 = tensor(3, grad=True)
+    constant = tensor(4, grad=False)
+    @remat(policy=(policies.everything_saveable & ~policies.save_ops("aten.add", "aten.tanh")))
+    def f1(a, b):
+        t2, t3 = a, b
+        def f4(a, b):
+            t5, t6 = a, b
+            t7 = t3.sin()
+            def f8(tree, flag=True):
+                t9, t10 = tree['a'], tree['b'][0]
+                def f11(a, b):
+                    t12, t13 = a, b
+                    t14 = t12
+                    t15 = t13
+                    for v16 in (t5, t14):
+                        f16 = remat(lambda p: (p * v16).tanh() @ v16, debug=True)
+                        t15 = f16(t15)
+                    t17 = t13
+                    return t17
+                t18 = grad(lambda p, q: f11(p, q).sum())(t10, t5)
+                checkpoint_name(t7, "other")
+                t19 = t5 @ t10 * 0.3
+                @remat(policy=policies.everything_saveable, early_stop=False)
+                def f20(a, *, b):
+                    t21, t22 = a, b
+                    t23 = t22
+                    for v24 in (t22, t10):
+                        f24 = remat(lambda p: (p * v24).tanh() @ v24, policy=policies.save_if(chosen(89)))
+                        t23 = f24(t23)
+                    t23[:, 1] *= 2
+                    t25 = t18 + t21 * 0.5
+                    return {'h': t25, 'n': [t25]}
+                t26 = added(vjp((lambda p, q: f20(p, b=q)['h']), t9, t6)[1](t9.cos()))
+                t27 = t19 * torch.bernoulli(torch.full((3, 3), 0.5).double())
+                t28 = t27
+                return {'h': t28, 'n': [t9]}
+            t29 = added(vjp((lambda p, q: f8({'a': p, 'b': [q, None, 2.0, 'text']})['h']), t6, t7)[1](t6.cos()))
+            t30 = F.linear(t7, w1, t7[0]).tanh()
+            t31 = t5 + t7 * 0.5
+            return t31
+        t32 = f4(constant, w1)
+        t33 = jvp(lambda p: f4(p, t32), (t32,), (t32,))[1]
+        box34 = {'w': t32}
+        t35 = box34['w'] + t33 * 0.5
+        return t35
+    return f1, [w1, w2]
+
+
+compare(make, 'twice', exact=False)
+"""
+
+NAMES = ["referred to", "found late", "too far", "apart", "traced", "put off", "around", "equal"]
+
+
+REDUCED = [REFERRED_TO, FOUND_LATE, TOO_FAR, APART, TRACED, PUT_OFF, AROUND, EQUAL]
+
+
+@pytest.mark.parametrize("program", REDUCED, ids=NAMES)
 def test_reduced_programs(program: str) -> None:
     assert outcome(program) is None
 

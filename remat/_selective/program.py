@@ -64,9 +64,7 @@ class Program:
         self.lazy = all(entry.under[1] for entry in entries)  # else user code reads tensors in ways that can't be seen
         self.overwritten = {*log.overwritten}
         if self.overwritten:  # a recompute may take any of equal steps for the one whose result it then overwrites
-            outs = [(step.key, i, value) for step in self.steps for i, value in enumerate(step.outs)]
-            equal = {(key, i) for key, i, value in outs if value in self.overwritten}
-            self.overwritten |= {value for key, i, value in outs if (key, i) in equal}
+            self.overwritten |= self._equal_to(self.overwritten)
         # If not differentiated, or detached, user code may read it in ways that can't be seen.
         self.dispensable = {value for entry in entries for value in entry.tracked if value not in log.seen}
         for step in self.steps:
@@ -77,6 +75,15 @@ class Program:
                 and self.dispensable.issuperset(step.outs)
             )
         self._plans: dict[tuple, Plan] = {}
+
+    def _equal_to(self, values: Collection[int]) -> set[int]:
+        """The values that are computed as these are, by the same operations in the same way."""
+        first: dict[tuple, tuple[int, ...]] = {}
+        same: dict[int, int] = {}  # the first value of those that are
+        for step in self.steps:
+            same.update(zip(step.outs, first.setdefault(_renamed(step.key, same), step.outs)))
+        wanted = {same.get(value, value) for value in values}
+        return {value for value, each in same.items() if each in wanted}
 
     def step(self, number: int) -> Step | None:
         """The step of this number, if there are as many."""
@@ -117,6 +124,22 @@ class Program:
     def lasts(self) -> bool:
         """Whether it may be remembered: it has plain values alone, and not a function that holds who knows what."""
         return all(isinstance(step.func, OpOverload) and _is_plain(step.key[1:]) for step in self.steps)
+
+
+def _renamed(key: tuple, names: dict[int, int]) -> tuple:
+    """What calls have in common that make the same, with other numbers for the values."""
+    renamed, rest = [*key[:2], _renamed_in(key[2], names)], iter(key[3:])
+    for item in rest:
+        renamed += (names.get(item, item), next(rest)) if type(item) is int else (_renamed_in(item, names),)
+    return tuple(renamed)
+
+
+def _renamed_in(pattern: Any, names: dict[int, int]) -> Any:
+    if not isinstance(pattern, tuple):
+        return pattern
+    if len(pattern) == 2 and type(pattern[0]) is int:  # of a tensor
+        return names.get(pattern[0], pattern[0]), pattern[1]
+    return tuple([_renamed_in(item, names) for item in pattern])
 
 
 _PLANS = 64
