@@ -1,4 +1,4 @@
-"""Ambient state: what a second run of a region must see again, and must leave as it was.
+"""Ambient state: what a recompute of a region must see again, and must leave as it was.
 
 The random generators (of every device in use, those that the caller names, Python's and NumPy's global ones), and the
 settings.

@@ -66,7 +66,7 @@ class PassGroup(Pass):
     """The backward passes in the scope of a ``GraphExecGroup``: what one of them gets is there for the next.
 
     What a node reads is for one of them alone, so it goes when that one has read it. What regions inside read stays,
-    for a region that is run again in one pass may read more of it in the next.
+    for a region that is recomputed in one pass may read more of it in the next.
     """
 
     __slots__ = ("taken",)

@@ -72,7 +72,7 @@ hooks_enable = torch._C._autograd._saved_tensors_hooks_enable
 # --- the running backward -----------------------------------------------------------------------------------------
 # -1 outside of a backward pass: then an unpack serves one reader and stores nothing.
 graph_task_id = torch._C._current_graph_task_id
-set_grad_enabled = torch._C._set_grad_enabled  # for each run again; the public ones take as long as an operation
+set_grad_enabled = torch._C._set_grad_enabled  # for each recompute; the public ones take as long as an operation
 # With a graph that is kept, nodes don't release what they saved, so slots must let go by themselves.
 graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 current_node = torch._C._current_autograd_node
@@ -161,7 +161,7 @@ def fills_what_it_saves() -> bool:
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
-    """The hooks registered on a tensor, by their numbers: those that a run again has added must not stay."""
+    """The hooks registered on a tensor, by their numbers: those that a recompute has added must not stay."""
     return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
 
 

@@ -124,7 +124,7 @@ def overriding(**changes: Any) -> Iterator[None]:
 
 
 class recomputing:
-    """The flags of a second run: regions inside of it act as they did in the first, under the same ``override``."""
+    """The flags of a recompute: regions inside of it act as they did in the first, under the same ``override``."""
 
     __slots__ = ("before", "override")
 
@@ -140,7 +140,7 @@ class recomputing:
 
 
 class as_in_forward:
-    """For a run again, which may start within the bookkeeping of any other run.
+    """For a recompute, which may start within the bookkeeping of any other run.
 
     The ``policies`` around are these, and regions inside are lowered as ``lowerings`` say.
     """

@@ -1,4 +1,4 @@
-"""Streams: a region runs again on the streams of its first run.
+"""Streams: a region is recomputed on the streams of its first run.
 
 Autograd runs each backward node on the stream of its forward, so the node that starts a recompute may be on any of the
 streams that a region used.

@@ -1,6 +1,6 @@
 """The frame of a region under saved-tensor hooks: autograd has slots in place of tensors, and reading one fills them.
 
-The first slot that a backward reads makes the region run again, under hooks that put what it saves, in the same order,
+The first slot that a backward reads has the region recomputed, under hooks that put what it saves, in the same order,
 into those slots that are still alive.
 
 Ownership goes one way, so that reference counts alone free it all: autograd's node -> slot and frame -> region.

@@ -1,4 +1,4 @@
-"""The run again of a region, which fills the slots of its first run."""
+"""The recompute of a region, which fills the slots of its first run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Filler(RegionHooks):
-    """One run again of a region: hooks that count what it saves and put it into the slots that are alive."""
+    """One recompute of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
         "attempt", "difference", "ended", "ending", "fill", "frame", "last", "look", "once", "rest", "root",

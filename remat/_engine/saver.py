@@ -126,7 +126,7 @@ class Saver(RegionHooks):
         return slot
 
     def _served(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Callable[[], torch.Tensor] | None:
-        """How to get a tensor that is there without a run again: a view of an input, or what was there before."""
+        """How to get a tensor that is there without a recompute: a view of an input, or what was there before."""
         if base is not None and (found := self._known.get(id(base))) is not None:
             kept, i = found
             shares = kept.is_as_before(i, base) and i not in kept.packed and not kept.duals

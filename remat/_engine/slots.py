@@ -29,7 +29,7 @@ class Slot:
     early = False
 
     # A region makes many, so they have no ``__init__``.
-    fingerprint: Any  # what a run again is compared with
+    fingerprint: Any  # what a recompute is compared with
     first: tuple[weakref.ref, int] | None  # the saved tensor and its version, see ``watch``
     value: torch.Tensor | None
     version: int
@@ -59,7 +59,7 @@ class RecordedSlot(Slot):
 
 
 class Stop(BaseException):
-    """Ends a run again as soon as its slots are filled. Not an Exception, so that user code lets it through."""
+    """Ends a recompute as soon as its slots are filled. Not an Exception, so that user code lets it through."""
 
 
 class View:

@@ -44,7 +44,7 @@ class Batched(Derived):
 
 
 class BatchedPullback(Batched):
-    """``vmap`` of the pullback of a region that is not mapped: that region runs again once, outside of the level."""
+    """``vmap`` of the pullback of a region that is not mapped: that region is recomputed once, outside of the level."""
 
     __slots__ = ()
 

@@ -66,7 +66,7 @@ def _leaves(operands: Tensors) -> list[torch.Tensor]:
 
 @contextmanager
 def _recompute(root: Any) -> Iterator[None]:
-    """For a run again, which has been promised, and is part of no batched backward."""
+    """For a recompute, which has been promised, and is part of no batched backward."""
     if root.record is not None:
         root.record.in_backward()
     batched = outside_of_batched_backward() if in_batched_backward() else nullcontext()

@@ -1,4 +1,4 @@
-"""What a torch.func transform makes of a region: again something that runs on operands, and can be run again.
+"""What a torch.func transform makes of a region: again something that runs on operands, and can be recomputed.
 
 A derived region's first operands are those of the region it is made from, in the same order. Its ``run`` works on the
 levels that are active where it is called: with none, on plain tensors. `Graded` and `Jvp` are here; what ``vmap`` makes

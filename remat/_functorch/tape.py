@@ -32,7 +32,7 @@ class Call:
         self.operands, self.kept = operands, Guards(inputs, names(root), root.known.changing)
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
-        """The operands of a run again, checked for changes, and as they were before the region changed them."""
+        """The operands of a recompute, checked for changes, and as they were before the region changed them."""
         known = len(self.operands)
         same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
         return [self.kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]

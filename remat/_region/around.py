@@ -63,7 +63,7 @@ class Around:
             region.go_back(position)
 
     def take(self, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
-        """Let them keep a region's operands. That may be all that a run again of the region around is for."""
+        """Let them keep a region's operands. That may be all that a recompute of the region around is for."""
         if self.hooks is not None:
             each = range(len(operands)) if uses is None else [i for _, i in uses]
             operands.hand_over(self.hooks, None, None if self.region is None else each)

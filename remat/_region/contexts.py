@@ -22,7 +22,7 @@ class Contexts:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not (is_pair and all(hasattr(type(context), "__enter__") for context in pair)):
             raise TypeError(
-                f"context_fn must return two context managers, for the first run and for the runs again; got {pair!r}."
+                f"context_fn must return two context managers, for the first run and for recomputes; got {pair!r}."
             )
         self.first, self.again = pair
 

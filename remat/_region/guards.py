@@ -1,6 +1,6 @@
 """The tensors that a region keeps from its first run for its next ones: inputs and captured tensors.
 
-They are guarded: a run again starts only if they still hold what they held, or from a copy that was made before the
+They are guarded: a recompute starts only if they still hold what they held, or from a copy that was made before the
 region itself changed them (batch-norm statistics).
 """
 
@@ -131,7 +131,7 @@ class Guards:
         return same and (i not in self.sums or checksum(tensor) == self.sums[i])
 
     def find_changed(self) -> None:
-        """In the middle of the first run, for a run again that a backward pass inside needs: from the copies."""
+        """In the middle of the first run, for a recompute that a backward pass inside needs: from the copies."""
         if self.copies:
             same = [now == before for now, before in zip(versions(self.tensors), self.versions)]
             copies = self.copies.items()
@@ -200,7 +200,7 @@ class Guards:
                 if tensor is not None and may_differ(tensor, copy):
                     tensor.copy_(fwAD.make_dual(copy, self.duals[i][1][0]) if i in self.duals else copy)
 
-    # --- for a run again --------------------------------------------------------------------------------------------
+    # --- for a recompute --------------------------------------------------------------------------------------------
 
     def get(self, i: int) -> torch.Tensor:
         """The i-th tensor, as it was before the first run.
@@ -244,7 +244,7 @@ class Guards:
         )
 
     def again(self, i: int) -> torch.Tensor:
-        """The i-th tensor for a run again: cut from the graph that it came from, tangent included."""
+        """The i-th tensor for a recompute: cut from the graph that it came from, tangent included."""
         tensor = self.get(i)
         if self.duals and i in self.duals:
             primal, tangent = self.duals[i]
@@ -264,13 +264,13 @@ class Guards:
             self.packed = packed
 
     def all_again(self) -> list[torch.Tensor]:
-        """All of them for a run again."""
+        """All of them for a recompute."""
         if self.packed or self.duals or self.changed or self.sums or versions(self.tensors) != self.versions:
             return [self.again(i) for i in range(len(self))]
         return list(map(cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
 
     def stale(self) -> dict[int, str]:
-        """The tensors that were changed since, by id, each with what to say if the run again reads it."""
+        """The tensors that were changed since, by id, each with what to say if the recompute reads it."""
         return {
             id(tensor): self.message(i)
             for i, tensor in enumerate(self.tensors)

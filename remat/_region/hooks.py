@@ -1,4 +1,4 @@
-"""The stack of saved-tensor hooks: who refuses to run under it, who forbids it; and hooks that runs again leave."""
+"""The stack of saved-tensor hooks: who refuses to run under it, who forbids it; and hooks that recomputes leave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DISABLE = disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr
 class hooks_allowed:
     """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back.
 
-    A user's own ``disable_saved_tensors_hooks`` is lifted only for a run again, which has been promised.
+    A user's own ``disable_saved_tensors_hooks`` is lifted only for a recompute, which has been promised.
     """
 
     __slots__ = ("lifted", "whoever_forbids")

@@ -1,4 +1,4 @@
-"""What a region returns: which results are new tensors, and whether a run again returns the same kind of thing."""
+"""What a region returns: which results are new tensors, and whether a recompute returns the same kind of thing."""
 
 from __future__ import annotations
 

@@ -245,5 +245,5 @@ class Region:
         self.ran = False
 
     def check_result(self, result: Any) -> None:
-        """Compare the structure of a run again's result with the first one."""
+        """Compare the structure of a recompute's result with the first one."""
         self.outputs.check_structure(result)

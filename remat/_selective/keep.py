@@ -1,7 +1,7 @@
 """What is kept of a first run under a policy.
 
 A value may be kept if the policy says so, and is if it is needed: because autograd saved it, or because an operation
-that has to run again reads it. Until the region ends that isn't known, so what may turn out to be needed is held.
+that has to be recomputed reads it. Until the region ends that isn't known, so what may turn out to be needed is held.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which operations run again, and which kept values they need: what no derivative needs is not kept and not run."""
+"""What a recompute runs, and which kept values it needs: what no derivative needs is not kept and not run."""
 
 from __future__ import annotations
 

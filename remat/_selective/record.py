@@ -16,7 +16,7 @@ from .saves import Source
 class Record:
     """What is known of a region's first run when it has ended.
 
-    Where the slots tell nothing, as there were none, whatever has to run again may be needed.
+    Where the slots tell nothing, as there were none, whatever has to be recomputed may be needed.
     """
 
     def __init__(self, recording: Recording, slots_tell: bool) -> None:
@@ -33,7 +33,7 @@ class Record:
         complete = self._decide_what_is_kept(recording)
         # A recompute brings its own inputs.
         self.storages = recording.storages.outside({*recording.log.made, *self.inputs})
-        if complete:  # nothing will run again at first order
+        if complete:  # nothing will be recomputed at first order
             self.storages.constants = dict.fromkeys(self.storages.constants)
 
     def _decide_what_is_kept(self, recording: Recording) -> bool:

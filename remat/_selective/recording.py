@@ -211,7 +211,7 @@ class Recording:
                 self.keep.hold(*each)  # the function itself makes of it what was saved
 
     def needs(self, tensor: torch.Tensor) -> None:
-        """Autograd at a level of torch.func saved a tensor, and will in a run again."""
+        """Autograd at a level of torch.func saved a tensor, and will in a recompute."""
         for part in parts(tensor):
             value = self.storages.find(part)
             if value is not None:
@@ -249,7 +249,7 @@ class Recording:
                     self.keep.hold(sibling, self._siblings[sibling])
 
     def _is_read(self, value: int) -> bool:
-        """Whether autograd has saved a value, or an operation has read it that may have to run again."""
+        """Whether autograd has saved a value, or an operation has read it that may have to be recomputed."""
         log, made = self.log, self.log.made[value]
         for entry in log.entries[made + 1 :]:
             if value in entry.reads and not (entry.tracked and all(out in log.saveable for out in entry.outs)):

@@ -28,7 +28,7 @@ from .values import Argument, Layout
 
 
 class Replay(RegionMode):
-    """Goes through the operations of a run again, beside the steps of the first run."""
+    """Goes through the operations of a recompute, beside the steps of the first run."""
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool, last: bool) -> None:
         super().__init__(record.policy, record.known, record.drawing)

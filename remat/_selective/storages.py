@@ -18,7 +18,7 @@ from .values import New, place_of
 if TYPE_CHECKING:
     from .program import Step
 
-# Constants up to this size are compared, so that one can stand for another in a run again.
+# Constants up to this size are compared, so that one can stand for another in a recompute.
 CONSTANT_BYTES = 4096
 
 

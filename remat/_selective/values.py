@@ -1,8 +1,8 @@
 """Values: what a storage holds from one write to the next, by numbers; and how tensors lie on storages.
 
-The operations of a region are noted with the numbers of the values that they read and made. When the region runs again,
-an operation is the same as one of the first run if it is the same function of the same values: then it may be given
-what that one made. It can't be given what another one made, in whatever order it comes.
+The operations of a region are noted with the numbers of the values that they read and made. When the region is
+recomputed, an operation is the same as one of the first run if it is the same function of the same values: then it may
+be given what that one made. It can't be given what another one made, in whatever order it comes.
 """
 
 from __future__ import annotations
