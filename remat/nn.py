@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ._modules.eligible import check_module
-from ._modules.module import change_back, change_in_place
+from ._modules.region_class import change_back, change_in_place
 from ._region.options import checked_options
 
 __all__ = ["apply", "every", "undo"]

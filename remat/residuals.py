@@ -15,9 +15,8 @@ import torch
 from ._core import private, trees
 from ._core.known import known_of
 from ._core.layout import holder
-from ._core.parts import parts
+from ._core.parts import is_differentiable, parts
 from ._core.state import alias
-from ._functorch.derived import differentiable
 from ._region.arguments import take_apart
 from ._region.guards import Guards
 from ._region.hooks import check_hooks_are_allowed, is_hooks_refusal
@@ -237,7 +236,7 @@ def _requires_grad(value: Any) -> bool:
 def _differentiable(arguments: list[torch.Tensor], captured: list[torch.Tensor]) -> list[torch.Tensor]:
     """The arguments, cut from their history: what requires grad does, or if nothing does whatever can."""
     all_of_them = not any(tensor.requires_grad for tensor in (*arguments, *captured))
-    return [t.detach().requires_grad_(differentiable(t) if all_of_them else t.requires_grad) for t in arguments]
+    return [t.detach().requires_grad_(is_differentiable(t) if all_of_them else t.requires_grad) for t in arguments]
 
 
 def _edges(result: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from ._core.known import known_of
 from ._function import Remat
 from ._modules.eligible import check_module
-from ._modules.module import second_module
+from ._modules.region_class import second_module
 from ._region.options import Options, checked_options
 
 F = TypeVar("F", bound=Callable)

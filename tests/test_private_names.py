@@ -15,7 +15,7 @@ import torch
 
 import remat
 from remat._core import private
-from remat._core.state import carried, carry
+from remat._core.state import carry
 
 PACKAGE = Path(remat.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "private.py")
@@ -170,6 +170,6 @@ def test_what_is_carried_is_owned_once() -> None:
     before = sys.getrefcount(value)
     for _ in range(3):
         carry("remat.test", value)
-        assert sys.getrefcount(value) == before + 1 and carried("remat.test") is value
+        assert sys.getrefcount(value) == before + 1 and private.carried("remat.test") is value
     carry("remat.test", None)
     assert sys.getrefcount(value) == before

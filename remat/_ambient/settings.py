@@ -6,6 +6,7 @@ products, and the weights that ``torch.nn.utils.parametrize.cached()`` holds.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -116,12 +117,13 @@ def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], An
 
 
 _last: list[Any] = []
+_call: Any = getattr(operator, "call", operator.methodcaller("__call__"))  # Python 3.10 has none
 
 
 def read_settings() -> list[Any]:
     """All of them now, in a fixed order."""
     global _last
-    settings, last = [get() for get in _settings()[0]], _last
+    settings, last = list(map(_call, _settings()[0])), _last
     if settings == last:  # they seldom change, so that most regions have the same list
         return last
     if weights(settings) is None:  # else these would be kept alive

@@ -127,9 +127,9 @@ class Captured:
             self._seen.add(id(cell))
             if names is not None:
                 self.note(Descriptors, cell, {_CONTENTS: value})
-            # In a helper function there may be another variable of that name.
-            owner = "" if type(path) is Root else f" of {path}"
-            self.see(value, Path(f"closure variable {name!r}{owner}" if visit is Captured.tensor else name))
+            if visit is Captured.tensor:  # in a helper function there may be another variable of that name
+                name = f"closure variable {name!r}" if type(path) is Root else f"closure variable {name!r} of {path}"
+            self.see(value, Path(name))
         if names:
             scope = fn.__globals__
             held = {n: scope[n] for n in names if n in scope and type(scope[n]) is not ModuleType}

@@ -10,7 +10,7 @@ import torch
 
 
 class Facts:
-    """What is known of an operation from its schema. It stands for the operation in tables, which it is faster in."""
+    """What is known of an operation from its schema. Tables use it as a key, as it hashes faster than the operation."""
 
     __slots__ = (
         "_draws", "_probability", "foreign", "func", "makes_nothing", "marks", "observes", "reshapes", "views",

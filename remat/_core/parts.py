@@ -103,6 +103,11 @@ def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return fwAD.make_dual(leaf, fwAD.unpack_dual(tensor).tangent)
 
 
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of this dtype can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Whether autograd follows a tensor, or its tangent of the active forward-mode level."""
     if tensor.requires_grad or not private.dual_level_active() or not is_dual(tensor):

@@ -26,20 +26,17 @@ def _carry_in_torch_2_11(key: str, value: Any) -> None:
 carry = private.carry if torch.__version__ >= "2.12" else _carry_in_torch_2_11
 
 
-def carried(key: str) -> Any:
-    """What this thread, or the one that started its backward pass, was let know; at first false."""
-    return private.is_carried(key) and private.carried(key)
-
-
 def _carried(key: str, default: Any = False) -> Any:
-    return property(lambda _: carried(key) or default, lambda _, value: carry(key, value))
+    """What this thread, or the one that started its backward pass, was let know."""
+    is_carried, carried = private.is_carried, private.carried
+    return property(lambda _: carried(key) if is_carried(key) else default, lambda _, value: carry(key, value))
 
 
 class _State(threading.local):
     checkpointing: bool = False  # a region runs for the first time
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
-    filling: int = 0  # what runs now is no part of the first runs of so many regions around: their records skip it
+    filling: int = 0  # recorders numbered below this skip what runs now
 
     reader: Any = None  # the frame that gets a value for a backward now
 

@@ -204,6 +204,8 @@ class Frame:
         """
         if self.record is None or self.record.in_region or self.inside or not self.one_output:
             return False
+        if self.record.keep.nbytes <= LEFT_ALONE_BYTES:
+            return False
         inputs = *self.operands.tensors, *self.consts.tensors
         return all(t is not None and (not is_in_graph(t) or _is_reached(t)) for t in inputs)
 
@@ -218,6 +220,9 @@ class Frame:
             for ref in self.refs:
                 if slot := ref():
                     slot.value = None
+
+
+LEFT_ALONE_BYTES = 4096  # to ask autograd takes 20 us for each input
 
 
 def _is_reached(tensor: torch.Tensor) -> bool:

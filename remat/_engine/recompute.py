@@ -35,25 +35,37 @@ class Filler(RegionHooks):
     """One recompute of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "attempt", "difference", "ended", "ending", "fill", "frame", "last", "look", "once", "rest", "root",
-        "slots", "stopped", "unfilled",
+        "attempt",
+        "difference",
+        "fill",
+        "frame",
+        "is_last",
+        "last_slot",
+        "look",
+        "rest",
+        "root",
+        "slots",
+        "stop_at",
+        "stopped",
+        "stops_next",
+        "unfilled",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, slots: list[Any], fill: bool = False, last: bool = False) -> None:
         self.frame = frame
         self.fill = fill  # the operation that saves the last tensor runs too, as it may fill what it has saved
-        self.once = last  # there will be no other recompute
+        self.is_last = last  # there will be no other recompute
         self.root = frame.region.root
         self.look = frame.look
         self.slots = slots
         self.rest: Any = iter(slots)
         self.attempt = Run()
         self.stopped = False
-        self.ended = False  # it stops at the next operation
+        self.stops_next = False  # it stops at the next operation
         self.unfilled: tuple[int, Any] | None = None  # which operation may fill which slot, by its sequence number
-        self.ending: int | None = None  # after so many steps it stops
+        self.stop_at: int | None = None  # after so many steps it stops
         self.difference: str | None = None
-        self.last = next(filter(None, reversed(slots)))
+        self.last_slot = next(filter(None, reversed(slots)))
 
     def run(self) -> None:
         contexts = shields(self.frame)
@@ -78,8 +90,8 @@ class Filler(RegionHooks):
         """Run it, and if that reads what it has left out, once more in full."""
         if not self._attempt(whole=not self.frame.options.may_leave_out):
             self.go_back(0)
-            self.stopped = self.ended = False
-            self.unfilled = self.ending = self.difference = None
+            self.stopped = self.stops_next = False
+            self.unfilled = self.stop_at = self.difference = None
             self._attempt(whole=True)
 
     def _attempt(self, whole: bool) -> bool:
@@ -97,7 +109,7 @@ class Filler(RegionHooks):
         policies = frame.policies
         if frame.open and frame.policy is not None:  # no replay says so to regions inside
             policies = (*policies, frame.policy)
-        hooks = RemovableHandle.next_id
+        first_hook = RemovableHandle.next_id
         below = self._pack_below_levels if root.kinds else self.pack
         private.push_hooks(self._pack_and_tell if frame.noted else below, _same)
         try:
@@ -109,7 +121,7 @@ class Filler(RegionHooks):
                 raise
         finally:
             private.pop_hooks()
-            drop_gradient_hooks(frame.consts.tensors, hooks)
+            drop_gradient_hooks(frame.consts.tensors, first_hook)
         if run.starts_over:
             return False
         if not self.stopped:
@@ -125,11 +137,11 @@ class Filler(RegionHooks):
         plan = None
         if not whole:  # a frame without a record fills the slots of another derivative
             plan = record.plan() if frame.record is None else record.plan(slot for slot in self.slots if slot)
-        return Attempt(record, plan, self.once and not self.fill)
+        return Attempt(record, plan, self.is_last and not self.fill)
 
     def let_go(self) -> None:
         """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
-        del self.attempt, self.frame, self.root, self.slots, self.rest, self.last, self.unfilled
+        del self.attempt, self.frame, self.root, self.slots, self.rest, self.last_slot, self.unfilled
 
     @property
     def count(self) -> int:
@@ -143,7 +155,7 @@ class Filler(RegionHooks):
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         slot = next(self.rest, _ONE_MORE)
         if not slot:
-            if self.ended and not self._may_fill():
+            if self.stops_next and not self._may_fill():
                 self._stop()
             # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
             if slot is _ONE_MORE:
@@ -162,7 +174,7 @@ class Filler(RegionHooks):
             self.unfilled = private.next_sequence_number(), slot
         slot.version = now[4]
         slot.value = value  # last, as another thread may be waiting for it
-        if slot is self.last:
+        if slot is self.last_slot:
             self._end()
         return value
 
@@ -175,7 +187,7 @@ class Filler(RegionHooks):
         if private.is_wrapped(tensor):
             return bare(tensor)
         replay = self.attempt.replay
-        if self.ending is not None and replay is not None and replay.position >= self.ending:
+        if self.stop_at is not None and replay is not None and replay.position >= self.stop_at:
             self._stop()
         if replay is not None and replay.left_out:
             count = self.count
@@ -205,11 +217,11 @@ class Filler(RegionHooks):
             # The operation that runs now may fill what it has saved: then it must run to its end.
             latest = self.slots[max(0, self.count - 3) : self.count]
             early = [slot.source.after for slot in latest if slot and slot.early]
-            self.ending = max(early, default=None)
-            if self.ending is not None:
+            self.stop_at = max(early, default=None)
+            if self.stop_at is not None:
                 return
-            self.ended = self.fill and self._may_fill()
-            if not self.ended:
+            self.stops_next = self.fill and self._may_fill()
+            if not self.stops_next:
                 self.frame.unfilled = weakref.ref(self.unfilled[1]) if self.unfilled and self._may_fill() else gone
                 self._stop()
 

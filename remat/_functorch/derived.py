@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._core import private
-from .._core.parts import is_dual
+from .._core.parts import is_differentiable, is_dual
 from .._region.run import Run
 
 Tensors = Sequence[torch.Tensor]
@@ -99,16 +99,12 @@ class Jvp(Derived):
             for i, dual in zip(moving, duals):
                 inputs[i] = dual
             outs = self.inner.run(inputs, run)
-            self.out_mask = self.out_mask or [differentiable(t) and is_dual(t) for t in outs]
+            self.out_mask = self.out_mask or [is_differentiable(t) and is_dual(t) for t in outs]
             return [*outs, duals[0].new_zeros(())]  # torch.func.jvp wants at least one output
 
         heads = tuple(without_overlap(primals[i]) for i in moving)
         outs, tangents = torch.func.jvp(at, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
-
-
-def differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def without_overlap(tensor: torch.Tensor) -> torch.Tensor:

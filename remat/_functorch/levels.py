@@ -16,13 +16,13 @@ import torch
 import torch.autograd.forward_ad as fwAD
 
 from .._core import private
-from .._core.parts import is_dual
+from .._core.parts import is_differentiable, is_dual
 from .._core.state import own_work
 from .._region.watch import GivenUp
 from ..errors import RematError
 from .batched import Batched, PullbackOfBatched, batched_pullback
 from .bottom import has_dual, is_followed_by_autograd, run_at_bottom, run_in_node
-from .derived import Graded, Jvp, Tensors, differentiable, without_overlap
+from .derived import Graded, Jvp, Tensors, without_overlap
 from .proof import nobody_reads_the_graph
 from .pullback import InnerPullback, Pullback
 from .tape import Call
@@ -166,7 +166,7 @@ class RegionNode(private.SingleLevelFunction):
         ctx.region, ctx.call, ctx.level, ctx.thread = region, call, level, threading.get_ident()
         ctx.operands = operands  # not saved, which would keep them until the level ends; changes are seen at the bottom
         ctx.set_materialize_grads(False)
-        depends = call.depends if first and call.depends is not None else map(differentiable, wrapped)
+        depends = call.depends if first and call.depends is not None else map(is_differentiable, wrapped)
         ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
         return wrapped
 

@@ -40,7 +40,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
     try:
         while True:
             region.open(follow=is_followed)
-            shared, hooks = Call(recorder_for(region)), RemovableHandle.next_id
+            shared, first_hook = Call(recorder_for(region)), RemovableHandle.next_id
             try:
                 return _first_run(region, shared)
             except GivenUp as given_up:
@@ -54,7 +54,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             shared.kept.roll_back()
             go_back(marks)
             with own_work():
-                drop_gradient_hooks(map(given_as, region.operands()), hooks)
+                drop_gradient_hooks(map(given_as, region.operands()), first_hook)
             region.restart()
     finally:
         region.forget()

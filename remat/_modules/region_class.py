@@ -139,3 +139,20 @@ def set_regions(module: Any, regions: Regions, in_place: Options | None) -> Any:
 
 def _rebuild(build: Callable, args: tuple, *regions: Any) -> Any:
     return set_regions(build(*args), *regions)
+
+
+def second_module(module: Any, options: Options) -> Any:
+    """A module that shares all state with ``module``, the calls of which are regions."""
+    return as_one_of(class_with(module, (*regions_of(module), options)), module)
+
+
+def change_in_place(module: Any, options: Options) -> None:
+    """Make each later call of ``module`` a region; if it was changed before, then with these options."""
+    regions = regions_of(module)
+    set_regions(module, regions if None in regions else (*regions, None), options)
+
+
+def change_back(module: Any) -> None:
+    """Undo ``change_in_place``, if that was done."""
+    if module.__dict__.pop(IN_PLACE, None) is not None:
+        module.__class__ = class_with(module, tuple(filter(None, regions_of(module))))

@@ -76,10 +76,8 @@ def reaches_dispatch(op: Any) -> bool:
     One with a composite kernel alone is never seen. Kernels for nested tensors, as of ``aten.linear``, don't count.
     """
     try:
-        return not private.has_kernel(op.name(), "CompositeImplicitAutograd") or any(
-            private.has_kernel(op.name(), backend)
-            for backend in ("CPU", "CUDA", "MPS", "XPU", "HPU", "MTIA", "PrivateUse1")
-        )
+        is_composite = private.has_kernel(op.name(), "CompositeImplicitAutograd")
+        return not is_composite or any(private.has_kernel(op.name(), backend) for backend in _BACKENDS)
     except RuntimeError:  # an operator on numbers and lists, which the dispatcher doesn't have
         return False
 

@@ -38,7 +38,11 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
 
 
 def _look(tensor: torch.Tensor) -> tuple:
-    return (*saved_look(tensor), _stride(tensor))
+    look = saved_look(tensor)
+    try:
+        return (*look, tensor.stride())
+    except RuntimeError:  # sparse ones have none
+        return (*look, None)
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -43,8 +43,22 @@ class Guards:
     """
 
     __slots__ = (
-        "_asked", "_changed", "accumulated", "as_they_were", "changing", "copies", "duals", "grads", "hooks",
-        "leaf", "name", "packed", "requires_grad", "sums", "tensors", "versions",
+        "_asked",
+        "_changed",
+        "accumulated",
+        "as_they_were",
+        "changing",
+        "copies",
+        "duals",
+        "first_hook",
+        "grads",
+        "leaf",
+        "name",
+        "packed",
+        "requires_grad",
+        "sums",
+        "tensors",
+        "versions",
     )  # fmt: skip
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:
@@ -64,7 +78,7 @@ class Guards:
         self._asked: Comparison | None = None  # which of those that have a copy really changed
         self.duals = tangents(tensors) if private.dual_level_active() else _NOTHING
         self.grads: list[tuple[int, int]] | None = None
-        self.hooks = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
+        self.first_hook = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
         self.as_they_were = False  # the first run is over and has not changed any; nobody else keeps one
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
         if changing or not all(self.requires_grad):
@@ -193,7 +207,7 @@ class Guards:
 
     def roll_back(self) -> None:
         """Give tensors that a first run has changed their old values and hooks, as that run is given up."""
-        drop_gradient_hooks(self.tensors, self.hooks)
+        drop_gradient_hooks(self.tensors, self.first_hook)
         with torch.no_grad(), private.without_levels():
             for i, copy in self.copies.items():
                 tensor = self.tensors[i]
@@ -213,7 +227,7 @@ class Guards:
         return self.checked(i, self.tensors[i])
 
     def saved(self, i: int) -> torch.Tensor:
-        """What autograd has saved, the i-th tensor: it doesn't see either what changes without a trace."""
+        """The i-th tensor as autograd saved it: as autograd does, it ignores changes without a trace."""
         if not self.changed.get(i):
             return self.get(i)
         return self._unchanged(i, self.tensors[i])

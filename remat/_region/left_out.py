@@ -80,7 +80,7 @@ class LeftOut:
 
 
 class LeftOutTensor(torch.Tensor):
-    """A tensor without content. Operations on it are seen by the dispatcher, these are not."""
+    """A tensor without content. The dispatcher sees operations on it, but not reads of its memory by these."""
 
     left_out: weakref.ref[LeftOut]
     _READERS = frozenset(

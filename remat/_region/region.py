@@ -51,13 +51,15 @@ class Region:
     ) -> None:
         self.fn, self.options, self.known = fn, options, known
         self.given, self.arguments = given, tensors
-        self.around = around  # which has recorded for it since
+        self.around = around  # the hooks around it; `restart` takes them back to here
         self.found: Captured | None = None  # what the function captures
         self.variables: Sequence[Variables] = ()  # that it reads
         # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
         self.captured: Sequence[torch.Tensor] = ()  # the operands beyond the arguments
         self.swapped: Sequence[torch.Tensor] = ()  # the first of these, without a place: swapped where they're read
-        self.guessed: frozenset[int] = frozenset()  # the ids of those that were not told until a first run had ended
+        self.guessed: frozenset[int] = (
+            frozenset()
+        )  # ids of those only inferred, as they were still there when a first run had ended
         self.paths: Sequence[Path] = ()  # of the other captured tensors
         self.ids: Sequence[int] = ()  # theirs, by which variables hold them
         self.bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured tensor -> path, index of an operand
@@ -65,7 +67,9 @@ class Region:
         self.consts: Guards = NO_GUARDS
         self.same: Sequence[tuple[int, int]] = ()  # of operands and captured tensors, those that are one
         self.twice: Sequence[int] = ()  # operands that are another or a captured one below torch.func's levels
-        self.overlaps: Sequence[Any] = ()  # of these, those on the same known, where the region has changed it
+        self.overlaps: Sequence[
+            Any
+        ] = ()  # groups of these tensors on one memory, which the region changed
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first

@@ -1,4 +1,4 @@
-"""Which tensors of a region are the same one, or lie on the same memory: so do what stands for them in a recompute."""
+"""Which tensors of a region are the same one, or lie on the same memory; in a recompute so do their stand-ins."""
 
 from __future__ import annotations
 

@@ -103,6 +103,11 @@ class Keep:
         """The last recompute has it."""
         self._owned.pop(value, None)
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes here, of what more than slots need."""
+        return sum(residual.nbytes for residual in self._owned.values())
+
     def own(self, values: Collection[int]) -> None:
         """The slots will be gone: keep what they own."""
         self._owned.update((value, residual) for value in values if (residual := self.kept(value)) is not None)

@@ -12,7 +12,7 @@ from .values import Layout, layouts
 class Entry(NamedTuple):
     """What an operation of a first run did."""
 
-    key: tuple  # what it has in common with others that make the same
+    key: tuple  # equal for operations that make the same result
     reads: tuple[int, ...]  # the values that it read,
     outs: tuple[int, ...]  # those that it made, of new storages, then of those that it wrote to,
     overwritten: tuple[int, ...]  # those that it overwrote,
@@ -36,7 +36,7 @@ class Log:
         self.made: dict[int, int] = {}  # for each value that an operation made, which one
         self.saveable: dict[int, Verdict] = {}  # what the policy lets be kept
         self.overwritten: set[int] = set()
-        self.seen: set[int] = set()  # what Python code may have read in ways that can't be seen
+        self.exposed: set[int] = set()  # detached values: Python may read these where no mode sees it
 
     def __len__(self) -> int:
         return len(self.entries)

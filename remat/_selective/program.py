@@ -66,7 +66,7 @@ class Program:
         if self.overwritten:  # a recompute may take any of equal steps for the one whose result it then overwrites
             self.overwritten |= self._equal_to(self.overwritten)
         # If not differentiated, or detached, user code may read it in ways that can't be seen.
-        self.dispensable = {value for entry in entries for value in entry.tracked if value not in log.seen}
+        self.dispensable = {value for entry in entries for value in entry.tracked if value not in log.exposed}
         for step in self.steps:
             step.can_be_left = (
                 step.result is not UNTOLD
@@ -95,7 +95,7 @@ class Program:
 
     def is_of(self, log: Log) -> bool:
         """Whether it is what follows from this log."""
-        return self.log.entries == log.entries and self.log.seen == log.seen
+        return self.log.entries == log.entries and self.log.exposed == log.exposed
 
     @functools.cached_property
     def makers(self) -> frozenset[Facts]:
@@ -104,7 +104,7 @@ class Program:
 
     @functools.cached_property
     def by_key(self) -> dict[tuple, list[Step]]:
-        """The steps by what they have in common with others that make the same."""
+        """The steps by their keys."""
         found: dict[tuple, list[Step]] = {}
         for step in self.steps:
             found.setdefault(step.key, []).append(step)
@@ -127,7 +127,7 @@ class Program:
 
 
 def _renamed(key: tuple, names: dict[int, int]) -> tuple:
-    """What calls have in common that make the same, with other numbers for the values."""
+    """A key, equal for calls that make the same result, with other numbers for the values."""
     renamed, rest = [*key[:2], _renamed_in(key[2], names)], iter(key[3:])
     for item in rest:
         renamed += (names.get(item, item), next(rest)) if type(item) is int else (_renamed_in(item, names),)

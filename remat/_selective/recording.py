@@ -11,7 +11,7 @@ from .._core.facts import Facts, facts_of, tensors
 from .._core.known import Known
 from .._core.layout import holder
 from .._core.lines import Line, user_line
-from .._core.parts import is_plain, parts
+from .._core.parts import is_differentiable, is_plain, parts
 from .._core.private import is_wrapped
 from .._core.state import unseen
 from .._policy.judge import Question, judge_of, question
@@ -132,7 +132,7 @@ class Recording:
             value = storages.number()
             storages.add(each, value)
             outs.append(value)
-            if differentiated and _is_differentiable(each[0]):
+            if differentiated and is_differentiable(each[0]):
                 tracked.append(value)
         overwritten = self._overwrite(facts.written(args, kwargs), differentiated, outs, tracked)
         storages.tracked.update(tracked)
@@ -160,14 +160,14 @@ class Recording:
             storages.put(holder(tensor), now)
             storages.forget(tensor)
             outs.append(now)
-            if tracked and _is_differentiable(tensor):
+            if tracked and is_differentiable(tensor):
                 all_tracked.append(now)
         return before
 
     def _made_a_view(self, facts: Facts, args: tuple) -> None:
         self.views.add(facts)
         if facts.func is DETACH:
-            self.log.seen.add(self.storages.get(args[0]))
+            self.log.exposed.add(self.storages.get(args[0]))
         if facts.reshapes:
             self.storages.forget(args[0])
 
@@ -291,7 +291,3 @@ class Recording:
 def is_judged(result: Any, facts: Facts) -> bool:
     """Whether the policy has a say: not where the result can't be described, or is nothing yet."""
     return result is not UNTOLD and not facts.makes_nothing
-
-
-def _is_differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -54,6 +54,11 @@ class Residual:
                 self._bring = Handed(numbers, outer).get
 
     @property
+    def nbytes(self) -> int:
+        """What it takes here."""
+        return 0 if self.is_elsewhere else self._guard.untyped_storage().nbytes()
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether to get it may run the region around again, which can't be done within an operation."""
         return self._bring is not None

@@ -164,7 +164,7 @@ class Storages:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def key(self, func: Any, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
-        """What calls have in common that make the same; adds the values that are read, and their tensors."""
+        """A key, equal for calls that make the same result; adds the values that are read, and their tensors."""
         key = [func, draw, self._pattern(kwargs, reads, read) if kwargs else None]
         for argument in args:
             if isinstance(argument, torch.Tensor):

@@ -9,7 +9,7 @@ import torch
 
 from .._core.state import disable_remat, is_recomputing, state
 from .._modules.eligible import check_module
-from .._modules.module import change_in_place
+from .._modules.region_class import change_in_place
 from .._region.options import checked_options
 
 __all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
