@@ -1,6 +1,6 @@
 """The last run of a function under a policy: while the next one does the same, it is compared with that, not analysed.
 
-This is the only thing that one call of a region takes over from another, and it changes nothing but the time they take.
+What is taken over from it changes nothing but the time that takes.
 """
 
 from __future__ import annotations
