@@ -91,6 +91,7 @@ class Keep:
         owned = {value: self.kept(value) or self.keep(value, self.held[value]) for value in sorted(needed)}
         self.let_go()
         self._owned = owned
+        del self.log  # of the first run alone
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""

@@ -41,7 +41,8 @@ class LastRun:
             or step.entry.under != (differentiated, torch.is_grad_enabled())
         ):
             return None
-        storages.add(new[0], storages.number())
+        tensor, storage, _ = new[0]
+        storages.add((tensor, storage, step.result.form), storages.number())  # the form that is there already
         read += operands
         return step.entry
 
