@@ -13,8 +13,8 @@ class Facts:
     """What is known of an operation from its schema. Tables use it as a key, as it hashes faster than the operation."""
 
     __slots__ = (
-        "_draws", "_probability", "foreign", "func", "makes_nothing", "marks", "observes", "reshapes", "views",
-        "writes",
+        "_draws", "_probability", "foreign", "func", "makes_nothing", "marks", "observes", "reshapes",
+        "views", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:

@@ -52,8 +52,8 @@ class Offloaded:
     """
 
     __slots__ = (
-        "__weakref__", "_arrival", "_copied", "_host", "_kept", "_stride", "device", "dtype", "group", "nbytes",
-        "shape",
+        "__weakref__", "_arrival", "_copied", "_host", "_kept", "_stride", "device", "dtype", "group",
+        "nbytes", "shape",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, group: Group | None = None) -> None:

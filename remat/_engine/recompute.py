@@ -35,20 +35,8 @@ class Filler(RegionHooks):
     """One recompute of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "attempt",
-        "difference",
-        "fill",
-        "frame",
-        "is_last",
-        "last_slot",
-        "look",
-        "rest",
-        "root",
-        "slots",
-        "stop_at",
-        "stopped",
-        "stops_next",
-        "unfilled",
+        "attempt", "difference", "fill", "frame", "is_last", "last_slot", "look", "rest", "root", "slots",
+        "stop_at", "stopped", "stops_next", "unfilled",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, slots: list[Any], fill: bool = False, last: bool = False) -> None:

@@ -90,7 +90,7 @@ class If(Policy):
         return ask(self.predicate)
 
     def _possible(self, named: bool) -> Verdicts:
-        return frozenset(Verdict)
+        return frozenset((RECOMPUTE, SAVE, OFFLOAD))
 
 
 # --- trees --------------------------------------------------------------------------------------------------------

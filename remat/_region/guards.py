@@ -43,22 +43,8 @@ class Guards:
     """
 
     __slots__ = (
-        "_asked",
-        "_changed",
-        "accumulated",
-        "as_they_were",
-        "changing",
-        "copies",
-        "duals",
-        "first_hook",
-        "grads",
-        "leaf",
-        "name",
-        "packed",
-        "requires_grad",
-        "sums",
-        "tensors",
-        "versions",
+        "_asked", "_changed", "accumulated", "as_they_were", "changing", "copies", "duals", "first_hook",
+        "grads", "leaf", "name", "packed", "requires_grad", "sums", "tensors", "versions",
     )  # fmt: skip
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:

@@ -41,9 +41,9 @@ class Region:
     is_pullback = False
 
     __slots__ = (
-        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "consts", "fn", "found",
-        "given", "guessed", "hooked", "ids", "inherited", "kinds", "known", "mapped", "options", "outputs",
-        "overlaps", "paths", "ran", "record", "same", "swapped", "twice", "variables",
+        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "consts", "fn",
+        "found", "given", "guessed", "hooked", "ids", "inherited", "kinds", "known", "mapped", "options",
+        "outputs", "overlaps", "paths", "ran", "record", "same", "swapped", "twice", "variables",
     )  # fmt: skip
 
     def __init__(
