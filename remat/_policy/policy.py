@@ -123,7 +123,7 @@ class _Pair(Policy):
 
     def _possible(self, named: bool) -> Verdicts:
         pairs = itertools.product(self.left._possible(named), self.right._possible(named))
-        return frozenset(itertools.starmap(self._join, pairs))
+        return frozenset(self._join(a, b) for a, b in pairs)  # as torch 2.11 can trace it
 
     def _parts(self) -> tuple[Policy, ...]:
         return (self.left, self.right)

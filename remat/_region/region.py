@@ -67,9 +67,7 @@ class Region:
         self.consts: Guards = NO_GUARDS
         self.same: Sequence[tuple[int, int]] = ()  # of operands and captured tensors, those that are one
         self.twice: Sequence[int] = ()  # operands that are another or a captured one below torch.func's levels
-        self.overlaps: Sequence[
-            Any
-        ] = ()  # groups of these tensors on one memory, which the region changed
+        self.overlaps: Sequence[Any] = ()  # groups of these tensors on one memory, which the region changed
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
