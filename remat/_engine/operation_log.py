@@ -108,6 +108,8 @@ class Comparison(OpLog):
 
 def _describe(result: Any) -> str:
     if isinstance(result, torch.Tensor):
+        if result.is_nested:  # a strided one has no sizes, and a jagged one others in each run
+            return f"nested {result.dtype}"
         return str(fingerprint(result, "metadata"))
     if isinstance(result, (tuple, list)):
         return "(" + ", ".join(map(_describe, result)) + ")"

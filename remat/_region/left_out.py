@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -22,6 +23,7 @@ class LeftOut:
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref] = {}
+        self._thread = threading.get_ident()
         self.is_read = False  # something has read one
 
     def __bool__(self) -> bool:
@@ -54,9 +56,18 @@ class LeftOut:
             self.restart()
 
     def restart(self) -> None:
-        """Start over; what raises may become another exception on its way."""
+        """Start over; what raises may become another exception on its way.
+
+        Another thread goes on without content until the recompute has ended: nobody may expect that it stops.
+        """
         self.is_read = True
-        raise Restart
+        if self.is_own_thread:
+            raise Restart
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this is the thread of the recompute, whose operations the dispatcher sees."""
+        return threading.get_ident() == self._thread
 
     def escaped(self, but: Iterable[torch.Tensor] = ()) -> bool:
         """Whether somebody still holds one when the run has ended. ``but`` are those that nobody reads."""
@@ -84,20 +95,28 @@ class LeftOutTensor(torch.Tensor):
 
     left_out: weakref.ref[LeftOut]
     _READERS = frozenset(
-        {"numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__", "storage"}
-    )
+        {
+            "numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__",
+            "storage", "untyped_storage", "new_tensor", "item", "__bool__", "__complex__", "__float__", "__index__",
+            "__int__",
+        }
+    )  # fmt: skip
 
     def check(self) -> None:
         """Its content is read, in a way that the dispatcher doesn't see."""
         left_out = self.left_out()
         if left_out is not None:
-            left_out.read([self])
+            with without_overrides():
+                left_out.read([self])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", None) in cls._READERS:
-            for tensor in tensors(args):
-                if isinstance(tensor, LeftOutTensor):
-                    tensor.check()
+        kwargs, name = kwargs or {}, getattr(func, "__name__", None)
+        # Of the tensor that it is a method of, ``new_tensor`` reads dtype and device alone.
+        read = [t for t in tensors((args[name == "new_tensor" :], kwargs)) if isinstance(t, LeftOutTensor)]
+        for tensor in read:
+            left_out = tensor.left_out()
+            if name in cls._READERS or (left_out is not None and not left_out.is_own_thread):
+                tensor.check()
         with without_overrides():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)

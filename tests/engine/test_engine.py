@@ -1180,6 +1180,17 @@ class TestOfWhatNobodyCanTell:
             grads.append(torch.autograd.grad(fn(nested).values().sum(), layer.weight)[0])
         assert torch.equal(*grads)
 
+    @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+    def test_nested_tensors_in_the_log_of_operations(self, x, layout):
+        """A strided one has no sizes to note, and a jagged one that the region makes has others in each run."""
+
+        def f(x):
+            nested = torch.nested.as_nested_tensor([x.detach(), x.detach() * 2], layout=layout)
+            return (x.sin() * (nested * 2).values().sum()).exp()
+
+        expected = grad(f(x), x)  # torch makes a constant for jagged ones the first time
+        assert_same(grad(remat(f, debug=True)(x), x), expected)
+
 
 class TestGradModes:
     def test_forward_under_no_grad_inside(self, x, w):

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import gc
 import pickle
+import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -431,6 +432,31 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
     "parameter": lambda s: nn.Parameter(s).detach().clone(),
     "set_": lambda s: torch.from_numpy(torch.empty(0, dtype=s.dtype).set_(s).numpy().copy()),
 }
+
+
+def in_a_thread(fn: Fn) -> Fn:
+    """One that works off a queue, and never ends: nobody gets an answer if it is stopped."""
+
+    def run(s: Tensor) -> Any:
+        answers: queue.Queue = queue.Queue()
+        threading.Thread(target=lambda: answers.put(fn(s)), daemon=True).start()
+        return answers.get(timeout=60)
+
+    return run
+
+
+# Of what is differentiated: the dispatcher sees nothing of it.
+OUT_OF_SIGHT: dict[str, Callable[[Tensor], Any]] = {
+    "torch.tensor of numbers": lambda s: torch.tensor([s.sum(), s[0, 1]], dtype=s.dtype).sum(),
+    "torch.tensor of rows": lambda s: torch.tensor([list(row) for row in s], dtype=s.dtype).sum(),
+    "torch.as_tensor": lambda s: torch.as_tensor([s.sum(), s[0, 1]]).sum(),
+    "new_tensor": lambda s: s.new_tensor([s.sum(), s[0, 1]]).sum(),
+    "storage": lambda s: at(s.untyped_storage().data_ptr()),
+    "operations in a thread": in_a_thread(lambda s: (s * 2).sum().detach()),
+    "a view in a thread": lambda s: in_a_thread(lambda t: t.sum().detach())(s.view(2, 8)[1]),
+    "a number in a thread": in_a_thread(lambda s: s.sum().item()),
+    "numpy in a thread": in_a_thread(lambda s: float(np.sum(s.detach().numpy()))),
+}
 SOURCES: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": lambda x: (x.detach() * 3).abs(),
     "detached view": lambda x: (x * 3).abs().view(N, N).detach(),
@@ -449,6 +475,29 @@ def test_read_out_of_sight(reader: str, source: str) -> None:
         return ((h * 2).exp() * READERS[reader](SOURCES[source](x))).sin()
 
     both(lambda wrap: gradients(wrap(fn)), NAMES)
+
+
+@pytest.mark.parametrize("reader", OUT_OF_SIGHT)
+def test_a_differentiated_value_is_read_out_of_sight(reader: str) -> None:
+    """Where nothing else needs it, it is left out, until it is read."""
+
+    def fn(x: Tensor) -> Tensor:
+        h = named(x.sin())
+        return ((h * 2).exp() * OUT_OF_SIGHT[reader]((x * 3).abs())).sin()
+
+    both(lambda wrap: gradients(wrap(fn)), NAMES)
+
+
+def test_the_kind_of_a_left_out_value_may_be_asked_for() -> None:
+    runs = []
+
+    def fn(x: Tensor) -> Tensor:
+        runs.append(1)
+        h, left_out = named(x.sin()), (x * 3).abs()
+        return ((h * 2).exp() * left_out.new_tensor([1.0, 2, 3, 4])).sin()
+
+    gradients(remat(fn, policy=NAMES))
+    assert len(runs) == 2
 
 
 @functools.lru_cache(maxsize=1)
