@@ -97,8 +97,7 @@ class LeftOutTensor(torch.Tensor):
     _READERS = frozenset(
         {
             "numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__",
-            "storage", "untyped_storage", "new_tensor", "item", "__bool__", "__complex__", "__float__", "__index__",
-            "__int__",
+            "storage", "new_tensor", "item", "__bool__", "__complex__", "__float__", "__index__", "__int__",
         }
     )  # fmt: skip
 

@@ -451,7 +451,6 @@ OUT_OF_SIGHT: dict[str, Callable[[Tensor], Any]] = {
     "torch.tensor of rows": lambda s: torch.tensor([list(row) for row in s], dtype=s.dtype).sum(),
     "torch.as_tensor": lambda s: torch.as_tensor([s.sum(), s[0, 1]]).sum(),
     "new_tensor": lambda s: s.new_tensor([s.sum(), s[0, 1]]).sum(),
-    "storage": lambda s: at(s.untyped_storage().data_ptr()),
     "operations in a thread": in_a_thread(lambda s: (s * 2).sum().detach()),
     "a view in a thread": lambda s: in_a_thread(lambda t: t.sum().detach())(s.view(2, 8)[1]),
     "a number in a thread": in_a_thread(lambda s: s.sum().item()),
