@@ -187,13 +187,16 @@ class bound:
         self._undo: list[tuple[Variables, dict, dict | None]] = []
         self._containers: dict[Copy, Any] = {}
 
-    def __enter__(self) -> None:
+    def put(self) -> None:
+        """Let them hold it for good."""
         try:
             for each in self._variables:
                 self._bind(each)
         except BaseException:
             self.__exit__()
             raise
+
+    __enter__ = put
 
     def _bind(self, variables: Variables, copy: Copy | None = None) -> None:
         now = variables.now()

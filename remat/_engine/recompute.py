@@ -137,8 +137,7 @@ class Filler(RegionHooks):
         return len(self.slots) - length_hint(self.rest)
 
     def go_back(self, count: int) -> None:
-        self.rest = iter(self.slots)
-        self.rest.__setstate__(count)
+        self.rest = iter(self.slots[count:])
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         slot = next(self.rest, _ONE_MORE)

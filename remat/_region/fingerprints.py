@@ -38,11 +38,7 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
 
 
 def _look(tensor: torch.Tensor) -> tuple:
-    look = saved_look(tensor)
-    try:
-        return (*look, tensor.stride())
-    except RuntimeError:  # sparse ones have none
-        return (*look, None)
+    return (*saved_look(tensor), _stride(tensor))
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -241,7 +241,7 @@ class Region:
         assert self.ambient is not None
         self.ambient.rewind()
         self.consts.roll_back()
-        bound(self.variables, self._found()).__enter__()  # for good
+        bound(self.variables, self._found()).put()
         if self.around is not None:
             self.around.undo()
         self.ran = False

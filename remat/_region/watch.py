@@ -12,10 +12,6 @@ from .._core import private
 from .._core.parts import is_followed_below, requires_grad_somewhere
 
 
-def _gone() -> None:
-    """What a weak reference says to a tensor that is no longer there."""
-
-
 class GivenUp(BaseException):
     """Gives a first run up, as the region now knows more. Not an Exception, so that user code lets it through."""
 
@@ -65,7 +61,8 @@ class Watch:
             self.cuts |= requires_grad_somewhere(args[0])
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
-        return self.seen.get(id(tensor), _gone)() is tensor
+        ref = self.seen.get(id(tensor))
+        return ref is not None and ref() is tensor
 
     def has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""

@@ -170,22 +170,29 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_training_with_adamw(policy: str) -> None:
+def results_of(train: Callable[[nn.Module], Any], policy: str) -> list[tuple[Any, list[Tensor]]]:
+    """What training returns, and the state of the model after it: without regions, and with them."""
     results = []
     for applied in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*(Block() for _ in range(3))).to(DEVICE)
         if applied:
             remat.nn.apply(model, Block, policy=POLICIES[policy])
+        results.append((train(model), list(model.state_dict().values())))
+    return results
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_with_adamw(policy: str) -> None:
+    def train(model: nn.Module) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for i in range(3):
             torch.manual_seed(i)
             optimizer.zero_grad()
             model(torch.randn(4, 8, device=DEVICE)).square().mean().backward()
             optimizer.step()
-        results.append(list(model.state_dict().values()))
-    assert_same(*results)
+
+    assert_same(*results_of(train, policy))
 
 
 def test_gradient_hooks_see_each_gradient_once() -> None:
@@ -217,13 +224,7 @@ def losses_of(model: nn.Module, steps: int = 4) -> list[Tensor]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_mixed_precision(policy: str) -> None:
-    results = []
-    for applied in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(3))).to(DEVICE)
-        if applied:
-            remat.nn.apply(model, Block, policy=POLICIES[policy])
-        results.append((losses_of(model), list(model.state_dict().values())))
+    results = results_of(losses_of, policy)
     assert_same(*results)
     assert results[0][0][3] < results[0][0][1]  # the scale fell
 

@@ -12,7 +12,6 @@ import gc
 import pickle
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -39,10 +38,11 @@ from cases import (
 from cases import tensor_leaves as leaves_of
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
+from programs import chosen
 from torch import Tensor, nn
 from torch.func import grad, hessian, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import leaked_bytes, peak_bytes
 from remat import MutationError, RecomputeMismatchError, checkpoint_name, disable_remat, is_recomputing, policies, remat
@@ -63,20 +63,6 @@ def filled_memory() -> Iterator[None]:
     yield
     gc.unfreeze()
     torch.use_deterministic_algorithms(False)
-
-
-def chosen(seed: int, answers: int = 2) -> Callable[..., Any]:
-    """A predicate that answers by the operator and the shapes of its tensors, the same each time."""
-    five = [CheckpointPolicy[f"{a}_{b}"] for a in ("MUST", "PREFER") for b in ("RECOMPUTE", "SAVE")]
-    five.append(CheckpointPolicy.MUST_CPU_OFFLOAD)
-
-    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
-        number = zlib.crc32(f"{op}{shapes}{seed}".encode()) % answers
-        return five[number] if answers == 5 else number == 0
-
-    predicate.__qualname__ = f"chosen({seed}, {answers})"
-    return predicate
 
 
 ODD = "sin mul add_ copy_ clone bernoulli_ uniform_ native_dropout zeros_like empty_like empty lift_fresh _conj t_"
