@@ -143,12 +143,12 @@ class _Listing:
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
         self.region = region = Region(fn, *take_apart(args, kwargs), Options(), known_of(fn), None)
         self.recording = Recording(nothing_saveable, region.known, nothing_saveable, region.options.told, lines=True)
-        self.names = _argument_names(fn, trees.paths(region.given.spec, ""))
+        self.names = _argument_names(fn, trees.paths(region.arguments.spec, ""))
         self.saved: list[weakref.ref[_Saved]] = []
         self.known: dict[int, tuple] = {}  # storages of arguments and captured tensors
         # All buffers are copied first, and are put back.
         captured = [(f"captured {path}", value) for path, value in region.search().tensors]
-        arguments = [(region.name(i), tensor) for i, tensor in enumerate(region.arguments)]
+        arguments = [(region.name(i), tensor) for i, tensor in enumerate(region.tensors)]
         region.known.changing.update(name for name, tensor in captured + arguments if not _requires_grad(tensor))
 
     def run(self, under_hooks: bool) -> list[SavedResidual]:
@@ -156,8 +156,8 @@ class _Listing:
         region = self.region
         region.open()
         captured = [tensor for tensor in region.consts.tensors if tensor is not None]
-        guard = Guards(region.arguments, region.name, region.known.changing)
-        operands = _differentiable(region.arguments, captured)
+        guard = Guards(region.tensors, region.name, region.known.changing)
+        operands = _differentiable(region.tensors, captured)
         self._know(operands, captured)
         if under_hooks:
             private.push_hooks(self.pack, attrgetter("tensor"))
@@ -188,7 +188,7 @@ class _Listing:
 
     def _know(self, operands: list[torch.Tensor], captured: list[torch.Tensor]) -> None:
         named = [(tensor, f"captured {_readable(place)}") for tensor, place in zip(captured, self.region.paths)]
-        named += [(t, f"argument {self.names[i]}") for t, i in zip(operands, self.region.given.positions)]
+        named += [(t, f"argument {self.names[i]}") for t, i in zip(operands, self.region.arguments.positions)]
         self.known = {
             id(holder(part)): (name, part.shape, part.dtype)
             for tensor, name in reversed(named)
