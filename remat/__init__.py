@@ -5,6 +5,7 @@ from ._core.state import disable_remat, is_disabled, is_recomputing
 from ._policy.names import checkpoint_name
 from ._policy.policy import Policy
 from ._region.options import override
+from ._scan.loop import scan
 from ._sequential import sequential
 from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
 from .residuals import SavedResidual, print_saved_residuals, saved_residuals
@@ -30,6 +31,7 @@ __all__ = [
     "print_saved_residuals",
     "remat",
     "saved_residuals",
+    "scan",
     "sequential",
 ]
 __version__ = "0.1.0"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,6 +102,34 @@ def test_functions_and_policies(fn: Callable, way: Callable, policy: str) -> Non
     for f in (remat.remat(fn, policy=POLICIES[policy]), fn):
         torch.manual_seed(1)
         results.append((way(f, x, w), states()))
+    assert_same(*results, exact=way is by_autograd)
+
+
+@pytest.mark.parametrize("way", [by_autograd, by_grad, by_vmap_of_grad, by_jvp], ids=lambda way: way.__name__)
+def test_loops(way: Callable) -> None:
+    x, w, results = leaf(DEVICE, 8, 8), leaf(DEVICE, 8, 8), []
+
+    def fn(loop: Callable) -> Callable:
+        def run(x: Tensor, w: Tensor) -> Tensor:
+            def step(h: Tensor, _: None) -> tuple[Tensor, Tensor]:
+                h = F.dropout((h @ w).tanh(), 0.3)
+                return h, h * 2
+
+            h, ys = loop(step, x, length=6)
+            return h + ys.prod(0)
+
+        return run
+
+    def plain(step: Callable, h: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        ys = []
+        for _ in range(length):
+            h, y = step(h, None)
+            ys.append(y)
+        return h, torch.stack(ys)
+
+    for loop in (partial(remat.scan, checkpoints=2), plain):
+        torch.manual_seed(1)
+        results.append((way(fn(loop), x, w), states()))
     assert_same(*results, exact=way is by_autograd)
 
 

@@ -45,6 +45,13 @@ def test_sample_norms_are_printed(output: str) -> None:
     assert 0 < smallest < largest
 
 
+def test_training_through_a_thousand_steps() -> None:
+    """It compares gradients and peaks itself."""
+    result = run(script="wave_equation.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(rf"^gradients equal; loss {NUMBER} -> {NUMBER}$", result.stdout, re.MULTILINE), result.stdout
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_table(output: str, task: str) -> None:
     """Of every task: less memory with `remat`, more where a policy keeps more, positive times, gradients that agree."""

@@ -1,0 +1,150 @@
+"""What a loop costs by `remat.scan`, against the loop as it is and regions by hand.
+
+    python -m benchmarks.scan [--json] [--output FILE] [--most 10000]
+
+The loop is a recurrence, h = tanh(h * a + x * b), whose carry h takes 64 KiB. A row is a forward and a backward of so
+many steps: the peak in carries (live bytes of tensors, counted at the dispatcher), how many steps the backward computes
+again, and the time. The ways are the plain loop; a region for each step; regions of about the square root of the
+number of steps, with a region for each step in them, as one nests them by hand; `scan` with its default; and `scan`
+with as many checkpoints as Equinox takes by default, floor(-1.5 + sqrt(2 n + 0.25)) + 1.
+
+The exit status is 1 if `scan` computes more steps than the least possible number, or keeps more carries than it may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import peak_bytes
+from benchmarks.report import parse, report, verdict
+from remat import remat, scan
+
+__all__ = ["WAYS", "Row", "main", "measure"]
+
+SIZE = 16 * 1024
+UNIT = 4 * SIZE
+ONE_STEP = 8  # carries that a step, its backward and what is outside of the loop take
+Step = Callable[[Tensor, Tensor], tuple[Tensor, None]]
+
+
+def plain(step: Step, h: Tensor, xs: Tensor) -> Tensor:
+    """The loop as it is."""
+    for x in xs.unbind():
+        h, _ = step(h, x)
+    return h
+
+
+def one_each(step: Step, h: Tensor, xs: Tensor) -> Tensor:
+    """A region for each step."""
+    return plain(remat(step), h, xs)
+
+
+def by_hand(step: Step, h: Tensor, xs: Tensor) -> Tensor:
+    """Regions of regions."""
+    part = remat(partial(one_each, step))
+    for each in xs.split(max(1, math.isqrt(len(xs)))):
+        h = part(h, each)
+    return h
+
+
+def by_scan(step: Step, h: Tensor, xs: Tensor, checkpoints: int | None = None) -> Tensor:
+    """The loop by `scan`."""
+    return scan(step, h, xs, checkpoints=checkpoints)[0]
+
+
+def equinox(count: int) -> int:
+    """The number of checkpoints that Equinox takes for so many steps."""
+    return math.floor(-1.5 + math.sqrt(2 * count + 0.25)) + 1
+
+
+def checkpoints(way: str, count: int) -> int | None:
+    """How many a way of `scan` has."""
+    return {"scan": count.bit_length(), "scan, Equinox's number": equinox(count)}.get(way)
+
+
+WAYS = ("plain", "a region for each step", "square root by hand", "scan", "scan, Equinox's number")
+
+
+def least(count: int, spare: int) -> int:
+    """The least number of steps that a backward computes again, by Griewank and Walther's formula."""
+    n, s, r = count + 1, spare + 1, 0
+    while math.comb(s + r, s) < n:
+        r += 1
+    return r * n - math.comb(s + r, s + 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way through so many steps."""
+
+    way: str
+    count: int
+    peak: float  # in carries
+    recomputed: int  # steps
+    seconds: float
+    passed: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return asdict(self)
+
+
+def measure(way: str, count: int) -> Row:
+    """A forward and a backward: once for the peak, once for the time."""
+    calls = [0]
+    a, b = (torch.full((SIZE,), value, requires_grad=True) for value in (0.9, 0.1))
+    h, xs = torch.ones(SIZE, requires_grad=True), torch.linspace(-1, 1, count)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        calls[0] += 1
+        return torch.tanh(h * a + x * b), None
+
+    runs = {"plain": plain, "a region for each step": one_each, "square root by hand": by_hand}
+    spare = checkpoints(way, count)
+    run = runs.get(way, partial(by_scan, checkpoints=spare))
+
+    def train() -> Any:
+        return torch.autograd.grad(run(step, h, xs).sum(), (h, a, b))
+
+    peak = peak_bytes(train) / UNIT
+    start, calls[0] = time.perf_counter(), 0
+    train()
+    seconds, recomputed = time.perf_counter() - start, calls[0] - count
+    passed = spare is None or (recomputed == least(count, spare) and peak <= min(spare, count) + ONE_STEP)
+    return Row(way, count, peak, recomputed, seconds, passed)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text."""
+    head = f"{'steps':>6}  {'':<24}{'peak, carries':>14}{'recomputed, of a step':>23}{'ms':>10}{'of plain':>10}"
+    time_of = {row.count: row.seconds for row in rows if row.way == "plain"}
+    lines = [
+        f"{row.count:>6}  {row.way:<24}{row.peak:>14.1f}{row.recomputed / row.count:>23.2f}{row.seconds * 1e3:>10.1f}"
+        f"{row.seconds / time_of[row.count]:>10.2f}  {verdict(row)}"
+        for row in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures every way and prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.scan", description="Loops by remat.scan, and by hand.")
+    parser.add_argument("--most", type=int, default=10_000, help="steps of the longest loop (default: 10000)")
+    options = parse(parser, argv)
+    torch.set_num_threads(1)
+    counts = [count for count in (10, 100, 1_000, 10_000) if count <= options.most]
+    return report(options, [measure(way, count) for count in counts for way in WAYS], table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The ``y`` of all steps: each is written to its place in the result, and only its gradient goes through the regions.
+
+Regions return *tokens* in place of values: tensors of the same shape that take no memory, with the history of what they
+stand for. Under transforms, which have tensors of their own for each level, they return the values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._core import private, trees
+from .._core.state import unseen
+from .checks import Trees
+
+
+class Results:
+    """The result of a loop while it runs."""
+
+    __slots__ = ("_buffers", "_count", "_is_open", "_kinds", "_writes")
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._writes = not (private.transforms_active() or private.dual_level_active())
+        self._is_open = True  # recomputes don't write
+        self._kinds: Trees | None = None
+        self._buffers: list[torch.Tensor] = []
+
+    def add(self, number: int, y: Any) -> list[Any]:
+        """The ``y`` of a step: what the regions around return for its leaves."""
+        if y is None and self._kinds is None:
+            return []
+        if self._kinds is None:
+            self._kinds = Trees(y, "y")
+        leaves = self._kinds.checked(y, number)
+        if not self._writes:
+            return leaves
+        with torch.no_grad(), unseen():
+            if self._is_open:
+                self._buffers = self._buffers or [leaf.new_empty((self._count, *leaf.shape)) for leaf in leaves]
+                for buffer, leaf in zip(self._buffers, leaves):
+                    buffer[number].copy_(leaf)
+        return [_Token.apply(leaf) if torch.is_grad_enabled() and leaf.requires_grad else None for leaf in leaves]
+
+    def close(self, tokens: list[list[Any]]) -> Any:
+        """All steps have run: their results."""
+        self._is_open = False
+        if self._kinds is None:
+            return None
+        columns = list(zip(*tokens))
+        if not self._writes:
+            return trees.unflatten(self._kinds.spec, [torch.stack(column) for column in columns])
+        buffers, self._buffers = self._buffers, []
+        return trees.unflatten(self._kinds.spec, [_joined(*each) for each in zip(buffers, columns)])
+
+
+def _joined(buffer: torch.Tensor, column: tuple) -> torch.Tensor:
+    numbers = [i for i, token in enumerate(column) if token is not None]
+    return _Joined.apply([buffer], numbers, *(column[i] for i in numbers)) if numbers else buffer
+
+
+class _Token(torch.autograd.Function):
+    """What has the history of a tensor and its shape, but no values."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        with unseen():
+            return tensor.new_zeros(()).expand(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _Joined(torch.autograd.Function):
+    """The result, with the history of the tokens of these steps."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: list[torch.Tensor], numbers: list[int], *tokens: torch.Tensor) -> torch.Tensor:
+        ctx.numbers = numbers
+        return buffer[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        entries = gradient.unbind()
+        return None, None, *(entries[i] for i in ctx.numbers)
