@@ -7,17 +7,20 @@ from ._policy.policy import Policy
 from ._region.options import override
 from ._sequential import sequential
 from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
+from .measuring import CheckResult, check
 from .residuals import SavedResidual, print_saved_residuals, saved_residuals
 from .transform import remat
 
 __all__ = [
     "CaptureError",
+    "CheckResult",
     "MutationError",
     "Policy",
     "PolicyError",
     "RecomputeMismatchError",
     "RematError",
     "SavedResidual",
+    "check",
     "checkpoint_name",
     "compat",
     "disable_remat",

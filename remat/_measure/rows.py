@@ -140,7 +140,7 @@ def _tensors(rows: Sequence[SavedResidual], what: str = "tensor") -> str:
     return f"{size_text(sum(row.nbytes for row in rows))} in {len(rows)} {what}{'s' * (len(rows) != 1)}"
 
 
-def tensor_text(row: SavedResidual) -> str:
+def tensor_text(row: SavedResidual | torch.Tensor) -> str:
     """Dtype and shape, as ``float32[2, 3]``."""
     return f"{str(row.dtype).removeprefix('torch.')}{list(row.shape)}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._ambient.generators import bytes_of, generator_name, global_generators, with_state
 from .._captured.captured import find
 from .._captured.variables import bound
 from .._core import trees
@@ -63,6 +65,23 @@ class Subject:
         if all(t is new for (_, t), (_, new) in zip(self.captured, cut)):
             return cut, bound((), {})
         return cut, bound(self._found.variables, tensors, keep_changes=True)
+
+    def read_now(self) -> list[tuple[str, torch.Tensor]]:
+        """The captured tensors as they are found now."""
+        found = find(self.fn, *self.given.searched()).tensors
+        return [(_readable(path), value) for path, value in found if isinstance(value, torch.Tensor)]
+
+    def generator_states(self) -> dict[str, bytes]:
+        """Where the generators stand: the global ones, and those that it reads."""
+        devices = tuple({tensor.device for tensor in (*self.tensors, *(t for _, t in self.captured))})
+        named = [(generator_name(each), each) for each in global_generators(devices)]
+        named += [
+            (_readable(path), with_state(value))
+            for path, value in self._found.tensors
+            if not isinstance(value, torch.Tensor)
+        ]
+        states = {name: generator.get_state() for name, generator in named}
+        return {n: bytes_of(s) if isinstance(s, torch.Tensor) else pickle.dumps(s) for n, s in states.items()}
 
 
 def _readable(place: Any) -> str:
