@@ -7,19 +7,22 @@ from ._policy.policy import Policy
 from ._region.options import override
 from ._sequential import sequential
 from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
-from .measuring import CheckResult, check
+from .measuring import CheckResult, Costs, Report, Share, check, report
 from .residuals import SavedResidual, print_saved_residuals, saved_residuals
 from .transform import remat
 
 __all__ = [
     "CaptureError",
     "CheckResult",
+    "Costs",
     "MutationError",
     "Policy",
     "PolicyError",
     "RecomputeMismatchError",
     "RematError",
+    "Report",
     "SavedResidual",
+    "Share",
     "check",
     "checkpoint_name",
     "compat",
@@ -32,6 +35,7 @@ __all__ = [
     "policies",
     "print_saved_residuals",
     "remat",
+    "report",
     "saved_residuals",
     "sequential",
 ]

@@ -73,7 +73,7 @@ class PeakMemory(Observer):
         # autograd or anybody else in C++ still holds the memory.
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
-        self._total = 0  # of the sizes, so that an operation takes no time for each storage
+        self.total = 0  # of the sizes, so that an operation takes no time for each storage
 
     @property
     def live(self) -> int:
@@ -93,26 +93,26 @@ class PeakMemory(Observer):
             if key not in given and not self._resized(key, storage):
                 self._refs[key] = weakref.ref(storage, functools.partial(self._freed, key))
                 self._sizes[key] = size = storage.nbytes()
-                self._total += size
+                self.total += size
                 self.made(storage, tensor, func)
-        if self._total > self.peak:
+        if self.total > self.peak:
             for storage in self.storages():  # some may have been resized without an operation
                 self._resized(id(storage), storage)
-            self.peak = max(self.peak, self._total)
+            self.peak = max(self.peak, self.total)
 
     def _resized(self, key: int, storage: torch.UntypedStorage) -> bool:
         """Note the size that a storage has now, if it was made while the mode was on: whether it was."""
         if key not in self._sizes:
             return False
         size = storage.nbytes()
-        self._total += size - self._sizes[key]
+        self.total += size - self._sizes[key]
         self._sizes[key] = size
         return True
 
     def _freed(self, key: int, ref: weakref.ref) -> None:
         if self._refs.get(key) is ref:
             del self._refs[key]
-            self._total -= self._sizes.pop(key)
+            self.total -= self._sizes.pop(key)
 
     def made(self, storage: torch.UntypedStorage, tensor: torch.Tensor, func: Any) -> None:
         """The operation has made a storage, and a tensor on it."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+
+from .units import size_text
 
 Kind = Literal["argument", "captured", "named", "output", "constant"]
 
@@ -83,7 +85,7 @@ def grouped(rows: Iterable[SavedResidual]) -> list[Group]:
     groups: dict[tuple, list[SavedResidual]] = {}
     for row in rows:
         key = row.source, row.op, row.module, row.shape, row.dtype, row.device, row.nbytes
-        groups.setdefault(tuple(_any_layer(part) for part in key), []).append(row)
+        groups.setdefault(tuple(any_layer(part) for part in key), []).append(row)
     found = []
     for members in groups.values():
         source, module = _common([row.source for row in members]), _common([row.module for row in members])
@@ -94,7 +96,8 @@ def grouped(rows: Iterable[SavedResidual]) -> list[Group]:
 _LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)|(?<=\[)\d+(?=\])")
 
 
-def _any_layer(text: object) -> object:
+def any_layer(text: Any) -> Any:
+    """A path with a star for the number of a layer."""
     return _LAYER.sub("*", text) if isinstance(text, str) else text
 
 
@@ -143,14 +146,3 @@ def _tensors(rows: Sequence[SavedResidual], what: str = "tensor") -> str:
 def tensor_text(row: SavedResidual | torch.Tensor) -> str:
     """Dtype and shape, as ``float32[2, 3]``."""
     return f"{str(row.dtype).removeprefix('torch.')}{list(row.shape)}"
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes in the unit in which they are easy to read: ``280 B``, ``1.5 KiB``, ``12 MiB``."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes} B"
-    size, units = nbytes / 1024, ["KiB", "MiB", "GiB"]
-    while abs(size) >= 1023.95 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.1f}".removesuffix(".0") + f" {units[0]}"

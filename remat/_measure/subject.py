@@ -38,7 +38,11 @@ class Subject:
         }
         self.captured: list[tuple[str, torch.Tensor]] = [*reversed(found.values())]
         self.modules = ModuleNames([*_roots(fn, self.given.leaves)])
-        self.every = not any(tensor.requires_grad for tensor in (*self.tensors, *(t for _, t in self.captured)))
+        self.every = not any(tensor.requires_grad for tensor in self.inputs())
+
+    def inputs(self) -> list[torch.Tensor]:
+        """All tensors that it gets or reads."""
+        return [*self.tensors, *(tensor for _, tensor in self.captured)]
 
     def operands(self) -> list[torch.Tensor]:
         """The arguments, cut from their history: leaves that a run may differentiate."""
@@ -73,7 +77,7 @@ class Subject:
 
     def generator_states(self) -> dict[str, bytes]:
         """Where the generators stand: the global ones, and those that it reads."""
-        devices = tuple({tensor.device for tensor in (*self.tensors, *(t for _, t in self.captured))})
+        devices = tuple({tensor.device for tensor in self.inputs()})
         named = [(generator_name(each), each) for each in global_generators(devices)]
         named += [
             (_readable(path), with_state(value))
