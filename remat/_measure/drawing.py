@@ -57,15 +57,15 @@ class Axis:
 class _Frame:
     """Where numbers lie in a chart."""
 
-    def __init__(self, height: int, most: tuple[float, float]) -> None:
-        self.height = height
+    def __init__(self, height: int, most: tuple[float, float], top: int = TOP) -> None:
+        self.height, self.top = height, top
         self.most = tuple(value or 1.0 for value in most)
 
     def x(self, value: float) -> float:
         return round(LEFT + value / self.most[0] * (WIDTH - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
-        return round(self.height - BOTTOM - value / self.most[1] * (self.height - TOP - BOTTOM), 1)
+        return round(self.height - BOTTOM - value / self.most[1] * (self.height - self.top - BOTTOM), 1)
 
     def axes(self, x: Axis, y: Axis) -> list[str]:
         bottom, right = self.y(0), WIDTH - RIGHT
@@ -76,14 +76,14 @@ class _Frame:
             parts.append(f'<text x="{LEFT - 8}" y="{at + 4}" text-anchor="end">{escape(y.text(int(value)))}</text>')
         for value in ticks(self.most[0], x.base):
             at = self.x(value)
-            parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{TOP}" y2="{bottom}"/>')
+            parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{self.top}" y2="{bottom}"/>')
             parts.append(f'<text x="{at}" y="{bottom + 18}" text-anchor="middle">{escape(x.text(int(value)))}</text>')
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
         middle = (LEFT + right) / 2
         parts.append(
             f'<text class="title" x="{middle}" y="{self.height - 10}" text-anchor="middle">{escape(x.title)}</text>'
         )
-        turned = f'transform="translate(16 {(TOP + bottom) / 2}) rotate(-90)"'
+        turned = f'transform="translate(16 {(self.top + bottom) / 2}) rotate(-90)"'
         parts.append(f'<text class="title" {turned} text-anchor="middle">{escape(y.title)}</text>')
         return parts
 
@@ -106,11 +106,21 @@ def ticks(most: float, base: int) -> list[float]:
     return [i * step * unit for i in range(int(most / unit / step + 1e-9) + 1)]
 
 
-def scatter(points: Sequence[Point], x: Axis, y: Axis, front: Sequence[Point] = (), legend: Sequence[str] = ()) -> str:
+def scatter(
+    points: Sequence[Point],
+    x: Axis,
+    y: Axis,
+    front: Sequence[Point] = (),
+    legend: Sequence[str] = (),
+    title: str = "",
+) -> str:
     """Points, with a dashed line through those of the ``front``."""
     most = max((p.x for p in points), default=1), max((p.y for p in points), default=1)
-    frame = _Frame(400, (most[0] * 1.12, most[1] * 1.12))
+    heading = title.splitlines()
+    top = TOP + 17 * len(heading)
+    frame = _Frame(400 + 17 * len(heading), (most[0] * 1.12, most[1] * 1.12), top)
     parts = frame.axes(x, y)
+    parts += [f'<text x="{LEFT}" y="{TOP + 4 + 17 * i}">{escape(line)}</text>' for i, line in enumerate(heading)]
     line = sorted((frame.x(p.x), frame.y(p.y)) for p in front)
     if len(line) > 1:
         steps = "".join(f" H{a} V{b}" for a, b in line[1:])
@@ -122,10 +132,12 @@ def scatter(points: Sequence[Point], x: Axis, y: Axis, front: Sequence[Point] = 
         )
     labels: dict[tuple[float, float], list[str]] = {}
     for p in points:
-        labels.setdefault((frame.x(p.x), frame.y(p.y)), []).append(p.label)
+        x_at, y_at = frame.x(p.x), frame.y(p.y)
+        near = next((at for at in labels if abs(at[0] - x_at) + abs(at[1] - y_at) < 4), (x_at, y_at))
+        labels.setdefault(near, []).append(p.label)
     for place, names in labels.items():
-        parts.append(_label(", ".join(names), *place, taken))
-    return _svg(parts + _legend(legend), frame.height)
+        parts.append(_label(", ".join(dict.fromkeys(names)), *place, taken))
+    return _svg(parts + _legend(legend, top), frame.height)
 
 
 def lines(curves: Sequence[Curve], x: Axis, y: Axis) -> str:
@@ -188,10 +200,10 @@ def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
-def _legend(names: Sequence[str]) -> list[str]:
+def _legend(names: Sequence[str], top: int) -> list[str]:
     parts = []
     for i, name in enumerate(names):
-        y = TOP + 14 + 20 * i
+        y = top + 14 + 20 * i
         parts.append(_marker(WIDTH - RIGHT - 130, y - 4, i))
         parts.append(f'<text x="{WIDTH - RIGHT - 116}" y="{y}">{escape(name)}</text>')
     return parts
