@@ -8,17 +8,23 @@ from ._region.options import override
 from ._scan.loop import scan
 from ._sequential import sequential
 from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
+from .measuring import CheckResult, Costs, Report, Share, check, report
 from .residuals import SavedResidual, print_saved_residuals, saved_residuals
 from .transform import remat
 
 __all__ = [
     "CaptureError",
+    "CheckResult",
+    "Costs",
     "MutationError",
     "Policy",
     "PolicyError",
     "RecomputeMismatchError",
     "RematError",
+    "Report",
     "SavedResidual",
+    "Share",
+    "check",
     "checkpoint_name",
     "compat",
     "disable_remat",
@@ -30,6 +36,7 @@ __all__ = [
     "policies",
     "print_saved_residuals",
     "remat",
+    "report",
     "saved_residuals",
     "scan",
     "sequential",

@@ -24,10 +24,15 @@ def user_line() -> Line:
     """Where in the user's code the current run is: ``file:line (function)``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not _is_library(frame.f_globals.get("__name__", "")) and frame.f_code.co_filename[:7] != "<frozen":
+        if not is_library(frame):
             return Line(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return Line(None, 0)
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame is of torch, of this package or of the import system, and not of the user's code."""
+    return _is_library(frame.f_globals.get("__name__", "")) or frame.f_code.co_filename[:7] == "<frozen"
 
 
 @functools.cache
