@@ -7,6 +7,7 @@ from ._policy.policy import Policy
 from ._region.options import override
 from ._scan.loop import scan
 from ._sequential import sequential
+from .budgeting import pareto
 from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
 from .measuring import CheckResult, Costs, Report, Share, check, report
 from .residuals import SavedResidual, print_saved_residuals, saved_residuals
@@ -33,6 +34,7 @@ __all__ = [
     "is_recomputing",
     "nn",
     "override",
+    "pareto",
     "policies",
     "print_saved_residuals",
     "remat",

@@ -30,6 +30,8 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
         if is_disabled():
             return fn(*args, **kwargs)
         options = options.overridden()
+    if state.policies and state.policies[-1].by_step:
+        return fn(*args, **kwargs)  # a budget is that of all that is inside
     if private.tracing():
         return fn(*args, **kwargs)
     known = known or known_of(fn)

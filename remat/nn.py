@@ -19,11 +19,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from ._budget.model import BlockBudget, chosen_by_budget
+from ._measure.program import Program
+from ._measure.subject import Subject
 from ._modules.eligible import check_module
 from ._modules.region_class import change_back, change_in_place
+from ._policy.budget import Budget
 from ._region.options import checked_options
 
-__all__ = ["apply", "every", "undo"]
+__all__ = ["apply", "budget", "every", "undo"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 Types = type | tuple[type, ...]
@@ -77,15 +81,63 @@ def apply(
         >>> model = remat.nn.undo(model)
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
-    chosen = _chosen(model, where)
-    if not chosen:
-        classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-        raise ValueError(f"where={where!r} chooses none of the model's modules. They are of the classes {classes}.")
-    for name, module in chosen:
-        check_module(module, name)
-    for _, module in chosen:
+    for _, module in _checked(model, where):
         change_in_place(module, options)
     return model
+
+
+def budget(
+    model: torch.nn.Module,
+    where: Types | Every | Callable[[str, torch.nn.Module], bool],
+    amount: int | str | float,
+    *args: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    cost: str | Callable[..., float] = "roofline",
+    **kwargs: Any,
+) -> BlockBudget:
+    """Make the chosen submodules regions, in place, that keep as much as a peak for the whole model allows.
+
+    The model runs a few times, forward and backward; gradients, buffers, generators and train mode are put back. What
+    each of the submodules keeps is chosen so that the least is recomputed: blocks that are called late may keep more.
+    The choice is checked by a run, whose peak is not above the budget. :func:`undo` makes all calls plain again.
+
+    Args:
+        model: the model, on the device and in the mode that it is trained in.
+        where: which submodules, as in :func:`apply`. Those inside of another one are part of that.
+        amount: what may be alive at most between the start of the forward and the end of the backward, gradients
+            of parameters included, parameters and inputs not: bytes, a text such as ``"2GiB"``, or a float in (0, 1],
+            which is that part of the peak without rematerialization.
+        *args: what the model is called with, as in training.
+        loss: makes a scalar of the model's result. None: its ``.loss`` where it has one, else the sum of its
+            floating-point tensors.
+        cost: what an operation costs when it is recomputed, as in :func:`remat.policies.budget`.
+        **kwargs: keyword arguments of the model.
+
+    Returns:
+        What was chosen, and the peaks; print it.
+
+    Raises:
+        RematError: the model needs more where the submodules keep nothing; the message says how much. Nothing is
+            changed then.
+        PolicyError: the amount or the cost is none.
+        ValueError: ``where`` chooses none of the submodules.
+        TypeError: ``where`` has the wrong type, or a chosen module can't have a region.
+
+    Note:
+        Where a block gets other shapes than here, it chooses anew for what it kept here. In a distributed job call it
+        in all processes; they take the choice of the first one.
+
+    Example:
+        >>> import torch
+        >>> import remat.nn
+        >>> layers = [torch.nn.TransformerEncoderLayer(16, 2, 64, batch_first=True) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*layers)
+        >>> result = remat.nn.budget(model, torch.nn.TransformerEncoderLayer, 0.6, torch.randn(8, 32, 16))
+        >>> result.peak <= result.amount < result.without
+        True
+    """
+    chosen = _checked(model, where)
+    return chosen_by_budget(Program(Subject(model, args, kwargs, None, loss), None, loss), chosen, Budget(amount, cost))
 
 
 def undo(model: M) -> M:
@@ -144,6 +196,17 @@ def every(n: int, of: Types) -> Every:
 
 def _is_types(value: Any) -> bool:
     return isinstance(value, type) or (isinstance(value, tuple) and all(isinstance(t, type) for t in value))
+
+
+def _checked(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Module]]:
+    """The modules that are chosen, which can be regions."""
+    chosen = _chosen(model, where)
+    if not chosen:
+        classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        raise ValueError(f"where={where!r} chooses none of the model's modules. They are of the classes {classes}.")
+    for name, module in chosen:
+        check_module(module, name)
+    return chosen
 
 
 def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:

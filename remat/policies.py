@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ._policy.budget import Budget
 from ._policy.groups import (
     ATTENTION,
     COLLECTIVES,
@@ -26,6 +27,7 @@ from ._policy.predicates import checked_predicate
 from .errors import PolicyError
 
 __all__ = [
+    "budget",
     "checkpoint_dots",
     "checkpoint_dots_with_no_batch_dims",
     "dots_saveable",
@@ -245,6 +247,38 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
     """
     _check_source(offload_src)
     return offload(save_matmuls_without_batch_dims, to=offload_dst)
+
+
+def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roofline") -> Policy:
+    """Keep so many bytes of a region, of what saves the most recomputation.
+
+    What is kept is chosen when a region has run for the first time, for all later calls that do the same operations on
+    the same shapes; the first of them keeps nothing. It is the best choice there is, by a search through all of them.
+
+    Args:
+        amount: bytes, a text such as ``"64MiB"``, or a float in (0, 1], which is that part of what the region keeps
+            without remat. Inputs, captured tensors and results of the region are not counted.
+        cost: what an operation costs when it is recomputed: ``"roofline"``, by its FLOPs and the bytes that it moves,
+            ``"flops"``, ``"time"``, as measured, or a function ``(op, args, kwargs, result)`` that returns a number.
+
+    Raises:
+        PolicyError: the amount or the cost is none of these. A budget can't be a part of another policy either.
+
+    Note:
+        Regions inside of one with a budget are part of it: they are called as plain functions. A budget inside of a
+        region with another policy has no effect, as that policy decides.
+
+    Example:
+        >>> import torch
+        >>> from remat import policies, remat
+        >>> f = remat(lambda x, w: torch.tanh(x @ w) @ w, policy=policies.budget("64KiB"))
+        >>> x, w = torch.ones(8, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
+        >>> for _ in range(2):
+        ...     f(x, w).sum().backward()
+
+    :func:`remat.pareto` shows what there is to choose from.
+    """
+    return Budget(amount, cost)
 
 
 def save_from_both_policies(p: Any, q: Any, /) -> Policy:

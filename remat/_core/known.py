@@ -16,7 +16,7 @@ _ENTRIES = 4096  # code that is made on the fly does not stay for ever
 class Known:
     """What a rematerialized function has learnt from its calls, also where it is made anew for each call."""
 
-    __slots__ = ("by_level", "changing", "compiles", "graded", "programs", "uses_func", "warnings")
+    __slots__ = ("by_level", "changing", "choices", "compiles", "graded", "programs", "uses_func", "warnings")
 
     def __init__(self) -> None:
         self.by_level: set[tuple] = set()  # kinds of transforms under which each level must take its own derivative
@@ -26,6 +26,7 @@ class Known:
         self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
         self.warnings: set[str] = set()  # of what users were warned: once is enough
         self.programs: dict[Any, Any] = {}  # what the last first run did under a policy, by what judges for that
+        self.choices: dict[Any, list[Any]] = {}  # what a policy with a budget has chosen to keep, by the policy
 
     def is_news(self, warning: str) -> bool:
         """Whether the user was not warned of it yet."""

@@ -66,9 +66,9 @@ class Saver(RegionHooks):
                 self._known, self._recording = {}, None  # regions inside may hold on to these hooks
         frame.close()
         if run.recorder is not None:
-            frame.record = root.record = run.recorder.close()
-            outputs = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-            frame.one_output = len(outputs) == 1
+            outputs = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor)]
+            frame.record = root.record = run.recorder.close(outputs)
+            frame.one_output = sum(tensor.requires_grad for tensor in outputs) == 1
         return result
 
     def pack(self, tensor: torch.Tensor) -> Any:

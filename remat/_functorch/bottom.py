@@ -133,7 +133,7 @@ def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     call.kept.close()
     root.consts.close()
     if call.recorder is not None:
-        root.record = call.recorder.close(slots_tell=False)
+        root.record = call.recorder.close(outs, slots_tell=False)
     return outs
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from .._core.flops import flops
 from ..errors import MutationError
 from .listing import of_storage
-from .observer import flops, gc_disabled
+from .observer import gc_disabled
 from .origins import Origins
 from .program import Program
 from .rows import SavedResidual, any_layer

@@ -108,6 +108,7 @@ class _Pair(Policy):
 
     def __post_init__(self) -> None:
         """Try the policy on what it mentions, and on what it doesn't: that raises if the sides are in conflict."""
+        _check_parts(self)
         for op in (*self.mentioned_ops, _OTHER):
             self.verdict_for(op)
         for name in (*(pattern.replace("*", "") for pattern in self.mentioned_names), "any other name"):
@@ -173,6 +174,9 @@ class _Turned(Policy):
 
     _turned: ClassVar[Mapping[Verdict, Verdict]]
 
+    def __post_init__(self) -> None:
+        _check_parts(self)
+
     def _parts(self) -> tuple[Policy, ...]:
         return (self.policy,)
 
@@ -220,6 +224,12 @@ class Preset(_Turned):
 
 
 Preset.__module__ = "remat.policies"  # where pickle finds them, by their names as it finds functions
+
+
+def _check_parts(policy: Policy) -> None:
+    for part in policy._parts():
+        if part.by_step:
+            raise PolicyError(f"A budget decides alone what is kept: {part!r} can't be a part of another policy.")
 
 
 def _bracketed(policy: Policy, binds: int) -> str:

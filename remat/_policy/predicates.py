@@ -25,7 +25,7 @@ _CONSTANTS = """
     save_matmuls_without_batch_dims
 """
 _CONSTRUCTORS = """
-    offload offload_dot_with_no_batch_dims save_and_offload_only_these_names save_any_names_but_these
+    budget offload offload_dot_with_no_batch_dims save_and_offload_only_these_names save_any_names_but_these
     save_anything_except_these_names save_from_both_policies save_if save_only_these_names save_ops
 """
 PUBLIC_NAMES = sorted((_CONSTANTS + _CONSTRUCTORS).split())

@@ -33,6 +33,8 @@ Ask = Callable[[Callable], "Verdict | None"]  # takes a predicate
 class Rule(ABC):
     """What says of every value in a region whether it may be kept, and what is certain of all values."""
 
+    by_step = False  # what is kept is chosen when a first run has ended, for the next one that does the same
+
     @abstractmethod
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         """The verdict on a value, or None where it hangs on a predicate for which ``ask`` has none."""

@@ -30,7 +30,10 @@ class Record:
         self._wanted = [*recording.saves.above]  # the values that autograd saved
         self._unmatched = unmatched(recording)
         warn_of_names(recording.own.mentioned_names, recording.named, recording.told, recording.known)
+        roots = recording.saves.roots(self._end, self.keep.hooks is not None)
         complete = self._decide_what_is_kept(recording)
+        if recording.choices is not None:
+            recording.choices.close(recording.log, self.program, roots, recording.results, slots_tell and self._is_lazy)
         # A recompute brings its own inputs.
         self.storages = recording.storages.outside({*recording.log.made, *self.inputs})
         if complete:  # nothing will be recomputed at first order

@@ -11,7 +11,7 @@ from .._ambient.ambient import Ambient
 from .._core.devices import is_capturing
 from .._core.facts import Facts, facts_of, tensors
 from .._core.known import Known
-from .._core.parts import is_wrapper_call
+from .._core.parts import is_wrapper_call, parts
 from .._core.private import DispatchMode, FakeTensor, without_torch_function
 from .._core.ranges import Ranges
 from .._core.state import state
@@ -116,9 +116,10 @@ class Recorder(RegionMode):
         """Note what comes in."""
         self.recording.bind(operands)
 
-    def close(self, slots_tell: bool = True) -> Record:
+    def close(self, results: Iterable[torch.Tensor], slots_tell: bool = True) -> Record:
         """The first run has ended: the record of it. Without slots it isn't known what autograd has saved."""
         recording = self.recording
+        recording.results = {recording.storages.find(part) for tensor in results for part in parts(tensor)}
         del self.recording  # it refers to what the operations read
         try:
             return Record(recording, slots_tell)
@@ -133,6 +134,8 @@ def recorder_for(region: Any) -> Recorder | None:
     if own is None and not outer:
         return None
     own = own or as_policy(None)
+    if outer and own.by_step:
+        own = as_policy(None)  # the region around decides
     policy = within(outer[-1] if outer else None, own)
     tensors = *region.operands(), *region.consts.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):

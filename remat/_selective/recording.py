@@ -14,9 +14,11 @@ from .._core.lines import Line, user_line
 from .._core.parts import is_differentiable, is_plain, parts
 from .._core.private import is_wrapped
 from .._core.state import unseen
+from .._policy.budget import Budget
 from .._policy.judge import Question, judge_of, question
 from .._policy.policy import Policy, Verdict
 from .._policy.warnings import Told
+from .choices import Choices
 from .keep import Keep
 from .last_run import LastRun
 from .log import Entry, Log
@@ -25,7 +27,7 @@ from .program import Program
 from .residual import as_bytes
 from .saves import Saves, Source
 from .storages import Storages
-from .values import UNTOLD, Layout, is_as_it_lies, template
+from .values import Layout, is_as_it_lies, is_judged, template
 
 DETACH = torch.ops.aten.detach.default
 
@@ -43,11 +45,13 @@ class Recording:
         self.log = Log()
         self.keep = Keep(self.log)
         self.inputs: list[int] = []  # the values of the operands and the captured tensors
+        self.results: set[int | None] = set()  # the values of what the region returns, when it has ended
         self.saves = Saves()
         self.names: dict[int, dict[str, Line]] = {}  # those of values
         self.named: dict[str, Line] = {}  # all names that were given in the region
         self.drawing: set[Facts] = set()  # operations of other libraries that were seen to draw random numbers
         self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
+        self.choices = Choices(policy, known) if isinstance(policy, Budget) else None
         self._judge = judge_of(policy)
         self._last: LastRun | None = None
         self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
@@ -66,7 +70,7 @@ class Recording:
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
         # A predicate may be made for this run alone.
-        if self._flags and not (self.all_lines or self._judge.asks):
+        if self._flags and not (self.all_lines or self._judge.asks or self.choices):
             self._last = LastRun(self.known.programs, self._judge)
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -95,9 +99,11 @@ class Recording:
             if last is not None:
                 last.compare(number, entry)
         self.log.append(entry)
+        if self.choices is not None:
+            self.choices.ran(func, facts, args, kwargs, result, self.storages)
         if entry.overwritten:
             self.saves.are_filled(number, dict(zip(entry.overwritten, entry.outs[-len(entry.overwritten) :])))
-        if entry.verdict is not None or self.all_lines:
+        if entry.verdict is not None or self.all_lines or self.choices is not None:
             self.log.lines[number] = (last and last.line(number)) or user_line()
         if entry.holds:
             for value, tensor in zip(entry.reads, read):
@@ -122,7 +128,10 @@ class Recording:
         number = len(self.log)
         outcome = template(result, new, read)
         judged = is_judged(outcome, facts) and facts not in self.around
-        verdict = self._verdict(number, facts, args, kwargs, result) if judged else None
+        if self.choices is not None:
+            verdict = self.choices.verdict(number, key)
+        else:
+            verdict = self._verdict(number, facts, args, kwargs, result) if judged else None
         if self._flags:
             differentiated = any(tensor.requires_grad for tensor in read)
         else:
@@ -178,7 +187,7 @@ class Recording:
         values = [value for part in found if (value := self.storages.find(part)) is not None]
         made = {number for value in values if (number := log.made.get(value, -1)) >= start}
         made = {number for number in made if is_judged(log.entries[number].result, facts)}
-        if not made or facts in self.around:
+        if not made or facts in self.around or self.choices is not None:
             return
         asked = question(facts.func, args, kwargs, result) if self._judge.asks else (None, facts.func, (), {})
         verdict = self._judge.verdict_for(facts) or self._judge.on(asked)
@@ -286,8 +295,3 @@ class Recording:
         self.keep.let_go()
         self._siblings.clear()
         self._questions.clear()
-
-
-def is_judged(result: Any, facts: Facts) -> bool:
-    """Whether the policy has a say: not where the result can't be described, or is nothing yet."""
-    return result is not UNTOLD and not facts.makes_nothing

@@ -39,6 +39,14 @@ class Saves:
         """The slots, None for those that are gone, and what they stand for."""
         return ((ref(), source) for ref, source in self._slots)
 
+    def roots(self, end: int, all_count: bool) -> dict[int, int]:
+        """The values that a backward needs, each with how many steps had run when autograd saved it last."""
+        found = dict.fromkeys(self.above, end)
+        for slot, source in self.slots():
+            if slot is not None or all_count:
+                found.update((value, max(source.after, found.get(value, 0))) for value in source.values)
+        return found
+
     def has(self, value: int, since: int) -> bool:
         """Whether autograd has saved a value, which the step ``since`` has made."""
         later = takewhile(lambda slot: slot[1].after > since, reversed(self._slots))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from .._core.facts import Facts
 from .._core.layout import holder
 from .._core.private import has_no_memory, without_dispatch
 
@@ -117,3 +118,8 @@ def _layout(tensor: torch.Tensor, form: tuple | None, i: int) -> Any:
     if form is None or not is_as_it_lies(form) or tensor.is_quantized or has_no_memory(tensor):
         return UNTOLD
     return _new(Layout, (i, form))
+
+
+def is_judged(result: Any, facts: Facts) -> bool:
+    """Whether the policy has a say: not where the result can't be described, or is nothing yet."""
+    return result is not UNTOLD and not facts.makes_nothing

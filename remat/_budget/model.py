@@ -1,0 +1,281 @@
+"""One budget for a model: which of its blocks keep what, so that the peak of a training step stays below it.
+
+The model runs once with blocks that keep nothing. How much memory is alive at each moment is known then, and how many
+blocks have run at it, whose kept values come on top. So each moment limits what the first few blocks keep together, and
+early blocks less than late ones only where the backward of the early ones is the peak.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .._core import trees
+from .._core.known import known_of
+from .._core.state import disable_remat
+from .._measure.observer import PeakMemory, gc_disabled
+from .._measure.program import Program
+from .._measure.units import flops_text, size_text
+from .._modules.region_class import IN_PLACE, change_in_place
+from .._policy.budget import Budget, Chosen
+from .._policy.operators import full_name
+from .._region.options import Options
+from .._selective.choices import Tradeoff
+from .._selective.tradeoff import Choice
+from ..errors import RematError
+
+Plan = Mapping[nn.Module, Choice]
+_ROUNDS = 8  # of plans that are tried
+_WAYS = 500  # that are gone on with at each block
+
+
+class Kept(NamedTuple):
+    """What one block keeps, and what it recomputes of a step."""
+
+    name: str
+    nbytes: int
+    cost: float
+    flops: int
+    operators: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BlockBudget:
+    """What :func:`remat.nn.budget` has chosen.
+
+    Attributes:
+        amount: the bytes that were to be kept to.
+        peak: the peak of a step with this choice, as measured.
+        least: the same where the blocks keep nothing.
+        without: the same without rematerialization.
+        blocks: what each block keeps.
+    """
+
+    amount: int
+    peak: int
+    least: int
+    without: int
+    blocks: tuple[Kept, ...]
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs that are recomputed."""
+        return sum(block.flops for block in self.blocks)
+
+    def __str__(self) -> str:
+        rows = [(b.name, size_text(b.nbytes), flops_text(b.flops), f"{len(b.operators)}") for b in self.blocks]
+        head = ("block", "keeps", "recomputes", "operations kept")
+        widths = [max(map(len, column)) for column in zip(head, *rows)]
+        lines = [
+            f"{row[0]:<{widths[0]}}  " + "  ".join(c.rjust(w) for c, w in zip(row[1:], widths[1:]))
+            for row in (head, *rows)
+        ]
+        return "\n".join(
+            [
+                *lines,
+                f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat, "
+                f"{size_text(self.least)} where nothing is kept",
+            ]
+        )
+
+
+class _Trace(PeakMemory):
+    """The most that was alive, by how many calls of blocks have left something behind for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[nn.Module] = []
+        self.there = 0
+        self.most: dict[int, int] = {}
+        self._depth = 0
+
+    def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        super().after(func, args, kwargs, result)
+        self.most[self.there] = max(self.most.get(self.there, 0), self.total)
+
+    def starts(self, module: nn.Module, args: Any) -> None:
+        """A forward pre-hook."""
+        self._depth += 1
+        if self._depth == 1:  # those inside of it are a part of it
+            self.calls.append(module)
+            self.there = len(self.calls)
+
+    def ends(self, module: nn.Module, args: Any, result: Any) -> None:
+        """A forward hook."""
+        self._depth -= 1
+        if self._depth == 0:
+            before = len(self.calls) - 1
+            for leaf in trees.flatten(result)[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _: self._in_backward(before))
+
+    def _in_backward(self, before: int) -> None:
+        self.there = before
+
+
+def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], budget: Budget) -> BlockBudget:
+    """Make the modules regions that keep what the budget allows.
+
+    Raises:
+        RematError: it allows less than the model needs where they keep nothing. Nothing is changed then.
+    """
+    names = {module: name for name, module in named}
+    with _measured(program) as trace, disable_remat():
+        program.run(program.subject.fn)
+    without = trace.peak
+    amount = budget.nbytes(without)
+    nothing = Budget(0, budget.cost)
+    with _measured(program) as trace, _regions(dict.fromkeys(names, Options(policy=nothing))):
+        for module in names:
+            module.register_forward_pre_hook(trace.starts)
+            module.register_forward_hook(trace.ends)
+        program.run(program.subject.fn)
+    least = _agreed(trace.peak)
+    if least > amount:
+        moment = max(trace.most, key=lambda count: trace.most[count])
+        raise RematError(_too_little(amount, least, moment, [names[module] for module in trace.calls]))
+    tradeoffs = {module: known_of(module).choices.pop(nothing, []) for module in trace.calls}
+    blocks = {module: found[-1][0] for module, found in tradeoffs.items() if found}
+    plan, peak = _fitting(program, trace, blocks, amount, budget)
+    for module in names:
+        change_in_place(module, _options(plan, blocks, budget).get(module, Options(policy=budget)))
+    kept = [_kept(names[module], blocks[module], choice) for module, choice in plan.items()]
+    return BlockBudget(amount, peak, least, without, tuple(kept))
+
+
+def _fitting(
+    program: Program, trace: _Trace, blocks: Mapping[nn.Module, Tradeoff], amount: int, budget: Budget
+) -> tuple[Plan, int]:
+    """The best plan that keeps to the amount when it runs, and its peak.
+
+    What is predicted is more than what is there, as a rule, and never much less: the aim moves by what a run shows.
+    """
+    options = {module: tradeoff.options for module, tradeoff in blocks.items()}
+    nothing: Plan = {module: each[0] for module, each in options.items()}
+    best, aim, tried = (nothing, trace.peak), amount, [nothing]
+    for _ in range(_ROUNDS):
+        plan = _agreed_plan(planned(trace.calls, options, trace.most, aim) or nothing)
+        if plan in tried:
+            break
+        tried.append(plan)
+        with _measured(program) as check, _regions(_options(plan, blocks, budget)):
+            program.run(program.subject.fn)
+        peak = _agreed(check.peak)
+        if peak <= amount and _cost(plan) < _cost(best[0]):
+            best = plan, peak
+        if abs(amount - peak) < amount / 100 and peak <= amount:
+            break
+        aim += amount - peak
+    return best
+
+
+def _cost(plan: Plan) -> float:
+    return sum(choice.cost for choice in plan.values())
+
+
+def planned(
+    calls: Sequence[nn.Module], options: Mapping[nn.Module, Sequence[Choice]], most: Mapping[int, int], amount: int
+) -> Plan | None:
+    """The choice of all blocks that costs the least, if what is alive at each moment stays below the amount."""
+    times = Counter(calls)
+    first = {module: i for i, module in reversed(list(enumerate(calls)))}
+    order = [module for module in dict.fromkeys(calls) if module in options]
+    starts = [first[module] for module in order] + [len(calls)]
+    ways: list[tuple[int, float, Any]] = [(0, 0.0, None)]
+    for module, start, end in zip(order, starts, starts[1:]):
+        limit = min((amount - most[count] for count in range(start + 1, end + 1) if count in most), default=amount)
+        ways = [
+            (nbytes + times[module] * choice.nbytes, cost + times[module] * choice.cost, (choice, before))
+            for nbytes, cost, before in ways
+            for choice in options[module]
+            if nbytes + times[module] * choice.nbytes <= limit
+        ]
+        if not ways:
+            return None
+        ways = _thinned(ways)
+    _, _, chosen = min(ways, key=lambda way: (way[1], way[0]))
+    plan = {}
+    for module in reversed(order):
+        plan[module], chosen = chosen
+    return dict(reversed(plan.items()))
+
+
+def _thinned(ways: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:
+    """Those that no other beats; of very many the best in each of many equal parts."""
+    found: list[tuple[int, float, Any]] = []
+    for way in sorted(ways, key=lambda way: way[:2]):
+        if not found or way[1] < found[-1][1]:
+            found.append(way)
+    if len(found) <= _WAYS:
+        return found
+    size = found[-1][0] // _WAYS + 1
+    return [found[0], *{way[0] // size: way for way in found}.values()]
+
+
+@contextmanager
+def _measured(program: Program) -> Iterator[_Trace]:
+    """Within, a run of the program is measured; after it, all that it has changed is put back."""
+    trace = _Trace()
+    with program.subject.preserved(), gc_disabled(), trace:
+        yield trace
+
+
+@contextmanager
+def _regions(options: Mapping[nn.Module, Options]) -> Iterator[None]:
+    """Within, these modules are regions."""
+    before = [(module, type(module), module.__dict__.get(IN_PLACE)) for module in options]
+    try:
+        for module, each in options.items():
+            change_in_place(module, each)
+        yield
+    finally:
+        for module, cls, own in before:
+            module.__class__ = cls
+            module.__dict__.pop(IN_PLACE, None)
+            if own is not None:
+                module.__dict__[IN_PLACE] = own
+
+
+def _options(plan: Plan, blocks: Mapping[nn.Module, Tradeoff], budget: Budget) -> dict[nn.Module, Options]:
+    return {
+        module: Options(policy=Budget(choice.nbytes, budget.cost, Chosen(_operators(blocks[module]), choice.steps)))
+        for module, choice in plan.items()
+    }
+
+
+def _operators(tradeoff: Tradeoff) -> tuple[str, ...]:
+    return tuple(full_name(key[0]) for key in tradeoff.keys)
+
+
+def _kept(name: str, tradeoff: Tradeoff, choice: Choice) -> Kept:
+    operators = _operators(tradeoff)
+    return Kept(name, choice.nbytes, choice.cost, choice.flops, tuple(operators[i] for i in sorted(choice.steps)))
+
+
+def _too_little(amount: int, least: int, moment: int, names: Sequence[str]) -> str:
+    place = f"with {moment} of {len(names)} blocks alive" + (f", at {names[moment - 1]!r}" if moment else "")
+    return (
+        f"A step of this model takes {size_text(least)} at least, where the blocks keep nothing, and the budget is "
+        f"{size_text(amount)}. The peak is {place}: choose smaller blocks, a smaller batch, or at least "
+        f"{least} bytes."
+    )
+
+
+def _agreed(value: Any) -> Any:
+    """The value of the first process of a distributed job: with other plans they would wait for each other."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return value
+    found = [value]
+    distributed.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _agreed_plan(plan: Plan) -> Plan:
+    return dict(zip(plan, _agreed(list(plan.values()))))

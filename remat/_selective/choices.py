@@ -1,0 +1,137 @@
+"""A policy with a budget at work: which steps it keeps is chosen when a program has run, for all later runs of it.
+
+The first run of a program keeps nothing. While a later one goes on, it is compared with the programs that are known,
+and what is kept is what those say that have done the same so far. One that turns out to be new keeps nothing more, and
+is known from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from .._core.facts import Facts, tensors
+from .._core.flops import flops
+from .._core.known import Known
+from .._core.layout import is_dense
+from .._core.lines import Line, user_line
+from .._policy.budget import Budget, Chosen
+from .._policy.operators import full_name
+from .._policy.verdict import Verdict
+from .._policy.warnings import warn_at
+from .costs import cost_of
+from .hull import hull
+from .log import Log
+from .plan import Leave, always, can_be_left, never
+from .program import Program
+from .storages import Storages
+from .tradeoff import Choice, Problem, TooMany, best_of, pareto
+from .values import is_judged
+
+_PROGRAMS = 16  # for which a function remembers what was chosen
+
+
+class Tradeoff(NamedTuple):
+    """What can be chosen for one program, told by the keys of its operations."""
+
+    keys: tuple[tuple, ...]
+    lines: dict[int, Line]  # of the user's, by steps
+    options: list[Choice]  # those that no other beats, the one that keeps the least first
+    is_exact: bool  # these are all; else the corners of their convex hull
+    whole: int  # the bytes that the region keeps without remat
+
+    def choice(self, policy: Budget) -> Choice:
+        """The one that costs the least within this budget."""
+        most = policy.nbytes(self.whole)
+        return min((each for each in self.options if each.nbytes <= most), key=lambda each: (each.cost, each.nbytes))
+
+
+class Choices:
+    """What a policy with a budget keeps in one first run."""
+
+    def __init__(self, policy: Budget, known: Known) -> None:
+        self._policy = policy
+        self._known: list[tuple[Tradeoff, Choice]] = known.choices.setdefault(policy, [])
+        self._left = [*self._known]  # those that have done the same so far
+        self._given = policy.chosen  # a choice that was made before, as long as the operators are its own
+        self._news = known.is_news
+        self.costs: list[float] = []  # of the steps
+        self.flops: list[int] = []
+        self.sizes: dict[int, int] = {}  # of values
+
+    def verdict(self, number: int, key: tuple) -> Verdict | None:
+        """Whether what this step makes is kept."""
+        if (given := self._given) is not None:
+            if number < len(given.operators) and given.operators[number] == full_name(key[0]):
+                return Verdict.SAVE if number in given.steps else None
+            self._is_other(given)
+        self._left = [each for each in self._left if number < len(each[0].keys) and each[0].keys[number] == key]
+        return Verdict.SAVE if any(number in choice.steps for _, choice in self._left) else None
+
+    def _is_other(self, given: Chosen) -> None:
+        """The program is not the one that a choice was made for: from the next run on it has its own."""
+        self._given = None
+        if self._news(f"a choice for {len(given.operators)} operations"):
+            warn_at(
+                f"{self._policy!r} was made for another program than the one that runs here, which has other "
+                f"operations: what it keeps is chosen anew, for the same number of bytes. Call `remat.pareto` with "
+                f"arguments like those of this call, or use `policies.budget`.",
+                user_line(),
+            )
+
+    def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, storages: Storages) -> None:
+        """Note what a step costs, and how large the values are that it has made."""
+        self.costs.append(cost_of(self._policy.cost, func, facts, args, kwargs, result))
+        self.flops.append(flops(func, args, kwargs, result))
+        for tensor in tensors((result, facts.written(args, kwargs))):
+            value = storages.find(tensor)
+            if value is not None and is_dense(tensor):
+                self.sizes[value] = tensor.untyped_storage().nbytes()
+
+    def close(self, log: Log, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> None:
+        """A first run has ended: choose, if this program is new."""
+        if self._given is not None:
+            if len(program.steps) == len(self._given.operators):
+                return
+            self._is_other(self._given)
+        keys = tuple([step.key for step in program.steps])
+        if any(tradeoff.keys == keys for tradeoff, _ in self._left):
+            return
+        problem = self._problem(program, roots, results, lazy)
+        try:
+            found, is_exact = pareto(problem), True
+        except TooMany:
+            found, is_exact = hull(problem), False
+        options = best_of(_as_planned(each, program, problem, self.flops, lazy) for each in found)
+        whole = sum(problem.sizes.get(value, 0) for value in roots)
+        tradeoff = Tradeoff(keys, dict(log.lines), options, is_exact, whole)
+        if len(self._known) >= _PROGRAMS:
+            self._known.clear()
+        self._known.append((tradeoff, tradeoff.choice(self._policy)))
+
+    def _problem(self, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> Problem:
+        """What there is to choose from. What a region returns takes no memory of its own."""
+        values = [(value, step) for step in program.steps for value in step.outs]
+        sizes = {value: 0 if value in results else self.sizes.get(value, 0) for value, _ in values}
+        keepable = {
+            value
+            for value, step in values
+            if is_judged(step.result, step.facts) and (step.facts.writes or value not in program.overwritten)
+        }
+        stays = {step.number for step in program.steps if not (lazy and step.can_be_left)}
+        return Problem(program.steps, self.costs, sizes, keepable, roots, stays)
+
+
+def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[int], lazy: bool) -> Choice:
+    """The choice with the bytes, the cost and the FLOPs that the plans of a recompute have."""
+    steps = [step for step in problem.steps if step.number in choice.steps]
+    may_be_kept = {value for step in steps for value in step.outs if value in problem.keepable}
+    owned = may_be_kept.intersection(problem.roots)
+    missing = [value for value in problem.roots if value not in owned]
+    end = max((problem.roots[value] for value in missing), default=0)
+    leave: Leave = can_be_left if lazy else always
+    kept = owned | program.plan(missing, end, may_be_kept, leave).used
+    runs = program.plan(missing, end, kept, leave if lazy else never).run
+    nbytes = sum(problem.sizes[value] for value in kept)
+    cost, count = (sum(each[number] for number in sorted(runs)) for each in (problem.costs, flops))
+    return Choice(nbytes, cost, choice.steps, int(count))

@@ -1,0 +1,59 @@
+"""What an operation costs when it runs again: by FLOPs and bytes that are moved, by the clock, or as users say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._core.devices import is_capturing
+from .._core.facts import Facts, tensors
+from .._core.flops import flops
+from .._core.state import unseen
+
+Cost = Callable[[Any, tuple, dict, Any], float]  # of one call: the operator, its arguments, its result
+
+# What kinds of devices do in a second, about: FLOPs, bytes. The ratio alone matters.
+_ROOFLINES = {"cpu": (50e9, 20e9), "cuda": (100e12, 2e12), "mps": (5e12, 200e9), "xpu": (50e12, 1e12)}
+_REPEATS = 3
+
+
+def cost_of(cost: str | Cost, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any) -> float:
+    """What this call costs: FLOPs, microseconds, or what a function of a user's returns."""
+    if callable(cost):
+        with unseen(), torch.no_grad():
+            return float(cost(func, args, kwargs, result))
+    if facts.makes_nothing:
+        return 0.0
+    if cost == "flops":
+        return float(flops(func, args, kwargs, result))
+    if cost == "time" and not (facts.writes or facts.foreign or facts.draws(args, kwargs) or is_capturing()):
+        return _measured(func, args, kwargs)
+    return _roofline(func, args, kwargs, result)
+
+
+def _roofline(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+    """Microseconds, if a device does nothing but compute, or nothing but move data, whichever takes longer."""
+    touched = tensors((args, kwargs, result))
+    kind = next((tensor.device.type for tensor in touched), "cpu")
+    per_second, bandwidth = _ROOFLINES.get(kind, _ROOFLINES["cuda"])
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
+    return max(flops(func, args, kwargs, result) / per_second, moved / bandwidth) * 1e6
+
+
+def _measured(func: Any, args: tuple, kwargs: dict) -> float:
+    """Microseconds, the least of a few runs. What draws or writes isn't run again, so that nothing changes."""
+    devices = {tensor.device for tensor in tensors((args, kwargs))} - {torch.device("cpu")}
+    best = float("inf")
+    with unseen(), torch.no_grad():
+        for _ in range(_REPEATS):
+            for device in devices:
+                torch.accelerator.synchronize(device)
+            start = time.perf_counter()
+            func(*args, **kwargs)
+            for device in devices:
+                torch.accelerator.synchronize(device)
+            best = min(best, time.perf_counter() - start)
+    return best * 1e6
