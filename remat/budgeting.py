@@ -58,8 +58,10 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     policy, known = Budget(0, cost), Known()
     subject = Subject(fn, args, kwargs)
     with subject.preserved(), torch.enable_grad():
-        subject.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), subject.operands())
-    if not known.choices.get(policy):
+        operands = subject.operands()
+        follows = any(tensor.requires_grad for tensor in (*operands, *(t for _, t in subject.captured)))
+        subject.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), operands)
+    if not follows or not known.choices.get(policy):
         raise RematError(
             "There is nothing to choose: the function differentiates nothing by its arguments or captured tensors, or "
             "calls torch.func transforms itself."

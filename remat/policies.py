@@ -253,7 +253,7 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
     """Keep so many bytes of a region, of what saves the most recomputation.
 
     What is kept is chosen when a region has run for the first time, for all later calls that do the same operations on
-    the same shapes; the first of them keeps nothing. It is the best choice there is, by a search through all of them.
+    the same shapes; the first keeps nothing. It is the best choice there is. :func:`remat.pareto` shows them all.
 
     Args:
         amount: bytes, a text such as ``"64MiB"``, or a float in (0, 1], which is that part of what the region keeps
@@ -262,21 +262,17 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
             ``"flops"``, ``"time"``, as measured, or a function ``(op, args, kwargs, result)`` that returns a number.
 
     Raises:
-        PolicyError: the amount or the cost is none of these. A budget can't be a part of another policy either.
+        PolicyError: the amount or the cost is none of these; or a budget is made a part of another policy.
 
     Note:
-        Regions inside of one with a budget are part of it: they are called as plain functions. A budget inside of a
-        region with another policy has no effect, as that policy decides.
+        Regions inside of one with a budget are plain calls. A budget inside of a region with a policy has no effect.
 
     Example:
         >>> import torch
         >>> from remat import policies, remat
         >>> f = remat(lambda x, w: torch.tanh(x @ w) @ w, policy=policies.budget("64KiB"))
         >>> x, w = torch.ones(8, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
-        >>> for _ in range(2):
-        ...     f(x, w).sum().backward()
-
-    :func:`remat.pareto` shows what there is to choose from.
+        >>> f(x, w).sum().backward()
     """
     return Budget(amount, cost)
 

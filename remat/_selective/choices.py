@@ -61,17 +61,28 @@ class Choices:
 
     def verdict(self, number: int, key: tuple) -> Verdict | None:
         """Whether what this step makes is kept."""
-        if (given := self._given) is not None:
-            if number < len(given.operators) and given.operators[number] == full_name(key[0]):
-                return Verdict.SAVE if number in given.steps else None
-            self._is_other(given)
         self._left = [each for each in self._left if number < len(each[0].keys) and each[0].keys[number] == key]
-        return Verdict.SAVE if any(number in choice.steps for _, choice in self._left) else None
+        given = self._given
+        if given is not None and given.operators[number : number + 1] != (full_name(key[0]),):
+            self._is_other(given)
+        chosen = [choice.steps for _, choice in self._left] + ([] if self._given is None else [self._given.steps])
+        return Verdict.SAVE if any(number in steps for steps in chosen) else None
+
+    def steps(self, program: Program) -> frozenset[int] | None:
+        """Those that are kept of the program that has run, None if it is new."""
+        keys = tuple([step.key for step in program.steps])
+        known = next((choice for tradeoff, choice in self._left if tradeoff.keys == keys), None)
+        if known is not None:
+            return known.steps
+        given = self._given
+        if given is not None and len(keys) != len(given.operators):
+            self._is_other(given)
+        return None if self._given is None else self._given.steps
 
     def _is_other(self, given: Chosen) -> None:
         """The program is not the one that a choice was made for: from the next run on it has its own."""
         self._given = None
-        if self._news(f"a choice for {len(given.operators)} operations"):
+        if not self._left and self._news(f"a choice for {len(given.operators)} operations"):
             warn_at(
                 f"{self._policy!r} was made for another program than the one that runs here, which has other "
                 f"operations: what it keeps is chosen anew, for the same number of bytes. Call `remat.pareto` with "
@@ -89,14 +100,7 @@ class Choices:
                 self.sizes[value] = tensor.untyped_storage().nbytes()
 
     def close(self, log: Log, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> None:
-        """A first run has ended: choose, if this program is new."""
-        if self._given is not None:
-            if len(program.steps) == len(self._given.operators):
-                return
-            self._is_other(self._given)
-        keys = tuple([step.key for step in program.steps])
-        if any(tradeoff.keys == keys for tradeoff, _ in self._left):
-            return
+        """A new program has run: choose what is kept of it from now on."""
         problem = self._problem(program, roots, results, lazy)
         try:
             found, is_exact = pareto(problem), True
@@ -104,6 +108,7 @@ class Choices:
             found, is_exact = hull(problem), False
         options = best_of(_as_planned(each, program, problem, self.flops, lazy) for each in found)
         whole = sum(problem.sizes.get(value, 0) for value in roots)
+        keys = tuple([step.key for step in program.steps])
         tradeoff = Tradeoff(keys, dict(log.lines), options, is_exact, whole)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()

@@ -100,6 +100,11 @@ class Keep:
             residual.settle()
         self._owned.clear()
 
+    def forget(self, value: int) -> None:
+        """It is not kept after all."""
+        for each in (self.held, self._owned, self._residuals):
+            each.pop(value, None)
+
     def release(self, value: int) -> None:
         """The last recompute has it."""
         self._owned.pop(value, None)

@@ -31,8 +31,11 @@ class Record:
         self._unmatched = unmatched(recording)
         warn_of_names(recording.own.mentioned_names, recording.named, recording.told, recording.known)
         roots = recording.saves.roots(self._end, self.keep.hooks is not None)
+        steps = None if recording.choices is None else recording.choices.steps(self.program)
+        if steps is not None:
+            recording.keep_only(steps)
         complete = self._decide_what_is_kept(recording)
-        if recording.choices is not None:
+        if recording.choices is not None and steps is None:
             recording.choices.close(recording.log, self.program, roots, recording.results, slots_tell and self._is_lazy)
         # A recompute brings its own inputs.
         self.storages = recording.storages.outside({*recording.log.made, *self.inputs})

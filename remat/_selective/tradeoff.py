@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 # the recompute hasn't begun; whether it has; whether a later step of it draws random numbers.
 _State = tuple[frozenset[int], frozenset[int], frozenset[int], bool, bool]
 _Label = tuple[int, float, Any]  # bytes, cost, the steps that are kept as a linked list
-MOST_LABELS = 20_000
+MOST_WAYS = 20_000
 
 
 class TooMany(Exception):
@@ -50,7 +50,7 @@ def pareto(problem: Problem) -> list[Choice]:
     """The choices that no other beats, the one that keeps the least first.
 
     Raises:
-        TooMany: there are more than ``MOST_LABELS`` ways at one step.
+        TooMany: there are more than ``MOST_WAYS`` ways at one step.
     """
     none: frozenset[int] = frozenset()
     made = {value: step for step in problem.steps for value in step.outs}
@@ -121,7 +121,7 @@ def _merged(found: Iterable[tuple[_State, list[_Label]]]) -> dict[_State, list[_
     for state, labels in found:
         ways[state] = ways[state] + labels if state in ways else labels
     ways = {state: _best(labels) for state, labels in ways.items()}
-    if sum(map(len, ways.values())) > MOST_LABELS:
+    if sum(map(len, ways.values())) > MOST_WAYS:
         raise TooMany
     return ways
 

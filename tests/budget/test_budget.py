@@ -1,0 +1,436 @@
+"""A budget as a policy: the choice is the best there is, and what it predicts is what happens."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.nn import functional as F
+
+import remat
+from benchmarks.measure import PeakMemory, count_flops, count_ops, held_bytes
+from remat import checkpoint_name, policies
+from remat._core.known import Known
+from remat._function import call
+from remat._region.options import Options
+from remat._selective import choices
+from remat._selective.hull import hull
+from remat._selective.tradeoff import Choice, Problem, best_of, pareto
+
+torch.manual_seed(0)
+X = torch.randn(2, 8, 16)
+W = torch.randn(16, 16) / 4
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+def chain(x: Tensor) -> Tensor:
+    return ((x @ W).tanh() @ W).sin().exp()
+
+
+def shared(x: Tensor) -> Tensor:
+    h = x.sin()
+    return (h.exp() * h.cos() + h[..., :4].mean()).tanh() * h
+
+
+def noisy(x: Tensor) -> Tensor:
+    return F.dropout(F.dropout(x.sin(), 0.3) @ W, 0.3).tanh()
+
+
+def several(x: Tensor) -> Tensor:
+    values, index = (x @ W).max(-1)
+    first, second = x.exp().split(8, -1)
+    return (first * second).sum() + (values.sin() * index).sum()
+
+
+def in_place(x: Tensor) -> Tensor:
+    h = (x @ W).sin()
+    h.mul_(2).add_(x)
+    return h.exp() * torch.zeros_like(h).add_(1)
+
+
+def normed(x: Tensor) -> Tensor:
+    return F.layer_norm(F.batch_norm(x.transpose(1, 2), None, None, training=True).relu(), (8,)).sin()
+
+
+def without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = (x @ W).abs().amax()
+    return (x / scale).softmax(-1) @ W.tanh()
+
+
+SMALL = [chain, shared, noisy, several, in_place, without_grad]
+
+
+def solved(fn: Callable, cost: Any = "roofline") -> tuple[Problem, Callable[[Choice], Choice], list[Choice]]:
+    """What there is to choose from, what a choice comes to, and the options that are found."""
+    found: list[Any] = []
+
+    class Seen(choices.Choices):
+        def _problem(self, program: Any, roots: Any, results: Any, lazy: bool) -> Problem:
+            problem = super()._problem(program, roots, results, lazy)
+            found.append((problem, lambda choice: choices._as_planned(choice, program, problem, self.flops, lazy)))
+            return problem
+
+    known, policy = Known(), policies.budget(0, cost=cost)
+    x = X.clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("remat._selective.recording.Choices", Seen)
+        call(fn, Options(policy=policy), known, (x,), {})
+    return *found[0], known.choices[policy][0][0].options
+
+
+@pytest.mark.parametrize(
+    "cost", ["roofline", "flops", lambda op, args, kwargs, result: len(str(op))], ids=["roofline", "flops", "own"]
+)
+@pytest.mark.parametrize("fn", SMALL, ids=lambda fn: fn.__name__)
+def test_no_choice_is_better(fn: Callable, cost: Any) -> None:
+    """Against all subsets of the steps."""
+    problem, planned, options = solved(fn, cost)
+    steps = [step.number for step in problem.steps if any(value in problem.keepable for value in step.outs)]
+    assert len(steps) <= 12
+    subsets = itertools.chain.from_iterable(itertools.combinations(steps, n) for n in range(len(steps) + 1))
+    best = best_of(planned(Choice(0, 0.0, frozenset(subset))) for subset in subsets)
+    assert [(c.nbytes, pytest.approx(c.cost)) for c in best] == [(c.nbytes, c.cost) for c in options]
+
+
+@pytest.mark.parametrize("fn", [*SMALL, normed], ids=lambda fn: fn.__name__)
+def test_predictions_of_the_search_are_those_of_the_plans(fn: Callable) -> None:
+    problem, planned, _ = solved(fn)
+    for choice in pareto(problem):
+        exact = planned(choice)
+        assert (choice.nbytes, pytest.approx(choice.cost)) == (exact.nbytes, exact.cost)
+
+
+@pytest.mark.parametrize("fn", [*SMALL, normed], ids=lambda fn: fn.__name__)
+def test_corners_of_the_hull(fn: Callable) -> None:
+    """What a minimum cut finds is among the best choices, with the cheapest and the one that keeps nothing."""
+    problem, planned, options = solved(fn)
+    corners = best_of(map(planned, hull(problem)))
+    least = {each.nbytes: each.cost for each in options}
+    assert corners[0].nbytes == 0 and corners[-1].cost == pytest.approx(options[-1].cost)
+    for corner in corners[:-1]:
+        assert corner.cost >= min(cost for nbytes, cost in least.items() if nbytes <= corner.nbytes) - 1e-9
+
+
+def test_long_programs_have_corners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remat._selective.tradeoff.MOST_WAYS", 4)
+    curve = remat.pareto(shared, X)
+    assert not curve.is_exact and "convex hull" in str(curve)
+    assert curve.points[0].nbytes == 0 and curve.points[-1].cost == 0
+
+
+# --- what is predicted happens ----------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 64, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(8, 8, 3, padding=1), nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.second(F.relu(self.norm(self.first(x)))))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
+BLOCKS = {"encoder": Encoder, "encoder with dropout": lambda: Encoder(0.1), "conv": Residual, "chain": Chain}
+
+
+def by_autograd(fn: Callable, at_end: Callable[[], Any]) -> Any:
+    x = X.clone().requires_grad_()
+    value = fn(x)
+    at_end()
+    return torch.autograd.grad(value.square().sum(), x)
+
+
+def by_grad(fn: Callable, at_end: Callable[[], Any]) -> Any:
+    def loss(x: Tensor) -> Tensor:
+        value = fn(x)
+        at_end()
+        return value.square().sum()
+
+    return grad(loss)(X)
+
+
+def per_sample(fn: Callable, at_end: Callable[[], Any]) -> Any:
+    def loss(x: Tensor) -> Tensor:
+        value = fn(x[None])
+        at_end()
+        return value.square().sum()
+
+    return vmap(grad(loss), randomness="different")(X)
+
+
+@pytest.mark.parametrize("transform", [by_autograd, by_grad, per_sample])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bytes_and_flops_are_as_predicted(name: str, transform: Callable) -> None:
+    module = BLOCKS[name]().requires_grad_(False)
+    plain = lambda x: module(x)
+    forward = lambda fn: lambda: transform(fn, lambda: None)
+    torch.manual_seed(1)
+    expected, without = forward(plain)(), count_flops(forward(plain))
+    for amount in (0, 0.2, 0.5, 0.8, 1.0):
+        policy = policies.budget(amount, cost="flops")
+        fn = remat.remat(plain, policy=policy)
+        held = held_at_end(fn, transform)
+        known = fn._known.choices[policy]
+        tradeoff, choice = known[-1]  # under torch.func a first run with random numbers is started again
+        assert choice.nbytes <= policy.nbytes(tradeoff.whole)
+        assert held == held_at_end(remat.remat(plain), transform)  # the first time nothing is kept
+        assert held_at_end(fn, transform) == held + choice.nbytes
+        assert count_flops(forward(fn)) == without + choice.flops
+        torch.manual_seed(1)
+        torch.testing.assert_close(forward(fn)(), expected, rtol=1e-6, atol=1e-6)
+
+
+def held_at_end(fn: Callable, transform: Callable) -> int:
+    """What is alive when the forward has ended."""
+    alive = []
+    with PeakMemory() as memory:
+        transform(fn, lambda: alive.append(memory.live))
+    return alive[0]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_no_preset_is_better(name: str) -> None:
+    """At the bytes of a preset never more FLOPs are recomputed."""
+    module = BLOCKS[name]().requires_grad_(False)
+    curve = remat.pareto(module, X.clone().requires_grad_(), cost="flops")
+    nothing = held_at_end(remat.remat(lambda x: module(x)), by_autograd)
+    without = count_flops(lambda: by_autograd(module, lambda: None))
+    for preset in (policies.save_matmuls, policies.save_matmuls_without_batch_dims, policies.save_attention):
+        fn = remat.remat(lambda x: module(x), policy=preset)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            flops = count_flops(lambda: by_autograd(fn, lambda: None)) - without
+            kept = held_at_end(fn, by_autograd) - nothing
+        assert min(point.flops for point in curve.points if point.nbytes <= kept) <= flops
+
+
+def test_costs() -> None:
+    fn = lambda x: (x @ W).sin()
+    x = X.clone().requires_grad_()
+    assert remat.pareto(fn, x, cost="flops").points[0].cost == 2 * 2 * 8 * 16 * 16
+    measured = remat.pareto(fn, x, cost="time").points
+    assert measured[0].cost > 0 == measured[-1].cost
+    names = []
+    custom = remat.pareto(fn, x, cost=lambda op, args, kwargs, result: names.append(str(op)) or 1).points
+    assert custom[0].cost == 1 and len(names) == 2
+
+
+def test_results_and_inputs_are_not_counted() -> None:
+    curve = remat.pareto(lambda x: x.exp(), X.clone().requires_grad_())
+    assert [(point.nbytes, point.cost) for point in curve.points] == [(0, 0)]
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_program_has_its_own_choice() -> None:
+    """Nothing is kept the first time; another size is another program."""
+    fn = remat.remat(chain, policy=policies.budget(1.0, cost="flops"))
+    products = lambda x: count_ops(lambda: torch.autograd.grad(fn(x).sum(), x))["aten.mm"]
+    small, large = (torch.randn(n, 16, requires_grad=True) for n in (4, 8))
+    assert [products(x) for x in (small, small, large, small, large)] == [6, 4, 6, 4, 4]
+
+
+def test_a_program_that_leaves_the_known_one() -> None:
+    """Of which some is kept by then."""
+    turn = [0]
+
+    def fn(x: Tensor) -> Tensor:
+        h = (x @ W).tanh()
+        return (h @ W).sin() if turn[0] else (h @ W).cos().exp()
+
+    region = remat.remat(fn, policy=policies.budget(1.0))
+    for turn[0] in (0, 1, 0, 1, 1, 0):
+        x = X.clone().requires_grad_()
+        expected = torch.autograd.grad(fn(x).sum(), x)[0]
+        assert torch.equal(torch.autograd.grad(region(x).sum(), x)[0], expected)
+    assert len(region._known.choices) == 1
+    assert len(next(iter(region._known.choices.values()))) == 2
+
+
+def test_a_curve_gives_policies() -> None:
+    curve = remat.pareto(chain, X.clone().requires_grad_(), cost="flops")
+    policy = pickle.loads(pickle.dumps(curve.at(0.5)))
+    assert policy == curve.at(0.5) and hash(policy) == hash(curve.at(0.5))
+    fn, x = remat.remat(chain, policy=policy), X.clone().requires_grad_()
+    best = [point for point in curve.points if point.nbytes <= policy.amount][-1]
+    assert held_bytes(lambda: fn(x)) == held_bytes(lambda: remat.remat(chain)(x)) + best.nbytes  # also the first time
+    assert curve.points[1].kept[0].startswith("aten.tanh.default at ") and curve.points[1].kept[0].endswith("(chain)")
+
+
+def test_a_policy_for_another_program_warns_once() -> None:
+    policy = remat.pareto(chain, X.clone().requires_grad_(), cost="flops").at(1.0)
+    fn = remat.remat(lambda x: (x @ W).sin().exp(), policy=policy)
+    x = X.clone().requires_grad_()
+    with pytest.warns(UserWarning, match="was made for another program than the one that runs here"):
+        fn(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert count_ops(lambda: fn(x).sum().backward())["aten.mm"] == 2  # chosen anew
+
+
+def test_regions_inside_are_a_part_of_it() -> None:
+    inner = remat.remat(lambda x: (x @ W).tanh())
+    fn = remat.remat(lambda x: inner(inner(x)).sin(), policy=policies.budget(1.0))
+    x = X.clone().requires_grad_()
+    for expected in (6, 4):
+        assert count_ops(lambda: torch.autograd.grad(fn(x).sum(), x))["aten.mm"] == expected
+
+
+def test_a_policy_around_decides() -> None:
+    inner = remat.remat(lambda x: checkpoint_name((x @ W).tanh(), "h") @ W, policy=policies.budget(1.0))
+    fn = remat.remat(lambda x: inner(x).sin(), policy=policies.save_only_these_names("h"))
+    x = X.clone().requires_grad_()
+    for _ in range(2):
+        assert torch.equal(
+            torch.autograd.grad(fn(x).sum(), x)[0],
+            torch.autograd.grad((((x @ W).tanh() @ W).sin()).sum(), x)[0],
+        )
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: policies.budget(-1), "must not be negative, got -1"),
+        (lambda: policies.budget(2.0), "a part, more than 0 and at most 1; got 2.0"),
+        (lambda: policies.budget("many"), "is a number and a unit"),
+        (lambda: policies.budget(None), "must be a number of bytes"),
+        (lambda: policies.budget(1, cost="money"), "The cost of a budget is one of 'roofline', 'flops', 'time'"),
+        (lambda: policies.budget(1) | policies.save_matmuls, "can't be a part of another policy"),
+        (lambda: policies.save_matmuls & policies.budget(1), "can't be a part of another policy"),
+        (lambda: policies.offload(policies.budget(1)), "can't be a part of another policy"),
+        (lambda: ~policies.budget(1), "can't be a part of another policy"),
+    ],
+)
+def test_errors(wrong: Callable, message: str) -> None:
+    with pytest.raises(remat.PolicyError, match=message):
+        wrong()
+
+
+def test_nothing_to_choose_from() -> None:
+    with pytest.raises(remat.RematError, match="There is nothing to choose"):
+        remat.pareto(lambda x: x * 2, torch.arange(3))
+
+
+def test_texts() -> None:
+    assert repr(policies.budget("64MiB", cost="flops")) == "policies.budget('64MiB', cost='flops')"
+    assert policies.budget("1KiB").nbytes(0) == 1024 and policies.budget("1.5kB").nbytes(0) == 1500
+    assert policies.budget(0.5).nbytes(100) == 50
+    svg = remat.pareto(chain, X.clone().requires_grad_()).to_svg()
+    assert svg.startswith("<svg") and "bytes kept" in svg
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def make(count: int = 6, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(16, 2, 64, dropout, batch_first=True) for _ in range(count)]
+    return nn.Sequential(*layers, nn.Linear(16, 3))
+
+
+LAYER = nn.TransformerEncoderLayer
+BATCH = torch.randn(4, 32, 16)
+
+
+def step(model: nn.Module) -> tuple[Any, int]:
+    """The gradients of a step, and its peak."""
+    model.zero_grad()
+    with PeakMemory() as memory:
+        model(BATCH).square().mean().backward()
+    return [p.grad for p in model.parameters()], memory.peak
+
+
+def squared(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("part", [0.8, 0.5, 0.35])
+def test_the_peak_keeps_to_the_budget(part: float, dropout: float) -> None:
+    model = make(dropout=dropout)
+    torch.manual_seed(1)
+    expected, plain = step(model)
+    result = remat.nn.budget(model, LAYER, part, BATCH, loss=squared)
+    torch.manual_seed(1)
+    gradients, peak = step(model)
+    assert all(map(torch.equal, gradients, expected))
+    assert result.without == pytest.approx(plain, rel=0.01) and result.amount == int(part * result.without)
+    assert peak <= result.amount and peak == pytest.approx(result.peak, rel=0.02)
+    assert result.peak > 0.85 * result.amount  # nor is much of it left
+    assert [block.name for block in result.blocks] == [str(i) for i in range(6)]
+    assert str(result).count("\n") == 7
+
+
+def test_late_blocks_may_keep_more() -> None:
+    model = make(8)
+    result = remat.nn.budget(model, LAYER, 0.35, BATCH, loss=squared, cost="flops")
+    flops = [block.flops for block in result.blocks]
+    uniform = remat.pareto(model[0], BATCH.clone().requires_grad_(), cost="flops")
+    kept = max(p.nbytes for p in uniform.points if sum_of_peak(make(8), uniform.at(p.nbytes)) <= result.amount)
+    one_for_all = 8 * min(p.flops for p in uniform.points if p.nbytes <= kept)
+    assert flops[-1] <= flops[0] and sum(flops) <= one_for_all
+
+
+def sum_of_peak(model: nn.Module, policy: Any) -> int:
+    return step(remat.nn.apply(model, LAYER, policy=policy))[1]
+
+
+def test_it_leaves_everything_as_it_was() -> None:
+    model = make(2, dropout=0.1)
+    model[0].self_attn.in_proj_weight.grad = torch.ones(48, 16)
+    state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(
+        remat.RematError, match=r"takes .* at least, where the blocks keep nothing, and the budget is 1 B"
+    ):
+        remat.nn.budget(model, LAYER, 1, BATCH, loss=squared)
+    assert [type(module) for module in model.modules()] == classes
+    remat.nn.budget(model, LAYER, 0.9, BATCH, loss=squared)
+    remat.nn.undo(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(model[0].self_attn.in_proj_weight.grad, torch.ones(48, 16))
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+    assert model[1].linear1.weight.grad is None
+
+
+def test_a_block_that_is_called_twice() -> None:
+    block = LAYER(16, 2, 64, 0.0, batch_first=True)
+    model = nn.Sequential(block, nn.Linear(16, 16), block)
+    expected, _ = step(model)
+    result = remat.nn.budget(model, LAYER, 0.7, BATCH, loss=squared)
+    gradients, peak = step(model)
+    assert peak <= result.amount and all(map(torch.equal, gradients, expected))
