@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from .._core import private, trees
 from .._core.amounts import as_bytes
@@ -100,7 +103,8 @@ def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
     """How many carries may be kept beyond the first one."""
     if checkpoints is None:
         return count.bit_length()
-    if isinstance(checkpoints, int) and not isinstance(checkpoints, bool):
+    if not isinstance(checkpoints, (bool, torch.Tensor)) and hasattr(checkpoints, "__index__"):
+        checkpoints = index(checkpoints)
         if checkpoints < 0:
             raise ValueError(f"checkpoints must not be negative, got {checkpoints}.")
         return min(checkpoints, count)
@@ -155,7 +159,8 @@ def _split(xs: Any, sizes: list[int]) -> list[Any]:
     if xs is None:
         return [None] * len(sizes)
     leaves, spec = trees.flatten(xs)
-    return [trees.unflatten(spec, part) for part in zip(*(leaf.split(sizes) for leaf in leaves))]
+    parts = [leaf.split(sizes) for leaf in leaves]
+    return [trees.unflatten(spec, [part[i] for part in parts]) for i in range(len(sizes))]
 
 
 def _entry(xs: Any) -> Any:

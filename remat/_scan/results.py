@@ -18,25 +18,30 @@ from .checks import Trees
 class Results:
     """The result of a loop while it runs."""
 
-    __slots__ = ("_buffers", "_count", "_is_open", "_kinds", "_writes")
+    __slots__ = ("_buffers", "_count", "_is_none", "_is_open", "_kinds", "_writes")
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._writes = not (private.transforms_active() or private.dual_level_active())
         self._is_open = True  # recomputes don't write
+        self._is_none = False  # steps return None for it
         self._kinds: Trees | None = None
         self._buffers: list[torch.Tensor] = []
 
     def add(self, number: int, y: Any) -> list[Any]:
         """The ``y`` of a step: what the regions around return for its leaves."""
         if y is None and self._kinds is None:
+            self._is_none = True
             return []
+        if self._is_none:
+            raise ValueError(f"Step {number} changes y from None to a {type(y).__name__}. All must be the same.")
         if self._kinds is None:
             self._kinds = Trees(y, "y")
+            self._writes &= all(leaf.layout is torch.strided for leaf in trees.flatten(y)[0])
         leaves = self._kinds.checked(y, number)
         if not self._writes:
             return leaves
-        with torch.no_grad(), unseen():
+        with torch.no_grad():  # the writes are seen: a recompute of a region around must not leave out what they read
             if self._is_open:
                 self._buffers = self._buffers or [leaf.new_empty((self._count, *leaf.shape)) for leaf in leaves]
                 for buffer, leaf in zip(self._buffers, leaves):

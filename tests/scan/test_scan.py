@@ -385,6 +385,43 @@ def test_under_a_policy_around() -> None:
         assert torch.equal(found[0], expected[0])
 
 
+@pytest.mark.parametrize("policy", [policies.save_matmuls, policies.everything_saveable])
+def test_results_in_a_region_that_leaves_out_steps(policy: Any) -> None:
+    """What computes a ``y`` is needed there, as it is written into the result."""
+
+    def fn(each: Loop) -> Callable:
+        step = lambda h, x: ((h @ W).sin(), h * 2)
+        return lambda h: (each(step, h.sin(), length=4)[1] ** 2).sum()
+
+    def twice(fn: Callable) -> Tensor:
+        return grad(lambda h: grad(fn)(h).sin().sum())(H)
+
+    expected = twice(fn(loop))
+    torch.testing.assert_close(twice(remat.remat(fn(scan_with(2)), policy=policy)), expected)
+
+
+@pytest.mark.parametrize("xs", [(), {}, [[], ()]])
+def test_inputs_without_tensors(xs: Any) -> None:
+    h = torch.ones(3, requires_grad=True)
+    last, ys = remat.scan(lambda h, x: (h.sin() if x == xs else h, h * 1), h, xs, 5, checkpoints=1)
+    assert torch.equal(last, h.sin().sin().sin().sin().sin()) and ys.shape == (5, 3)
+
+
+def test_numbers_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    last, _ = remat.scan(lambda h, x: (h + 1, None), torch.ones(3), None, numpy.int64(5), checkpoints=numpy.int32(2))
+    assert torch.equal(last, torch.full((3,), 6.0))
+
+
+def test_sparse_results() -> None:
+    def run(each: Loop) -> Any:
+        h = torch.tensor([0.0, 1.0, 2.0], requires_grad=True)
+        _, ys = each(lambda h, x: (h * 2, (h * h).to_sparse()), h, length=4)
+        return ys.to_dense(), *torch.autograd.grad(ys.to_dense().sin().sum(), h)
+
+    assert all(map(torch.equal, run(loop), run(scan_with(2))))
+
+
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
@@ -442,6 +479,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"Step 1 changes y from float32\[1\] to float32\[2\]",
     ),
+    "y after None": (
+        lambda: remat.scan(lambda h, x: (h + 1, h if h[0] > 1 else None), ONES, length=3),
+        ValueError,
+        "Step 1 changes y from None to a Tensor",
+    ),
     "a number": (
         lambda: remat.scan(lambda h, x: (h, None), (ONES, 3), length=2),
         TypeError,
@@ -458,6 +500,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "xs has 4 entries, and there are 5 steps",
     ),
     "no length": (lambda: remat.scan(lambda h, x: (h, None), ONES), ValueError, "The number of steps isn't known"),
+    "a length that is none": (
+        lambda: remat.scan(lambda h, x: (h, None), ONES, length=2.0),
+        TypeError,
+        "length must be an integer, got 2.0",
+    ),
     "no steps": (lambda: remat.scan(lambda h, x: (h, None), ONES, length=0), ValueError, "at least one step, got 0"),
     "no dimension": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, torch.tensor(1.0)),
