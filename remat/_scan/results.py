@@ -1,7 +1,8 @@
 """The ``y`` of all steps: each is written to its place in the result, and only its gradient goes through the regions.
 
 Regions return *tokens* in place of values: tensors of the same shape that take no memory, with the history of what they
-stand for. Under transforms, which have tensors of their own for each level, they return the values.
+stand for. They return the values under transforms, which have tensors of their own for each level, in a region with a
+policy, and where a ``y`` is sparse.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from .._core import private, trees
-from .._core.state import unseen
+from .._core.state import state, unseen
 from .checks import Trees
 
 
@@ -22,7 +23,8 @@ class Results:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._writes = not (private.transforms_active() or private.dual_level_active())
+        # A region around with a policy must see where the result comes from, or its recompute leaves that out.
+        self._writes = not (private.transforms_active() or private.dual_level_active() or state.policies)
         self._is_open = True  # recomputes don't write
         self._is_none = False  # steps return None for it
         self._kinds: Trees | None = None
@@ -41,7 +43,7 @@ class Results:
         leaves = self._kinds.checked(y, number)
         if not self._writes:
             return leaves
-        with torch.no_grad():  # the writes are seen: a recompute of a region around must not leave out what they read
+        with torch.no_grad(), unseen():
             if self._is_open:
                 self._buffers = self._buffers or [leaf.new_empty((self._count, *leaf.shape)) for leaf in leaves]
                 for buffer, leaf in zip(self._buffers, leaves):
