@@ -143,6 +143,8 @@ class Frame:
                 f"backward and then changed in place. This is an error without remat too, unless saved-tensor hooks "
                 f"keep a copy: use the out-of-place operation, or give the region a copy: `.clone()`."
             )
+        if self.open and self.read_inside:
+            return value
         if private.graph_task_keeps_graph() and (running := current_scope()) is not None:
             running.read(packed, self, state.reader)
         return value

@@ -118,7 +118,8 @@ def _tape_fits(region: Any) -> bool:
 
 def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     check_hooks_are_allowed()
-    saver = _saver(region, call.kept, region.root.consts, FirstRun(call.recorder, call.watch))
+    run = FirstRun(call.recorder, call.watch)
+    saver = _saver(region, call.kept, region.root.consts, run, region.root.options.read_inside)
     try:
         return saver.run(region.run, inputs)
     except RuntimeError as error:

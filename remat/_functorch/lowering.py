@@ -54,7 +54,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             shared.kept.roll_back()
             go_back(marks)
             with own_work():
-                drop_gradient_hooks(map(given_as, region.operands()), first_hook)
+                drop_gradient_hooks((*shared.operands, *map(given_as, region.operands())), first_hook)
             region.restart()
     finally:
         region.forget()

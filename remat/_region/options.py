@@ -28,6 +28,7 @@ class Options:
     policy: Policy | None = None
     contexts: Contexts | None = None  # the user's own, around the runs of one region
     offload_inputs: bool = False  # to host memory, in plain autograd
+    read_inside: bool = False  # slots keep their values as long as the region runs, for backward passes inside of it
     told: Told = field(default_factory=Told, compare=False, repr=False)
     override: dict[str, Any] | None = field(default=None, compare=False, repr=False)  # what the call was under
 

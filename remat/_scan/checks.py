@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -81,8 +82,8 @@ def checked_length(xs: Any, length: Any) -> int:
         TypeError: ``length`` is no int, or a leaf of ``xs`` no tensor.
         ValueError: it isn't known, is not that of all of ``xs``, or is 0.
     """
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
-        raise TypeError(f"length must be an integer, got {length!r}.")
+    if length is not None:
+        length = _integer(length)
     leaves, spec = ([], None) if xs is None else trees.flatten(xs)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
@@ -101,6 +102,13 @@ def checked_length(xs: Any, length: Any) -> int:
     if length < 1:
         raise ValueError(f"A loop has at least one step, got {length}: with none it isn't known what `y` is.")
     return length
+
+
+def _integer(length: Any) -> int:
+    """It may be NumPy's, too."""
+    if not isinstance(length, (bool, torch.Tensor)) and hasattr(length, "__index__"):
+        return index(length)
+    raise TypeError(f"length must be an integer, got {length!r}.")
 
 
 def _name(spec: Any, i: int) -> str:

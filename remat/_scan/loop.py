@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from .._core import private, trees
 from .._core.amounts import as_bytes
 from .._core.known import known_of
+from .._core.state import state
 from .._function import call
 from .._region.options import Options, checked_options
 from .checks import Trees, checked_length, checked_pair
@@ -86,11 +91,11 @@ def scan(
     """
     if not callable(step):
         raise TypeError(f"step must be a function of a carry and an x, got {step!r}.")
-    options = checked_options(policy)
+    options = replace(checked_options(policy), read_inside=True)  # a step may differentiate, at the end of many regions
     count = checked_length(xs, length)
     kinds = Trees(carry, "carry")
     spare = _spare(checkpoints, count, kinds)
-    _check_depth(count, spare)
+    _check_depth(count, spare, options)
     loop = Loop(options, kinds, Results(count))
     last, tokens = _in_regions(step, loop, segments(count + 1, spare), 0, carry, xs)
     return last, loop.results.close(tokens)
@@ -100,7 +105,8 @@ def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
     """How many carries may be kept beyond the first one."""
     if checkpoints is None:
         return count.bit_length()
-    if isinstance(checkpoints, int) and not isinstance(checkpoints, bool):
+    if not isinstance(checkpoints, (bool, torch.Tensor)) and hasattr(checkpoints, "__index__"):
+        checkpoints = index(checkpoints)
         if checkpoints < 0:
             raise ValueError(f"checkpoints must not be negative, got {checkpoints}.")
         return min(checkpoints, count)
@@ -108,9 +114,10 @@ def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
     return min(as_bytes(checkpoints, nbytes * count, "checkpoints") // nbytes, count)
 
 
-def _check_depth(count: int, spare: int) -> None:
-    """Each region in another one takes some frames of Python, more of them where transforms are around."""
-    most = (sys.getrecursionlimit() - 200) // (30 if private.transforms_active() else 10)
+def _check_depth(count: int, spare: int, options: Options) -> None:
+    """Each region in another one takes some frames of Python, more of them where modes or transforms are around."""
+    has_modes = options.policy is not None or state.policies or state.override
+    most = (sys.getrecursionlimit() - 200) // (30 if private.transforms_active() else 20 if has_modes else 10)
     if depth(count + 1, spare) > most:
         least = next(k for k in range(spare, count + 1) if depth(count + 1, k) <= most)
         raise ValueError(
@@ -155,7 +162,8 @@ def _split(xs: Any, sizes: list[int]) -> list[Any]:
     if xs is None:
         return [None] * len(sizes)
     leaves, spec = trees.flatten(xs)
-    return [trees.unflatten(spec, part) for part in zip(*(leaf.split(sizes) for leaf in leaves))]
+    parts = [leaf.split(sizes) for leaf in leaves]
+    return [trees.unflatten(spec, [part[i] for part in parts]) for i in range(len(sizes))]
 
 
 def _entry(xs: Any) -> Any:

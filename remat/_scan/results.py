@@ -1,7 +1,8 @@
 """The ``y`` of all steps: each is written to its place in the result, and only its gradient goes through the regions.
 
 Regions return *tokens* in place of values: tensors of the same shape that take no memory, with the history of what they
-stand for. Under transforms, which have tensors of their own for each level, they return the values.
+stand for. They return the values under transforms, which have tensors of their own for each level, in a region with a
+policy, and where a ``y`` is sparse.
 """
 
 from __future__ import annotations
@@ -11,28 +12,34 @@ from typing import Any
 import torch
 
 from .._core import private, trees
-from .._core.state import unseen
+from .._core.state import state, unseen
 from .checks import Trees
 
 
 class Results:
     """The result of a loop while it runs."""
 
-    __slots__ = ("_buffers", "_count", "_is_open", "_kinds", "_writes")
+    __slots__ = ("_buffers", "_count", "_is_none", "_is_open", "_kinds", "_writes")
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._writes = not (private.transforms_active() or private.dual_level_active())
+        # A region around with a policy must see where the result comes from, or its recompute leaves that out.
+        self._writes = not (private.transforms_active() or private.dual_level_active() or state.policies)
         self._is_open = True  # recomputes don't write
+        self._is_none = False  # steps return None for it
         self._kinds: Trees | None = None
         self._buffers: list[torch.Tensor] = []
 
     def add(self, number: int, y: Any) -> list[Any]:
         """The ``y`` of a step: what the regions around return for its leaves."""
         if y is None and self._kinds is None:
+            self._is_none = True
             return []
+        if self._is_none:
+            raise ValueError(f"Step {number} changes y from None to a {type(y).__name__}. All must be the same.")
         if self._kinds is None:
             self._kinds = Trees(y, "y")
+            self._writes &= all(leaf.layout is torch.strided for leaf in trees.flatten(y)[0])
         leaves = self._kinds.checked(y, number)
         if not self._writes:
             return leaves

@@ -353,3 +353,19 @@ def test_what_only_levels_below_differentiate() -> None:
         return out, torch.autograd.grad(out.sum(), w)
 
     assert_same(run(remat), run(plain), exact=False)
+
+
+def test_a_first_run_that_is_given_up_in_a_region_leaves_no_hook() -> None:
+    """Nothing is known of these functions yet, so the inner region is started again, below its level."""
+
+    def scaled(x: Tensor) -> Tensor:
+        if x.requires_grad:  # at the level of ``grad`` it does not
+            x.register_hook(lambda g: g * g.sum())
+        return x * 3
+
+    def run(wrap: Wrap) -> Tensor:
+        fn = wrap(lambda x: wrap(scaled)(x * 2) * 5)
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(grad(lambda y: (fn(x) * y).sum())(x).sum(), x)[0]
+
+    assert_same(run(remat), run(plain))

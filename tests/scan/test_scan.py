@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from math import comb
@@ -285,7 +287,7 @@ def test_what_a_policy_keeps_is_not_computed_again(transform: str) -> None:
         torch.testing.assert_close(tree_leaves(gradient_by(transform, run, step)()), expected)
         products[policy] = count_ops(gradient_by(transform, run, step))["aten.mm"]
         peak = peak_bytes(gradient_by(transform, run, step))
-        assert peak <= (4 + 10 + (64 if policy else 0)) * UNIT
+        assert peak <= (4 + 11 + (64 if policy else 0)) * UNIT
     assert products == {None: 2 * 64 + recomputed(64, 4), policies.save_matmuls: 2 * 64}
 
 
@@ -305,6 +307,34 @@ def test_an_inner_training_loop() -> None:
         return values, *torch.autograd.grad(last.sum() + values.sum(), (w, rate))
 
     torch.testing.assert_close(run(scan_with(2)), run(loop), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("transform", ["autograd", "func.grad"])
+def test_a_backward_in_a_step_recomputes_nothing(transform: str) -> None:
+    """A step runs at the end of a region, in which it would have all steps before it computed again."""
+    steps = [0]
+
+    def step(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        steps[0] += 1
+        value = ((x @ w).tanh() ** 2).sum()
+        first, second = (torch.autograd.grad(value, w, create_graph=True)[0] for _ in range(2))
+        (third,) = torch.autograd.grad(first.sin().sum(), w, create_graph=True)
+        return w - 0.1 * first - 0.01 * second - 0.001 * third, value
+
+    def loss(each: Loop) -> Callable:
+        return lambda w: sum(t.sum() for t in each(step, w, XS[:12]))
+
+    def run(each: Loop) -> Tensor:
+        if transform == "func.grad":
+            return grad(loss(each))(W)
+        w = W.clone().requires_grad_()
+        return torch.autograd.grad(loss(each)(w), w)[0]
+
+    expected = run(loop)
+    for checkpoints in (1, 3):
+        steps[0] = 0
+        torch.testing.assert_close(run(scan_with(checkpoints)), expected, rtol=1e-12, atol=1e-12)
+        assert steps[0] == 12 + recomputed(12, checkpoints)
 
 
 @dataclass
@@ -385,6 +415,61 @@ def test_under_a_policy_around() -> None:
         assert torch.equal(found[0], expected[0])
 
 
+@pytest.mark.parametrize("policy", [policies.save_matmuls, policies.everything_saveable])
+def test_results_in_a_region_that_leaves_out_steps(policy: Any) -> None:
+    """What computes a ``y`` is needed there, as it is written into the result."""
+
+    def fn(each: Loop) -> Callable:
+        step = lambda h, x: ((h @ W).sin(), h * 2)
+        return lambda h: (each(step, h.sin(), length=4)[1] ** 2).sum()
+
+    def twice(fn: Callable) -> Tensor:
+        return grad(lambda h: grad(fn)(h).sin().sum())(H)
+
+    expected = twice(fn(loop))
+    torch.testing.assert_close(twice(remat.remat(fn(scan_with(2)), policy=policy)), expected)
+
+
+def test_both_runs_have_the_same_operations() -> None:
+    h = torch.ones(3, requires_grad=True)
+    with remat.override(debug=True, determinism_check="values"):
+        _, ys = remat.scan(lambda h, x: (h.sin(), h * 2), h, length=6, checkpoints=1)
+    ys.sum().backward()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_deepest_nest_under_a_mode(debug: bool) -> None:
+    h = torch.ones(3, 3, requires_grad=True)
+    run = scan_with(0, policy=None if debug else policies.save_matmuls)
+    with remat.override(debug=True) if debug else nullcontext():
+        with pytest.raises(ValueError, match="more than Python's recursion limit allows"):
+            run(lambda h, x: (h.sin(), None), h, length=79)
+        last, _ = run(lambda h, x: ((h @ torch.eye(3)).sin(), None), h, length=(sys.getrecursionlimit() - 200) // 20)
+    last.sum().backward()
+
+
+@pytest.mark.parametrize("xs", [(), {}, [[], ()]])
+def test_inputs_without_tensors(xs: Any) -> None:
+    h = torch.ones(3, requires_grad=True)
+    last, ys = remat.scan(lambda h, x: (h.sin() if x == xs else h, h * 1), h, xs, 5, checkpoints=1)
+    assert torch.equal(last, h.sin().sin().sin().sin().sin()) and ys.shape == (5, 3)
+
+
+def test_numbers_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    last, _ = remat.scan(lambda h, x: (h + 1, None), torch.ones(3), None, numpy.int64(5), checkpoints=numpy.int32(2))
+    assert torch.equal(last, torch.full((3,), 6.0))
+
+
+def test_sparse_results() -> None:
+    def run(each: Loop) -> Any:
+        h = torch.tensor([0.0, 1.0, 2.0], requires_grad=True)
+        _, ys = each(lambda h, x: (h * 2, (h * h).to_sparse()), h, length=4)
+        return ys.to_dense(), *torch.autograd.grad(ys.to_dense().sin().sum(), h)
+
+    assert all(map(torch.equal, run(loop), run(scan_with(2))))
+
+
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
@@ -442,6 +527,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"Step 1 changes y from float32\[1\] to float32\[2\]",
     ),
+    "y after None": (
+        lambda: remat.scan(lambda h, x: (h + 1, h if h[0] > 1 else None), ONES, length=3),
+        ValueError,
+        "Step 1 changes y from None to a Tensor",
+    ),
     "a number": (
         lambda: remat.scan(lambda h, x: (h, None), (ONES, 3), length=2),
         TypeError,
@@ -458,6 +548,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "xs has 4 entries, and there are 5 steps",
     ),
     "no length": (lambda: remat.scan(lambda h, x: (h, None), ONES), ValueError, "The number of steps isn't known"),
+    "a length that is none": (
+        lambda: remat.scan(lambda h, x: (h, None), ONES, length=2.0),
+        TypeError,
+        "length must be an integer, got 2.0",
+    ),
     "no steps": (lambda: remat.scan(lambda h, x: (h, None), ONES, length=0), ValueError, "at least one step, got 0"),
     "no dimension": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, torch.tensor(1.0)),
