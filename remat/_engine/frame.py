@@ -30,7 +30,7 @@ from .._region.turns import turn
 from ..errors import MutationError, RecomputeMismatchError
 from .operation_log import OpLog
 from .recompute import Filler
-from .slots import SERVED, Slot, gone
+from .slots import Slot, reference
 
 
 class Frame:
@@ -39,7 +39,7 @@ class Frame:
     __slots__ = (
         "__weakref__", "alone", "check", "consts", "inside", "lock", "log", "look", "lowerings", "mixed",
         "modes", "noted", "one_output", "open", "operands", "options", "outer", "policies", "policy",
-        "read_inside", "record", "refs", "region", "slots", "streams", "unfilled",
+        "read_inside", "record", "refs", "region", "slots", "stopped", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -57,7 +57,7 @@ class Frame:
         self.options = options = region.root.options
         self.outer = outer  # the hooks around the region, which have been given these tensors
         self.read_inside = read_inside  # a backward pass inside reads the slots: they keep their values until its end
-        self.slots: list[Any] = []  # one for each tensor that the region has saved, or ``SERVED``
+        self.slots: list[Slot | None] = []  # one for each tensor that the region has saved, None where it needs none
         self.refs: list[Callable[[], Any]] = []  # to the first of them, once these live as long as autograd's nodes
         self.alone = False  # the values that are there belong to a pass that reads each once
         self.check = options.determinism_check
@@ -68,7 +68,7 @@ class Frame:
         self.inside = False  # a backward pass ran inside the region's forward
         self.streams = current_streams()
         self.mixed = False  # a recompute has used other streams too
-        self.unfilled: Callable[[], Any] = gone  # the slot that the operation which the recompute ended at may fill
+        self.stopped = False  # the last recompute stopped when the slots had their tensors
         self.modes = modes_that_see() > 0
         self.log = OpLog() if options.debug else None
         self.policies = state.policies
@@ -132,8 +132,8 @@ class Frame:
             group.take(packed)
         if value is None:
             value = self._as_reader(self._filled, packed)
-        if packed is self.unfilled() and private.fills_what_it_saves():
-            self.unfilled, packed.value = gone, None
+        if self.stopped and private.fills_what_it_saves():
+            packed.value = None
             value = self._as_reader(self._filled, packed, True)
         if self.mixed:
             taken(value, self.streams)
@@ -162,7 +162,7 @@ class Frame:
         finally:
             state.reader = reader
 
-    def _filled(self, wanted: Slot, fill: bool = False) -> torch.Tensor:
+    def _filled(self, wanted: Slot, to_the_end: bool = False) -> torch.Tensor:
         """Run the region again. Outside of a backward pass only the wanted slot gets its value, for the moment."""
         with turn(), self.lock:
             value = wanted.value
@@ -172,11 +172,11 @@ class Frame:
             self._release()
             alive = [ref() for ref in self.refs]
             if running is None:
-                alive = [slot if slot is wanted else SERVED for slot in alive]
+                alive = [slot if slot is wanted else None for slot in alive]
             elif self.policy is not None:
-                alive = [SERVED if slot and slot.residual else slot for slot in alive]
+                alive = [None if slot and slot.residual else slot for slot in alive]
             self.alone = running is not None and not private.graph_task_keeps_graph() and current_group() is None
-            filler = Filler(self, alive, fill, self.alone and self._is_last())
+            filler = Filler(self, alive, to_the_end, self.alone and self._is_last())
             try:
                 filler.run()
                 value = wanted.value
@@ -190,7 +190,7 @@ class Frame:
                 filler.let_go()
             self.alone &= not self.mixed
             if value is None:
-                return self._filled(wanted, fill)  # another thread has let go of it meanwhile
+                return self._filled(wanted, to_the_end)  # another thread has let go of it meanwhile
             if running is None:
                 wanted.value = None
             else:
@@ -211,7 +211,7 @@ class Frame:
 
     def _release(self) -> None:
         """From now on a slot lives as long as a node of autograd needs it."""
-        self.refs += map(weakref.ref, self.slots)
+        self.refs += map(reference, self.slots)
         self.slots.clear()
 
     def clear(self) -> None:

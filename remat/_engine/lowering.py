@@ -25,16 +25,16 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
     Raises:
         RuntimeError: also if it refuses to run under saved-tensor hooks. It has left nothing changed then.
     """
-    given, tensors = take_apart(args, kwargs)
+    arguments, tensors = take_apart(args, kwargs)
     if state.interceptors:  # an argument may be a tensor that a region around has captured, and gets as another one
         found = list(map(state.interceptors[-1].resolve, tensors))
         if not all(map(is_, found, tensors)):
-            args, kwargs = given.filled(found)
-            given, tensors = take_apart(args, kwargs)
+            args, kwargs = arguments.filled(found)
+            arguments, tensors = take_apart(args, kwargs)
     around = Around()
-    operands = Guards(tensors, given.name, known.changing)
-    around.take(operands, given.uses)
-    region = Region(fn, given, tensors, options, known, around)
+    operands = Guards(tensors, arguments.name, known.changing)
+    around.take(operands, arguments.uses)
+    region = Region(fn, arguments, tensors, options, known, around)
     try:
         region.open(around=around)
         run = FirstRun(recorder_for(region))

@@ -62,9 +62,9 @@ class OpLog(DispatchMode):
         super().__exit__(*exception)
         state.logs = state.logs[:-1]
 
-    def compared(self) -> Comparison:
+    def compared(self) -> ComparedLog:
         """The log of a recompute, which is compared with this one while it grows."""
-        comparison = Comparison(self)
+        comparison = ComparedLog(self)
         self.again = comparison.entries
         return comparison
 
@@ -73,7 +73,7 @@ class OpLog(DispatchMode):
         return [*map(str, self.entries)], [*map(str, self.again)]
 
 
-class Comparison(OpLog):
+class ComparedLog(OpLog):
     """Compares each operation of a recompute with that of the first run.
 
     Raises:

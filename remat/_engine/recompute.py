@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import ExitStack
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from .._region.run import Run
 from .._selective.attempt import Attempt
 from ..errors import RecomputeMismatchError
 from .shield import shields
-from .slots import Slot, Stop, gone
+from .slots import Slot, Stop
 
 if TYPE_CHECKING:
     from .frame import Frame
@@ -35,13 +34,13 @@ class Filler(RegionHooks):
     """One recompute of a region: hooks that count what it saves and put it into the slots that are alive."""
 
     __slots__ = (
-        "attempt", "difference", "fill", "frame", "is_last", "last_slot", "look", "rest", "root", "slots",
-        "stop_at", "stopped", "stops_next", "unfilled",
+        "attempt", "difference", "frame", "is_last", "last_slot", "look", "rest", "root", "slots",
+        "stopped", "to_the_end",
     )  # fmt: skip
 
-    def __init__(self, frame: Frame, slots: list[Any], fill: bool = False, last: bool = False) -> None:
+    def __init__(self, frame: Frame, slots: list[Slot | None], to_the_end: bool = False, last: bool = False) -> None:
         self.frame = frame
-        self.fill = fill  # the operation that saves the last tensor runs too, as it may fill what it has saved
+        self.to_the_end = to_the_end  # also where it could stop: an operation may fill what it has saved before
         self.is_last = last  # there will be no other recompute
         self.root = frame.region.root
         self.look = frame.look
@@ -49,13 +48,11 @@ class Filler(RegionHooks):
         self.rest: Any = iter(slots)
         self.attempt = Run()
         self.stopped = False
-        self.stops_next = False  # it stops at the next operation
-        self.unfilled: tuple[int, Any] | None = None  # which operation may fill which slot, by its sequence number
-        self.stop_at: int | None = None  # after so many steps it stops
         self.difference: str | None = None
         self.last_slot = next(filter(None, reversed(slots)))
 
     def run(self) -> None:
+        self.frame.stopped = False
         contexts = shields(self.frame)
         before = torch.is_grad_enabled()
         logs = [log for log in state.logs if log.noting]  # of runs that go on, of which this is no part
@@ -78,8 +75,7 @@ class Filler(RegionHooks):
         """Run it, and if that reads what it has left out, once more in full."""
         if not self._attempt(whole=not self.frame.options.may_leave_out):
             self.go_back(0)
-            self.stopped = self.stops_next = False
-            self.unfilled = self.stop_at = self.difference = None
+            self.stopped, self.difference = False, None
             self._attempt(whole=True)
 
     def _attempt(self, whole: bool) -> bool:
@@ -125,11 +121,11 @@ class Filler(RegionHooks):
         plan = None
         if not whole:  # a frame without a record fills the slots of another derivative
             plan = record.plan() if frame.record is None else record.plan(slot for slot in self.slots if slot)
-        return Attempt(record, plan, self.is_last and not self.fill)
+        return Attempt(record, plan, self.is_last and not self.to_the_end)
 
     def let_go(self) -> None:
         """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
-        del self.attempt, self.frame, self.root, self.slots, self.rest, self.last_slot, self.unfilled
+        del self.attempt, self.frame, self.root, self.slots, self.rest, self.last_slot
 
     @property
     def count(self) -> int:
@@ -141,9 +137,7 @@ class Filler(RegionHooks):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         slot = next(self.rest, _ONE_MORE)
-        if not slot:
-            if self.stops_next and not self._may_fill():
-                self._stop()
+        if slot is None or slot is _ONE_MORE:
             # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
             if slot is _ONE_MORE:
                 self._check_more()
@@ -157,8 +151,6 @@ class Filler(RegionHooks):
             now = look_at(value, self.frame.check)
         if now != slot.fingerprint:
             self._compare(slot, now)
-        if slot.first is not None:
-            self.unfilled = private.next_sequence_number(), slot
         slot.version = now[4]
         slot.value = value  # last, as another thread may be waiting for it
         if slot is self.last_slot:
@@ -174,8 +166,6 @@ class Filler(RegionHooks):
         if private.is_wrapped(tensor):
             return bare(tensor)
         replay = self.attempt.replay
-        if self.stop_at is not None and replay is not None and replay.position >= self.stop_at:
-            self._stop()
         if replay is not None and replay.left_out:
             count = self.count
             if count < len(self.slots) and self.slots[count]:
@@ -183,8 +173,8 @@ class Filler(RegionHooks):
         return self.pack(tensor)
 
     def _check_more(self) -> None:
-        if self.stopped:
-            raise Stop
+        if self.stopped or (self.frame.open and self.to_the_end):  # so far the first run has come
+            self._stop()
         if self.frame.check != "none" and not self.frame.open:
             raise RecomputeMismatchError(self._too_many())
 
@@ -200,23 +190,11 @@ class Filler(RegionHooks):
             raise RecomputeMismatchError(self.difference)
         # What the user tells the allocator, and which stream waits for which, may come after the last operation. In the
         # middle of a first run it has come no further.
-        if (self.frame.options.early_stop and not self.frame.mixed) or self.frame.open:
-            # The operation that runs now may fill what it has saved: then it must run to its end.
-            latest = self.slots[max(0, self.count - 3) : self.count]
-            early = [slot.source.after for slot in latest if slot and slot.early]
-            self.stop_at = max(early, default=None)
-            if self.stop_at is not None:
-                return
-            self.stops_next = self.fill and self._may_fill()
-            if not self.stops_next:
-                self.frame.unfilled = weakref.ref(self.unfilled[1]) if self.unfilled and self._may_fill() else gone
-                self._stop()
-
-    def _may_fill(self) -> bool:
-        return self.unfilled is not None and self.unfilled[0] == private.next_sequence_number()
+        if not self.to_the_end and ((self.frame.options.early_stop and not self.frame.mixed) or self.frame.open):
+            self._stop()
 
     def _stop(self) -> None:
-        self.stopped = True
+        self.stopped = self.frame.stopped = True
         self.rest = iter(())
         raise Stop
 
@@ -257,7 +235,7 @@ _ADVICE = (
 )
 
 
-_ONE_MORE: Any = ()  # false, as what stands for a tensor that is served
+_ONE_MORE: Any = object()  # where there is no slot, as the first run has saved no more
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

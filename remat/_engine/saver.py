@@ -5,7 +5,6 @@ Inputs, captured tensors, views of these and what was there before the region st
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from itertools import count, repeat
 from typing import Any
@@ -22,7 +21,7 @@ from .._region.hooks import hooks_allowed
 from .._region.lowerings import Lowerings
 from .._region.run import Run
 from .frame import Frame
-from .slots import SERVED, Above, Found, RecordedSlot, Slot, View
+from .slots import Above, Found, RecordedSlot, Slot, View, reference
 
 
 class Saver(RegionHooks):
@@ -78,13 +77,13 @@ class Saver(RegionHooks):
             kept, i = found
             before = kept.versions[i]
             if before < 0 or raw_version(tensor) == before:
-                self._slots.append(SERVED)
+                self._slots.append(None)
                 return found
         base, node = origin(tensor)
         if base is not None or node is None or self._was_there(node):
             served = None if found else self._served(tensor, base, node)
             if served is not None:
-                self._slots.append(SERVED)
+                self._slots.append(None)
                 return served
         slot = self._slot()
         slot.first = slot.value = None
@@ -115,8 +114,8 @@ class Saver(RegionHooks):
         with own_work():
             packed = self.pack(tensor)
         slot = self._slots.pop()
-        self.frame.refs.append(weakref.ref(slot))
-        if slot is SERVED:
+        self.frame.refs.append(reference(slot))
+        if slot is None:
             return packed
         if recording is not None:
             recording.saved(tensor, slot)

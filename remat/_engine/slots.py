@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +14,6 @@ from .._region.fingerprints import fingerprint, look_at
 from .._region.guards import Guards
 from ..errors import MutationError
 
-SERVED: Any = frozenset()  # stands in a list of slots for what needs none; it is false, and weak references to it work
-
-
-def gone() -> None:
-    """What a weak reference says to what is no longer there."""
-
 
 class Slot:
     """Stands for one saved tensor; the value is there only while a backward pass needs it."""
@@ -26,7 +21,6 @@ class Slot:
     __slots__ = ("__weakref__", "fingerprint", "first", "value", "version")
     source: Any = None  # these are of regions with a policy
     residual: Any = None
-    early = False
 
     # A region makes many, so they have no ``__init__``.
     fingerprint: Any  # what a recompute is compared with
@@ -50,12 +44,20 @@ class Slot:
 class RecordedSlot(Slot):
     """A slot of a region with a policy."""
 
-    __slots__ = ("early", "residual", "source")
+    __slots__ = ("residual", "source")
 
     def __init__(self) -> None:
         self.source: Any = None  # which value it is, in the record of the first run
         self.residual: Any = None  # that value is kept
-        self.early = False  # it was saved before the operation filled it
+
+
+def reference(slot: Slot | None) -> Callable[[], Slot | None]:
+    """A weak reference to a slot; what needs no slot is gone from the start."""
+    return _gone if slot is None else weakref.ref(slot)
+
+
+def _gone() -> None:
+    return None
 
 
 class Stop(BaseException):

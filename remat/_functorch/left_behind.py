@@ -29,7 +29,7 @@ def check_left_behind(region: Any, watch: Watch, outs: Sequence[torch.Tensor]) -
             "where its derivatives would be lost. Read it before, as in `module.weight`, or leave the cache."
         )
     known = set(map(id, (*outs, *region.operands())))
-    values = [*region.given.searched(), *without_plain(value for _, value in region.outputs.entries)]
+    values = [*region.arguments.searched(), *without_plain(value for _, value in region.outputs.entries)]
     for path, value in find(region.fn, *values).tensors:
         lost = isinstance(value, torch.Tensor) and id(value) not in known and watch.has_lost(value)
         if lost and not _is_made_anew(path):

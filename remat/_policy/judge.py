@@ -19,7 +19,7 @@ class Judge:
 
     def __init__(self, policy: Rule) -> None:
         self.policy = policy
-        self.by_name = policy.judges_names
+        self.judges_names = policy.judges_names
         self.asks = policy.asks
         # The verdict on all unnamed values that an operation makes, if there is one; and on values with names.
         self.verdict_for: Callable[[Facts], Verdict | None] = cache(lambda facts: policy.verdict_for(facts.func))

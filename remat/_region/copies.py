@@ -50,7 +50,7 @@ def can_be_asked(tensor: torch.Tensor) -> bool:
     return plain and not is_capturing()
 
 
-class Comparison:
+class DeviceComparison:
     """Such questions to devices, by number."""
 
     __slots__ = ("_answers",)

@@ -23,7 +23,7 @@ from .._core.layout import copied
 from .._core.parts import lift
 from .._core.state import alias
 from ..errors import MutationError
-from .copies import Comparison, can_be_asked, is_small, may_differ
+from .copies import DeviceComparison, can_be_asked, is_small, may_differ
 from .fingerprints import checksum
 from .handover import AtHand, Handed, HandedToRegion, Hooks
 from .hooks import drop_gradient_hooks
@@ -61,7 +61,7 @@ class Guards:
         self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # what hooks around the region took over
         self.copies: Mapping[int, torch.Tensor] = _NOTHING
         self._changed: Mapping[int, bool] = _NOTHING
-        self._asked: Comparison | None = None  # which of those that have a copy really changed
+        self._asked: DeviceComparison | None = None  # which of those that have a copy really changed
         self.duals = tangents(tensors) if private.dual_level_active() else _NOTHING
         self.grads: list[tuple[int, int]] | None = None
         self.first_hook = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
@@ -181,7 +181,7 @@ class Guards:
                     offloaded.settle()
         self._changed, self.copies = changed, copies
         if asked:
-            self._asked = Comparison(asked)
+            self._asked = DeviceComparison(asked)
         self.as_they_were = not (changed or self.copies or self.packed or self.sums)
 
     def forget_histories(self) -> None:

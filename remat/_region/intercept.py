@@ -30,7 +30,7 @@ class Interceptor(TorchFunctionMode):
         inherited: Mapping[int, torch.Tensor],
         watch: Watch | None = None,
         stale: Mapping[int, str] | None = None,
-        given: Mapping[int, torch.Tensor | None] | None = None,
+        stands_for: Mapping[int, torch.Tensor | None] | None = None,
     ) -> None:
         super().__init__()
         self.inherited = inherited
@@ -39,7 +39,7 @@ class Interceptor(TorchFunctionMode):
         self.level: int | None = None
         self.watch = watch
         self.stale = stale or {}
-        self.given = given or {}  # for the operands of this run what the region was given; None if it is run again
+        self.stands_for = stands_for or {}  # operand id -> the tensor that the region was given; None in a recompute
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -47,7 +47,7 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.swaps:
             args, kwargs = self._swap(args), self._swap(kwargs)
-        if func in _HOOKS and id(args[0]) in self.given:
+        if func in _HOOKS and id(args[0]) in self.stands_for:
             return self._hook(func, *args, **kwargs)
         watch = self.watch
         if watch is not None:
@@ -77,7 +77,7 @@ class Interceptor(TorchFunctionMode):
 
     def _hook(self, func: Any, operand: torch.Tensor, hook: Any) -> Any:
         """A hook on an operand goes to the tensor that it stands for: it gets the gradient of all uses of that one."""
-        tensor = self.given[id(operand)]
+        tensor = self.stands_for[id(operand)]
         if tensor is None:
             return RemovableHandle(OrderedDict())
         if self.watch is not None:
@@ -126,5 +126,5 @@ def made_inside(tensors: Sequence[torch.Tensor]) -> None:
 def given_as(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that stands for this one outside of the regions that run for the first time under torch.func."""
     for interceptor in reversed(state.interceptors):
-        tensor = interceptor.given.get(id(tensor), tensor)
+        tensor = interceptor.stands_for.get(id(tensor), tensor)
     return tensor

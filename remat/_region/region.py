@@ -42,20 +42,20 @@ class Region:
 
     __slots__ = (
         "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "consts", "fn",
-        "found", "given", "guessed", "hooked", "ids", "inherited", "kinds", "known", "mapped", "options",
-        "outputs", "overlaps", "paths", "ran", "record", "same", "swapped", "twice", "variables",
+        "found", "guessed", "hooked", "ids", "inherited", "kinds", "known", "mapped", "options",
+        "outputs", "overlaps", "paths", "ran", "record", "same", "swapped", "tensors", "twice", "variables",
     )  # fmt: skip
 
     def __init__(
-        self, fn: Callable, given: Arguments, tensors: list, options: Options, known: Known, around: Around | None
+        self, fn: Callable, arguments: Arguments, tensors: list, options: Options, known: Known, around: Around | None
     ) -> None:
         self.fn, self.options, self.known = fn, options, known
-        self.given, self.arguments = given, tensors
+        self.arguments, self.tensors = arguments, tensors
         self.around = around  # the hooks around it; `restart` takes them back to here
         self.found: Captured | None = None  # what the function captures
         self.variables: Sequence[Variables] = ()  # that it reads
         # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
-        self.captured: Sequence[torch.Tensor] = ()  # the operands beyond the arguments
+        self.captured: Sequence[torch.Tensor] = ()  # the operands beyond these
         self.swapped: Sequence[torch.Tensor] = ()  # the first of these, without a place: swapped where they're read
         self.guessed: frozenset[int] = (
             frozenset()
@@ -75,7 +75,7 @@ class Region:
         self.hooked = False  # its first run has put hooks on what it was given
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
         self.record: Any = None  # of the first run under a policy, when it has ended
-        self.arity = len(self.arguments)
+        self.arity = len(self.tensors)
         self.ambient: Ambient | None = None
 
     root = property(lambda self: self)
@@ -89,10 +89,10 @@ class Region:
         Captured tensors for which ``follow`` is true become operands. The others are kept, by the hooks ``around`` if
         these may: before the state is recorded, as hooks may draw random numbers.
         """
-        found, generators = self.found or self.search(), self.given.generators()
+        found, generators = self.found or self.search(), self.arguments.generators()
         self._find_captured(found, generators, follow)
-        self.arity = len(self.arguments) + len(self.captured)
-        tensors: list[Any] = [*self.arguments, *self.consts.tensors, *self.captured]
+        self.arity = len(self.tensors) + len(self.captured)
+        tensors: list[Any] = [*self.tensors, *self.consts.tensors, *self.captured]
         devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         if around is not None:
             around.take_captured(self.consts)
@@ -100,7 +100,7 @@ class Region:
 
     def search(self) -> Captured:
         """Find what the function captures."""
-        self.found = found = find(self.fn, *self.given.searched())
+        self.found = found = find(self.fn, *self.arguments.searched())
         self.variables = found.variables
         return found
 
@@ -108,13 +108,13 @@ class Region:
         consts: dict[int, tuple[Path, torch.Tensor]] = {}
         bindings: dict[int, tuple[Path, int]] = {}
         self.captured = captured = list(self.swapped)
-        index = {id(t): i for i, t in enumerate([*self.arguments, *captured])} if follow else {}
+        index = {id(t): i for i, t in enumerate([*self.tensors, *captured])} if follow else {}
         for path, value in found.tensors:
             if not isinstance(value, torch.Tensor):
                 generators.append(value)
             elif follow is not None and (id(value) in index or follow(value)):
                 if id(value) not in index:
-                    index[id(value)] = len(self.arguments) + len(captured)
+                    index[id(value)] = len(self.tensors) + len(captured)
                     captured.append(value)
                 bindings.setdefault(id(value), (path, index[id(value)]))
             else:
@@ -134,26 +134,26 @@ class Region:
 
     def operands(self) -> list[torch.Tensor]:
         """The operands, as the caller of the region knows them."""
-        return [*self.arguments, *self.captured]
+        return [*self.tensors, *self.captured]
 
     def forget(self) -> None:
         """Let go of the operands, which whoever runs the region again brings, and of what it captured."""
-        self.arguments, self.captured = [], []
+        self.tensors, self.captured = [], []
         if self.found is not None:
             self.found.let_go()
         self.found = self.around = None
 
     def name(self, i: int) -> str:
         """What the i-th operand is called in an error."""
-        if i < len(self.given.positions):
-            return self.given.name(i)
+        if i < len(self.arguments.positions):
+            return self.arguments.name(i)
         return next((f"captured {path}" for path, index in self.bindings.values() if index == i), "a captured tensor")
 
     # --- running ----------------------------------------------------------------------------------------------------
 
     def call(self, operands: Sequence[torch.Tensor], mode: Any, log: Any = None, again: bool = False) -> Any:
         """The function's own result, from these operands in the places of the arguments."""
-        args, kwargs = self.given.filled(operands)
+        args, kwargs = self.arguments.filled(operands)
         if state.interceptors:
             made_inside(operands)
         return self._called(args, kwargs, mode, log, again)
@@ -177,7 +177,7 @@ class Region:
     def first(self, args: tuple, kwargs: dict, run: Run) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        result = self._called(args, kwargs, run.mode(self._from_outside(self.arguments)), run.log, again=False)
+        result = self._called(args, kwargs, run.mode(self._from_outside(self.tensors)), run.log, again=False)
         self.outputs.spec = trees.flatten(result)[1]
         return result
 
@@ -227,7 +227,7 @@ class Region:
         return {id(tensor): tensor for _, tensor in self.found.tensors}
 
     def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, watch: Any = None) -> Any:
-        own = dict(zip(map(id, self.swapped), operands[len(self.given.positions) :])) if self.swapped else {}
+        own = dict(zip(map(id, self.swapped), operands[len(self.arguments.positions) :])) if self.swapped else {}
         # What it captures may have been changed, as long as it does not read it.
         stale = self.consts.stale() if self.ran else {}
         if own or self.inherited or stale or watch is not None or self.hooked:

@@ -14,7 +14,7 @@ from .._core.state import unseen
 if TYPE_CHECKING:
     from .guards import Guards
 
-Layout = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
+Extent = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
 
 
 def same(given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
@@ -49,16 +49,16 @@ def apart(operands: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[
 class Overlap(NamedTuple):
     """Tensors of ``[*given, *captured]`` that lie on the same part of a storage, which copies of them wouldn't."""
 
-    layouts: dict[int, Layout]
+    extents: dict[int, Extent]
     operands: Guards
     consts: Guards
 
-    def of_copies(self) -> dict[int, Layout]:
+    def of_copies(self) -> dict[int, Extent]:
         """Those that a recompute gets copies of."""
         first = len(self.operands)
         return {
-            i: layout
-            for i, layout in self.layouts.items()
+            i: extent
+            for i, extent in self.extents.items()
             if (i in self.operands.changed if i < first else i - first in self.consts.changed)
         }
 
@@ -67,22 +67,22 @@ def overlapping(tensors: Sequence[Any], operands: Guards, consts: Guards) -> lis
     """Of the tensors that these may have copies of. What has another dtype than the rest is not found."""
     changed = [*operands.may_have_changed, *(len(operands) + i for i in consts.may_have_changed)]
     spans: dict[Any, list[tuple[int, int, int]]] = {}
-    layouts: dict[int, Layout] = {}
+    extents: dict[int, Extent] = {}
     storages = []  # that their ids stay theirs
     for i in changed:
         tensor = tensors[i]
         if is_dense(tensor) and is_plain(tensor) and tensor.numel():
-            layout = layouts[i] = tensor.shape, tensor.stride(), tensor.storage_offset()
+            extent = extents[i] = tensor.shape, tensor.stride(), tensor.storage_offset()
             storages.append(holder(tensor))
             key = id(storages[-1]), tensor.dtype
-            spans.setdefault(key, []).append((tensor.storage_offset(), _end(*layout), i))
-    groups: list[dict[int, Layout]] = []
+            spans.setdefault(key, []).append((tensor.storage_offset(), _end(*extent), i))
+    groups: list[dict[int, Extent]] = []
     for each in spans.values():
         last = 0
         for start, end, i in sorted(each):
             if start >= last:
                 groups.append({})
-            groups[-1][i] = layouts[i]
+            groups[-1][i] = extents[i]
             last = max(last, end)
     return [Overlap(group, operands, consts) for group in groups if len(group) > 1]
 
@@ -103,9 +103,9 @@ def as_before(
     return tensors[: len(given)], tensors[len(given) :]
 
 
-def _lay_on_each_other(group: dict[int, Layout], tensors: list[torch.Tensor]) -> None:
+def _lay_on_each_other(group: dict[int, Extent], tensors: list[torch.Tensor]) -> None:
     start = min(offset for _, _, offset in group.values())
-    end = max(_end(*layout) for layout in group.values())
+    end = max(_end(*extent) for extent in group.values())
     with torch.no_grad():
         memory = tensors[next(iter(group))].new_empty(end - start)
         for i, (size, stride, offset) in group.items():

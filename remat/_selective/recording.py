@@ -144,7 +144,7 @@ class Recording:
         verdict = self._judge.verdict_for(facts)
         if self._judge.asks:
             asked = question(facts.func, args, kwargs, result)
-            if self._judge.by_name:
+            if self._judge.judges_names:
                 self._questions[number] = asked
             if verdict is None:
                 verdict = self._judge.on(asked)
@@ -198,11 +198,11 @@ class Recording:
         log, after = self.log, len(self.log)
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
         if value is not None and form is not None and is_as_it_lies(form):
-            may_be_kept = value in log.saveable or self._judge.by_name
+            may_be_kept = value in log.saveable or self._judge.judges_names
             self.saves.add(slot, Source((value,), Layout(0, form) if may_be_kept else None, after))
             if value in log.saveable:
                 slot.residual = self.keep.keep(value, tensor, form)
-            if self._judge.by_name and value in log.made and len(log.maker(value).outs) > 1:
+            if self._judge.judges_names and value in log.made and len(log.maker(value).outs) > 1:
                 self._siblings[value] = tensor
         else:
             found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
@@ -233,7 +233,7 @@ class Recording:
             log.lines.setdefault(made, line)
             entry, verdict = log.entries[made], log.saveable.get(value, Verdict.RECOMPUTE)
             func = entry.key[0]
-            if self._judge.by_name and is_judged(entry.result, facts_of(func)):
+            if self._judge.judges_names and is_judged(entry.result, facts_of(func)):
                 asked = self._questions.get(made, (None, func, (), {}))
                 verdict = self._judge.on(asked, frozenset(self.names[value]))
             log.decide(value, verdict)

@@ -53,5 +53,5 @@ class Saves:
             if source.after < number:
                 break
             if slot is not None and len(source.values) == 1 and source.values[0] in written:
-                slot.source, slot.early = Source((written[source.values[0]],), source.layout, number + 1), True
+                slot.source = Source((written[source.values[0]],), source.layout, number + 1)
                 self._slots[i] = ref, slot.source
