@@ -6,10 +6,14 @@ from ._policy.names import checkpoint_name
 from ._policy.policy import Policy
 from ._region.options import override
 from ._sequential import sequential
-from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
+from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError, RematWarning
 from .measuring import CheckResult, Costs, Report, Share, check, report
 from .residuals import SavedResidual, print_saved_residuals, saved_residuals
 from .transform import remat
+
+# What JAX calls them.
+checkpoint = remat
+checkpoint_policies = policies
 
 __all__ = [
     "CaptureError",
@@ -20,11 +24,14 @@ __all__ = [
     "PolicyError",
     "RecomputeMismatchError",
     "RematError",
+    "RematWarning",
     "Report",
     "SavedResidual",
     "Share",
     "check",
+    "checkpoint",
     "checkpoint_name",
+    "checkpoint_policies",
     "compat",
     "disable_remat",
     "integrations",

@@ -20,6 +20,7 @@ from ._measure.subject import Subject
 from ._measure.summary import Report
 from ._policy.policy import as_policy
 from ._region.options import override
+from .errors import RematWarning
 from .nn import apply
 from .transform import remat
 
@@ -169,7 +170,7 @@ def _quiet(fn: Callable) -> Iterator[None]:
     told = known_of(fn).warnings
     before = set(told)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The policy ", UserWarning)
+        warnings.simplefilter("ignore", RematWarning)
         yield
     told.intersection_update(before)
 

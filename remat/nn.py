@@ -14,7 +14,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -83,8 +83,8 @@ def apply(
         raise ValueError(f"where={where!r} chooses none of the model's modules. They are of the classes {classes}.")
     for name, module in chosen:
         check_module(module, name)
-    for _, module in chosen:
-        change_in_place(module, options)
+    for name, module in chosen:
+        change_in_place(module, replace(options, name=name))
     return model
 
 

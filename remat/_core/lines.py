@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from types import CodeType, FrameType
 from typing import NamedTuple
+
+from ..errors import RematWarning
 
 
 class Line(NamedTuple):
@@ -33,6 +36,17 @@ def user_line() -> Line:
 def is_library(frame: FrameType) -> bool:
     """Whether a frame is of torch, of this package or of the import system, and not of the user's code."""
     return _is_library(frame.f_globals.get("__name__", "")) or frame.f_code.co_filename[:7] == "<frozen"
+
+
+def warn(message: str, line: Line | None = None) -> None:
+    """Warn at a line of the user's, by default the one that runs now."""
+    line = line or user_line()
+    file = "<unknown>" if line.code is None else line.code.co_filename
+    warnings.warn_explicit(message, RematWarning, file, line.number, registry=_registries.setdefault(file, {}))
+
+
+# So that Python shows a warning once for each line, as by default, where it comes from several functions.
+_registries: dict[str, dict] = {}
 
 
 @functools.cache

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .._core.known import Known
-from .._core.lines import Line, user_line
+from .._core.lines import user_line, warn
 from .names import is_named
 from .verdict import Verdict
 
@@ -24,16 +23,6 @@ class Told:
         self.operators = False  # that it has matched none; true also if it has matched one, or needn't
 
 
-# So that Python shows a warning once for each line, as by default, where it comes from several functions.
-_registries: dict[str, dict] = {}
-
-
-def _warn(message: str, line: Line) -> None:
-    """Warn at a line of the user's."""
-    file = "<unknown>" if line.code is None else line.code.co_filename
-    warnings.warn_explicit(message, UserWarning, file, line.number, registry=_registries.setdefault(file, {}))
-
-
 def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, known: Known) -> None:
     """Warn of the names that a policy mentions and that no value has, of the region that has just run."""
     given = sorted(given)
@@ -45,7 +34,7 @@ def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, kn
             near = difflib.get_close_matches(pattern, given, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             seen = f"values named {', '.join(map(repr, given))}" if given else "no named values at all"
-            _warn(
+            warn(
                 f"The policy of a rematerialized function mentions the name {pattern!r}, which no value has: there "
                 f"were {seen}.{hint} Names are given with remat.checkpoint_name(x, name).",
                 user_line(),
@@ -70,7 +59,7 @@ class Unmatched:
         if not self.known.is_news(f"the operators of {self.policy!r}"):
             return
         shown, more = self.operators[:_SHOWN], len(self.operators) - _SHOWN
-        _warn(
+        warn(
             f"The policy {self.policy!r} of a rematerialized function has matched none of the operators that ran, so "
             f"that nothing is kept by it: {', '.join(shown)}{f' and {more} others' if more > 0 else ''}. "
             f"{_OF_FUNCTIONS if self.policy.has_predicate else _OF_OPERATORS}",

@@ -28,6 +28,7 @@ class Options:
     policy: Policy | None = None
     contexts: Contexts | None = None  # the user's own, around the runs of one region
     offload_inputs: bool = False  # to host memory, in plain autograd
+    name: str = field(default="", compare=False)  # the path of the module in its model
     told: Told = field(default_factory=Told, compare=False, repr=False)
     override: dict[str, Any] | None = field(default=None, compare=False, repr=False)  # what the call was under
 
