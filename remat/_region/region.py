@@ -53,7 +53,7 @@ class Region:
     ) -> None:
         self.fn, self.options, self.known = fn, options, known
         self.arguments, self.tensors = arguments, tensors
-        self.code, self.number = user_line()  # that has called it, for errors; one object less than the line
+        self.code, self.number = user_line(4)  # that has called it, for errors; one object less than the line
         self.around = around  # the hooks around it; `restart` takes them back to here
         self.found: Captured | None = None  # what the function captures
         self.variables: Sequence[Variables] = ()  # that it reads
