@@ -3,7 +3,7 @@
 from . import compat, integrations, nn, policies
 from ._core.state import disable_remat, is_disabled, is_recomputing
 from ._policy.names import checkpoint_name
-from ._policy.policy import Policy
+from ._policy.policy import Policy, PolicyLike
 from ._region.options import override
 from ._sequential import sequential
 from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError, RematWarning
@@ -22,6 +22,7 @@ __all__ = [
     "MutationError",
     "Policy",
     "PolicyError",
+    "PolicyLike",
     "RecomputeMismatchError",
     "RematError",
     "RematWarning",

@@ -18,23 +18,23 @@ from ._measure.costs import Costs, Share, distinct, measured
 from ._measure.program import Program
 from ._measure.subject import Subject
 from ._measure.summary import Report
-from ._policy.policy import as_policy
+from ._policy.policy import PolicyLike, as_policy
 from ._region.options import override
 from .errors import RematWarning
-from .nn import apply
+from .nn import Where, apply
 from .transform import remat
 
 __all__ = ["CheckResult", "Costs", "Report", "Share", "check", "report"]
 
 
 def check(
-    fn: Callable,
+    fn: Callable[..., Any],
     /,
     *args: Any,
-    policy: Any = None,
-    transform: Callable | None = None,
-    loss: Callable | None = None,
-    where: Any = None,
+    policy: PolicyLike = None,
+    transform: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    where: Where | None = None,
     **kwargs: Any,
 ) -> CheckResult:
     """Compare a program with rematerialization and without: values, gradients, generators and what it changes.
@@ -90,13 +90,13 @@ def check(
 
 
 def report(
-    fn: Callable,
+    fn: Callable[..., Any],
     /,
     *args: Any,
-    policies: Iterable[Any] | None = None,
-    transform: Callable | None = None,
-    loss: Callable | None = None,
-    where: Any = None,
+    policies: Iterable[PolicyLike] | None = None,
+    transform: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    where: Where | None = None,
     **kwargs: Any,
 ) -> Report:
     """What a program saves for its backward and recomputes in it, without rematerialization and under policies.

@@ -15,27 +15,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from ._modules.eligible import check_module
 from ._modules.region_class import change_back, change_in_place
-from ._region.options import checked_options
+from ._policy.policy import PolicyLike
+from ._region.options import DeterminismCheck, checked_options
 
 __all__ = ["apply", "every", "undo"]
 
 M = TypeVar("M", bound=torch.nn.Module)
-Types = type | tuple[type, ...]
+Types: TypeAlias = type | tuple[type, ...]
+
+
+Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
 
 
 def apply(
     model: M,
-    where: Types | Every | Callable[[str, torch.nn.Module], bool],
+    where: Where,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
 ) -> M:

@@ -12,8 +12,9 @@ from ._core.known import known_of
 from ._function import Remat
 from ._modules.eligible import check_module
 from ._modules.region_class import second_module
+from ._policy.policy import PolicyLike
 from ._region.habits import check_returns, refuse
-from ._region.options import Options, checked_options
+from ._region.options import DeterminismCheck, Options, checked_options
 
 F = TypeVar("F", bound=Callable)
 
@@ -23,9 +24,9 @@ def remat(
     fn: F,
     /,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
 ) -> F: ...
@@ -34,9 +35,9 @@ def remat(
 @overload
 def remat(
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
 ) -> Callable[[F], F]: ...
@@ -46,9 +47,9 @@ def remat(
     fn: Any = None,
     /,
     *others: Any,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
     **habits: Any,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from .._core import private
 from .._core.state import overriding, state
@@ -15,6 +15,9 @@ from .contexts import Contexts
 from .fingerprints import CHECKS
 
 __all__ = ["override"]
+
+
+DeterminismCheck = Literal["metadata", "values", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def checked_options(
 def override(
     *,
     preserve_rng_state: bool | None = None,
-    determinism_check: str | None = None,
+    determinism_check: DeterminismCheck | None = None,
     early_stop: bool | None = None,
     debug: bool | None = None,
 ) -> Iterator[None]:
