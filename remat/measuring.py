@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from . import policies as policies_
 from ._core import private
-from ._core.known import known_of
 from ._core.state import disable_remat
 from ._measure.comparison import CheckResult, compared
 from ._measure.costs import Costs, Share, distinct, measured
@@ -19,8 +17,8 @@ from ._measure.program import Program
 from ._measure.subject import Subject
 from ._measure.summary import Report
 from ._policy.policy import PolicyLike, as_policy
+from ._policy.warnings import silenced
 from ._region.options import override
-from .errors import RematWarning
 from .nn import Where, apply
 from .transform import remat
 
@@ -146,7 +144,7 @@ def report(
     plain = measured(program, "without remat", _without_regions(fn))
     as_it_is = measured(program, "as it is", lambda: nullcontext(fn), plain)
     rows = distinct([plain, as_it_is])
-    with _quiet(fn) if policies is None else nullcontext():
+    with silenced() if policies is None else nullcontext():  # the user hasn't asked for these
         found = [
             measured(program, label, _with_regions(fn, policy, where), plain, policy, under_policy=True)
             for label, policy in zip(_labels(asked), asked)
@@ -162,17 +160,6 @@ _USUAL = (
     policies_.save_matmuls,
     policies_.save_matmuls | policies_.save_attention,
 )
-
-
-@contextmanager
-def _quiet(fn: Callable) -> Iterator[None]:
-    """Policies that the user hasn't asked for may save nothing."""
-    told = known_of(fn).warnings
-    before = set(told)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RematWarning)
-        yield
-    told.intersection_update(before)
 
 
 def _labels(asked: Sequence[Any]) -> list[str]:

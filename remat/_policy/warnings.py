@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .._core.known import Known
@@ -18,13 +19,27 @@ if TYPE_CHECKING:
 class Told:
     """What users were told of a policy, by any of the functions or modules that were given it together."""
 
+    silenced = False
+
     def __init__(self) -> None:
         self.names: set[str] = set()  # that no value has
         self.operators = False  # that it has matched none; true also if it has matched one, or needn't
 
 
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Within, nobody is warned by any region, nor counts as warned."""
+    before, Told.silenced = Told.silenced, True
+    try:
+        yield
+    finally:
+        Told.silenced = before
+
+
 def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, known: Known) -> None:
     """Warn of the names that a policy mentions and that no value has, of the region that has just run."""
+    if Told.silenced:
+        return
     given = sorted(given)
     for pattern in mentioned:
         if any(is_named(name, pattern) for name in given) or pattern in told.names:
@@ -53,7 +68,7 @@ class Unmatched:
 
     def warn(self) -> None:
         """Warn, unless another call has matched one, or the user was told."""
-        if self.told.operators:
+        if self.told.operators or Told.silenced:
             return
         self.told.operators = True
         if not self.known.is_news(f"the operators of {self.policy!r}"):
