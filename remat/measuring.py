@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,29 +10,29 @@ import torch
 
 from . import policies as policies_
 from ._core import private
-from ._core.known import known_of
 from ._core.state import disable_remat
 from ._measure.comparison import CheckResult, compared
 from ._measure.costs import Costs, Share, distinct, measured
 from ._measure.program import Program
 from ._measure.subject import Subject
 from ._measure.summary import Report
-from ._policy.policy import as_policy
+from ._policy.policy import PolicyLike, as_policy
+from ._policy.warnings import silenced
 from ._region.options import override
-from .nn import apply
+from .nn import Where, apply
 from .transform import remat
 
 __all__ = ["CheckResult", "Costs", "Report", "Share", "check", "report"]
 
 
 def check(
-    fn: Callable,
+    fn: Callable[..., Any],
     /,
     *args: Any,
-    policy: Any = None,
-    transform: Callable | None = None,
-    loss: Callable | None = None,
-    where: Any = None,
+    policy: PolicyLike = None,
+    transform: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    where: Where | None = None,
     **kwargs: Any,
 ) -> CheckResult:
     """Compare a program with rematerialization and without: values, gradients, generators and what it changes.
@@ -89,13 +88,13 @@ def check(
 
 
 def report(
-    fn: Callable,
+    fn: Callable[..., Any],
     /,
     *args: Any,
-    policies: Iterable[Any] | None = None,
-    transform: Callable | None = None,
-    loss: Callable | None = None,
-    where: Any = None,
+    policies: Iterable[PolicyLike] | None = None,
+    transform: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    where: Where | None = None,
     **kwargs: Any,
 ) -> Report:
     """What a program saves for its backward and recomputes in it, without rematerialization and under policies.
@@ -145,7 +144,7 @@ def report(
     plain = measured(program, "without remat", _without_regions(fn))
     as_it_is = measured(program, "as it is", lambda: nullcontext(fn), plain)
     rows = distinct([plain, as_it_is])
-    with _quiet(fn) if policies is None else nullcontext():
+    with silenced() if policies is None else nullcontext():  # the user hasn't asked for these
         found = [
             measured(program, label, _with_regions(fn, policy, where), plain, policy, under_policy=True)
             for label, policy in zip(_labels(asked), asked)
@@ -161,17 +160,6 @@ _USUAL = (
     policies_.save_matmuls,
     policies_.save_matmuls | policies_.save_attention,
 )
-
-
-@contextmanager
-def _quiet(fn: Callable) -> Iterator[None]:
-    """Policies that the user hasn't asked for may save nothing."""
-    told = known_of(fn).warnings
-    before = set(told)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The policy ", UserWarning)
-        yield
-    told.intersection_update(before)
 
 
 def _labels(asked: Sequence[Any]) -> list[str]:

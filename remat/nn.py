@@ -14,8 +14,8 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -25,21 +25,25 @@ from ._measure.subject import Subject
 from ._modules.eligible import check_module
 from ._modules.region_class import change_back, change_in_place
 from ._policy.budget import Budget
-from ._region.options import checked_options
+from ._policy.policy import PolicyLike
+from ._region.options import DeterminismCheck, checked_options
 
 __all__ = ["apply", "budget", "every", "undo"]
 
 M = TypeVar("M", bound=torch.nn.Module)
-Types = type | tuple[type, ...]
+Types: TypeAlias = type | tuple[type, ...]
+
+
+Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
 
 
 def apply(
     model: M,
-    where: Types | Every | Callable[[str, torch.nn.Module], bool],
+    where: Where,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
 ) -> M:
@@ -81,8 +85,8 @@ def apply(
         >>> model = remat.nn.undo(model)
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
-    for _, module in _checked(model, where):
-        change_in_place(module, options)
+    for name, module in _checked(model, where):
+        change_in_place(module, replace(options, name=name))
     return model
 
 

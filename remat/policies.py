@@ -21,7 +21,7 @@ from ._policy.groups import (
 )
 from ._policy.names import Names
 from ._policy.operators import makers_of
-from ._policy.policy import If, Offload, Ops, Policy, as_policy, saving
+from ._policy.policy import If, Offload, Ops, Policy, PolicyLike, as_policy, saving
 from ._policy.policy import Preset as _Preset
 from ._policy.predicates import checked_predicate
 from .errors import PolicyError
@@ -56,7 +56,8 @@ nothing_saveable: Policy = as_policy(None)
 everything_saveable: Policy = _Preset(~nothing_saveable, "everything_saveable")
 #: The results of matrix products, linear layers and convolutions, batched or not.
 save_matmuls: Policy = _Preset(Ops(MATMULS), "save_matmuls")
-dots_saveable = checkpoint_dots = save_matmuls
+dots_saveable: Policy = save_matmuls
+checkpoint_dots: Policy = save_matmuls
 #: The results of products with weights, as in linear layers: not of batched products such as attention scores, and not
 #: of convolutions. A batch of size 1, which is how ``torch.einsum`` multiplies two matrices, is none there. Under
 #: ``vmap`` it is judged what the product has become: with a batched weight, or in a derivative that is mapped itself,
@@ -65,7 +66,8 @@ save_matmuls_without_batch_dims: Policy = _Preset(
     Ops(MATMULS_WITHOUT_BATCH_DIMS) | Ops(frozenset({"aten::bmm"})) & If(is_unbatched_einsum),
     "save_matmuls_without_batch_dims",
 )
-dots_with_no_batch_dims_saveable = checkpoint_dots_with_no_batch_dims = save_matmuls_without_batch_dims
+dots_with_no_batch_dims_saveable: Policy = save_matmuls_without_batch_dims
+checkpoint_dots_with_no_batch_dims: Policy = save_matmuls_without_batch_dims
 #: What fused attention kernels return: the output, the logsumexp and the state of the dropout. Where torch computes
 #: attention from matrix products and a softmax, there is no such kernel, and nothing is kept.
 save_attention: Policy = _Preset(Ops(ATTENTION), "save_attention")
@@ -173,7 +175,7 @@ def save_if(predicate: Callable[..., Any]) -> Policy:
     return If(checked_predicate(predicate))
 
 
-def offload(policy: Any, to: str = "cpu") -> Policy:
+def offload(policy: PolicyLike, to: str = "cpu") -> Policy:
     """Keep what a policy keeps in host memory instead of on the device.
 
     Args:
@@ -258,26 +260,24 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
     Args:
         amount: bytes, a text such as ``"64MiB"``, or a float in (0, 1], which is that part of what the region keeps
             without remat. Inputs, captured tensors and results of the region are not counted.
-        cost: what an operation costs when it is recomputed: ``"roofline"``, by its FLOPs and the bytes that it moves,
-            ``"flops"``, ``"time"``, as measured, or a function ``(op, args, kwargs, result)`` that returns a number.
+        cost: what an operation costs: ``"roofline"``, by its FLOPs and the bytes that it moves, ``"flops"``, ``"time"``,
+            as measured, or a function ``(op, args, kwargs, result)`` that returns a number.
 
     Raises:
         PolicyError: the amount or the cost is none of these; or a budget is made a part of another policy.
 
-    Note:
-        Regions inside of one with a budget are plain calls. A budget inside of a region with a policy has no effect.
+    Regions inside of one with a budget are plain calls. A budget inside of a region with a policy has no effect.
 
     Example:
         >>> import torch
         >>> from remat import policies, remat
-        >>> f = remat(lambda x, w: torch.tanh(x @ w) @ w, policy=policies.budget("64KiB"))
-        >>> x, w = torch.ones(8, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
-        >>> f(x, w).sum().backward()
+        >>> f = remat(lambda x: torch.tanh(x @ x).sin(), policy=policies.budget("64KiB"))
+        >>> f(torch.ones(8, 8, requires_grad=True)).sum().backward()
     """
     return Budget(amount, cost)
 
 
-def save_from_both_policies(p: Any, q: Any, /) -> Policy:
+def save_from_both_policies(p: PolicyLike, q: PolicyLike, /) -> Policy:
     """Keep what either of two policies keeps: JAX's name for ``p | q``.
 
     Args:

@@ -13,7 +13,7 @@ from ._region.hooks import check_hooks_are_allowed, is_hooks_refusal
 __all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]
 
 
-def saved_residuals(fn: Callable, /, *args: Any, inputs: bool = False, **kwargs: Any) -> list[SavedResidual]:
+def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False, **kwargs: Any) -> list[SavedResidual]:
     """The tensors that ``fn(*args, **kwargs)`` keeps from its forward for its backward.
 
     It runs ``fn`` once, and no backward; gradients, buffers, generators and the state of modules are put back. ``fn``
@@ -67,7 +67,7 @@ def saved_residuals(fn: Callable, /, *args: Any, inputs: bool = False, **kwargs:
 
 
 def print_saved_residuals(
-    fn: Callable, /, *args: Any, inputs: bool = False, file: TextIO | None = None, **kwargs: Any
+    fn: Callable[..., Any], /, *args: Any, inputs: bool = False, file: TextIO | None = None, **kwargs: Any
 ) -> None:
     """Print what :func:`saved_residuals` returns, and the total. Layers of the same kind are in one row.
 

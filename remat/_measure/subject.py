@@ -29,15 +29,15 @@ class Subject:
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, *others: Any) -> None:
         self.fn = fn
-        self.given, self.tensors = take_apart(args, kwargs)
-        self._found = find(fn, *self.given.searched(), *(other for other in others if other is not None))
-        names = _argument_names(fn, trees.paths(self.given.spec, ""))
-        self.names = [names[i] for i in self.given.positions]  # of the arguments that are tensors
+        self.arguments, self.tensors = take_apart(args, kwargs)
+        self._found = find(fn, *self.arguments.searched(), *(other for other in others if other is not None))
+        names = _argument_names(fn, trees.paths(self.arguments.spec, ""))
+        self.names = [names[i] for i in self.arguments.positions]  # of the arguments that are tensors
         found = {
             id(t): (_readable(path), t) for path, t in reversed(self._found.tensors) if isinstance(t, torch.Tensor)
         }
         self.captured: list[tuple[str, torch.Tensor]] = [*reversed(found.values())]
-        self.modules = ModuleNames([*_roots(fn, self.given.leaves)])
+        self.modules = ModuleNames([*_roots(fn, self.arguments.leaves)])
         self.every = not any(tensor.requires_grad for tensor in self.inputs())
 
     def inputs(self) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ class Subject:
 
     def call(self, fn: Callable, operands: Sequence[torch.Tensor]) -> Any:
         """A function, called with these in the places of the arguments."""
-        args, kwargs = self.given.filled(operands)
+        args, kwargs = self.arguments.filled(operands)
         return fn(*args, **kwargs)
 
     def preserved(self) -> AbstractContextManager[Overwritten]:
@@ -72,7 +72,7 @@ class Subject:
 
     def read_now(self) -> list[tuple[str, torch.Tensor]]:
         """The captured tensors as they are found now."""
-        found = find(self.fn, *self.given.searched()).tensors
+        found = find(self.fn, *self.arguments.searched()).tensors
         return [(_readable(path), value) for path, value in found if isinstance(value, torch.Tensor)]
 
     def generator_states(self) -> dict[str, bytes]:

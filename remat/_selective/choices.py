@@ -14,11 +14,10 @@ from .._core.facts import Facts, tensors
 from .._core.flops import flops
 from .._core.known import Known
 from .._core.layout import is_dense
-from .._core.lines import Line, user_line
+from .._core.lines import Line, user_line, warn
 from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
 from .._policy.verdict import Verdict
-from .._policy.warnings import warn_at
 from .costs import cost_of
 from .hull import hull
 from .log import Log
@@ -83,7 +82,7 @@ class Choices:
         """The program is not the one that a choice was made for: from the next run on it has its own."""
         self._given = None
         if not self._left and self._news(f"a choice for {len(given.operators)} operations"):
-            warn_at(
+            warn(
                 f"{self._policy!r} was made for another program than the one that runs here, which has other "
                 f"operations: what it keeps is chosen anew, for the same number of bytes. Call `remat.pareto` with "
                 f"arguments like those of this call, or use `policies.budget`.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,7 +33,7 @@ class Record:
         roots = recording.saves.roots(self._end, self.keep.hooks is not None)
         steps = None if recording.choices is None else recording.choices.steps(self.program)
         if steps is not None:
-            recording.keep_only(steps)
+            _keep_only(recording, steps)
         complete = self._decide_what_is_kept(recording)
         if recording.choices is not None and steps is None:
             recording.choices.close(recording.log, self.program, roots, recording.results, slots_tell and self._is_lazy)
@@ -101,3 +101,14 @@ class Record:
     def whole_plan(self) -> Plan:
         """The same with nothing left out."""
         return self.program.plan(self._wanted, self._end, self.keep.there(), never)
+
+
+def _keep_only(recording: Recording, steps: Collection[int]) -> None:
+    """What other steps have made is not kept."""
+    log = recording.log
+    for value in [value for value in log.saveable if log.made[value] not in steps]:
+        del log.saveable[value]
+        recording.keep.forget(value)
+    for slot, source in recording.saves.slots():
+        if slot is not None and source.values and source.values[0] not in log.saveable:
+            slot.residual = None

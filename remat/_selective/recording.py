@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -289,16 +289,6 @@ class Recording:
     def program(self) -> Program:
         """What follows from the log."""
         return Program(self.log) if self._last is None else self._last.close(self.log)
-
-    def keep_only(self, steps: Collection[int]) -> None:
-        """What other steps have made is not kept."""
-        saveable = self.log.saveable
-        for value in [value for value in saveable if self.log.made[value] not in steps]:
-            del saveable[value]
-            self.keep.forget(value)
-        for slot, source in self.saves.slots():
-            if slot is not None and source.values and source.values[0] not in saveable:
-                slot.residual = None
 
     def let_go(self) -> None:
         """Drop what is only held: it has a history, which may lead to here."""

@@ -173,8 +173,10 @@ def test_usual_policies_that_come_to_the_same_are_one_row() -> None:
 def test_usual_policies_that_match_nothing_warn_nobody(recwarn: pytest.WarningsRecorder) -> None:
     remat.report(torch.sin, rand(3))
     assert not recwarn.list
-    with pytest.warns(UserWarning, match="has matched none of the operators"):
-        remat.report(torch.sin, rand(3), policies=[policies.save_attention])
+    for net in (torch.sin, nn.Tanh()):
+        remat.report(net, rand(3))
+        with pytest.warns(remat.RematWarning, match="has matched none of the operators"):
+            remat.report(net, rand(3), policies=[policies.save_attention])
 
 
 def costs(saved: int, flops: int) -> Costs:
