@@ -260,8 +260,8 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
     Args:
         amount: bytes, a text such as ``"64MiB"``, or a float in (0, 1], which is that part of what the region keeps
             without remat. Inputs, captured tensors and results of the region are not counted.
-        cost: what an operation costs: ``"roofline"``, by its FLOPs and the bytes that it moves, ``"flops"``, ``"time"``,
-            as measured, or a function ``(op, args, kwargs, result)`` that returns a number.
+        cost: what an operation costs: ``"roofline"``, by its FLOPs and the bytes that it moves, ``"flops"``,
+            ``"time"``, as measured, or a function ``(op, args, kwargs, result)`` that returns a number.
 
     Raises:
         PolicyError: the amount or the cost is none of these; or a budget is made a part of another policy.

@@ -13,8 +13,8 @@ class Facts:
     """What is known of an operation from its schema. Tables use it as a key, as it hashes faster than the operation."""
 
     __slots__ = (
-        "_draws", "_probability", "foreign", "func", "makes_nothing", "marks", "observes", "reshapes",
-        "views", "writes",
+        "_draws", "_probability", "foreign", "func", "makes_nothing", "marks", "observes", "reads_nothing", "reshapes",
+        "updates_statistics", "views", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -28,11 +28,14 @@ class Facts:
         self.writes = [
             (i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
         ]
-        if name in _BATCH_NORMS:
+        self.updates_statistics = name in _BATCH_NORMS  # it writes them for others to read, not for its own result
+        if self.updates_statistics:
             self.writes = [(3, "running_mean"), (4, "running_var")]
         if self.reshapes or name == "aten::record_stream":
             self.writes = []
         self.makes_nothing = name.startswith(("aten::empty", "aten::new_empty"))
+        # Of what it is given it reads shape, dtype and device alone.
+        self.reads_nothing = self.makes_nothing or name.startswith("aten::new_") or name.endswith("_like")
         namespace = getattr(func, "namespace", "aten")
         # Its tags may be missing, or it has none, as a higher-order operator, which may draw in what it calls.
         self.foreign = namespace not in _NAMESPACES

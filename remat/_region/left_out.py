@@ -29,9 +29,10 @@ class LeftOut:
     def __bool__(self) -> bool:
         return bool(self._storages)
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor, marked: bool = True) -> None:
         """A tensor that stands for one."""
-        tensor.fill_(torch.nan)  # if it is read in a way that can't be seen, that shows
+        if marked:
+            tensor.fill_(torch.nan)  # if it is read in a way that can't be seen, that shows
         storage = holder(tensor)
         self._storages[id(storage)] = weakref.ref(storage)
 

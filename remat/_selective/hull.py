@@ -55,7 +55,7 @@ def _best(problem: Problem, price: float | None) -> Choice:
         for value in step.outs:
             keepable = value in problem.keepable
             graph.edge(("need", value), runs, per_byte * problem.sizes[value] if keepable else _NEVER)
-        if step.facts.writes:  # its results are kept together
+        if step.is_whole:  # its results are kept together
             for value, other in zip(step.outs, step.outs[1:]):
                 graph.edge(("need", value), ("need", other), _NEVER)
                 graph.edge(("need", other), ("need", value), _NEVER)

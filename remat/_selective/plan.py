@@ -42,7 +42,7 @@ def plan(
             continue
         draws = step.draws
         # What changes its arguments must do so as a whole; else what can be left out need not be there.
-        in_part = (wanted or draws) and not step.facts.writes
+        in_part = (wanted or draws) and not step.is_whole
         whole = [value for value in step.outs if not in_part or value in needed or value not in dispensable]
         given = step.result is not UNTOLD and all(value in available for value in whole)
         given = given and any(value in available for value in step.outs)

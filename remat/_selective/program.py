@@ -23,17 +23,21 @@ class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "can_be_left", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "key", "number",
+        "can_be_left", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "is_whole", "key", "number",
         "operands", "outs", "reads", "result",
     )  # fmt: skip
 
     def __init__(self, number: int, entry: Entry) -> None:
         self.number = number
         self.entry = entry
-        self.key, self.reads, self.outs, self.result = entry.key, entry.reads, entry.outs, entry.result
+        self.key, self.outs, self.result = entry.key, entry.outs, entry.result
         self.func = self.key[0]
         self.facts = facts_of(self.func)
+        self.reads = () if self.facts.reads_nothing else entry.reads  # whose content it needs
         self.draws = self.key[1] is not None
+        self.is_whole = (
+            bool(self.facts.writes) and not self.facts.updates_statistics
+        )  # it changes its arguments, if it does anything
         self.operands: list[tuple[int, int, tuple | None]] = []  # position, value, form
         self.constants: list[tuple[int, Any]] = []  # position, pattern
         self.count = 0
@@ -50,7 +54,7 @@ class Step:
             not acts
             and type(self.result) is Layout
             and type(self.func) is OpOverload
-            and len(self.operands) == len(self.reads)
+            and len(self.operands) == len(entry.reads)
         )
         self.can_be_left = False  # where nothing seems to need it; that something reads it would show
 
@@ -70,8 +74,9 @@ class Program:
         for step in self.steps:
             step.can_be_left = (
                 step.result is not UNTOLD
-                and not (step.facts.writes or step.facts.observes or step.draws)
-                and self.overwritten.isdisjoint(step.reads)
+                and not (step.facts.observes or step.draws)
+                and (not step.facts.writes or step.facts.updates_statistics)
+                and self.overwritten.isdisjoint(set(step.reads).difference(step.entry.overwritten))
                 and self.dispensable.issuperset(step.outs)
             )
         self._plans: dict[tuple, Plan] = {}

@@ -79,7 +79,8 @@ class Replay(RegionMode):
                         return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
             if draw is not None and self.has_not_drawn:
                 self.left_out.restart()
-            self.left_out.read(read)
+            if not facts.reads_nothing:
+                self.left_out.read(read)
             self._check_writes(facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
@@ -186,8 +187,11 @@ class Replay(RegionMode):
             written = step.facts.written(args, kwargs)
             count -= len(written)
             for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
-                as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
-                self.left_out.is_full(tensor)
+                if content is None:
+                    self.left_out.add(tensor, marked=False)  # it may be the region's own
+                else:
+                    as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
+                    self.left_out.is_full(tensor)
                 self.storages.bind(tensor, value)
         return self.left_out.mark(self._build(step.result, step, contents, read))
 

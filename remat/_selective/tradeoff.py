@@ -90,7 +90,7 @@ def _at_step(
             yield (*rest, begun, draws), labels
             continue
         must_draw = step.draws and draws  # generators move as they did, as long as something draws from them
-        whole = outs if step.facts.writes and begun else wanted | kept
+        whole = outs if step.is_whole and begun else wanted | kept
         may_keep = kept or (wanted and all(value in problem.keepable for value in whole))
         if may_keep:
             nbytes = sum(problem.sizes[value] for value in whole)

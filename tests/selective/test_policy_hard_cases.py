@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.measure import OpCounter, gc_disabled, held_bytes, leaked_bytes, peak_bytes
+from benchmarks.measure import OpCounter, count_ops, gc_disabled, held_bytes, leaked_bytes, peak_bytes
 from remat import MutationError, RecomputeMismatchError, checkpoint_name, is_recomputing, policies, remat
 
 aten = torch.ops.aten
@@ -683,3 +683,48 @@ def test_regions_in_backward_passes_inside(make: Callable, name: str, hooks: boo
         for regions in ((region, outer), (region, lambda f, outer=outer: remat(outer(f)))):
             for found, wanted in zip(gradient(make(*regions)), expected):
                 assert torch.equal(found, wanted)
+
+
+# --- what a recompute needn't run -------------------------------------------------------------------------------------
+
+
+def statistics(x: Tensor, layer: torch.nn.Module) -> Tensor:
+    return layer(x.sin()).relu()
+
+
+def statistics_that_are_read(x: Tensor, layer: torch.nn.Module) -> Tensor:
+    return layer(x.sin()).relu() * layer.running_mean.sum() + layer(x.cos()).exp()
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.0])
+@pytest.mark.parametrize("fn", [statistics, statistics_that_are_read])
+def test_kept_statistics_spare_the_batch_norm(fn: Callable, momentum: float) -> None:
+    """It writes running statistics, which nothing else in the region reads."""
+
+    def run(wrap: Callable) -> tuple:
+        layer = torch.nn.BatchNorm1d(4, momentum=momentum, dtype=torch.float64)
+        x = MATRIX.clone().requires_grad_()
+        region = wrap(lambda x: fn(x, layer))
+        for _ in range(2):
+            gradients = torch.autograd.grad(region(x).sum(), [x, *layer.parameters()])
+        y = region(x).sum()
+        counts = count_ops(lambda: torch.autograd.grad(y, x))
+        return [*gradients, *(b.clone() for b in layer.buffers())], counts["aten.native_batch_norm"]
+
+    expected, _ = run(lambda fn: fn)
+    for policy in (policies.save_ops("aten.native_batch_norm"), policies.everything_saveable, None):
+        found, count = run(lambda fn: remat(fn, policy=policy))
+        assert all(map(torch.equal, found, expected))
+        if policy is not None and fn is statistics:
+            assert count == 0
+
+
+def test_what_reads_no_data_needs_none() -> None:
+    """`empty_like` and the like read shape, dtype and device alone."""
+    x = MATRIX.clone().requires_grad_()
+    for like in (torch.zeros_like, torch.ones_like, lambda t: torch.empty_like(t).fill_(2.0), lambda t: t.new_ones(4)):
+        fn = lambda x: ((like(x @ MATRIX) + x.cos()) * x).sin()
+        region = remat(fn, policy=policies.save_ops("aten.exp", "aten.sin"))
+        y = region(x).sum()
+        assert count_ops(lambda: torch.autograd.grad(y, x, retain_graph=True))["aten.mm"] == 0
+        assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(fn(x).sum(), x)[0])
