@@ -86,18 +86,23 @@ class BlockBudget:
 
 
 class _Trace(PeakMemory):
-    """The most that was alive, by how many calls of blocks have left something behind for the backward."""
+    """The most that was alive, by how many calls of blocks have left something behind for the backward.
+
+    In the backward these are those before the one that runs, which recomputes all that it saves at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[nn.Module] = []
         self.there = 0
-        self.most: dict[int, int] = {}
+        self._backward = False
+        self.most: dict[tuple[int, bool], int] = {}  # by that number, and whether it was in the backward
         self._depth = 0
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         super().after(func, args, kwargs, result)
-        self.most[self.there] = max(self.most.get(self.there, 0), self.total)
+        moment = self.there, self._backward
+        self.most[moment] = max(self.most.get(moment, 0), self.total)
 
     def starts(self, module: nn.Module, args: Any) -> None:
         """A forward pre-hook."""
@@ -116,7 +121,7 @@ class _Trace(PeakMemory):
                     leaf.register_hook(lambda _: self._in_backward(before))
 
     def _in_backward(self, before: int) -> None:
-        self.there = before
+        self.there, self._backward = before, True
 
 
 def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], budget: Budget) -> BlockBudget:
@@ -138,8 +143,7 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
         program.run(program.subject.fn)
     least = _agreed(trace.peak)
     if least > amount:
-        moment = max(trace.most, key=lambda count: trace.most[count])
-        raise RematError(_too_little(amount, least, moment, [names[module] for module in trace.calls]))
+        raise RematError(_too_little(amount, least, *max(trace.most, key=trace.most.__getitem__), [names[module] for module in trace.calls]))
     tradeoffs = {module: known_of(module).choices.pop(nothing, []) for module in dict.fromkeys(trace.calls)}
     blocks = {module: found[-1][0] for module, found in tradeoffs.items() if found}
     plan, peak = _fitting(program, trace, blocks, amount, budget)
@@ -180,7 +184,10 @@ def _cost(plan: Plan) -> float:
 
 
 def planned(
-    calls: Sequence[nn.Module], options: Mapping[nn.Module, Sequence[Choice]], most: Mapping[int, int], amount: int
+    calls: Sequence[nn.Module],
+    options: Mapping[nn.Module, Sequence[Choice]],
+    most: Mapping[tuple[int, bool], int],
+    amount: int,
 ) -> Plan | None:
     """The choice of all blocks that costs the least, if what is alive at each moment stays below the amount."""
     times = Counter(calls)
@@ -189,12 +196,15 @@ def planned(
     starts = [first[module] for module in order] + [len(calls)]
     ways: list[tuple[int, float, Any]] = [(0, 0.0, None)]
     for module, start, end in zip(order, starts, starts[1:]):
-        limit = min((amount - most[count] for count in range(start + 1, end + 1) if count in most), default=amount)
+        counts = range(start + 1, end + 1)
+        limit = amount - max(most.get((count, False), 0) for count in counts)
+        later = amount - max([0, *(most.get((count, True), 0) for count in counts if count < end)])
+        own = amount - most.get((start, True), 0)  # in its own backward
         ways = [
             (nbytes + times[module] * choice.nbytes, cost + times[module] * choice.cost, (choice, before))
             for nbytes, cost, before in ways
             for choice in options[module]
-            if nbytes + times[module] * choice.nbytes <= limit
+            if nbytes + times[module] * choice.nbytes <= min(limit, later) and nbytes + choice.beside <= own
         ]
         if not ways:
             return None
@@ -258,12 +268,15 @@ def _kept(name: str, tradeoff: Tradeoff, choice: Choice) -> Kept:
     return Kept(name, choice.nbytes, choice.cost, choice.flops, tuple(operators[i] for i in sorted(choice.steps)))
 
 
-def _too_little(amount: int, least: int, moment: int, names: Sequence[str]) -> str:
-    place = f"with {moment} of {len(names)} blocks alive" + (f", at {names[moment - 1]!r}" if moment else "")
+def _too_little(amount: int, least: int, there: int, in_backward: bool, names: Sequence[str]) -> str:
+    if in_backward:
+        place = f"in the backward of {names[there]!r}, or of what is before it"
+    else:
+        place = f"in or after {names[there - 1]!r}" if there else "before the first of them"
     return (
-        f"A step of this model takes {size_text(least)} at least, where the blocks keep nothing, and the budget is "
-        f"{size_text(amount)}. The peak is {place}: choose smaller blocks, a smaller batch, or at least "
-        f"{least} bytes."
+        f"A step of this model takes {size_text(least)} at least, where the chosen submodules keep nothing, and the "
+        f"budget is {size_text(amount)}. The peak is {place}: choose smaller submodules, a smaller batch, or a budget "
+        f"of {least} bytes or more."
     )
 
 

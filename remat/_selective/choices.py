@@ -138,4 +138,5 @@ def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[
     runs = program.plan(missing, end, kept, leave if lazy else never).run
     nbytes = sum(problem.sizes[value] for value in kept)
     cost, count = (sum(each[number] for number in sorted(runs)) for each in (problem.costs, flops))
-    return Choice(nbytes, cost, choice.steps, int(count))
+    beside = nbytes - sum(problem.sizes[value] for value in owned)
+    return Choice(nbytes, cost, choice.steps, int(count), beside)

@@ -23,8 +23,8 @@ class Step:
     """An operation of a first run that made or changed a value; views aren't noted."""
 
     __slots__ = (
-        "can_be_left", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "is_whole", "key", "number",
-        "operands", "outs", "reads", "result",
+        "can_be_left", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "is_whole", "key",
+        "number", "operands", "outs", "reads", "result",
     )  # fmt: skip
 
     def __init__(self, number: int, entry: Entry) -> None:
@@ -35,9 +35,8 @@ class Step:
         self.facts = facts_of(self.func)
         self.reads = () if self.facts.reads_nothing else entry.reads  # whose content it needs
         self.draws = self.key[1] is not None
-        self.is_whole = (
-            bool(self.facts.writes) and not self.facts.updates_statistics
-        )  # it changes its arguments, if it does anything
+        # It changes what it reads: if it runs for one of its results, then for all.
+        self.is_whole = bool(self.facts.writes) and not self.facts.updates_statistics
         self.operands: list[tuple[int, int, tuple | None]] = []  # position, value, form
         self.constants: list[tuple[int, Any]] = []  # position, pattern
         self.count = 0

@@ -22,6 +22,7 @@ class Choice(NamedTuple):
     cost: float
     steps: frozenset[int]
     flops: int = 0
+    beside: int = 0  # of the bytes those that autograd did not save: they come on top when it all is recomputed
 
 
 class Problem(NamedTuple):

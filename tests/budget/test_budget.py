@@ -413,7 +413,7 @@ def test_it_leaves_everything_as_it_was() -> None:
     state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     classes = [type(module) for module in model.modules()]
     with pytest.raises(
-        remat.RematError, match=r"takes .* at least, where the blocks keep nothing, and the budget is 1 B"
+        remat.RematError, match=r"takes .* at least, where the chosen submodules keep nothing, and the budget is 1 B"
     ):
         remat.nn.budget(model, LAYER, 1, BATCH, loss=squared)
     assert [type(module) for module in model.modules()] == classes

@@ -1,0 +1,254 @@
+"""Budgets: whether they keep and recompute what they predict, against presets and against one policy for all blocks.
+
+    python -m benchmarks.budget [--json] [--output FILE] [--picture FILE]
+
+*Blocks*: what a region keeps and recomputes under `policies.budget`, predicted and real, under three transforms.
+*Presets*: the FLOPs that a preset recomputes, and those of the best choice that keeps no more bytes.
+*Models*: the peak of a training step under `remat.nn.budget`, and the FLOPs that it recomputes, beside the best single
+policy for all blocks that keeps to the same peak. Bytes and FLOPs are counted at the dispatcher; tensors that are there
+before a call don't count. The last column is the time that the search takes for a block, or all of `nn.budget` but its
+runs of the model for a model.
+
+The exit status is 1 if a prediction is wrong, a preset is better, or a peak is above its budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.nn import functional as F
+
+import remat
+from benchmarks.measure import PeakMemory, count_flops
+from benchmarks.report import KIB, parse, report, verdict
+from remat import policies
+
+__all__ = ["BLOCKS", "Row", "main"]
+
+AMOUNTS = (0.2, 0.4, 0.6, 0.8)
+
+
+class Residual(nn.Module):
+    """Two convolutions with a norm between, and what goes past them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes [batch, 32, height, width]."""
+        return F.relu(x + self.second(F.relu(self.norm(self.first(x)))))
+
+
+def encoder(dropout: float = 0.0) -> nn.Module:
+    """A transformer block."""
+    return nn.TransformerEncoderLayer(64, 4, 256, dropout, batch_first=True)
+
+
+def chain() -> nn.Module:
+    """Linear layers."""
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "transformer": (encoder, (4, 64, 64)),
+    "residual": (Residual, (4, 32, 16, 16)),
+    "MLP chain": (chain, (4, 64, 64)),
+    "transformer, dropout": (partial(encoder, 0.1), (4, 64, 64)),
+}
+
+
+def by_autograd(fn: Callable, x: Tensor, at_end: Callable[[], Any]) -> Any:
+    """The gradient of a block's input."""
+    x = x.clone().requires_grad_()
+    value = fn(x)
+    at_end()
+    return torch.autograd.grad(value.square().sum(), x)
+
+
+def _loss(fn: Callable, at_end: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
+    def loss(x: Tensor) -> Tensor:
+        value = fn(x)
+        at_end()
+        return value.square().sum()
+
+    return loss
+
+
+def by_grad(fn: Callable, x: Tensor, at_end: Callable[[], Any]) -> Any:
+    """The same by `func.grad`."""
+    return grad(_loss(fn, at_end))(x)
+
+
+def per_sample(fn: Callable, x: Tensor, at_end: Callable[[], Any]) -> Any:
+    """The same of each sample."""
+    return vmap(grad(_loss(lambda x: fn(x[None]), at_end)), randomness="different")(x)
+
+
+TRANSFORMS = {"autograd": by_autograd, "func.grad": by_grad, "vmap(grad)": per_sample}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction, or a comparison: of bytes, and of FLOPs."""
+
+    table: str
+    name: str
+    bytes_there: int
+    bytes_here: int
+    flops_there: int
+    flops_here: int
+    milliseconds: float
+    passed: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return asdict(self)
+
+
+def held_and_flops(fn: Callable, transform: Callable, x: Tensor) -> tuple[int, int]:
+    """What is alive when the forward has ended, and the FLOPs of it all."""
+    alive = []
+    with PeakMemory() as memory:
+        transform(fn, x, lambda: alive.append(memory.live))
+    return alive[-1], count_flops(lambda: transform(fn, x, lambda: None))
+
+
+def predictions(name: str) -> list[Row]:
+    """A block under budgets."""
+    make, shape = BLOCKS[name]
+    module, x = make().requires_grad_(False), torch.randn(shape)
+    rows = []
+    for how, transform in TRANSFORMS.items():
+        nothing, _ = held_and_flops(remat.remat(partial(module)), transform, x)
+        _, without = held_and_flops(module, transform, x)
+        for amount in AMOUNTS:
+            policy = policies.budget(amount)
+            fn = remat.remat(partial(module), policy=policy)
+            transform(fn, x, lambda: None)
+            transform(fn, x, lambda: None)
+            tradeoff, choice = fn._known.choices[policy][-1]  # type: ignore[attr-defined]
+            held, flops = held_and_flops(fn, transform, x)
+            kept, again = held - nothing, flops - without
+            passed = (kept, again) == (choice.nbytes, choice.flops) and kept <= policy.nbytes(tradeoff.whole)
+            label = f"{name}, {how}, {amount:.0%}"
+            rows.append(Row("blocks", label, choice.nbytes, kept, choice.flops, again, search(module, x), passed))
+    return rows
+
+
+def search(module: nn.Module, x: Tensor) -> float:
+    """How long it takes to find all choices, in milliseconds: a curve, less the block as a region with a policy."""
+
+    def taken(fn: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            fn()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    leaf = x.clone().requires_grad_()
+    region = remat.remat(lambda x: module(x), policy=lambda ctx, op, *args, **kwargs: False)
+    return 1e3 * max(0.0, taken(lambda: remat.pareto(module, leaf)) - taken(lambda: region(leaf)))
+
+
+def presets(name: str) -> list[Row]:
+    """Presets against the best choice that keeps no more."""
+    make, shape = BLOCKS[name]
+    module, x = make().requires_grad_(False), torch.randn(shape)
+    curve = remat.pareto(module, x.clone().requires_grad_(), cost="flops")
+    nothing, _ = held_and_flops(remat.remat(partial(module)), by_autograd, x)
+    _, without = held_and_flops(module, by_autograd, x)
+    rows = []
+    for preset in (policies.save_matmuls, policies.save_matmuls_without_batch_dims, policies.save_attention):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            held, flops = held_and_flops(remat.remat(partial(module), policy=preset), by_autograd, x)
+        kept, again = held - nothing, flops - without
+        best = min((p for p in curve.points if p.nbytes <= kept), key=lambda p: p.flops)
+        label = f"{name}, {preset!r}".replace("policies.", "")
+        rows.append(Row("presets", label, kept, best.nbytes, again, best.flops, 0.0, best.flops <= again))
+    return rows
+
+
+def models(part: float) -> Row:
+    """Eight blocks: one budget for all of them, against one policy for all."""
+    x = torch.randn(16, 64, 64)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(encoder() for _ in range(8)), nn.Linear(64, 8))
+
+    def peak(model: nn.Module) -> int:
+        with PeakMemory() as memory:
+            gradients = torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+        del gradients
+        return memory.peak
+
+    kind, model = nn.TransformerEncoderLayer, make()
+    start = time.perf_counter()
+    found = remat.nn.budget(model, kind, part, x, loss=lambda out: out.square().mean(), cost="flops")
+    seconds = time.perf_counter() - start
+    curve = remat.pareto(make()[0], x.clone().requires_grad_(), cost="flops")  # type: ignore[index]
+    single = curve.points[0]
+    for point in curve.points:
+        if peak(remat.nn.apply(make(), kind, policy=curve.at(point.nbytes))) <= found.amount:
+            single = point
+    real = peak(model)
+    label = f"8 transformer blocks, {part:.0%} of the peak"
+    passed = real <= found.amount and found.flops <= 8 * single.flops
+    return Row("models", label, found.amount, real, 8 * single.flops, found.flops, seconds * 1e3, passed)
+
+
+_HEADS = {
+    "blocks": ("kept: predicted", "real", "recomputed: predicted", "real", "search, ms"),
+    "presets": ("kept: preset", "budget", "recomputed: preset", "budget", ""),
+    "models": ("peak: budget", "real", "recomputed: one policy", "budget", "in all, ms"),
+}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text, in KiB and MFLOP."""
+    width = max(len(row.name) for row in rows)
+    lines: list[str] = []
+    for name, heads in _HEADS.items():
+        lines.append(f"{name:<{width}}" + "".join(f"{head:>{size}}" for head, size in zip(heads, (17, 9, 24, 9, 12))))
+        lines += [
+            f"{row.name:<{width}}{row.bytes_there / KIB:>17.1f}{row.bytes_here / KIB:>9.1f}"
+            f"{row.flops_there / 1e6:>24.2f}{row.flops_here / 1e6:>9.2f}{row.milliseconds:>12.1f}  {verdict(row)}"
+            for row in rows
+            if row.table == name
+        ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures all of it and prints the tables; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.budget", description="Budgets, against presets.")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write the curve of the transformer block as SVG")
+    options = parse(parser, argv)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if options.picture is not None:
+        curve = remat.pareto(encoder(), torch.randn(4, 64, 64).requires_grad_(), cost="flops")
+        options.picture.write_text(curve.to_svg())
+    rows = [row for name in BLOCKS for row in predictions(name)]
+    rows += [row for name in BLOCKS for row in presets(name)]
+    rows += [models(part) for part in (0.8, 0.6, 0.4)]
+    return report(options, rows, table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
