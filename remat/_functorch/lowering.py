@@ -39,7 +39,8 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
     marks = mark()
     try:
         while True:
-            region.open(follow=is_followed)
+            with own_work():  # a region around would take what is asked here for its function's own question
+                region.open(follow=is_followed)
             shared, first_hook = Call(recorder_for(region)), RemovableHandle.next_id
             try:
                 return _first_run(region, shared)
@@ -62,9 +63,9 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
 
 def _first_run(region: Region, shared: Call) -> Any:
     operands = region.operands()
-    if state.interceptors:
-        operands = [state.interceptors[-1].resolve(t) for t in operands]
     with own_work():
+        if state.interceptors:
+            operands = [state.interceptors[-1].resolve(t) for t in operands]
         outs = apply(region, operands, shared)
         news = _news(region, shared.watch)
         check_left_behind(region, shared.watch, outs)
