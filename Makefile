@@ -31,7 +31,9 @@ fuzz: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy remat
+	$(BIN)/mypy remat tests/typing_cases.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" pyright tests/typing_cases.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" pyright --verifytypes remat --ignoreexternal | grep "completeness score: 100%"
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build

@@ -10,7 +10,8 @@ the sizes must be much smaller, all runs on one thread.
 
 "names" keeps the projections to queries, keys and values, and attention's result. "offload" keeps them in host memory;
 torch's counterpart, `save_on_cpu`, does so with all that the plain block saves. On the CPU, whose memory is the host's,
-it saves nothing, and isn't in the picture. "budget" is what torch's compiler may keep, as a part of what it wants to.
+it saves nothing, and isn't in the picture. Nor are compiled rows, whose FLOPs can't be counted. "budget" is what the
+compiler of torch may keep, as a part of what it wants to.
 
 The exit status is 1 if a row's loss or gradients are further from those of a more exact type than twice what the plain
 step's are: compiled code rounds elsewhere. Without a GPU, and without `--device cpu`, it says so and does nothing.
@@ -33,9 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measure import allocated_bytes, gc_disabled
+from benchmarks.measure import allocated_bytes, count_flops, gc_disabled
 from benchmarks.picture import draw
-from benchmarks.report import MIB, environment, installed, parse, report, verdict
+from benchmarks.report import MIB, environment, parse, report, verdict
 from benchmarks.wrappers import (
     ATTENTION,
     MATMULS,
@@ -161,6 +162,7 @@ class Row:
     loss_error: float
     gradient_error: float
     tolerance: float
+    recomputed_flops: int | None = None  # beyond those of the plain step; compiled code can't be counted
 
     @property
     def passed(self) -> bool:
@@ -211,6 +213,12 @@ class Step:
         self.forget()
         return peak
 
+    def flops(self) -> int:
+        """How many floating-point operations there are."""
+        flops = count_flops(self)
+        self.forget()
+        return flops
+
     def ms(self) -> float:
         """How long it takes."""
         if not self.x.is_cuda:
@@ -254,6 +262,9 @@ def measure(options: argparse.Namespace, candidates: Sequence[Candidate] = CANDI
     del exact
     with gc_disabled():
         peaks = [step.peak_bytes() for step in steps]
+        counted = [
+            None if each.family.startswith("torch.compile") else step.flops() for each, step in zip(candidates, steps)
+        ]
         rounds = [[(steps[0].ms(), step.ms()) for step in steps] for _ in range(options.rounds)]
     return [
         Row(
@@ -265,8 +276,9 @@ def measure(options: argparse.Namespace, candidates: Sequence[Candidate] = CANDI
             loss_error=off[0],
             gradient_error=max(off[1:]),
             tolerance=2 * max(errors[0]),
+            recomputed_flops=None if flops is None else flops - (counted[0] or 0),
         )
-        for candidate, peak, pairs, off in zip(candidates, peaks, zip(*rounds), errors)
+        for candidate, peak, flops, pairs, off in zip(candidates, peaks, counted, zip(*rounds), errors)
     ]
 
 
@@ -299,14 +311,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--dtype", choices=EXACT, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--backend", default="inductor", help="of torch.compile (default: inductor)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory against time into this SVG file")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw memory against recomputed FLOPs into this SVG file"
+    )
     options = parse(parser, argv)
     on_gpu = options.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         print("benchmarks.gpu: no GPU, so nothing was measured (--device cpu runs small sizes)", file=sys.stderr)
         return 0
-    if options.picture is not None and not installed("matplotlib", "--picture"):
-        return 2
     if not on_gpu:
         torch.set_num_threads(1)
     rows = measure(options)

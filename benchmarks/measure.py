@@ -7,7 +7,6 @@ dispatcher sees the physical tensors below all levels.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import weakref
@@ -16,11 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import optree
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from remat._measure.observer import FlopCount, Observer, PeakMemory, gc_disabled
 
 __all__ = [
     "OpCounter",
@@ -37,72 +35,7 @@ __all__ = [
 ]
 
 
-class _Observer(TorchDispatchMode):
-    """A dispatch mode that looks at every physical op and changes none.
-
-    An op on a wrapper subclass (one with `__tensor_flatten__`, such as `DTensor`) is left to the
-    subclass: what that runs on the tensors inside comes by again, and is what counts.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.observe(func, (args, kwargs), out)
-        return out
-
-    def observe(self, func: torch._ops.OpOverload, inputs: Any, out: Any) -> None:
-        """Sees that `func` made `out` of `inputs`, a tree of its arguments. Each observer says what it does with it."""
-
-
-class PeakMemory(_Observer):
-    """Counts the bytes of the storages made while the mode is on.
-
-        >>> x = torch.ones(256)
-        >>> with PeakMemory() as memory:
-        ...     y = x.tanh().tanh()
-        >>> memory.peak, memory.live
-        (2048, 1024)
-
-    A storage counts from the op that returns it until it dies, once, whatever views share it.
-    Storages from before the mode was entered count nothing: not when they are viewed, not when
-    they are written to, not when they are freed.
-
-    Limits: what a kernel uses and frees within one op is not seen, nor is data that reaches torch
-    without an op (`torch.tensor`, `torch.from_numpy`), nor are tensors that are not strided.
-
-    Attributes:
-        peak: the most bytes that were alive after an op.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        # A storage's Python object lives as long as the storage itself, so that a weak reference
-        # to it tells whether autograd or anybody else in C++ still holds the memory.
-        self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
-
-    @property
-    def live(self) -> int:
-        """Bytes alive now, at the size that the storages have now; also after the mode was left."""
-        storages = (ref() for ref in self._storages.valuerefs())
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-    def observe(self, func: torch._ops.OpOverload, inputs: Any, out: Any) -> None:
-        given = {id(storage) for storage in _storages(inputs)}
-        new = {id(storage): storage for storage in _storages(out) if id(storage) not in given}
-        self._storages.update(new)
-        self.peak = max(self.peak, self.live)
-
-
-class OpCounter(_Observer):
+class OpCounter(Observer):
     """Counts dispatched ops by the name of their packet; an op that never ran counts 0.
 
         >>> x = torch.ones(2, 2)
@@ -122,32 +55,8 @@ class OpCounter(_Observer):
     def __getitem__(self, name: str, /) -> int:
         return self.counts[name]
 
-    def observe(self, func: torch._ops.OpOverload, inputs: Any, out: Any) -> None:
+    def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         self.counts[str(func.overloadpacket)] += 1
-
-
-def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    """The storages of a tree's strided tensors."""
-    for leaf in optree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            yield leaf.untyped_storage()
-
-
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Collects garbage, then keeps the collector off: in the block only refcounts free memory.
-
-    Where it is off already, the block is entered as it is.
-    """
-    was_enabled = gc.isenabled()
-    if was_enabled:
-        gc.collect()
-        gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def peak_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
@@ -211,17 +120,6 @@ def count_ops(fn: Callable[..., Any], /, *args: Any) -> Counter[str]:
     return counter.counts
 
 
-# torch's counter has the formulas for the attention kernels of every device but this one.
-_CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value)
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, query, key, value, *args, **kwargs: sdpa_backward_flop_count(grad, query, key, value)
-    ),
-}
-
-
 def count_flops(fn: Callable[..., Any], /, *args: Any) -> int:
     """The floating-point operations of `fn(*args)` in matrix products, convolutions and attention kernels.
 
@@ -230,9 +128,9 @@ def count_flops(fn: Callable[..., Any], /, *args: Any) -> int:
     >>> count_flops(lambda x: (x @ x).tanh(), torch.ones(2, 2))
     16
     """
-    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+    with FlopCount() as counter:
         fn(*args)
-    return counter.get_total_flops()
+    return counter.flops
 
 
 class Watch:

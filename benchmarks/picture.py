@@ -1,4 +1,4 @@
-"""Draws what `benchmarks.gpu` measured: a point for each row, memory against time."""
+"""Draws what `benchmarks.gpu` measured: a point for each row, its memory against what it recomputes."""
 
 from __future__ import annotations
 
@@ -6,55 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.report import MIB
+from remat._measure.drawing import Axis, Point, scatter, standalone
+from remat._measure.units import flops_text, size_text
 
 __all__ = ["draw"]
 
 
-class Point(Protocol):
+class Measured(Protocol):
     """What is drawn of a row."""
 
     family: str
     policy: str
     peak_bytes: int
-    ratio: float
+    recomputed_flops: int | None
 
 
-# Each family has a colour, a marker and a side for its labels, as points of two families often lie on each other.
-STYLES = [
-    ("black", "s", (8, -3), "left"),
-    ("tab:red", "o", (8, -3), "left"),
-    ("tab:blue", "x", (0, 8), "center"),
-    ("tab:green", "^", (0, -14), "center"),
-    ("tab:purple", "v", (-8, -3), "right"),
-]
-
-
-def draw(rows: Sequence[Point], path: Path, title: str) -> None:
-    """Writes the picture as SVG, with text as text; the same rows make the same file."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "remat", "font.size": 9}
-    with matplotlib.rc_context(settings):
-        figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-        for family, (color, marker, offset, side) in zip(dict.fromkeys(row.family for row in rows), STYLES):
-            points = [row for row in rows if row.family == family]
-            times, peaks = [row.ratio for row in points], [row.peak_bytes / MIB for row in points]
-            axes.plot(times, peaks, marker, color=color, label=family, markerfacecolor="none")
-            for row, x, y in zip(points, times, peaks):
-                axes.annotate(
-                    row.policy, (x, y), offset, textcoords="offset points", ha=side, color=color, fontsize="small"
-                )
-        axes.set_title(title, fontsize="medium")
-        axes.set_xlabel("time of a step, relative to the plain one")
-        axes.set_ylabel("peak memory of a step, MiB")
-        axes.set_ylim(bottom=0)
-        axes.margins(x=0.15)
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
+def draw(rows: Sequence[Measured], path: Path, title: str) -> None:
+    """Writes the picture as SVG; the same rows make the same file. Compiled rows have no count of FLOPs."""
+    rows = [row for row in rows if row.recomputed_flops is not None]
+    families = list(dict.fromkeys(row.family for row in rows))
+    points = [Point(row.policy, row.recomputed_flops or 0, row.peak_bytes, families.index(row.family)) for row in rows]
+    x, y = Axis("FLOPs recomputed in a step", flops_text), Axis("peak memory of a step", size_text, 1024)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(standalone(scatter(points, x, y, legend=families, title=title)))

@@ -3,23 +3,37 @@
 from . import compat, integrations, nn, policies
 from ._core.state import disable_remat, is_disabled, is_recomputing
 from ._policy.names import checkpoint_name
-from ._policy.policy import Policy
+from ._policy.policy import Policy, PolicyLike
 from ._region.options import override
 from ._scan.loop import scan
 from ._sequential import sequential
-from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError
+from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError, RematWarning
+from .measuring import CheckResult, Costs, Report, Share, check, report
 from .residuals import SavedResidual, print_saved_residuals, saved_residuals
 from .transform import remat
 
+# What JAX calls them.
+checkpoint = remat
+checkpoint_policies = policies
+
 __all__ = [
     "CaptureError",
+    "CheckResult",
+    "Costs",
     "MutationError",
     "Policy",
     "PolicyError",
+    "PolicyLike",
     "RecomputeMismatchError",
     "RematError",
+    "RematWarning",
+    "Report",
     "SavedResidual",
+    "Share",
+    "check",
+    "checkpoint",
     "checkpoint_name",
+    "checkpoint_policies",
     "compat",
     "disable_remat",
     "integrations",
@@ -30,6 +44,7 @@ __all__ = [
     "policies",
     "print_saved_residuals",
     "remat",
+    "report",
     "saved_residuals",
     "scan",
     "sequential",

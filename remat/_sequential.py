@@ -6,25 +6,29 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import unwrap
 from itertools import pairwise
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from ._core.known import Known
 from ._function import Remat
-from ._region.options import checked_options
+from ._policy.policy import PolicyLike
+from ._region.options import DeterminismCheck, checked_options
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def sequential(
-    functions: Iterable[Callable],
+    functions: Iterable[Callable[P, R]],
     segments: int | None = None,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
-) -> Callable:
+) -> Callable[P, R]:
     """Make one function of several that are called one after another, with a region for each segment of them.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.checkpoint import CheckpointError
 
-__all__ = ["CaptureError", "MutationError", "PolicyError", "RecomputeMismatchError", "RematError"]
+__all__ = ["CaptureError", "MutationError", "PolicyError", "RecomputeMismatchError", "RematError", "RematWarning"]
 
 
 class RematError(CheckpointError):
@@ -27,6 +27,7 @@ class RecomputeMismatchError(RematError):
     changed between the runs and a branch on a value that isn't reproducible.
 
     Attributes:
+        region: its name, and the line that called it, as in the message.
         logs: with ``debug=True`` two lists, of the forward and of the recompute as far as it came: each operation, what
             it made, and the line that called it. ``None`` without, and where a recompute isn't run for autograd.
 
@@ -42,6 +43,7 @@ class RecomputeMismatchError(RematError):
         ('aten.cos.default -> float32[3]', 'aten.sin.default -> float32[3]')
     """
 
+    region: str | None = None
     logs: tuple[list[str], list[str]] | None = None
 
 
@@ -49,8 +51,25 @@ class MutationError(RematError):
     """An input or captured tensor of a region was changed in place before the region was run again.
 
     The recompute would see the new value and give wrong gradients, so it does not start. The message names the
-    tensor and where the region reads it.
+    tensor, the region that reads it, and where that was called.
+
+    Attributes:
+        region: its name, and the line that called it, as in the message.
+
+    Example:
+        >>> import torch
+        >>> from remat import MutationError, remat
+        >>> w, x = torch.ones(3, requires_grad=True), torch.ones(3)
+        >>> y = remat(lambda w, x: (w * x).sin())(w, x).sum()
+        >>> _ = x.mul_(2)
+        >>> try:
+        ...     y.backward()
+        ... except MutationError as error:
+        ...     print(str(error).partition(" between ")[0])
+        argument x was changed in place
     """
+
+    region: str | None = None
 
 
 class CaptureError(RematError):
@@ -63,3 +82,19 @@ class CaptureError(RematError):
 
 class PolicyError(RematError, ValueError):
     """A ``policy`` that does not exist or contradicts itself."""
+
+
+class RematWarning(UserWarning):
+    """Base of every warning that the package gives, at the line of the user's code that it is about.
+
+    Example:
+        >>> import warnings
+        >>> from remat import RematWarning
+        >>> warnings.filterwarnings("error", category=RematWarning)
+        >>> warnings.filterwarnings("default", category=RematWarning)
+    """
+
+
+# Tracebacks call them what users call them: ``remat.PolicyError``.
+for _each in (RematError, RecomputeMismatchError, MutationError, CaptureError, PolicyError, RematWarning):
+    _each.__module__ = "remat"

@@ -14,28 +14,32 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from ._modules.eligible import check_module
 from ._modules.region_class import change_back, change_in_place
-from ._region.options import checked_options
+from ._policy.policy import PolicyLike
+from ._region.options import DeterminismCheck, checked_options
 
 __all__ = ["apply", "every", "undo"]
 
 M = TypeVar("M", bound=torch.nn.Module)
-Types = type | tuple[type, ...]
+Types: TypeAlias = type | tuple[type, ...]
+
+
+Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
 
 
 def apply(
     model: M,
-    where: Types | Every | Callable[[str, torch.nn.Module], bool],
+    where: Where,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
 ) -> M:
@@ -83,8 +87,8 @@ def apply(
         raise ValueError(f"where={where!r} chooses none of the model's modules. They are of the classes {classes}.")
     for name, module in chosen:
         check_module(module, name)
-    for _, module in chosen:
-        change_in_place(module, options)
+    for name, module in chosen:
+        change_in_place(module, replace(options, name=name))
     return model
 
 

@@ -20,7 +20,7 @@ from ._policy.groups import (
 )
 from ._policy.names import Names
 from ._policy.operators import makers_of
-from ._policy.policy import If, Offload, Ops, Policy, as_policy, saving
+from ._policy.policy import If, Offload, Ops, Policy, PolicyLike, as_policy, saving
 from ._policy.policy import Preset as _Preset
 from ._policy.predicates import checked_predicate
 from .errors import PolicyError
@@ -54,7 +54,8 @@ nothing_saveable: Policy = as_policy(None)
 everything_saveable: Policy = _Preset(~nothing_saveable, "everything_saveable")
 #: The results of matrix products, linear layers and convolutions, batched or not.
 save_matmuls: Policy = _Preset(Ops(MATMULS), "save_matmuls")
-dots_saveable = checkpoint_dots = save_matmuls
+dots_saveable: Policy = save_matmuls
+checkpoint_dots: Policy = save_matmuls
 #: The results of products with weights, as in linear layers: not of batched products such as attention scores, and not
 #: of convolutions. A batch of size 1, which is how ``torch.einsum`` multiplies two matrices, is none there. Under
 #: ``vmap`` it is judged what the product has become: with a batched weight, or in a derivative that is mapped itself,
@@ -63,7 +64,8 @@ save_matmuls_without_batch_dims: Policy = _Preset(
     Ops(MATMULS_WITHOUT_BATCH_DIMS) | Ops(frozenset({"aten::bmm"})) & If(is_unbatched_einsum),
     "save_matmuls_without_batch_dims",
 )
-dots_with_no_batch_dims_saveable = checkpoint_dots_with_no_batch_dims = save_matmuls_without_batch_dims
+dots_with_no_batch_dims_saveable: Policy = save_matmuls_without_batch_dims
+checkpoint_dots_with_no_batch_dims: Policy = save_matmuls_without_batch_dims
 #: What fused attention kernels return: the output, the logsumexp and the state of the dropout. Where torch computes
 #: attention from matrix products and a softmax, there is no such kernel, and nothing is kept.
 save_attention: Policy = _Preset(Ops(ATTENTION), "save_attention")
@@ -171,7 +173,7 @@ def save_if(predicate: Callable[..., Any]) -> Policy:
     return If(checked_predicate(predicate))
 
 
-def offload(policy: Any, to: str = "cpu") -> Policy:
+def offload(policy: PolicyLike, to: str = "cpu") -> Policy:
     """Keep what a policy keeps in host memory instead of on the device.
 
     Args:
@@ -247,7 +249,7 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
     return offload(save_matmuls_without_batch_dims, to=offload_dst)
 
 
-def save_from_both_policies(p: Any, q: Any, /) -> Policy:
+def save_from_both_policies(p: PolicyLike, q: PolicyLike, /) -> Policy:
     """Keep what either of two policies keeps: JAX's name for ``p | q``.
 
     Args:

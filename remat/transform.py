@@ -12,7 +12,9 @@ from ._core.known import known_of
 from ._function import Remat
 from ._modules.eligible import check_module
 from ._modules.region_class import second_module
-from ._region.options import Options, checked_options
+from ._policy.policy import PolicyLike
+from ._region.habits import check_returns, refuse
+from ._region.options import DeterminismCheck, Options, checked_options
 
 F = TypeVar("F", bound=Callable)
 
@@ -22,9 +24,9 @@ def remat(
     fn: F,
     /,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
 ) -> F: ...
@@ -33,9 +35,9 @@ def remat(
 @overload
 def remat(
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
 ) -> Callable[[F], F]: ...
@@ -44,12 +46,13 @@ def remat(
 def remat(
     fn: Any = None,
     /,
-    *,
-    policy: Any = None,
+    *others: Any,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
+    **habits: Any,
 ) -> Any:
     """Make ``fn`` keep only its inputs between forward and backward, and compute the rest again when it is needed.
 
@@ -76,7 +79,8 @@ def remat(
         pickled and deep-copied where ``fn`` can.
 
     Raises:
-        TypeError: ``fn`` is not callable, or an option has the wrong type.
+        TypeError: ``fn`` is not callable, is a generator or async function, or an option has the wrong type. Options of
+            ``jax.checkpoint`` and of torch's function are errors that say what to write.
         ValueError: ``determinism_check`` is not one of the three.
         PolicyError: ``policy`` is not a policy.
         RecomputeMismatchError: in the backward, if a recompute does something else than the forward.
@@ -93,6 +97,8 @@ def remat(
 
     After ``jax.checkpoint``; the recompute follows Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
+    if others or habits:
+        refuse(fn, others, habits)
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if fn is None:
         return functools.partial(_wrap, options=options)
@@ -105,6 +111,7 @@ def _wrap(fn: Any, options: Options) -> Any:
             f"remat takes a function or another callable, got {type(fn).__name__}. Options are keywords: "
             f"`remat(fn, early_stop=False)`."
         )
+    check_returns(fn)
     if isinstance(fn, type):
         raise TypeError(f"remat takes a function, not the class {fn.__name__}: wrap an instance, or its method.")
     if isinstance(fn, (classmethod, staticmethod)):

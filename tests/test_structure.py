@@ -16,7 +16,18 @@ MODULES = {
     for path in PACKAGE.rglob("*.py")
 }
 # Each may use those before it. `_modules` is above all of them, with what users call.
-ROOMS = ["_core", "_policy", "_ambient", "_captured", "_region", "_selective", "_engine", "_functorch", "_compile"]
+ROOMS = [
+    "_core",
+    "_policy",
+    "_ambient",
+    "_captured",
+    "_region",
+    "_selective",
+    "_engine",
+    "_functorch",
+    "_compile",
+    "_measure",
+]
 
 
 def imported(name: str, path: Path) -> set[str]:

@@ -35,6 +35,8 @@ def _host_generators(with_numpy: bool) -> tuple[Any, ...]:
 class HostGenerator(ABC):
     """A global generator of the host. Regions share its state, of up to 30 KB, as long as nobody draws."""
 
+    name = "torch's generator of the CPU"
+
     def __init__(self) -> None:
         self._key: Any = None  # tells the last state from others
         self._state: Any = None
@@ -64,6 +66,8 @@ class _Torch(HostGenerator):
 
 
 class _Python(HostGenerator):
+    name = "Python's random"
+
     def _read(self) -> tuple[Any, Any]:
         state = random.getstate()
         return (state[1][-5:], state[2]), state  # 4 of its 624 words and the position; half a pair of normals
@@ -77,6 +81,8 @@ class _NumPy(HostGenerator):
 
     Beside them it keeps half a pair of normals. If it had one at these bits, the bits alone don't tell the state.
     """
+
+    name = "NumPy's random"
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +110,13 @@ def _numpy_bits() -> bytes | None:
     numpy = sys.modules["numpy"].random
     generator = numpy.get_bit_generator()
     return ctypes.string_at(generator.ctypes.state_address, 2500) if type(generator) is numpy.MT19937 else None
+
+
+def generator_name(generator: Any) -> str:
+    """What users call a global generator."""
+    if isinstance(generator, HostGenerator):
+        return generator.name
+    return f"torch's generator of {getattr(generator, 'device', 'the device')}"
 
 
 def bytes_of(state: torch.Tensor) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
+import warnings
 from types import CodeType, FrameType
 from typing import NamedTuple
+
+from ..errors import RematWarning
 
 
 class Line(NamedTuple):
@@ -20,16 +22,33 @@ class Line(NamedTuple):
         return f"{self.code.co_filename}:{self.number} ({self.code.co_name})"
 
 
-def user_line() -> Line:
-    """Where in the user's code the current run is: ``file:line (function)``."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not _is_library(frame.f_globals.get("__name__", "")) and frame.f_code.co_filename[:7] != "<frozen":
+def user_line(above: int = 1) -> Line:
+    """Where in the user's code the current run is: ``file:line (function)``; so many callers are of this package."""
+    frame: FrameType | None = sys._getframe(above)
+    while frame is not None:  # each region asks, so nothing is called for most frames
+        if not (_LIBRARY.get(frame.f_globals.get("__name__", "")) or is_library(frame)):
             return Line(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return Line(None, 0)
 
 
-@functools.cache
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in ("remat", "torch")
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame is of torch, of this package or of the import system, and not of the user's code."""
+    name = frame.f_globals.get("__name__", "")
+    if name not in _LIBRARY:
+        _LIBRARY[name] = name.partition(".")[0] in ("remat", "torch")
+    return _LIBRARY[name] or frame.f_code.co_filename[:7] == "<frozen"
+
+
+_LIBRARY: dict[str, bool] = {}  # by the names of modules
+
+
+def warn(message: str, line: Line | None = None) -> None:
+    """Warn at a line of the user's, by default the one that runs now."""
+    line = line or user_line()
+    file = "<unknown>" if line.code is None else line.code.co_filename
+    warnings.warn_explicit(message, RematWarning, file, line.number, registry=_registries.setdefault(file, {}))
+
+
+# So that Python shows a warning once for each line, as by default, where it comes from several functions.
+_registries: dict[str, dict] = {}

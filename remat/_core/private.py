@@ -43,7 +43,10 @@ def no_nested_graph_breaks() -> Any:
     return torch._dynamo.patch_dynamo_config(nested_graph_breaks=False)
 
 
-class DispatchMode(_python_dispatch.TorchDispatchMode):
+PlainDispatchMode = _python_dispatch.TorchDispatchMode  # Dynamo leaves code alone that is called under it
+
+
+class DispatchMode(PlainDispatchMode):
     """A mode that sees operations. Dynamo leaves its code alone for good; torch's own wrapper says so in each call."""
 
     supports_higher_order_operators = True
@@ -197,6 +200,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
 SelectiveModes = _checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode
 
 
+module_calls = {torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__}  # in stacks
 original_checkpoint = _checkpoint.checkpoint  # another may be put in its place
 
 

@@ -48,7 +48,7 @@ def in_range(fn: Callable, run: str) -> Callable:
     """The function of a region, which marks its runs for the profiler. No mode sees that."""
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        open_range = record_function(f"remat {_name_of(fn)} {run}")
+        open_range = record_function(f"remat {name_of(fn)} {run}")
         with private.without_torch_function(), private.without_dispatch():
             open_range.__enter__()
         try:
@@ -60,7 +60,7 @@ def in_range(fn: Callable, run: str) -> Callable:
     return marked
 
 
-def _name_of(fn: Any) -> str:
+def name_of(fn: Any) -> str:
     """The name of the class of the module that a function belongs to, or is; of any other function its own."""
     while True:
         owner = getattr(fn, "__self__", fn)

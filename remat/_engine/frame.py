@@ -26,6 +26,7 @@ from .._region.around import of_region
 from .._region.fingerprints import LOOKS, fingerprint
 from .._region.guards import Guards
 from .._region.sharing import overlapping
+from .._region.telling import told
 from .._region.turns import turn
 from ..errors import MutationError, RecomputeMismatchError
 from .operation_log import OpLog
@@ -113,6 +114,12 @@ class Frame:
         return self.unpack(packed)
 
     def _unpacked(self, packed: Any) -> torch.Tensor:
+        try:
+            return self._read(packed)
+        except Exception as error:
+            raise told(error, self.region, recomputing=False)  # noqa: B904
+
+    def _read(self, packed: Any) -> torch.Tensor:
         """The same with all that may be the case."""
         if self.open:
             self.has_backward_inside()

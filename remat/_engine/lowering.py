@@ -15,6 +15,7 @@ from .._region.hooks import is_hooks_refusal
 from .._region.options import Options
 from .._region.region import Region
 from .._region.run import FirstRun
+from .._region.telling import without_internals
 from .._selective.recorder import recorder_for
 from .saver import Saver
 
@@ -47,5 +48,7 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
                 operands.roll_back()
                 region.restart()
             raise
+    except Exception as error:
+        raise error if options.debug else error.with_traceback(without_internals(error.__traceback__))  # noqa: B904
     finally:
         region.forget()

@@ -18,8 +18,9 @@ import torch.autograd.forward_ad as fwAD
 from .._core import private
 from .._core.parts import is_differentiable, is_dual
 from .._core.state import own_work
+from .._region.telling import told
 from .._region.watch import GivenUp
-from ..errors import RematError
+from ..errors import MutationError, RematError
 from .batched import Batched, PullbackOfBatched, batched_pullback
 from .bottom import has_dual, is_followed_by_autograd, run_at_bottom, run_in_node
 from .derived import Graded, Jvp, Tensors, without_overlap
@@ -209,7 +210,10 @@ class PlainNode(torch.autograd.Function):
     @private.never_traced
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
         call, needs = ctx.call, ctx.needs_input_grad[2:]
-        call.guarded(call.operands)  # its error says more than autograd's
+        try:
+            call.guarded(call.operands)  # its error says more than autograd's
+        except MutationError as error:
+            raise told(error, ctx.region, recomputing=False)  # noqa: B904
         return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
 
 
@@ -226,7 +230,10 @@ def pull_back(
     if region.root.by_level and isinstance(region, Pullback) and region.level == level:
         region = InnerPullback(region)  # by `torch.autograd.grad` in a function under torch.func.grad
     pullback = Pullback(region, tuple(needs), given, level)
-    with own_work():
-        found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call)
+    try:
+        with own_work():
+            found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call)
+    except Exception as error:
+        raise told(error, region, recomputing=False)  # noqa: B904
     grads, present = iter(found), iter(pullback.present)
     return [next(grads) if needed and next(present) else None for needed in needs]

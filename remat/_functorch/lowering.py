@@ -21,6 +21,7 @@ from .._region.intercept import given_as, made_inside
 from .._region.lowerings import go_back, mark
 from .._region.options import Options
 from .._region.region import Region
+from .._region.telling import without_internals
 from .._region.watch import GivenUp, Watch
 from .._selective.recorder import recorder_for
 from .left_behind import check_left_behind
@@ -57,6 +58,8 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             with own_work():
                 drop_gradient_hooks((*shared.operands, *map(given_as, region.operands())), first_hook)
             region.restart()
+    except Exception as error:
+        raise error if options.debug else error.with_traceback(without_internals(error.__traceback__))  # noqa: B904
     finally:
         region.forget()
 

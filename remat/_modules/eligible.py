@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from functools import cache, wraps
 from itertools import chain
@@ -12,7 +11,9 @@ from typing import Any
 
 import torch
 
+from .._core.lines import warn
 from .._core.state import is_disabled
+from .._region.habits import check_returns
 from ..errors import RematError
 
 
@@ -35,6 +36,7 @@ def check_module(module: torch.nn.Module, name: str = "") -> None:
         raise TypeError(
             f"A region is around `forward`, but {what} has a `__call__` that doesn't call it: take the modules in it."
         )
+    check_returns(module)
     check_library_is_off(module, what)
 
 
@@ -98,8 +100,7 @@ def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
 @cache
 def _warn(name: str) -> None:
     """Once for a class of layers."""
-    warnings.warn(
+    warn(
         f"In training a {name} that is a region runs without a cache (`use_cache=False`), as with its library's own "
-        f"checkpointing. Pass `use_cache=False` to the model to say so yourself.",
-        stacklevel=4,
+        f"checkpointing. Pass `use_cache=False` to the model to say so yourself."
     )

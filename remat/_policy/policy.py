@@ -6,7 +6,9 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
+
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import PolicyError
 from . import operators
@@ -33,16 +35,16 @@ class Policy(Rule):
 
     _binds = 3  # how tightly its expression holds together
 
-    def __or__(self, other: Any) -> Policy:
+    def __or__(self, other: PolicyLike) -> Policy:
         return Either(self, as_policy(other))
 
-    def __ror__(self, other: Any) -> Policy:
+    def __ror__(self, other: PolicyLike) -> Policy:
         return Either(as_policy(other), self)
 
-    def __and__(self, other: Any) -> Policy:
+    def __and__(self, other: PolicyLike) -> Policy:
         return Both(self, as_policy(other))
 
-    def __rand__(self, other: Any) -> Policy:
+    def __rand__(self, other: PolicyLike) -> Policy:
         return Both(as_policy(other), self)
 
     def __invert__(self) -> Policy:
@@ -78,7 +80,7 @@ class Ops(Policy):
 class If(Policy):
     """What a predicate says."""
 
-    predicate: Callable = field(hash=False)  # an object that is called needn't have one
+    predicate: Callable[..., Any] = field(hash=False)  # an object that is called needn't have one
 
     asks = has_predicate = True
     ignores_operators = False
@@ -188,7 +190,7 @@ class Opposite(_Turned):
     """What a policy does not keep."""
 
     _binds = 2
-    _turned: ClassVar = {RECOMPUTE: SAVE, SAVE: RECOMPUTE, OFFLOAD: RECOMPUTE}
+    _turned: ClassVar[Mapping[Verdict, Verdict]] = {RECOMPUTE: SAVE, SAVE: RECOMPUTE, OFFLOAD: RECOMPUTE}
 
     def __repr__(self) -> str:
         return f"~{_bracketed(self.policy, self._binds)}"
@@ -197,7 +199,7 @@ class Opposite(_Turned):
 class Offload(_Turned):
     """What a policy keeps, in host memory."""
 
-    _turned: ClassVar = {RECOMPUTE: RECOMPUTE, SAVE: OFFLOAD, OFFLOAD: OFFLOAD}
+    _turned: ClassVar[Mapping[Verdict, Verdict]] = {RECOMPUTE: RECOMPUTE, SAVE: OFFLOAD, OFFLOAD: OFFLOAD}
 
     def __repr__(self) -> str:
         return f"policies.offload({self.policy!r})"
@@ -209,7 +211,7 @@ class Preset(_Turned):
 
     name: str
 
-    _turned: ClassVar = {verdict: verdict for verdict in Verdict}
+    _turned: ClassVar[Mapping[Verdict, Verdict]] = {verdict: verdict for verdict in Verdict}
     has_predicate = False  # of a user
 
     def __repr__(self) -> str:
@@ -219,6 +221,11 @@ class Preset(_Turned):
         return self.name
 
 
+#: What users may give for a policy: one of ``remat.policies``, operators in a list, a tuple or a set, a function as
+#: torch's selective checkpoint takes it, or None, which keeps nothing.
+PolicyLike: TypeAlias = (
+    "Policy | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | Callable[..., bool | CheckpointPolicy] | None"
+)
 Preset.__module__ = "remat.policies"  # where pickle finds them, by their names as it finds functions
 
 

@@ -27,7 +27,7 @@ class Verdict(enum.Enum):
 
 RECOMPUTE, SAVE, OFFLOAD = Verdict.RECOMPUTE, Verdict.SAVE, Verdict.OFFLOAD
 Verdicts = frozenset[Verdict]
-Ask = Callable[[Callable], "Verdict | None"]  # takes a predicate
+Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # takes a predicate
 
 
 class Rule(ABC):
@@ -45,7 +45,9 @@ class Rule(ABC):
         """The rules that it is made of."""
         return ()
 
-    def judge(self, ctx: Any, op: Any, args: tuple, kwargs: Mapping[str, Any], names: frozenset[str]) -> Verdict:
+    def judge(
+        self, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str]
+    ) -> Verdict:
         """The verdict on a value.
 
         Args:
@@ -112,7 +114,7 @@ def unknown(predicate: Callable) -> None:
     return None
 
 
-def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple, kwargs: Mapping[str, Any]) -> Verdict:
+def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
     """The verdict of a predicate, which returns a bool or one of torch's policies.
 
     Raises:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .._core.known import Known
-from .._core.lines import Line, user_line
+from .._core.lines import user_line, warn
 from .names import is_named
 from .verdict import Verdict
 
@@ -19,23 +19,27 @@ if TYPE_CHECKING:
 class Told:
     """What users were told of a policy, by any of the functions or modules that were given it together."""
 
+    silenced = False
+
     def __init__(self) -> None:
         self.names: set[str] = set()  # that no value has
         self.operators = False  # that it has matched none; true also if it has matched one, or needn't
 
 
-# So that Python shows a warning once for each line, as by default, where it comes from several functions.
-_registries: dict[str, dict] = {}
-
-
-def _warn(message: str, line: Line) -> None:
-    """Warn at a line of the user's."""
-    file = "<unknown>" if line.code is None else line.code.co_filename
-    warnings.warn_explicit(message, UserWarning, file, line.number, registry=_registries.setdefault(file, {}))
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Within, nobody is warned by any region, nor counts as warned."""
+    before, Told.silenced = Told.silenced, True
+    try:
+        yield
+    finally:
+        Told.silenced = before
 
 
 def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, known: Known) -> None:
     """Warn of the names that a policy mentions and that no value has, of the region that has just run."""
+    if Told.silenced:
+        return
     given = sorted(given)
     for pattern in mentioned:
         if any(is_named(name, pattern) for name in given) or pattern in told.names:
@@ -45,7 +49,7 @@ def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, kn
             near = difflib.get_close_matches(pattern, given, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             seen = f"values named {', '.join(map(repr, given))}" if given else "no named values at all"
-            _warn(
+            warn(
                 f"The policy of a rematerialized function mentions the name {pattern!r}, which no value has: there "
                 f"were {seen}.{hint} Names are given with remat.checkpoint_name(x, name).",
                 user_line(),
@@ -64,13 +68,13 @@ class Unmatched:
 
     def warn(self) -> None:
         """Warn, unless another call has matched one, or the user was told."""
-        if self.told.operators:
+        if self.told.operators or Told.silenced:
             return
         self.told.operators = True
         if not self.known.is_news(f"the operators of {self.policy!r}"):
             return
         shown, more = self.operators[:_SHOWN], len(self.operators) - _SHOWN
-        _warn(
+        warn(
             f"The policy {self.policy!r} of a rematerialized function has matched none of the operators that ran, so "
             f"that nothing is kept by it: {', '.join(shown)}{f' and {more} others' if more > 0 else ''}. "
             f"{_OF_FUNCTIONS if self.policy.has_predicate else _OF_OPERATORS}",

@@ -237,10 +237,10 @@ class Guards:
         return tensor
 
     def message(self, i: int) -> str:
+        advice = _OF_PARAMETERS if self.requires_grad[i] and self.leaf[i] else _OF_OTHERS
         return (
-            f"{self.name(i)} was changed in place between the region's forward and its backward, which runs the region "
-            f"again and would give wrong gradients. Change it after the backward, use the out-of-place operation, or "
-            f"give the region a copy: `.clone()`."
+            f"{self.name(i)} was changed in place between the region's forward and its backward, which recomputes the "
+            f"region and would give wrong gradients. {advice}"
         )
 
     def again(self, i: int) -> torch.Tensor:
@@ -294,4 +294,6 @@ def _is_activation(tensor: torch.Tensor) -> bool:
     return not (tensor.is_leaf and tensor.requires_grad) and not host_memory.in_host_memory(tensor)
 
 
+_OF_PARAMETERS = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
+_OF_OTHERS = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
 NO_GUARDS = Guards([], str, set())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from .._core import private
 from .._core.state import overriding, state
@@ -15,6 +15,9 @@ from .contexts import Contexts
 from .fingerprints import CHECKS
 
 __all__ = ["override"]
+
+
+DeterminismCheck = Literal["metadata", "values", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Options:
     contexts: Contexts | None = None  # the user's own, around the runs of one region
     offload_inputs: bool = False  # to host memory, in plain autograd
     read_inside: bool = False  # slots keep their values as long as the region runs, for backward passes inside of it
+    name: str = field(default="", compare=False)  # the path of the module in its model
     told: Told = field(default_factory=Told, compare=False, repr=False)
     override: dict[str, Any] | None = field(default=None, compare=False, repr=False)  # what the call was under
 
@@ -69,7 +73,7 @@ def checked_options(
 def override(
     *,
     preserve_rng_state: bool | None = None,
-    determinism_check: str | None = None,
+    determinism_check: DeterminismCheck | None = None,
     early_stop: bool | None = None,
     debug: bool | None = None,
 ) -> Iterator[None]:

@@ -20,6 +20,7 @@ from .._captured.captured import Captured, Path, find
 from .._captured.variables import Variables, bound
 from .._core import private, trees
 from .._core.known import Known
+from .._core.lines import user_line
 from .._core.ranges import in_range
 from .._core.state import first_run, own_work, recomputing, state
 from .arguments import Arguments
@@ -30,6 +31,7 @@ from .options import Options
 from .outputs import Outputs
 from .run import Run
 from .sharing import apart, as_before, same, twice_below
+from .telling import told
 from .turns import turn
 
 _on_cpu = attrgetter("is_cpu")
@@ -41,8 +43,8 @@ class Region:
     is_pullback = False
 
     __slots__ = (
-        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "consts", "fn",
-        "found", "guessed", "hooked", "ids", "inherited", "kinds", "known", "mapped", "options",
+        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "code", "consts", "fn",
+        "found", "guessed", "hooked", "ids", "inherited", "kinds", "known", "mapped", "number", "options",
         "outputs", "overlaps", "paths", "ran", "record", "same", "swapped", "tensors", "twice", "variables",
     )  # fmt: skip
 
@@ -51,6 +53,7 @@ class Region:
     ) -> None:
         self.fn, self.options, self.known = fn, options, known
         self.arguments, self.tensors = arguments, tensors
+        self.code, self.number = user_line(4)  # that has called it, for errors; one object less than the line
         self.around = around  # the hooks around it; `restart` takes them back to here
         self.found: Captured | None = None  # what the function captures
         self.variables: Sequence[Variables] = ()  # that it reads
@@ -189,6 +192,12 @@ class Region:
         return self._again(apart(operands, self.twice), run)
 
     def _again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
+        try:
+            return self._recompute(operands, run)
+        except Exception as error:
+            raise told(error, self)  # noqa: B904
+
+    def _recompute(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
         assert self.ambient is not None
         with turn(), recomputing(self.options.override), self.ambient.restored():
             captured = [self.consts.captured_again(i) for i in range(len(self.consts))]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._core import private
-from .._policy.policy import as_policy
+from .._policy.policy import PolicyLike, as_policy
 from ._wrapper import checkpoint_wrapper
 
 
@@ -17,8 +17,8 @@ def apply_activation_checkpointing(
     model: torch.nn.Module,
     checkpoint_wrapper_fn: Callable[[Any], torch.nn.Module] | None = None,
     check_fn: Callable[[torch.nn.Module], bool] = lambda module: True,
-    auto_wrap_policy: Any = None,
-    policy: Any = None,
+    auto_wrap_policy: PolicyLike = None,
+    policy: PolicyLike = None,
 ) -> None:
     """Make calls of chosen submodules regions, in place. A drop-in for torch's function of this name.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
@@ -14,6 +14,7 @@ from .. import _function
 from .._compile import lowering as compiled
 from .._core import private
 from .._core.known import known_of
+from .._policy.policy import PolicyLike
 from .._region.contexts import Contexts
 from .._region.options import Options, checked_options
 from .._sequential import chain, check_segments, row_of
@@ -24,17 +25,52 @@ _TWO_POLICIES = "There are two policies: the one in context_fn, and policy. Join
 _CHECKS = {"default": "metadata", "none": "none", "metadata": "metadata", "values": "values"}
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+TorchsCheck = Literal["default", "metadata", "values", "none"]
+
+
+@overload
 def checkpoint(
-    function: Callable | None = None,
+    function: Callable[..., R],
     *args: Any,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], Any] = noop_context_fn,
-    determinism_check: str = "default",
+    determinism_check: TorchsCheck = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
-    policy: Any = None,
+    policy: PolicyLike = None,
+    **kwargs: Any,
+) -> R: ...
+
+
+@overload
+def checkpoint(
+    *,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Any] = noop_context_fn,
+    determinism_check: TorchsCheck = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    policy: PolicyLike = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def checkpoint(
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Any] = noop_context_fn,
+    determinism_check: TorchsCheck = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    policy: PolicyLike = None,
     **kwargs: Any,
 ) -> Any:
     """Call ``function(*args, **kwargs)`` as a region. A drop-in for ``torch.utils.checkpoint.checkpoint``.
@@ -171,7 +207,13 @@ def _compiled(function: Callable, settings: _Settings, args: tuple, kwargs: dict
 
 
 def checkpoint_sequential(
-    functions: Any, segments: int, input: Any, use_reentrant: bool | None = False, *, policy: Any = None, **kwargs: Any
+    functions: Any,
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = False,
+    *,
+    policy: PolicyLike = None,
+    **kwargs: Any,
 ) -> Any:
     """Call functions one after another, in regions. A drop-in for ``torch.utils.checkpoint.checkpoint_sequential``.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._core import private
-from .._policy.policy import as_policy
+from .._policy.policy import PolicyLike, as_policy
 from ._checkpoint import checkpoint
 
 _ORIGINAL = private.original_checkpoint
@@ -36,7 +36,7 @@ class Installation:
         _set([function for function in _installed if function is not self._function])
 
 
-def install(policy: Any = None) -> Installation:
+def install(policy: PolicyLike = None) -> Installation:
     """Make programs that call ``torch.utils.checkpoint.checkpoint`` run regions instead, without a change of them.
 
     The function is exchanged in ``torch.utils.checkpoint`` and in every module that has imported it already, under
@@ -73,7 +73,7 @@ def install(policy: Any = None) -> Installation:
     def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
         if isinstance(getattr(function, "__self__", None), torch.fx.Interpreter):  # torch 2.11 traces a region by it
             return _ORIGINAL(function, *args, use_reentrant=use_reentrant, **kwargs)
-        own = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
+        own: Any = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
         return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)
 
     return Installation(installed).__enter__()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from .._core.state import disable_remat, is_recomputing, state
 from .._modules.eligible import check_module
 from .._modules.region_class import change_in_place
+from .._policy.policy import PolicyLike
 from .._region.options import checked_options
 
 __all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
@@ -17,7 +18,7 @@ __all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "i
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: Any = None) -> M:
+def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLike = None) -> M:
     """Make every later call of ``module`` a region, in place. A drop-in for fairscale's ``checkpoint_wrapper``.
 
     Keyword arguments, containers and results that aren't tensors just pass. ``state_dict`` keys, names, hooks, copies

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from .._policy.policy import as_policy
+from .._policy.policy import PolicyLike, as_policy
 from ..compat import checkpoint
 
 __all__ = ["enable"]
@@ -19,7 +19,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 _POLICY = "_remat_policy"  # the attribute of an enabled model; copies and pickles have it too
 
 
-def enable(model: M, policy: Any = None) -> M:
+def enable(model: M, policy: PolicyLike = None) -> M:
     """Let a model's own activation checkpointing run regions, and switch it on.
 
     It stays so when the ``Trainer`` switches it on once more (``activation_checkpointing=True``, or

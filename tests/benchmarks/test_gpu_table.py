@@ -51,8 +51,11 @@ def test_the_more_is_kept_the_more_memory_it_takes(rows: dict[tuple[str, str], R
         full, names, matmuls = (rows[family, policy].peak_bytes for policy in ("full", "names", "save_matmuls"))
         assert full < names < matmuls < none
     for policy in ("full", "names", "save_matmuls"):
+        assert rows["remat", policy].recomputed_flops == rows["torch", policy].recomputed_flops
         assert rows["remat", policy].peak_bytes <= 1.01 * rows["torch", policy].peak_bytes
+    assert rows["plain", "none"].recomputed_flops == 0 < rows["remat", "full"].recomputed_flops
     for policy in ("full", "save_matmuls"):
+        assert rows["torch.compile of remat", policy].recomputed_flops is None
         assert rows["torch.compile of remat", policy].peak_bytes < rows["torch.compile", "none"].peak_bytes
     for policy in ("budget 0.5", "budget 0.2"):
         assert rows["torch.compile", policy].peak_bytes < rows["torch.compile", "none"].peak_bytes
@@ -78,25 +81,27 @@ def test_eager_rows_compute_the_same_and_those_of_the_same_policy_run_the_same()
 
 def some_rows() -> list[Row]:
     return [
-        Row(family, policy, peak * MIB, 1.0, ratio, 0.0, 0.0, 1e-4)
-        for family, policy, peak, ratio in [("plain", "none", 100, 1.0), ("remat", "full", 40, 1.3)]
+        Row(family, policy, peak * MIB, 1.0, 1.0, 0.0, 0.0, 1e-4, flops)
+        for family, policy, peak, flops in [
+            ("plain", "none", 100, 0),
+            ("remat", "full", 40, 1000),
+            ("torch.compile", "compiled", 40, None),
+        ]
     ]
 
 
 def test_the_picture_has_every_row_and_is_always_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     paths = [tmp_path / "new" / name for name in ("first.svg", "second.svg")]
     for path in paths:
         draw(some_rows(), path, "some title")
     text = paths[0].read_text()
-    assert all(f">{word}</text>" in text for word in ("none", "full", "plain", "remat", "some title"))
-    assert text == paths[1].read_text()
+    assert all(f">{word}</text>" in text for word in ("none", "full", "plain", "remat", "some title", "50 MiB"))
+    assert text == paths[1].read_text() and "compiled" not in text
 
 
 def test_one_run_makes_table_json_and_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr("benchmarks.gpu.measure", lambda options: some_rows())
     arguments = ["--device", "cpu", "--layers", "7", "--output", str(tmp_path / "a"), "--picture", str(tmp_path / "b")]
     assert main(arguments) == 0
@@ -113,9 +118,3 @@ def test_without_a_gpu_it_says_so(
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("benchmarks.gpu: no GPU")
     assert len(printed.err.splitlines()) == 1 and not list(tmp_path.iterdir())
-
-
-def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr("benchmarks.report.find_spec", lambda package: None)
-    assert main(["--device", "cpu", "--picture", "never.svg"]) == 2
-    assert "matplotlib is not installed (pip install 'remat[benchmarks]')" in capsys.readouterr().err

@@ -1143,7 +1143,7 @@ class TestChangesInPlace:
         value = w.detach().clone()
         out = remat(lambda x: (x @ value).tanh().exp())(x) if captured else remat(mm_chain)(x, value)
         value.add_(1)
-        with pytest.raises(MutationError, match="value" if captured else r"args\[1\]"):
+        with pytest.raises(MutationError, match="value" if captured else "argument w was"):
             grad(out, x)
 
     def test_of_an_input_after_the_backward_is_fine(self, x, w):

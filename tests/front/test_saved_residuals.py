@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
+from careless import Careless, state_of
 from cases import CASES, Case, cases, rand
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
 from benchmarks.measure import gc_disabled, held_bytes
-from remat import checkpoint_name, policies, print_saved_residuals, remat, saved_residuals
+from remat import SavedResidual, checkpoint_name, policies, print_saved_residuals, remat, saved_residuals
+from remat._measure.units import size_text
+from remat.nn import apply as nn_apply
 
 POLICIES = {
     "none": None,
@@ -35,7 +39,7 @@ def block_args(grad: bool = True) -> tuple[dict[str, Tensor], Tensor]:
 
 def sources(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
     """Where the tensors are from, without files and lines."""
-    return sorted(row.source.partition(" at ")[0] for row in saved_residuals(fn, *args, **kwargs))
+    return sorted(row.source.partition(" at ")[0] for row in saved_residuals(fn, *args, inputs=True, **kwargs))
 
 
 ARGUMENTS = ["argument params['down']", "argument params['up']", "argument params['wq']", "argument x"]
@@ -108,8 +112,8 @@ def test_grad_inside() -> None:
         return remat(block)(p, x).square().sum()
 
     kept, plain = (
-        saved_residuals(grad(loss), *block_args()),
-        saved_residuals(grad(lambda p, x: block(p, x).square().sum()), *block_args()),
+        saved_residuals(grad(loss), *block_args(), inputs=True),
+        saved_residuals(grad(lambda p, x: block(p, x).square().sum()), *block_args(), inputs=True),
     )
     assert {"argument p['wq']", "argument x"} <= {row.source for row in kept}
     assert sum(row.nbytes for row in kept) < sum(row.nbytes for row in plain)
@@ -154,7 +158,7 @@ def test_nothing_is_changed(wrap: Callable, bound: bool) -> None:
     before = {key: value.clone() for key, value in net.state_dict().items()}
     generators = torch.get_rng_state(), random.getstate()
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    rows = saved_residuals(wrap(net.forward if bound else net), x)
+    rows = saved_residuals(wrap(net.forward if bound else net), x, inputs=True)
     assert any(row.source == "captured self.scale" for row in rows)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generators[0])
@@ -208,9 +212,140 @@ def test_nothing_stays_alive() -> None:
 
 
 def test_print(capsys: pytest.CaptureFixture) -> None:
-    print_saved_residuals(remat(block, policy=policies.save_only_these_names("q")), *block_args())
+    fn = remat(block, policy=policies.save_only_these_names("q"))
+    print_saved_residuals(fn, *block_args())
+    row, total = capsys.readouterr().out.splitlines()
+    line = block.__code__.co_firstlineno + 1
+    assert row == f"float64[2, 5]  cpu  80 B  named 'q' at {__file__}:{line} (block)"
+    assert total == "total: 80 B in 1 tensor, beside 616 B in 4 inputs"
+    print_saved_residuals(fn, *block_args(), inputs=True)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6
-    assert lines[0].split() == ["float64[5,", "7]", "cpu", "280", "bytes", "argument", "params['up']"]
-    own = 2 * 5 * 8
-    assert lines[-1].endswith(f"in 5 tensors, {own} bytes beyond arguments and captured tensors")
+    assert lines[0] == "float64[5, 7]  cpu  280 B  argument params['up']"
+    assert len(lines) == 6 and lines[-1] == total
+
+
+# --- fields and groups ------------------------------------------------------------------------------------------------
+
+
+def test_fields() -> None:
+    rows = {row.name or row.op: row for row in saved_residuals(block, *block_args(), inputs=True)}
+    first, cpu = block.__code__.co_firstlineno, torch.device("cpu")
+    assert rows["q"] == SavedResidual(
+        kind="named", op="aten.mm", name="q", file=__file__, line=first + 1, function="block", module=None,
+        shape=(2, 5), dtype=torch.float64, device=cpu, nbytes=80,
+    )  # fmt: skip
+    assert rows["aten.tanh"] == SavedResidual(
+        kind="output", op="aten.tanh", name=None, file=__file__, line=first + 2, function="block", module=None,
+        shape=(2, 7), dtype=torch.float64, device=cpu, nbytes=112,
+    )  # fmt: skip
+    assert rows["params['up']"] == SavedResidual(
+        kind="argument", op=None, name="params['up']", file=None, line=None, function=None, module=None,
+        shape=(5, 7), dtype=torch.float64, device=cpu, nbytes=280,
+    )  # fmt: skip
+    assert str(rows["q"]) == f"float64[2, 5] on cpu, 80 B: named 'q' at {__file__}:{first + 1} (block)"
+
+
+def encoder() -> tuple[nn.Module, Tensor]:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), rand(2, 16, 64, grad=False).float()
+
+
+def printed(capsys: pytest.CaptureFixture, fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
+    print_saved_residuals(fn, *args, **kwargs)
+    return [line.partition(f" at {__file__}")[0] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_model_of_layers_prints_the_rows_that_matter(capsys: pytest.CaptureFixture) -> None:
+    model, x = encoder()
+    nn_apply(model, nn.TransformerEncoderLayer)
+    assert printed(capsys, model, x) == [
+        "float32[2, 16, 64]  cpu  8 KiB  x3  output of aten.native_layer_norm",
+        "total: 24 KiB in 3 tensors, beside 531 KiB in 49 inputs",
+    ]
+    rows = saved_residuals(model, x)
+    assert [row.module for row in rows] == ["layers.0.norm2", "layers.1.norm2", "layers.2.norm2"]
+    assert len(printed(capsys, model, x, inputs=True)) == 15
+    nn_apply(model, nn.TransformerEncoderLayer, policy=policies.save_matmuls)
+    assert printed(capsys, model, x)[:2] == [
+        "float32[32, 192]    cpu  24 KiB  x4  output of aten.mm",
+        "float32[32, 128]    cpu  16 KiB  x4  output of aten.addmm",
+    ]
+    modules = {row.module for row in saved_residuals(model, x)}
+    assert {"layers.3.self_attn", "layers.0.linear1"} <= modules
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, remat], ids=["plain", "remat"])
+def test_modules_have_the_names_by_which_the_function_knows_them(wrap: Callable) -> None:
+    model, x = encoder()
+    everything = {"policy": policies.everything_saveable} if wrap is remat else {}
+    named = {row.module for row in saved_residuals(wrap(lambda x: model(x).sin().sin(), **everything), x)}
+    assert {"model.layers.2.norm1", None} <= named
+    assert {row.module for row in saved_residuals(wrap(model.layers[0].norm1, **everything), x)} == {"LayerNorm"}
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = model
+
+        def loss(self, x: Tensor) -> Tensor:
+            return self.model(x).sin()
+
+    modules = {row.module for row in saved_residuals(wrap(Trainer().loss, **everything), x)}
+    assert "model.layers.1.norm2" in modules
+
+    class Hidden:
+        made = model.layers[0].norm1
+
+    rows = saved_residuals(lambda x: Hidden.made(x), x)
+    assert {(row.kind, row.module) for row in rows} == {("output", "LayerNorm"), ("constant", None)}
+
+
+def test_layers_are_in_a_group_and_others_are_not(capsys: pytest.CaptureFixture) -> None:
+    x = rand(2, 4).float()
+    assert printed(capsys, nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), x) == [
+        "float32[2, 4]  cpu  32 B  x2  output of aten.tanh",
+        "total: 64 B in 2 tensors, beside 64 B in 1 input",
+    ]
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tanh1, self.tanh2 = nn.Tanh(), nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tanh2(self.tanh1(x))
+
+    print_saved_residuals(Two(), x)
+    modules = [line.rpartition(", in ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert modules[:2] == ["tanh1", "tanh2"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**20 - 1, "1 MiB"), (3 * 2**30, "3 GiB")],
+)
+def test_sizes_are_easy_to_read(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+
+
+# --- nothing is changed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_program_changes_is_put_back(fails: bool) -> None:
+    net = Careless()
+    before, weight = state_of(net), net.weight
+    with pytest.raises(ValueError, match="mine") if fails else nullcontext():
+        assert saved_residuals(net, torch.ones(2, 3), fails)
+    assert state_of(net) == before
+    assert net.weight is weight
+    net.weight.grad = given = torch.ones(3)
+    with suppress(ValueError):
+        saved_residuals(net, torch.ones(2, 3), fails)
+    assert net.weight.grad is given and given.tolist() == [1, 1, 1]
+
+
+def test_a_graph_from_before_is_not_freed() -> None:
+    w = rand(3)
+    h = w.exp()
+    assert saved_residuals(lambda x: (x * h).sin(), rand(3))
+    torch.autograd.grad(h.sum(), w)

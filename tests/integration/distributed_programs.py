@@ -212,11 +212,11 @@ LIBRARIES = "c10d", "_c10d_functional"
 class Meter(PeakMemory, OpCounter):
     """Both at once."""
 
-    def observe(self, func: Any, inputs: Any, out: Any) -> None:
+    def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         if func.namespace in LIBRARIES:
             time.sleep(0.0005)  # for the thread of gloo
-        PeakMemory.observe(self, func, inputs, out)
-        OpCounter.observe(self, func, inputs, out)
+        PeakMemory.after(self, func, args, kwargs, result)
+        OpCounter.after(self, func, args, kwargs, result)
 
     def settled(self) -> int:
         """Bytes that are alive: a thread of gloo may hold the last result of a collective for a moment."""

@@ -49,7 +49,7 @@ class Alive(PeakMemory):
 
     @property
     def live(self) -> int:
-        return sum(ref() is not None for ref in self._storages.valuerefs())
+        return len(self.storages())
 
 
 class Run(NamedTuple):

@@ -16,7 +16,7 @@ from cases import rand
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
-from remat import checkpoint_name, disable_remat, policies, remat
+from remat import RematWarning, checkpoint_name, disable_remat, policies, remat
 from remat import sequential as in_regions
 from remat.compat import checkpoint, checkpoint_sequential, checkpoint_wrapper
 from remat.nn import apply
@@ -59,7 +59,7 @@ def test_in_the_first_backward_and_once() -> None:
     out: list[Tensor] = []
     assert not said(lambda: out.append(fn(x)))
     (warning,) = said(lambda: out[0].sum().backward())
-    assert warning.category is UserWarning
+    assert warning.category is RematWarning
     for text in ("policies.save_ops(torch.ops.aten.bmm", "aten.sin.default, aten.exp.default", "checkpoint_name"):
         assert text in str(warning.message)
     assert not said(backward(fn, x)) and not said(backward(remat(fn._fn, policy=NEVER), x))

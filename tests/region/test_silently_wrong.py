@@ -261,7 +261,7 @@ def test_argument_changed_in_place() -> None:
     x, scale = leaf(3), torch.ones(3)
     loss = remat(lambda x, scale: (x * scale).sin().exp().sum())(x, scale=scale)
     scale.mul_(2)
-    with pytest.raises(MutationError, match=re.escape("argument kwargs['scale'] was changed")):
+    with pytest.raises(MutationError, match="argument scale was changed"):
         loss.backward()
 
 

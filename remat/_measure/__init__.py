@@ -1,0 +1,1 @@
+"""What a program keeps, computes and changes, measured by running it."""

@@ -1,0 +1,129 @@
+"""What a function keeps between its forward and its backward: one run of it, watched."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from .._core import private, trees
+from .._core.layout import holder
+from .._core.lines import Line
+from .._core.parts import parts
+from .._core.state import alias
+from .origins import Origin, Origins
+from .rows import Kind, SavedResidual
+from .subject import Subject
+
+
+class _Saved:
+    """What stands in the graph for a tensor that was saved: as long as it lives, the tensor is kept."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = alias(tensor)
+
+
+class Listing:
+    """A run under saved-tensor hooks; or without, where a function refuses to run under them."""
+
+    takes_all = True  # regions hand over all that they keep to these hooks
+
+    def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
+        self.subject = Subject(fn, args, kwargs)
+        self.saved: list[weakref.ref[_Saved]] = []
+
+    def run(self, under_hooks: bool) -> list[SavedResidual]:
+        """Run the function, and look what is there after it as long as its graph is."""
+        subject = self.subject
+        captured, cut = subject.cut()
+        operands = subject.operands()
+        with subject.preserved(), cut:
+            origins = Origins(subject.modules)
+            if under_hooks:
+                private.push_hooks(self.pack, attrgetter("tensor"))
+            try:
+                with torch.enable_grad(), origins:
+                    graph = _edges(subject.call(subject.fn, operands))
+            finally:
+                if under_hooks:
+                    private.pop_hooks()
+            if under_hooks:
+                kept = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
+            else:
+                kept = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
+            known = _inputs(subject.names, operands, captured)
+            kept = list({id(holder(tensor)): tensor for tensor in reversed(kept)}.values())[::-1]
+            rows = [_row(tensor, origins, known) for tensor in kept]
+            if not under_hooks:
+                rows += [of_storage(storage, origin) for storage, origin in origins.alive()]
+            del graph
+        return rows
+
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        """The hook."""
+        saved = _Saved(tensor)
+        self.saved.append(weakref.ref(saved))
+        return saved
+
+
+def _edges(result: Any) -> list[Any]:
+    """What holds the graph of a result, but not the result."""
+    leaves = trees.flatten(result)[0]
+    return [
+        torch.autograd.graph.get_gradient_edge(leaf)
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+
+
+Inputs = dict[int, tuple[Kind, str, torch.Tensor]]
+
+
+def _inputs(names: list[str], operands: list[torch.Tensor], captured: list[tuple[str, torch.Tensor]]) -> Inputs:
+    """By the id of what holds their memory: what the inputs are, their names, and they themselves."""
+    named: list[tuple[Kind, str, torch.Tensor]] = [("argument", name, tensor) for name, tensor in zip(names, operands)]
+    named += [("captured", name, tensor) for name, tensor in captured]
+    return {id(holder(part)): (kind, name, part) for kind, name, t in reversed(named) for part in parts(t)}
+
+
+def _row(tensor: torch.Tensor, origins: Origins, inputs: Inputs) -> SavedResidual:
+    memory = holder(tensor)
+    nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
+    if id(memory) in inputs:
+        return _unmade(*inputs[id(memory)], nbytes)
+    if (origin := origins.origin(memory)) is not None:
+        return of_storage(memory, origin)
+    return _unmade("constant", None, tensor, nbytes)
+
+
+def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor, nbytes: int) -> SavedResidual:
+    """The row of what no operation has made."""
+    nowhere = None, None, None, None
+    return SavedResidual(kind, None, name, *nowhere, tuple(tensor.shape), tensor.dtype, tensor.device, nbytes)
+
+
+def of_storage(storage: torch.UntypedStorage, origin: Origin) -> SavedResidual:
+    """The row of what an operation has made."""
+    line, name = origin.line, None
+    if origin.names:
+        name, line = ", ".join(origin.names), next(iter(origin.names.values()))
+    return SavedResidual(
+        "named" if name else "output",
+        origin.op,
+        name,
+        *_place(line),
+        origin.module,
+        origin.shape,
+        origin.dtype,
+        storage.device,
+        storage.nbytes(),
+    )
+
+
+def _place(line: Line) -> tuple[str | None, int | None, str | None]:
+    return (None, None, None) if line.code is None else (line.code.co_filename, line.number, line.code.co_name)

@@ -1,0 +1,141 @@
+"""A function with its arguments, as a user gives it to be measured: what it gets, what it reads, and their names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from itertools import takewhile
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._ambient.generators import bytes_of, generator_name, global_generators, with_state
+from .._captured.captured import find
+from .._captured.variables import bound
+from .._core import trees
+from .._core.parts import is_differentiable
+from .._region.arguments import take_apart
+from .origins import ModuleNames
+from .preserved import Overwritten, preserved
+
+
+class Subject:
+    """``fn(*args, **kwargs)``. It is differentiated by what requires grad; if nothing does, by all that can."""
+
+    def __init__(self, fn: Callable, args: tuple, kwargs: dict, *others: Any) -> None:
+        self.fn = fn
+        self.arguments, self.tensors = take_apart(args, kwargs)
+        self._found = find(fn, *self.arguments.searched(), *(other for other in others if other is not None))
+        names = _argument_names(fn, trees.paths(self.arguments.spec, ""))
+        self.names = [names[i] for i in self.arguments.positions]  # of the arguments that are tensors
+        found = {
+            id(t): (_readable(path), t) for path, t in reversed(self._found.tensors) if isinstance(t, torch.Tensor)
+        }
+        self.captured: list[tuple[str, torch.Tensor]] = [*reversed(found.values())]
+        self.modules = ModuleNames([*_roots(fn, self.arguments.leaves)])
+        self.every = not any(tensor.requires_grad for tensor in self.inputs())
+
+    def inputs(self) -> list[torch.Tensor]:
+        """All tensors that it gets or reads."""
+        return [*self.tensors, *(tensor for _, tensor in self.captured)]
+
+    def operands(self) -> list[torch.Tensor]:
+        """The arguments, cut from their history: leaves that a run may differentiate."""
+        return [
+            t.detach().requires_grad_(is_differentiable(t) if self.every else t.requires_grad) for t in self.tensors
+        ]
+
+    def call(self, fn: Callable, operands: Sequence[torch.Tensor]) -> Any:
+        """A function, called with these in the places of the arguments."""
+        args, kwargs = self.arguments.filled(operands)
+        return fn(*args, **kwargs)
+
+    def preserved(self) -> AbstractContextManager[Overwritten]:
+        """Within, it may run; after it, all that it changes is put back."""
+        return preserved(self._found, self.tensors)
+
+    def cut(self) -> tuple[list[tuple[str, torch.Tensor]], AbstractContextManager]:
+        """The captured tensors, cut from their history, and a context in which variables hold these.
+
+        Otherwise a backward pass would go through graphs that were there before, and free them.
+        """
+        cut = [(name, t if t.is_leaf else t.detach().requires_grad_(t.requires_grad)) for name, t in self.captured]
+        tensors = {id(t): new for (_, t), (_, new) in zip(self.captured, cut)}
+        if all(t is new for (_, t), (_, new) in zip(self.captured, cut)):
+            return cut, bound((), {})
+        return cut, bound(self._found.variables, tensors, keep_changes=True)
+
+    def read_now(self) -> list[tuple[str, torch.Tensor]]:
+        """The captured tensors as they are found now."""
+        found = find(self.fn, *self.arguments.searched()).tensors
+        return [(_readable(path), value) for path, value in found if isinstance(value, torch.Tensor)]
+
+    def generator_states(self) -> dict[str, bytes]:
+        """Where the generators stand: the global ones, and those that it reads."""
+        devices = tuple({tensor.device for tensor in self.inputs()})
+        named = [(generator_name(each), each) for each in global_generators(devices)]
+        named += [
+            (_readable(path), with_state(value))
+            for path, value in self._found.tensors
+            if not isinstance(value, torch.Tensor)
+        ]
+        states = {name: generator.get_state() for name, generator in named}
+        return {n: bytes_of(s) if isinstance(s, torch.Tensor) else pickle.dumps(s) for n, s in states.items()}
+
+
+def _readable(place: Any) -> str:
+    """Its path, without what the wrapper of a rematerialized function adds."""
+    return str(place).replace("self.__wrapped__.__self__", "self").replace("self.__wrapped__", "self")
+
+
+def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
+    """For each leaf of ``(args, kwargs)`` what the function calls it, as ``params['w1']``."""
+    try:
+        parameters = list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
+    except (TypeError, ValueError):  # a built-in function
+        parameters = []
+    positional = [each.name for each in takewhile(lambda each: each.kind is not each.VAR_POSITIONAL, parameters)]
+    names = []
+    for path in paths:
+        first, _, rest = path[len("[0][") :].partition("]")
+        if path.startswith("[1]"):
+            names.append(first.strip("'") + rest)
+        else:
+            names.append((positional[int(first)] if int(first) < len(positional) else f"args[{first}]") + rest)
+    return names
+
+
+def _roots(fn: Any, leaves: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a function is or names, each with what it calls it."""
+    fn = fn if isinstance(fn, nn.Module) else inspect.unwrap(fn)
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, MethodType):
+        yield from _held_by(fn.__self__)
+        fn = fn.__func__
+    if isinstance(fn, FunctionType):
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
+            with suppress(ValueError):  # it is empty
+                yield from _modules({name: cell.cell_contents})
+        yield from _modules({name: fn.__globals__.get(name) for name in fn.__code__.co_names})
+    else:
+        yield from _held_by(fn)
+    yield from _modules({f"argument {i}": leaf for i, leaf in enumerate(leaves)})
+
+
+def _held_by(owner: Any) -> Iterator[tuple[str, nn.Module]]:
+    """An object itself, or what its attributes hold."""
+    return _modules({"": owner} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}))
+
+
+def _modules(named: Any) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in named.items():
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, nn.Module))

@@ -1,0 +1,131 @@
+"""What :func:`remat.report` returns: the costs of a program under each policy, as text, values and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .costs import Costs, Share, pareto
+from .page import document, fragment, tradeoff
+from .units import flops_text, percent_text, size_text
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """The costs of a program under each policy, and without rematerialization.
+
+    Attributes:
+        name: what was run.
+        environment: the versions and the device that it ran on.
+        rows: the costs: without rematerialization, as the program is if it has regions of its own, then under each
+            policy.
+    """
+
+    name: str
+    environment: Mapping[str, str]
+    rows: tuple[Costs, ...]
+
+    @property
+    def plain(self) -> Costs:
+        """The costs without rematerialization."""
+        return self.rows[0]
+
+    @property
+    def policies(self) -> tuple[Costs, ...]:
+        """The costs under each policy."""
+        return tuple(row for row in self.rows if row.under_policy)
+
+    @property
+    def pareto(self) -> list[Costs]:
+        """Of the policies, those that none beats in both bytes and FLOPs; the one that saves the least comes first."""
+        return pareto(self.policies)
+
+    @property
+    def timeline(self) -> dict[str, tuple[int, ...]]:
+        """For each row, by its label, the bytes that were alive after each operation."""
+        return {row.label: row.timeline for row in self.rows}
+
+    @property
+    def residuals(self) -> dict[str, list[Share]]:
+        """For each row, by its label, what is saved, by module and operation."""
+        return {row.label: row.shares for row in self.rows}
+
+    def __str__(self) -> str:
+        best = self.pareto
+        device = any(row.device_peak_bytes is not None for row in self.rows)
+        table = [["", "saved", "peak", *(["peak of the allocator"] * device), "FLOPs recomputed", "", ""]]
+        for row in self.rows:
+            cells = [row.label, size_text(row.saved_bytes), size_text(row.peak_bytes)]
+            if device:
+                cells.append("" if row.device_peak_bytes is None else size_text(row.device_peak_bytes))
+            share = percent_text(row.recomputed_flops, self.plain.flops)
+            cells += [flops_text(row.recomputed_flops), share, "*" * (row in best)]
+            table.append(cells)
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]))]
+        texts = [
+            "  ".join([f"{cells[0]:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(cells[1:-1], widths[1:])), cells[-1]])
+            for cells in table
+        ]
+        lines = [f"{self.name}: {', '.join(self.environment.values())}", *texts]
+        lines.append("* no other policy saves less without recomputing more")
+        if not self.plain.flops:
+            lines.append(
+                "FLOPs are those of matrix products, convolutions and attention, of which there are none here."
+            )
+        return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        best = self.pareto
+        rows = [
+            {
+                "label": row.label,
+                "policy": None if row.policy is None else repr(row.policy),
+                "saved_bytes": row.saved_bytes,
+                "peak_bytes": row.peak_bytes,
+                "flops": row.flops,
+                "recomputed_flops": row.recomputed_flops,
+                "device_peak_bytes": row.device_peak_bytes,
+                "pareto": row in best,
+                "forward_operations": row.forward_operations,
+                "timeline": list(row.timeline),
+                "residuals": [asdict(share) for share in row.shares],
+            }
+            for row in self.rows
+        ]
+        return {"name": self.name, "environment": dict(self.environment), "rows": rows}
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """A page with the table, the pictures and the list of what is saved; it loads nothing.
+
+        Args:
+            path: a file to write it into, too.
+
+        Returns:
+            Its text.
+        """
+        text = document(self.name, self._repr_html_())
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_svg(self, path: str | Path | None = None) -> str:
+        """The picture of bytes against recomputed FLOPs, as a file of its own.
+
+        Args:
+            path: a file to write it into, too.
+
+        Returns:
+            Its text.
+        """
+        text = tradeoff(self.rows, self.pareto, alone=True)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:
+        return fragment(self.name, self.environment, self.rows, self.pareto)

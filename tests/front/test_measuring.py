@@ -1,0 +1,355 @@
+"""`remat.report`: what a program saves and recomputes under each policy, as figures, text and a page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from accelerator import DEVICE
+from careless import Careless, state_of
+from cases import rand
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+import remat
+from benchmarks.measure import count_flops, gc_disabled, held_bytes, peak_bytes
+from benchmarks.policies import Sizes, block, func_grad, measure, plain, program
+from remat import policies
+from remat._measure.costs import Costs, distinct, pareto
+from remat._measure.drawing import ticks
+from remat._measure.units import flops_text
+
+
+def layer(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ w["up"]) @ w["down"]
+
+
+def loss(params: list[dict[str, Tensor]], x: Tensor) -> Tensor:
+    for w in params:
+        x = remat.remat(layer)(w, x)
+    return x.square().mean()
+
+
+def readme() -> tuple[list[dict[str, Tensor]], Tensor]:
+    params = [{"up": rand(8, 32, grad=False), "down": rand(32, 8, seed=1, grad=False)} for _ in range(4)]
+    return params, rand(16, 8, seed=2, grad=False)
+
+
+def per_sample(fn: Callable) -> Callable:
+    return vmap(grad(lambda params, sample: fn(params, sample[None])), in_dims=(None, 0))
+
+
+def figures(report: remat.Report) -> dict[str, tuple[int, int]]:
+    return {row.label: (row.saved_bytes, row.recomputed_flops) for row in report.rows}
+
+
+# --- the programs of users --------------------------------------------------------------------------------------------
+
+
+def test_the_model_of_the_readme() -> None:
+    report = remat.report(loss, *readme(), policies=[None, policies.save_matmuls])
+    product = 2 * 16 * 8 * 32  # FLOPs
+    # Each of four layers saves a hidden value and its input, which the first layer is given.
+    hidden, width, scalar = 16 * 32 * 8, 16 * 8 * 8, 8
+    assert figures(report) == {
+        "without remat": (4 * hidden + 4 * width + scalar, 0),
+        "as it is": (4 * width + scalar, 4 * product),
+        "no policy": (scalar, 12 * product),
+        "save_matmuls": (4 * hidden + 4 * width + scalar, 0),
+    }
+    assert [row.label for row in report.pareto] == ["no policy", "save_matmuls"]
+    assert report.plain.flops == 12 * product * 2
+
+
+def test_gradients_by_torch_func() -> None:
+    report = remat.report(loss, *readme(), transform=grad, policies=[None])
+    assert report.name == "grad(loss)"
+    kept = figures(report)
+    assert kept["as it is"][0] < kept["without remat"][0] / 4
+    for row, fn in zip(report.rows, (lambda *args: layers(layer, *args), loss)):
+        assert row.peak_bytes == peak_bytes(grad(fn), *readme())
+        assert row.flops == count_flops(grad(fn), *readme())
+
+
+def layers(layer: Callable, params: list[dict[str, Tensor]], x: Tensor) -> Tensor:
+    for w in params:
+        x = layer(w, x)
+    return x.square().mean()
+
+
+def test_gradients_of_samples() -> None:
+    report = remat.report(loss, *readme(), transform=per_sample, policies=[None, policies.save_matmuls])
+    rows = {row.label: row for row in report.rows}
+    assert rows["as it is"].saved_bytes < rows["without remat"].saved_bytes / 4
+    assert rows["save_matmuls"].recomputed_flops < rows["no policy"].recomputed_flops
+    assert rows["as it is"].peak_bytes == peak_bytes(per_sample(loss), *readme())
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=64, n_positions=16, use_cache=False)
+    ids = torch.randint(64, (2, 16))
+    return transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def test_a_model_of_transformers() -> None:
+    model, inputs = gpt2()
+    block = type(model.transformer.h[0])
+    asked = [None, policies.save_matmuls]
+    report = remat.report(model, **inputs, where=block, policies=asked)
+    rows = {row.label: row for row in report.rows}
+    assert list(rows) == ["without remat", "no policy", "save_matmuls"]
+    assert rows["no policy"].saved_bytes < rows["save_matmuls"].saved_bytes < rows["without remat"].saved_bytes
+    assert rows["no policy"].peak_bytes < rows["without remat"].peak_bytes
+    assert rows["no policy"].recomputed_flops > 0 == rows["save_matmuls"].recomputed_flops
+    shares = {(share.module, share.op): share for share in report.residuals["no policy"]}
+    width = 2 * 16 * 32 * 4
+    assert shares["transformer.h.*", "aten.add"].count == 3
+    assert shares["transformer.h.*", "aten.add"].nbytes == 3 * width
+    assert shares["GPT2LMHeadModel", "aten._log_softmax"].count == 1
+    assert sum(share.nbytes for share in report.residuals["no policy"]) == rows["no policy"].saved_bytes
+    assert {"transformer.h.*.mlp.c_fc", "transformer.h.*.attn"} <= {s.module for s in report.residuals["save_matmuls"]}
+    # It is what training keeps and recomputes.
+    remat.nn.apply(model, block)
+    with gc_disabled():
+        held = held_bytes(lambda: torch.autograd.graph.get_gradient_edge(model(**inputs).loss))
+    assert abs(held - rows["no policy"].saved_bytes) <= 4
+    as_it_is = remat.report(model, **inputs, policies=[]).rows[1]
+    assert (as_it_is.label, as_it_is.saved_bytes) == ("as it is", rows["no policy"].saved_bytes)
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.save_only_these_names("q", "k", "v")])
+def test_the_figures_are_those_of_the_benchmarks(policy: Any) -> None:
+    weights, x = Sizes(2, 16, 32).arguments()
+    wrap = lambda fn: remat.remat(fn, policy=policy)
+    expected = measure("func.grad", wrap, weights, x)  # the loss is among the bytes, which is made outside
+    report = remat.report(block, weights, x, policies=[policy], transform=mean_of_squares)
+    row = report.policies[0]
+    assert (row.saved_bytes, row.recomputed_flops) == (expected.kept_bytes - 4, expected.recomputed_flops)
+    assert report.plain.flops == count_flops(program("func.grad", plain), weights, x)
+    by_autograd = measure("autograd.grad", wrap, weights, x)
+    row = remat.report(block, weights, x, policies=[policy], loss=lambda y: y.square().mean()).policies[0]
+    assert (row.saved_bytes, row.recomputed_flops) == (by_autograd.kept_bytes, by_autograd.recomputed_flops)
+
+
+def mean_of_squares(fn: Callable) -> Callable:
+    return func_grad(lambda weights, x: fn(weights, x).square().mean())
+
+
+# --- the figures ------------------------------------------------------------------------------------------------------
+
+
+def test_they_are_the_same_in_each_run() -> None:
+    model, inputs = gpt2()
+    reports = [remat.report(model, **inputs, where=type(model.transformer.h[0])) for _ in range(2)]
+    assert reports[0] == reports[1]
+    assert reports[0].to_html() == reports[1].to_html()
+
+
+def test_the_timeline_is_that_of_live_bytes() -> None:
+    report = remat.report(loss, *readme())
+    for row in report.rows:
+        assert max(row.timeline) == row.peak_bytes
+        assert report.timeline[row.label] is row.timeline
+        assert row.timeline[row.forward_operations - 1] >= row.saved_bytes
+        assert len(row.timeline) > row.forward_operations > 0
+
+
+def test_usual_policies_that_come_to_the_same_are_one_row() -> None:
+    report = remat.report(layer, *(readme()[0][0], readme()[1]))
+    assert [row.label for row in report.policies] == ["no policy", "save_matmuls"]
+    asked = remat.report(layer, *(readme()[0][0], readme()[1]), policies=[None, None])
+    assert [row.label for row in asked.policies] == ["no policy (1)", "no policy (2)"]
+
+
+def test_usual_policies_that_match_nothing_warn_nobody(recwarn: pytest.WarningsRecorder) -> None:
+    remat.report(torch.sin, rand(3))
+    assert not recwarn.list
+    for net in (torch.sin, nn.Tanh()):
+        remat.report(net, rand(3))
+        with pytest.warns(remat.RematWarning, match="has matched none of the operators"):
+            remat.report(net, rand(3), policies=[policies.save_attention])
+
+
+def costs(saved: int, flops: int) -> Costs:
+    return Costs("", None, saved, 0, 0, flops, (), 0, ())
+
+
+def test_pareto() -> None:
+    rows = [costs(5, 0), costs(3, 2), costs(4, 2), costs(3, 3), costs(1, 9), costs(5, 0)]
+    assert pareto(rows) == [rows[4], rows[1], rows[0], rows[5]]
+    assert distinct([rows[0], rows[5]]) == [rows[0]]
+
+
+@pytest.mark.cuda
+def test_on_a_device_the_peak_of_its_allocator_is_there_too() -> None:
+    w, x = (rand(64, 64, seed=seed, grad=False).float().to(DEVICE) for seed in range(2))
+    fn = lambda w, x: torch.tanh(torch.tanh(torch.tanh(x @ w) @ w) @ w)
+    on_cpu = remat.report(fn, w.cpu(), x.cpu(), policies=[None])
+    report = remat.report(fn, w, x, policies=[None])
+    assert [(r.saved_bytes, r.recomputed_flops) for r in report.rows] == [
+        (r.saved_bytes, r.recomputed_flops) for r in on_cpu.rows
+    ]
+    assert all(row.device_peak_bytes is None for row in on_cpu.rows)
+    assert all(row.device_peak_bytes >= row.peak_bytes for row in report.rows)
+    assert "peak of the allocator" in str(report) and "peak of the allocator" in report.to_html()
+    assert report.environment["device"] != "CPU"
+    assert remat.check(fn, w, x).ok
+
+
+# --- text and values --------------------------------------------------------------------------------------------------
+
+
+def test_text() -> None:
+    report = remat.report(loss, *readme(), policies=[None, policies.save_matmuls])
+    assert str(report) == (
+        f"loss: torch {torch.__version__}, CPU\n"
+        "                saved    peak  FLOPs recomputed\n"
+        "without remat  20 KiB  30 KiB                 0\n"
+        "as it is        4 KiB  27 KiB        32.8 kFLOP  +17 %\n"
+        "no policy         8 B  27 KiB        98.3 kFLOP  +50 %  *\n"
+        "save_matmuls   20 KiB  44 KiB                 0         *\n"
+        "* no other policy saves less without recomputing more"
+    )
+    lines = str(remat.report(torch.sin, rand(3))).splitlines()
+    assert lines[-1] == "FLOPs are those of matrix products, convolutions and attention, of which there are none here."
+
+
+def test_values() -> None:
+    report = remat.report(loss, *readme(), policies=[None])
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["name"] == "loss" and values["environment"]["device"] == "CPU"
+    assert [row["label"] for row in values["rows"]] == ["without remat", "as it is", "no policy"]
+    assert values["rows"][2]["pareto"] and not values["rows"][0]["pareto"]
+    assert values["rows"][1]["residuals"][0] == {
+        "module": None, "op": "aten.add", "name": None, "count": 4, "nbytes": 4096,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (12, "12 FLOP"), (999_960, "1 MFLOP"), (12_345_678, "12.3 MFLOP")]
+)
+def test_flops_are_easy_to_read(count: int, text: str) -> None:
+    assert flops_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("most", "base", "expected"),
+    [
+        (5, 1000, [0, 1, 2, 3, 4, 5]),
+        (3000, 1024, [0, 1024, 2048]),
+        (0.5, 1000, [0]),
+        (900, 1000, [0, 200, 400, 600, 800]),
+        (1.4e9, 1000, [0, 5e8, 1e9]),
+    ],
+)
+def test_ticks(most: float, base: int, expected: list[float]) -> None:
+    assert ticks(most, base) == expected
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report() -> remat.Report:
+    return remat.report(
+        loss, *readme(), policies=[None, policies.save_matmuls, lambda ctx, op, *args: "<mm>" in str(op)]
+    )
+
+
+def test_the_page_loads_nothing(report: remat.Report, tmp_path: Path) -> None:
+    text = report.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == text
+    assert set(re.findall(r"\w+://[^\s\"']*", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"<(script|link|img|iframe|object|embed)|@import|@font-face|url\(|\bsrc=|href=", text)
+    assert text.startswith("<!doctype html>") and text.count("<svg ") == 2
+    assert text.count("<details") == len(report.rows)
+    assert report._repr_html_() in text and "<html" not in report._repr_html_()
+
+
+def test_pictures_are_well_formed(report: remat.Report, tmp_path: Path) -> None:
+    for svg in re.findall(r"<svg .*?</svg>", report.to_html(), re.DOTALL):
+        root = ElementTree.fromstring(svg)
+        texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert {"FLOPs recomputed", "bytes saved"} <= set(texts) or {"operations", "live bytes"} <= set(texts)
+    text = report.to_svg(tmp_path / "picture.svg")
+    assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
+    assert "no policy" in text and report.to_svg() == text
+
+
+def test_labels_are_escaped() -> None:
+    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    predicate.__qualname__ = "<b>&"
+    text = remat.report(torch.mm, rand(3, 3), rand(3, 3), policies=[policies.save_if(predicate)]).to_html()
+    assert "<b>" not in text and "&lt;b&gt;&amp;" in text
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_the_page_in_a_browser(report: remat.Report, tmp_path: Path) -> None:
+    report.to_html(page := tmp_path / "report.html")
+    options = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+    command = [CHROMIUM, *(f"--{each}" for each in f"{options} disable-component-update disable-sync".split())]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=900,2000"]
+    picture = tmp_path / "page.png"
+    subprocess.run([*command, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True, timeout=60)
+    assert picture.stat().st_size > 20_000  # an empty page has a tenth
+    dom = subprocess.run([*command, "--dump-dom", page.as_uri()], check=True, capture_output=True, timeout=60).stdout
+    found = dom.decode()
+    assert found.count("<polyline") == len(report.rows)
+    assert all(f"<span>{row.label}</span>" in found for row in report.rows[:3])
+
+
+# --- nothing is changed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("where", [None, nn.BatchNorm1d])
+def test_nothing_is_changed(fails: bool, where: Any) -> None:
+    net = Careless()
+    net.weight.grad = given = torch.ones(3)
+    before = state_of(net)
+    try:
+        remat.report(net, torch.ones(2, 3), fails, where=where)
+        assert not fails
+    except ValueError as error:
+        assert fails and str(error) == "mine"
+    assert state_of(net) == before and net.weight.grad is given
+
+
+def test_a_transform_that_trains_leaves_the_model_as_it_was() -> None:
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout()), torch.randn(4, 3)
+    before = state_of(net)
+
+    def train(net: nn.Module) -> Callable:
+        def step(x: Tensor) -> None:
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            net(x).square().sum().backward()
+            optimizer.step()
+
+        return step
+
+    report = remat.report(net, x, transform=train)
+    assert state_of(net) == before
+    assert report.plain.saved_bytes > report.policies[0].saved_bytes > 0
+
+
+def test_under_a_transform_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"Give it the transform instead: `remat.report\(fn, x, transform="):
+        vmap(lambda x: remat.report(torch.sin, x) and x)(torch.ones(3))
+    with pytest.raises(remat.PolicyError):
+        remat.report(torch.sin, torch.ones(3), policies=["no such policy"])
+    with pytest.raises(TypeError, match=r"policies is a list of policies: `policies=\[policies.save_matmuls\]`\."):
+        remat.report(torch.sin, torch.ones(3), policies=policies.save_matmuls)

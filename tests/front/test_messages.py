@@ -1,0 +1,308 @@
+"""What users are told: errors of a recompute, what to write instead of habits from elsewhere, warnings."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat import MutationError, PolicyError, RecomputeMismatchError, RematWarning, is_recomputing, policies
+
+
+def line_of(fn: Callable, text: str) -> str:
+    """Where in a function's code a text is, as messages say it."""
+    lines, first = inspect.getsourcelines(fn)
+    number = next(i for i, line in enumerate(lines) if text in line)
+    return f"{__file__}:{first + number} ({fn.__name__})"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).tanh().sin()
+
+
+def model() -> nn.Module:
+    return remat.nn.apply(nn.Sequential(Block(), Block()), Block)
+
+
+# --- errors of a recompute --------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_step_between_forward_and_backward() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net(torch.ones(2, 4)).sum().backward()
+    loss = net(torch.ones(2, 4)).sum()
+    optimizer.step()
+    with pytest.raises(MutationError) as raised:
+        loss.backward()
+    called = line_of(test_an_optimizer_step_between_forward_and_backward, "loss = net(")
+    assert str(raised.value) == (
+        "captured self.up.weight was changed in place between the region's forward and its backward, which recomputes "
+        "the region and would give wrong gradients. The usual cause is an `optimizer.step()` between the two: call it "
+        f"after the backward.\nThe region is Block '1' called at {called}."
+    )
+    assert raised.value.region == f"Block '1' called at {called}"
+
+
+@pytest.mark.parametrize("by_func", [False, True])
+def test_an_argument_has_the_name_that_the_function_gives_it(by_func: bool) -> None:
+    @remat.remat
+    def scaled(x: Tensor, scale: Tensor) -> Tensor:
+        return (x * scale).sin()
+
+    x, scale = torch.ones(3, requires_grad=True), torch.ones(3)
+    if by_func:
+        out, pull = torch.func.vjp(scaled, x.detach(), scale)
+        scale.add_(1)
+        with pytest.raises(MutationError) as raised:
+            pull(torch.ones_like(out))
+    else:
+        loss = scaled(x, scale=scale).sum()
+        scale.add_(1)
+        with pytest.raises(MutationError) as raised:
+            loss.backward()
+    text, _, region = str(raised.value).partition("\nThe region is ")
+    cause = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
+    other = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
+    assert text == (
+        "argument scale was changed in place between the region's forward and its backward, which recomputes the "
+        f"region and would give wrong gradients. {cause if by_func else other}"
+    )
+    assert region.startswith(f"scaled called at {__file__}:")
+
+
+def branches(x: Tensor) -> Tensor:
+    return x.sin().exp().sin() if is_recomputing() else x.sin().cos().exp().sin()
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_a_mismatch_names_the_region(early_stop: bool) -> None:
+    loss = remat.remat(branches, early_stop=early_stop)(torch.ones(3, requires_grad=True)).sum()
+    with pytest.raises(RecomputeMismatchError) as raised:
+        loss.backward()
+    called = line_of(test_a_mismatch_names_the_region, "loss = ")
+    assert str(raised.value).endswith(
+        f"`remat(..., debug=True)` shows the first operation that differs.\nThe region is branches called at {called}."
+    )
+
+
+def fails(x: Tensor) -> Tensor:
+    y = x.sin().exp()
+    if is_recomputing():
+        raise ValueError("mine")
+    return y.cos()
+
+
+def notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops(torch.ops.aten.sin)])
+def test_an_error_of_a_recompute_alone_has_a_note(policy: Any) -> None:
+    loss = remat.remat(fails, policy=policy)(torch.ones(3, requires_grad=True)).sum()
+    with pytest.raises(ValueError, match="mine") as raised:
+        loss.backward()
+    called = line_of(test_an_error_of_a_recompute_alone_has_a_note, "loss = ")
+    assert notes(raised.value) == [f"while recomputing fails called at {called}"]
+
+
+def test_so_it_has_under_torch_func_and_in_regions_in_regions() -> None:
+    with pytest.raises(ValueError, match="mine") as raised:
+        torch.func.grad(lambda x: remat.remat(fails)(x).sum())(torch.ones(3))
+    assert [note.partition(" called at ")[0] for note in notes(raised.value)] == ["while recomputing fails"]
+
+    @remat.remat
+    def outer(x: Tensor) -> Tensor:
+        return remat.remat(fails)(x.sin()).sin()
+
+    loss = outer(torch.ones(3, requires_grad=True)).sum()
+    with pytest.raises(ValueError, match="mine") as raised:
+        loss.backward()
+    assert [note.partition(" called at ")[0] for note in notes(raised.value)] == ["while recomputing outer"]
+
+
+def test_an_error_of_the_forward_has_no_note() -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        remat.remat(lambda x: x / (1 // 0))(torch.ones(3, requires_grad=True))
+    assert notes(raised.value) == []
+
+
+def internal(error: BaseException) -> int:
+    """The frames of the package in a traceback."""
+    names = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return sum(name.startswith("remat.") for name in names)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_tracebacks_have_few_frames_of_the_package(debug: bool) -> None:
+    def divides(x: Tensor) -> Tensor:
+        return x / (1 // 0)
+
+    found = []
+    for fn in (divides, fails):
+        for call in (remat.remat(fn, debug=debug), torch.func.grad(lambda x: remat.remat(fn, debug=debug)(x).sum())):
+            with pytest.raises((ValueError, ZeroDivisionError)) as raised:
+                call(torch.ones(3, requires_grad=True)).sum().backward()
+            found.append(internal(raised.value))
+            assert raised.traceback[-1].name == fn.__name__
+    assert max(found) > 6 if debug else max(found) <= 4
+
+
+# --- habits from elsewhere --------------------------------------------------------------------------------------------
+
+
+def layer(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+HABITS: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: remat.remat(layer, static_argnums=(1,)),
+        "`static_argnums` is not needed, because arguments that aren't tensors just pass: leave it out.",
+    ),
+    (
+        lambda: remat.checkpoint(layer, prevent_cse=False),
+        "`prevent_cse` is not needed, because nothing merges a recompute with the forward: leave it out.",
+    ),
+    (
+        lambda: remat.remat(concrete=True),
+        "`concrete` is not needed, because Python control flow sees the values of tensors: leave it out.",
+    ),
+    (
+        lambda: remat.remat(layer, use_reentrant=False),
+        "`use_reentrant` is not needed, because there is no reentrant variant: leave it out, or call "
+        "`remat.compat.checkpoint(fn, x, use_reentrant=False)`.",
+    ),
+    (
+        lambda: remat.remat(layer, context_fn=lambda: None),
+        "`context_fn` is an option of `remat.compat.checkpoint(fn, x, context_fn=...)`; here it is `policy=`.",
+    ),
+    (
+        lambda: remat.remat(layer, policies.save_matmuls),
+        "A policy is a keyword, so pass it as `policy=`: `remat(layer, policy=...)`.",
+    ),
+    (
+        lambda: remat.remat(layer, torch.ones(3)),
+        "remat takes the function alone, and returns one that takes the arguments: `remat(layer)(x)`.",
+    ),
+    (
+        lambda: remat.checkpoint(layer, torch.ones(3), use_reentrant=False),
+        "remat takes the function alone, and returns one that takes the arguments: `remat(layer)(x)`, or "
+        "`remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch.",
+    ),
+    (lambda: remat.remat(layer, polcy=None), "remat has no option 'polcy'."),
+    (
+        lambda: remat.remat(nn.Linear(2, 2), torch.ones(3)),
+        "remat takes the function alone, and returns one that takes the arguments: `remat(fn)(x)`.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), HABITS)
+def test_habits_are_answered(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        call()
+    assert str(raised.value) == message
+
+
+def test_the_names_of_jax() -> None:
+    assert remat.checkpoint is remat.remat
+    assert remat.checkpoint_policies is remat.policies
+
+
+# --- functions that return before they have done their work -----------------------------------------------------------
+
+
+def generator(x: Tensor) -> Iterator[Tensor]:
+    yield x.sin()
+
+
+async def coroutine(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+async def async_generator(x: Tensor) -> AsyncIterator[Tensor]:
+    yield x.sin()
+
+
+class Generating(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        yield x.sin()
+
+
+class Calling:
+    def __call__(self, x: Tensor) -> Iterator[Tensor]:
+        yield x.sin()
+
+    @classmethod
+    def made(cls, x: Tensor) -> Iterator[Tensor]:
+        yield x.sin()
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (generator, "generator is a generator function"),
+        (coroutine, "coroutine is an async function"),
+        (async_generator, "async_generator is an async generator function"),
+        (partial(generator), "partial is a generator function"),
+        (Generating(), "Generating is a generator function"),
+        (Calling(), "Calling is a generator function"),
+        (vars(Calling)["made"], "made is a generator function"),
+        (Calling.made, "made is a generator function"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_generators_and_async_functions_are_refused(fn: Any, what: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        remat.remat(fn)
+    assert str(raised.value) == (
+        f"remat takes functions that have done their work when they return, but {what}. Make a region of what it calls."
+    )
+
+
+def test_so_are_modules_of_a_model() -> None:
+    with pytest.raises(TypeError, match="Generating is a generator function"):
+        remat.nn.apply(nn.Sequential(Generating()), Generating)
+
+
+# --- warnings and names -----------------------------------------------------------------------------------------------
+
+
+def test_warnings_are_of_a_category_at_the_line_of_the_user() -> None:
+    fn = remat.remat(layer, policy=policies.save_only_these_names("nobody"))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fn(torch.ones(3, requires_grad=True)).sum().backward()
+    (warning,) = found
+    assert warning.category is RematWarning and issubclass(RematWarning, UserWarning)
+    where = line_of(test_warnings_are_of_a_category_at_the_line_of_the_user, "fn(torch.ones")
+    assert where.startswith(f"{warning.filename}:{warning.lineno} ")
+
+
+def test_errors_have_the_names_by_which_users_import_them() -> None:
+    for name in (
+        "PolicyError",
+        "MutationError",
+        "RecomputeMismatchError",
+        "CaptureError",
+        "RematError",
+        "RematWarning",
+    ):
+        assert getattr(remat, name).__module__ == "remat"
+    with pytest.raises(PolicyError) as raised:
+        remat.remat(layer, policy=3)
+    assert traceback.format_exception_only(raised.value)[-1].startswith("remat.PolicyError: A policy is one of")
