@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,3 +102,29 @@ def peak(graph: fx.GraphModule) -> int:
         if node.op != "output":
             live -= sum(sizes[key] for key in dies if dies[key] == i and key not in given)
     return most
+
+
+class Allocations:
+    """The bytes that inductor's code for the CPU holds at once. Compile within, as the code takes its allocator."""
+
+    def __init__(self) -> None:
+        self.live = self.most = 0
+
+    def __enter__(self) -> Allocations:
+        self._own = torch._C._dynamo.guards._empty_strided_cpu
+        torch._C._dynamo.guards._empty_strided_cpu = self._allocate
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        torch._C._dynamo.guards._empty_strided_cpu = self._own
+
+    def _allocate(self, *args: Any) -> Tensor:
+        tensor = self._own(*args)
+        size = tensor.untyped_storage().nbytes()
+        self.live += size
+        self.most = max(self.most, self.live)
+        weakref.finalize(tensor, self._free, size)
+        return tensor
+
+    def _free(self, size: int) -> None:
+        self.live -= size

@@ -14,6 +14,7 @@ from .._core import private
 from .._core.state import guarded
 from .._policy.policy import NOTHING, Policy, as_policy
 from .._region.options import Options
+from . import transforms
 from .tags import judge
 
 
@@ -34,8 +35,10 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
         return fn(*args, **kwargs)
     known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list has no names
     with traced(known), private.no_nested_graph_breaks():
-        if known.saves_everything or private.transforms_active():
+        if known.saves_everything:
             return fn(*args, **kwargs)
+        if private.transforms_active():
+            return transforms.call(fn, args, kwargs, policy)
         if policy is not None:
             # Dynamo takes a partial of a function as a context, and only one that it sees being made.
             settings = {**settings, "context_fn": functools.partial(_contexts_of, policy)}

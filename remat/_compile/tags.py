@@ -22,10 +22,10 @@ _NAMES = "remat.names"  # where a node of the trace has them
 
 
 def judge(policy: Policy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The answer to torch's question about an operation that was just traced."""
-    name = private_compile.said_of_node().get(NAME) if op is torch.ops.aten.alias.default else None
-    if name is not None:
-        _tag_named(policy, private_compile.traced_node(args[0]), name)
+    """The answer to torch's question about an operation of the trace."""
+    for node, verdict in judge_named(policy, op, args):
+        for each in (node, *results_of(node)):
+            each.meta["recompute"] = _tag(verdict)
     if facts_of(op).views:  # it is recomputed for nothing, and to save it would save what it is a view of
         return CheckpointPolicy.PREFER_RECOMPUTE
     return _tag(policy.judge(ctx, op, args, kwargs, frozenset()))
@@ -35,21 +35,30 @@ def _tag(verdict: Verdict) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE if verdict is RECOMPUTE else CheckpointPolicy.MUST_SAVE
 
 
-def _tag_named(policy: Policy, node: Any, name: str) -> None:
-    """Tag a node whose value is given a name, or is a view of what is, if it is one of the region's."""
-    if node is None:  # a backend runs what Dynamo has traced as it is
-        return
-    while node.op == "call_function" and node.target is not operator.getitem and facts_of(node.target).views:
-        node = node.args[0]
-    made = [node]
-    if node.target is operator.getitem:  # the operation has several results
-        node = node.args[0]
-        made = [node, *node.users]
-    if node.op != "call_function" or "recompute" not in node.meta:
-        return
+def judge_named(policy: Policy, op: Any, args: tuple) -> list[tuple[Any, Verdict]]:
+    """If an operation gives a value a name: the node that made the value, and the verdict on it by all its names.
+
+    There is none if a backend runs what Dynamo has traced as it is, or if the value is an argument of the graph.
+    """
+    name = private_compile.said_of_node().get(NAME) if op is torch.ops.aten.alias.default else None
+    node = None if name is None else maker(private_compile.traced_node(args[0]))
+    if node is None:
+        return []
     names = node.meta[_NAMES] = node.meta.get(_NAMES, frozenset()) | {name}
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     ctx, op, *_ = question(node.target, args, kwargs, node.meta["val"])
-    tag = _tag(policy.judge(ctx, op, args, kwargs, names))
-    for each in made:
-        each.meta["recompute"] = tag
+    return [(node, policy.judge(ctx, op, args, kwargs, names))]
+
+
+def maker(node: Any) -> Any:
+    """The node of the operation that made a value, of which a node may be a view, or one of several results."""
+    while node is not None and node.op == "call_function":
+        if node.target is not operator.getitem and not facts_of(node.target).views:
+            return node
+        node = node.args[0]
+    return None
+
+
+def results_of(node: Any) -> list[Any]:
+    """The nodes of the results of an operation that has several."""
+    return [user for user in node.users if user.target is operator.getitem]

@@ -26,3 +26,29 @@ def traced_node(tensor: torch.Tensor) -> Any:
     torch._sync(tensor)
     proxy = _proxy_tensor.get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
     return None if proxy is None else proxy.proxy.node
+
+
+def functionalizing() -> bool:
+    """Whether AOT autograd runs the function: at first without a graph."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+# A function with its tensors as arguments, for a function that Dynamo doesn't look into: while AOT autograd traces.
+lifted = torch._higher_order_ops.wrap.dynamo_bypassing_wrapper
+# What a constant function is given, it is given as Dynamo has it: in 2.11 not if that is a policy.
+TAKES_OBJECTS_AS_CONSTANTS = torch.__version__ >= "2.12"
+graph_break = torch._dynamo.graph_break
+graph_ids = torch._higher_order_ops.wrap.uid  # of checkpointed parts: the partitioner saves what is between two
+
+
+def value_now(tensor: Any) -> Any:
+    """What a tensor of AOT autograd holds now: whatever changes the tensor in place later makes another value."""
+    if not isinstance(tensor, FunctionalTensor):
+        return tensor
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def holding(value: Any) -> Any:
+    """A new tensor that holds such a value."""
+    return FunctionalTensor.to_functional(value) if isinstance(value, torch.Tensor) else value

@@ -23,6 +23,7 @@ from .._region.options import Options
 from .._region.region import Region
 from .._region.watch import GivenUp, Watch
 from .._selective.recorder import recorder_for
+from .bottom import run_at_bottom
 from .left_behind import check_left_behind
 from .levels import apply
 from .tape import Call
@@ -40,7 +41,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
     try:
         while True:
             region.open(follow=is_followed)
-            shared, first_hook = Call(recorder_for(region)), RemovableHandle.next_id
+            shared, first_hook = Call(recorder_for(region), run_at_bottom), RemovableHandle.next_id
             try:
                 return _first_run(region, shared)
             except GivenUp as given_up:
