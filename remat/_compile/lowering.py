@@ -38,7 +38,7 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
         if known.saves_everything:
             return fn(*args, **kwargs)
         if private.transforms_active():
-            return transforms.call(fn, args, kwargs, policy)
+            return transforms.call(fn, args, kwargs, policy, settings.get("context_fn"))
         if policy is not None:
             # Dynamo takes a partial of a function as a context, and only one that it sees being made.
             settings = {**settings, "context_fn": functools.partial(_contexts_of, policy)}

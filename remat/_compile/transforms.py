@@ -27,28 +27,36 @@ from .bottom import run_at_bottom
 from .keep import Kept
 
 
-def call(fn: Callable, args: tuple, kwargs: dict, policy: Any) -> Any:
+def call(fn: Callable, args: tuple, kwargs: dict, policy: Any, context_fn: Any = None) -> Any:
     """Call ``fn`` as a region while Dynamo traces."""
-    if policy is not None and not private_compile.TAKES_OBJECTS_AS_CONSTANTS:
-        return fn(*args, **kwargs)
-    number = 0 if policy is None else _number(policy)
-    if number < 0:
+    number = 0
+    if policy is not None or context_fn is not None:
+        number = _number(policy, context_fn) if private_compile.TAKES_OBJECTS_AS_CONSTANTS else _INLINE
+    if number == _UNKNOWN:
         private_compile.graph_break(msg="A policy of a region in a torch.func transform is made in compiled code.")
+    if number == _INLINE:
+        return fn(*args, **kwargs)
     return private_compile.lifted(functools.partial(_lowered, number), lambda *inputs: fn(*inputs, **kwargs), *args)
 
 
 _policies: list[Policy] = [as_policy(None)]  # of compiled code, which has their numbers
+_UNKNOWN, _INLINE = -1, -2
 
 
 @torch.compiler.assume_constant_result  # so that it is called while Dynamo traces, with the policy itself
-def _number(policy: Any) -> int:
+def _number(policy: Any, context_fn: Any) -> int:
+    if context_fn is not None:
+        first, again = context_fn()
+        if (type(first), type(again)) != private.SelectiveModes:
+            return _INLINE
+        policy = first.policy_fn
     try:
         policy = as_policy(policy)
         if policy not in _policies:
             _policies.append(policy)
         return _policies.index(policy)
     except AttributeError:  # Dynamo hasn't made it yet
-        return -1
+        return _UNKNOWN
 
 
 def _lowered(number: int, graph: GraphModule) -> Callable:

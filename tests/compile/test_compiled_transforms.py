@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from graphs import Allocations, count, graphs_of, handed_over, peak
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from remat import checkpoint_name, compat, disable_remat, policies, remat
 
@@ -436,6 +439,28 @@ def test_disable_remat_and_checkpoint() -> None:
     with disable_remat():
         assert products(f) == 12
     assert products(chain(lambda f: lambda *args: compat.checkpoint(f, *args), 2)) == 14
+
+
+def keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return op is torch.ops.aten.mm.default
+
+
+CONTEXTS = functools.partial(create_selective_checkpoint_contexts, keeps_products)
+
+
+@pytest.mark.skipif(not NEW, reason="Dynamo does not hand a policy on")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"context_fn": CONTEXTS}, 12),
+        ({"context_fn": lambda: (nullcontext(), nullcontext())}, 12),  # inlined
+        ({"policy": keeps_products}, 12),
+        ({"policy": ["aten.mm"]}, 12),
+        ({"policy": ["aten.sin"]}, 14),
+    ],
+)
+def test_policies_of_checkpoint(options: dict, expected: int) -> None:
+    assert products(chain(lambda f: lambda *args: compat.checkpoint(f, *args, **options), 2)) == expected
 
 
 def test_a_policy_made_in_compiled_code_breaks_the_graph() -> None:
