@@ -51,12 +51,13 @@ def _number(policy: Any, context_fn: Any) -> int:
             return _INLINE
         policy = first.policy_fn
     try:
-        policy = as_policy(policy)
-        if policy not in _policies:
-            _policies.append(policy)
-        return _policies.index(policy)
-    except AttributeError:  # Dynamo hasn't made it yet
+        repr(policy)
+    except AttributeError:  # Dynamo has not filled it yet
         return _UNKNOWN
+    policy = as_policy(policy)
+    if policy not in _policies:
+        _policies.append(policy)
+    return _policies.index(policy)
 
 
 def _lowered(number: int, graph: GraphModule) -> Callable:

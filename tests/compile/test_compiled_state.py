@@ -229,6 +229,14 @@ def test_policies_of_regions_that_are_made_in_compiled_code() -> None:
     assert recomputed(lambda x: compat.checkpoint(smooth, x, context_fn=context_fn)) == 0
 
 
+def test_a_policy_that_is_made_in_compiled_code_breaks_the_graph() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return remat.remat(smooth, policy=policies.save_only_these_names("h"))(x)
+
+    result = value_and_grad(compiled(fn, fullgraph=False), given())
+    torch.testing.assert_close(result, value_and_grad(smooth, given()))
+
+
 # --- failures -------------------------------------------------------------------------------------------------------
 
 FAILS = """

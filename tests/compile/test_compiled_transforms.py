@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from graphs import Allocations, count, graphs_of, handed_over, peak
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from remat import checkpoint_name, compat, disable_remat, policies, remat
+from remat import MutationError, checkpoint_name, compat, disable_remat, policies, remat
 
 NEW = torch.__version__ >= "2.12"  # before, Dynamo does not hand a policy on
 
@@ -479,6 +479,32 @@ def test_a_break_in_a_region() -> None:
     for wrapped in (remat(fn), lambda x: remat(fn)(x)):
         take = grad(lambda x: wrapped(x).sum())
         torch.testing.assert_close(torch.compile(take, backend="aot_eager")(X), grad(lambda x: fn(x).sum())(X))
+
+
+def test_an_error_of_eager_code_is_one_where_the_graph_is_run_as_it_is() -> None:
+    make, args, _ = CASES["changed arguments"]
+    with pytest.raises(MutationError):
+        torch.compile(make(remat), backend="eager")(*args)
+
+
+@pytest.mark.skipif(not NEW, reason="Dynamo does not trace it")
+def test_autograd_in_compiled_code() -> None:
+    def make(wrap: Callable) -> Callable:
+        f = loss(wrap, 4)
+
+        def step(*args: Tensor) -> Any:
+            leaves = [t.detach().requires_grad_() for t in args]
+            return torch.autograd.grad(f(*leaves), leaves)
+
+        return step
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        none, expected = graphs_of(make(plain), lambda f: f(X, W1, W2))
+        ours, result = graphs_of(make(remat), lambda f: f(X, W1, W2))
+        torchs, _ = graphs_of(make(lambda f: lambda *a: checkpoint(f, *a, use_reentrant=False)), lambda f: f(X, W1, W2))
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(result, make(plain)(X, W1, W2))
+    assert count(none.inference) < count(ours.inference) == count(torchs.inference)
 
 
 def test_dynamic_sizes() -> None:
