@@ -24,6 +24,7 @@ from .._region.region import Region
 from .._region.telling import without_internals
 from .._region.watch import GivenUp, Watch
 from .._selective.recorder import recorder_for
+from .bottom import run_at_bottom
 from .left_behind import check_left_behind
 from .levels import apply
 from .tape import Call
@@ -42,7 +43,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
         while True:
             with own_work():  # a region around would take what is asked here for its function's own question
                 region.open(follow=is_followed)
-            shared, first_hook = Call(recorder_for(region)), RemovableHandle.next_id
+            shared, first_hook = Call(recorder_for(region), run_at_bottom), RemovableHandle.next_id
             try:
                 return _first_run(region, shared)
             except GivenUp as given_up:
