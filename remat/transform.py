@@ -111,7 +111,8 @@ def _wrap(fn: Any, options: Options) -> Any:
             f"remat takes a function or another callable, got {type(fn).__name__}. Options are keywords: "
             f"`remat(fn, early_stop=False)`."
         )
-    check_returns(fn)
+    if not torch.compiler.is_compiling():
+        check_returns(fn)  # Dynamo can't trace it
     if isinstance(fn, type):
         raise TypeError(f"remat takes a function, not the class {fn.__name__}: wrap an instance, or its method.")
     if isinstance(fn, (classmethod, staticmethod)):

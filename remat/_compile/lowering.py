@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .._core import private
+from .._core.lines import warn
 from .._core.state import guarded
 from .._policy.policy import NOTHING, Policy, as_policy
 from .._region.options import Options
@@ -52,10 +52,9 @@ def say_what_has_no_effect() -> bool:
     """Warn, once, of options that compiled code has no use for."""
     if not _said:
         _said.append(True)
-        warnings.warn(
+        warn(
             "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: its "
-            "graph is recomputed as it was traced.",
-            stacklevel=2,
+            "graph is recomputed as it was traced."
         )
     return True
 

@@ -35,18 +35,19 @@ def put_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def library() -> Iterator[Any]:
+def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A module that has imported torch's function, under a name of its own."""
-    module: Any = types.ModuleType("a_library")
+    name = f"a_library_of_{id(request.node)}"  # Dynamo goes on using the first module of a name
+    module: Any = types.ModuleType(name)
     exec(
         "from torch.utils.checkpoint import checkpoint as ckpt\nimport torch.utils.checkpoint\n"
         "def by_name(f, *args, **kwargs): return ckpt(f, *args, **kwargs)\n"
         "def by_attribute(f, *args, **kwargs): return torch.utils.checkpoint.checkpoint(f, *args, **kwargs)\n",
         vars(module),
     )
-    sys.modules["a_library"] = module
+    sys.modules[name] = module
     yield module
-    del sys.modules["a_library"]
+    del sys.modules[name]
 
 
 def f(x: Tensor) -> Tensor:
