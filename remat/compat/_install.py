@@ -8,13 +8,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from .._core import private
 from .._policy.policy import PolicyLike, as_policy
 from ._checkpoint import checkpoint
 
 _ORIGINAL = private.original_checkpoint
+_TRACERS = "torch._higher_order_ops.wrap", "torch.fx.interpreter"  # by which torch traces regions that Dynamo has seen
 _installed: list[Callable] = []  # the last one is in the place of torch's function
 
 
@@ -71,7 +70,7 @@ def install(policy: PolicyLike = None) -> Installation:
 
     @functools.wraps(_ORIGINAL)
     def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
-        if isinstance(getattr(function, "__self__", None), torch.fx.Interpreter):  # torch 2.11 traces a region by it
+        if getattr(getattr(function, "__self__", function), "__module__", None) in _TRACERS:
             return _ORIGINAL(function, *args, use_reentrant=use_reentrant, **kwargs)
         own: Any = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
         return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)

@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import remat.nn
 from benchmarks.measure import count_ops, held_bytes
-from remat import PolicyError, compat, is_recomputing, policies
+from remat import PolicyError, RematWarning, compat, is_recomputing, policies
 
 ORIGINAL = torch.utils.checkpoint.checkpoint
 W = rand(8, 8, seed=1, grad=False)
@@ -213,8 +214,10 @@ def test_compile(library: Any, installed: bool) -> None:
 
     if installed:
         compat.install(policies.save_matmuls)
-    step(library.by_name)
-    step(library.by_attribute)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RematWarning)  # no option is set
+        step(library.by_name)
+        step(library.by_attribute)
     step(functools.partial(compat.checkpoint, policy=policies.save_matmuls))
     if installed:
         compat.uninstall()
