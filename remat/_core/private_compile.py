@@ -28,6 +28,12 @@ def traced_node(tensor: torch.Tensor) -> Any:
     return None if proxy is None else proxy.proxy.node
 
 
+def traced_by_torch(function: Any) -> bool:
+    """Whether torch calls its checkpoint of this, which traces a region that Dynamo has seen."""
+    owner = getattr(function, "__self__", function)
+    return getattr(owner, "__module__", None) in ("torch._higher_order_ops.wrap", "torch.fx.interpreter")
+
+
 def functionalizing() -> bool:
     """Whether AOT autograd runs the function: at first without a graph."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None

@@ -54,11 +54,11 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                     known.uses_func = True
                 elif not _adopts_others(region, shared.watch):
                     raise
-            shared.kept.roll_back()
-            go_back(marks)
             with own_work():
+                shared.kept.roll_back()
+                go_back(marks)
                 drop_gradient_hooks((*shared.operands, *map(given_as, region.operands())), first_hook)
-            region.restart()
+                region.restart()
     except Exception as error:
         raise error if options.debug else error.with_traceback(without_internals(error.__traceback__))  # noqa: B904
     finally:

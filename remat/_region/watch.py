@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._core import private
+from .._core.devices import wait_for_backward_threads
 from .._core.parts import is_followed_below, requires_grad_somewhere
 
 
@@ -115,6 +116,12 @@ class Watch:
 
     def remaining(self) -> list[torch.Tensor]:
         """After the run: the tensors that were not known then, and are still there."""
+        if left := self._left():
+            wait_for_backward_threads(left)
+            del left
+        return self._left()
+
+    def _left(self) -> list[torch.Tensor]:
         found = [suspect() for suspect in self.suspects]
         return [tensor for tensor in found if tensor is not None and not private.is_dead(tensor)]
 

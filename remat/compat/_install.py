@@ -8,12 +8,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .._core import private
+from .._core import private, private_compile
 from .._policy.policy import PolicyLike, as_policy
 from ._checkpoint import checkpoint
 
 _ORIGINAL = private.original_checkpoint
-_TRACERS = "torch._higher_order_ops.wrap", "torch.fx.interpreter"  # by which torch traces regions that Dynamo has seen
 _installed: list[Callable] = []  # the last one is in the place of torch's function
 
 
@@ -70,7 +69,7 @@ def install(policy: PolicyLike = None) -> Installation:
 
     @functools.wraps(_ORIGINAL)
     def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
-        if getattr(getattr(function, "__self__", function), "__module__", None) in _TRACERS:
+        if private_compile.traced_by_torch(function):
             return _ORIGINAL(function, *args, use_reentrant=use_reentrant, **kwargs)
         own: Any = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
         return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)
