@@ -44,6 +44,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.policies --output .bench/policies.json
 	$(BIN)/python -m benchmarks.overhead --output .bench/overhead.json
 	$(BIN)/python -m benchmarks.libraries --output .bench/libraries.json
+	$(BIN)/python -m benchmarks.compiled --output .bench/compiled.json
 	$(BIN)/python -m benchmarks.gpu --output .bench/gpu.json --picture .bench/gpu.svg
 	$(BIN)/python -m benchmarks.scan --output .bench/scan.json
 	$(BIN)/python -m benchmarks.speed --output .bench/speed.json

@@ -65,9 +65,8 @@ class Remat:
     """A rematerialized function: calls of it are regions."""
 
     def __init__(self, fn: Callable, options: Options, known: Known | None) -> None:
-        for name, value in getattr(fn, "__dict__", {}).items():  # torch 2.11's Dynamo can't trace `__dict__.update`
-            setattr(self, name, value)
-        functools.update_wrapper(self, fn, updated=())
+        if not torch.compiler.is_compiling():  # Dynamo can't trace it for all kinds of callables
+            functools.update_wrapper(self, fn)
         self._fn = fn
         self._options = options
         self._known = None if torch.compiler.is_compiling() else known  # a traced one is nobody's

@@ -126,6 +126,7 @@ def report(
     Raises:
         RuntimeError: it is called under a ``torch.func`` transform. Give it that as ``transform``.
         PolicyError: one of the ``policies`` is not a policy.
+        TypeError: ``policies`` is no list, or ``fn`` can't be a region.
 
     Example:
         >>> import torch
@@ -140,6 +141,8 @@ def report(
     """
     _check_levels("report")
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
+    if policies is not None and not isinstance(policies, Iterable):
+        raise TypeError(f"policies is a list of policies: `policies=[{policies!r}]`.")
     asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
     plain = measured(program, "without remat", _without_regions(fn))
     as_it_is = measured(program, "as it is", lambda: nullcontext(fn), plain)

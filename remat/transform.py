@@ -111,12 +111,17 @@ def _wrap(fn: Any, options: Options) -> Any:
             f"remat takes a function or another callable, got {type(fn).__name__}. Options are keywords: "
             f"`remat(fn, early_stop=False)`."
         )
-    check_returns(fn)
+    if not torch.compiler.is_compiling():
+        check_returns(fn)  # Dynamo can't trace it
     if isinstance(fn, type):
         raise TypeError(f"remat takes a function, not the class {fn.__name__}: wrap an instance, or its method.")
     if isinstance(fn, (classmethod, staticmethod)):
         return type(fn)(_wrap(fn.__func__, options))
-    if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch.jit.ScriptModule):
+    if (
+        isinstance(fn, torch.nn.Module)
+        and not isinstance(fn, torch.jit.ScriptModule)
+        and not torch.compiler.is_compiling()  # Dynamo can't make classes: there it is a region around the call
+    ):
         check_module(fn)
         return second_module(fn, options)
     return Remat(fn, options, known_of(fn))

@@ -1,4 +1,4 @@
-"""The lowering under ``torch.compile``: torch's checkpoint, with the policy in the words of its selective one."""
+"""The lowering under ``torch.compile``: what becomes of a region that Dynamo traces."""
 
 from __future__ import annotations
 
@@ -6,38 +6,77 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .._core import private
-from .._policy.policy import Verdict, as_policy
+from .._core.lines import warn
+from .._core.state import guarded
+from .._policy.policy import NOTHING, Policy, as_policy
 from .._region.options import Options
+from . import transforms
+from .tags import judge
 
 
 def call(fn: Callable, options: Options, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a checkpointed part of the graph that is being traced; inlined under torch.func and export."""
-    if options.policy is not None and options.policy.saves_everything:
-        return fn(*args, **kwargs)
-    return checkpoint(fn, args, kwargs, options.policy, preserve_rng_state=options.preserve_rng_state)
+    """Call ``fn`` as a checkpointed part of the graph that is being traced."""
+    return checkpoint(fn, args, kwargs, options, {"preserve_rng_state": options.preserve_rng_state})
 
 
-def checkpoint(fn: Callable, args: tuple, kwargs: dict, policy: Any, **settings: Any) -> Any:
-    """The same with settings of torch's function."""
-    if private.transforms_active() or private.exporting():
+def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settings: dict[str, Any]) -> Any:
+    """The same with settings of torch's function, among which ``context_fn`` comes instead of a policy.
+
+    The outermost region decides for all that is in it, so those inside are inlined.
+    """
+    if options.determinism_check != "metadata" or options.debug or not options.early_stop:
+        say_what_has_no_effect()
+    policy = options.policy
+    if guarded.disabled or guarded.traced is not None or private.exporting():
         return fn(*args, **kwargs)
-    if policy is not None:  # Dynamo takes a partial of a function as a context, and only one that it sees being made
-        settings["context_fn"] = functools.partial(_contexts_of, policy)
-    with private.no_nested_graph_breaks():
+    known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list has no names
+    with traced(known), private.no_nested_graph_breaks():
+        if known.saves_everything:
+            return fn(*args, **kwargs)
+        if private.transforms_active():
+            return transforms.call(fn, args, kwargs, policy, settings.get("context_fn"))
+        if policy is not None:
+            # Dynamo takes a partial of a function as a context, and only one that it sees being made.
+            settings = {**settings, "context_fn": functools.partial(_contexts_of, policy)}
         return private.original_checkpoint(
             lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, **settings
         )
 
 
+@torch.compiler.assume_constant_result  # so that it is called while Dynamo traces
+def say_what_has_no_effect() -> bool:
+    """Warn, once, of options that compiled code has no use for."""
+    if not _said:
+        _said.append(True)
+        warn(
+            "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: its "
+            "graph is recomputed as it was traced."
+        )
+    return True
+
+
+_said: list[bool] = []
+
+
+class traced:
+    """Within, Dynamo traces a region with this policy, and none around it."""
+
+    __slots__ = ("policy",)
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def __enter__(self) -> None:
+        guarded.traced = self.policy
+
+    def __exit__(self, *exception: Any) -> None:
+        guarded.traced = None
+
+
 def _contexts_of(policy: Any) -> tuple:
-    """A policy as torch's selective checkpoint takes it. Names aren't seen there, and what is offloaded is saved."""
-    policy = as_policy(policy)
-
-    def judge(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = policy.judge(ctx, op, args, kwargs, frozenset()) is not Verdict.RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(judge)
+    """A policy as torch's selective checkpoint takes it."""
+    return create_selective_checkpoint_contexts(functools.partial(judge, as_policy(policy)))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
 
 import torch
+
+from . import private
+from .state import own_work, unseen
 
 
 @cache
@@ -48,3 +52,15 @@ def set_current_device(value: tuple[torch.device, ...]) -> None:
 def has_started(module: ModuleType) -> bool:
     """Whether the backend of these devices has started."""
     return getattr(module, "is_initialized", module.is_available)()
+
+
+def wait_for_backward_threads(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until none of these tensors is held for a backward pass that is over.
+
+    A device's thread says that a pass is over, then lets go of what it has used, and then takes the next one: this.
+    """
+    with torch.enable_grad(), unseen(), own_work(), private.without_levels():
+        for device in {tensor.device for tensor in tensors}:
+            if device.type not in ("cpu", "meta"):
+                nothing = torch.empty(0, device=device, requires_grad=True)
+                torch.autograd.grad(nothing.view(0), nothing, torch.empty(0, device=device))

@@ -32,8 +32,20 @@ def _carried(key: str, default: Any = False) -> Any:
     return property(lambda _: carried(key) if is_carried(key) else default, lambda _, value: carry(key, value))
 
 
+class _Guarded(threading.local):
+    """What compiled code asks, too. Dynamo guards what each thread has in attributes of its own from the start."""
+
+    def __init__(self) -> None:
+        self.checkpointing = False  # a region runs for the first time
+        self.recomputing = False  # as `state` has it, for compiled functions in an eager region
+        self.disabled = False  # as in `state.override`
+        self.traced: Any = None  # the policy of the outermost region that Dynamo traces now
+
+
+guarded = _Guarded()
+
+
 class _State(threading.local):
-    checkpointing: bool = False  # a region runs for the first time
     own_work: bool = False  # the package itself calls torch now, not the user's function
     unseen: bool = False  # operations are the package's own
     filling: int = 0  # recorders numbered below this skip what runs now
@@ -70,15 +82,15 @@ def is_recomputing() -> bool:
         >>> runs
         [False, True]
     """
-    return state.recomputing
+    return guarded.recomputing if torch.compiler.is_compiling() else state.recomputing
 
 
 @contextmanager
 def disable_remat() -> Iterator[None]:
     """Turn every region that is called under this context into a plain call of its function.
 
-    Regions whose forward ran before are not changed, nor is what ``torch.compile`` compiles. Affects the current
-    thread, and what a backward pass that it starts runs in the threads of devices.
+    Regions whose forward ran before are not changed. Affects the current thread, and what a backward pass that it
+    starts runs in the threads of devices. Code that ``torch.compile`` compiled elsewhere is compiled once more here.
 
     Example:
         >>> import torch
@@ -88,8 +100,15 @@ def disable_remat() -> Iterator[None]:
         >>> with disable_remat():
         ...     y = f(x)  # keeps what torch.sin keeps
     """
-    with overriding(disabled=True):
-        yield
+    before, guarded.disabled = guarded.disabled, True
+    try:
+        if torch.compiler.is_compiling():
+            yield
+        else:
+            with overriding(disabled=True):
+                yield
+    finally:
+        guarded.disabled = before
 
 
 def is_disabled() -> bool:
@@ -103,6 +122,8 @@ def is_disabled() -> bool:
         >>> is_disabled()
         False
     """
+    if torch.compiler.is_compiling():
+        return guarded.disabled
     return bool(state.override) and "disabled" in state.override
 
 
@@ -123,17 +144,20 @@ def overriding(**changes: Any) -> Iterator[None]:
 class recomputing:
     """The flags of a recompute: regions inside of it act as they did in the first, under the same ``override``."""
 
-    __slots__ = ("before", "override")
+    __slots__ = ("before", "guarded", "override")
 
     def __init__(self, override: dict[str, Any] | None) -> None:
         self.override = override
 
     def __enter__(self) -> None:
-        self.before = state.recomputing, state.checkpointing, state.override
-        state.recomputing, state.checkpointing, state.override = True, False, self.override
+        self.before = state.recomputing, state.override
+        state.recomputing, state.override = True, self.override
+        self.guarded = guarded.recomputing, guarded.checkpointing, guarded.disabled
+        guarded.recomputing, guarded.checkpointing, guarded.disabled = True, False, False
 
     def __exit__(self, *exception: Any) -> None:
-        state.recomputing, state.checkpointing, state.override = self.before
+        state.recomputing, state.override = self.before
+        guarded.recomputing, guarded.checkpointing, guarded.disabled = self.guarded
 
 
 class as_in_forward:
@@ -178,13 +202,13 @@ class first_run:
     __slots__ = ("before",)
 
     def __enter__(self) -> None:
-        self.before = state.own_work, state.checkpointing, state.unseen, state.filling
-        state.own_work, state.checkpointing = False, True
+        self.before = state.own_work, guarded.checkpointing, state.unseen, state.filling
+        state.own_work, guarded.checkpointing = False, True
         if state.unseen:  # it is called by hooks around other regions, whose records don't note it
             state.unseen, state.filling = False, len(state.recordings)
 
     def __exit__(self, *exception: Any) -> None:
-        state.own_work, state.checkpointing, state.unseen, state.filling = self.before
+        state.own_work, guarded.checkpointing, state.unseen, state.filling = self.before
 
 
 class unseen:

@@ -124,7 +124,7 @@ def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
         return saver.run(region.run, inputs)
     except RuntimeError as error:
         if "leaf Variable that requires grad" in str(error):
-            raise MutationError(_CHANGES) from error
+            raise MutationError(CHANGES) from error
         raise
 
 
@@ -159,7 +159,7 @@ def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: boo
         return region.run(operands, Recompute(region.root))
 
 
-_CHANGES = (
+CHANGES = (
     "The region changes an argument or a captured tensor in place while a torch.func transform differentiates it, so "
     "it can't be run again from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
 )

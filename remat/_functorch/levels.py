@@ -22,7 +22,7 @@ from .._region.telling import told
 from .._region.watch import GivenUp
 from ..errors import MutationError, RematError
 from .batched import Batched, PullbackOfBatched, batched_pullback
-from .bottom import has_dual, is_followed_by_autograd, run_at_bottom, run_in_node
+from .bottom import has_dual, is_followed_by_autograd, run_in_node
 from .derived import Graded, Jvp, Tensors, without_overlap
 from .proof import nobody_reads_the_graph
 from .pullback import InnerPullback, Pullback
@@ -42,7 +42,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> 
         return _RULES[interpreter.key().value](interpreter, region, operands, call, wanted)
     if region.uses_func and is_followed_by_autograd(operands) and not has_dual(operands):
         return list(PlainNode.apply(region, call, *operands))
-    return run_at_bottom(region, operands, call, wanted)
+    return call.bottom(region, operands, call, wanted)
 
 
 # --- vmap -----------------------------------------------------------------------------------------------------------

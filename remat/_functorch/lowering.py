@@ -24,6 +24,7 @@ from .._region.region import Region
 from .._region.telling import without_internals
 from .._region.watch import GivenUp, Watch
 from .._selective.recorder import recorder_for
+from .bottom import run_at_bottom
 from .left_behind import check_left_behind
 from .levels import apply
 from .tape import Call
@@ -40,8 +41,9 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
     marks = mark()
     try:
         while True:
-            region.open(follow=is_followed)
-            shared, first_hook = Call(recorder_for(region)), RemovableHandle.next_id
+            with own_work():  # a region around would take what is asked here for its function's own question
+                region.open(follow=is_followed)
+            shared, first_hook = Call(recorder_for(region), run_at_bottom), RemovableHandle.next_id
             try:
                 return _first_run(region, shared)
             except GivenUp as given_up:
@@ -52,11 +54,11 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                     known.uses_func = True
                 elif not _adopts_others(region, shared.watch):
                     raise
-            shared.kept.roll_back()
-            go_back(marks)
             with own_work():
+                shared.kept.roll_back()
+                go_back(marks)
                 drop_gradient_hooks((*shared.operands, *map(given_as, region.operands())), first_hook)
-            region.restart()
+                region.restart()
     except Exception as error:
         raise error if options.debug else error.with_traceback(without_internals(error.__traceback__))  # noqa: B904
     finally:
@@ -65,9 +67,9 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
 
 def _first_run(region: Region, shared: Call) -> Any:
     operands = region.operands()
-    if state.interceptors:
-        operands = [state.interceptors[-1].resolve(t) for t in operands]
     with own_work():
+        if state.interceptors:
+            operands = [state.interceptors[-1].resolve(t) for t in operands]
         outs = apply(region, operands, shared)
         news = _news(region, shared.watch)
         check_left_behind(region, shared.watch, outs)

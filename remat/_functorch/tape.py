@@ -16,10 +16,11 @@ from .pullback import Pull, Pullback, gradients
 class Call:
     """What the nodes of one call of a region share, of its first run. It owns the tape, so no region may own it."""
 
-    __slots__ = ("batched", "depends", "kept", "operands", "recorder", "tape", "watch")
+    __slots__ = ("batched", "bottom", "depends", "kept", "operands", "recorder", "tape", "watch")
 
-    def __init__(self, recorder: Any) -> None:
+    def __init__(self, recorder: Any, bottom: Callable[..., list]) -> None:
         self.recorder = recorder  # notes the first run, under a policy
+        self.bottom = bottom  # what runs it below all levels
         self.watch: Any = None  # finds captured tensors in it
         self.depends: list[bool] | None = None  # which results depend on what is followed
         self.batched: dict[Any, Batched] = {}  # what ``vmap`` levels have made of it, and of its pullbacks

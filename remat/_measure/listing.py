@@ -95,10 +95,7 @@ def _row(tensor: torch.Tensor, origins: Origins, inputs: Inputs) -> SavedResidua
     memory = holder(tensor)
     nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
     if id(memory) in inputs:
-        kind, name, part = inputs[id(memory)]
-        return SavedResidual(
-            kind, None, name, None, None, None, None, tuple(part.shape), part.dtype, part.device, nbytes
-        )
+        return _unmade(*inputs[id(memory)], nbytes)
     if (origin := origins.origin(memory)) is not None:
         return of_storage(memory, origin)
     return _unmade("constant", None, tensor, nbytes)

@@ -10,7 +10,8 @@ from .drawing import COLOURS, STYLE, Axis, Curve, Point, lines, scatter, standal
 from .units import flops_text, percent_text, size_text
 
 _STYLE = """
-.remat-report { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; max-width: 860px; color: #202124; }
+.remat-report { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; max-width: 860px; padding: .4em 1em; }
+.remat-report { color: #202124; background: #fff; }
 .remat-report h1 { font-size: 1.5em; margin: 0; }
 .remat-report h2 { font-size: 1.1em; margin: 2.2em 0 .5em; }
 .remat-report p { margin: .3em 0 .8em; color: #5f6368; max-width: 70ch; }
@@ -22,16 +23,16 @@ _STYLE = """
 .remat-report th.number { text-align: right; }
 .remat-report .bar { display: block; height: 7px; border-radius: 3px; min-width: 1px; }
 .remat-report .track { width: 100px; }
-.remat-report td:first-child { min-width: 16.5em; }
+.remat-report td:first-child { min-width: 17em; }
 .remat-report .chip { display: inline-block; flex: none; width: .75em; height: .75em; border-radius: .2em; }
-.remat-report .label { display: flex; align-items: center; gap: .55em; overflow-wrap: anywhere; }
+.remat-report .label { display: flex; align-items: center; gap: .55em; font-size: .93em; overflow-wrap: anywhere; }
 .remat-report .best .label { font-weight: 600; }
 .remat-report code { font: .92em ui-monospace, monospace; overflow-wrap: anywhere; }
 .remat-report svg { width: 100%; height: auto; }
 .remat-report details { margin: .4em 0; } .remat-report summary { cursor: pointer; padding: .25em 0; }
-.remat-report .legend { display: flex; flex-wrap: wrap; gap: .2em 1.4em; }
+.remat-report .legend { display: flex; flex-wrap: wrap; max-width: none; gap: .2em 1.4em; }
 @media (prefers-color-scheme: dark) {
-.remat-report { color: #e8eaed; } .remat-report p, .remat-report th { color: #a8adb5; }
+.remat-report { color: #e8eaed; background: #17191d; } .remat-report p, .remat-report th { color: #a8adb5; }
 }
 """
 
@@ -45,7 +46,7 @@ def document(name: str, body: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(name)}: remat report</title>
 <style>
-body {{ margin: 2em auto; padding: 0 1.2em; max-width: 860px; background: #fff; }}
+body {{ margin: 1.6em auto; max-width: 900px; background: #fff; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #17191d; }} }}
 </style>
 </head>

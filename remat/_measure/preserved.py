@@ -15,6 +15,8 @@ from .._captured.captured import Captured
 from .._captured.variables import bound
 from .._core import private
 from .._core.facts import facts_of
+from .._core.layout import is_dense
+from .._core.parts import is_plain
 from .._region.hooks import drop_gradient_hooks
 from .observer import PeakMemory, strided
 
@@ -74,7 +76,8 @@ def preserved(found: Captured, arguments: Sequence[torch.Tensor]) -> Iterator[Ov
 
 
 def _put_back(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:
-    if tensor.shape != alias.shape or (tensor.layout is torch.strided and tensor.data_ptr() != alias.data_ptr()):
+    is_elsewhere = is_plain(tensor) and is_dense(tensor) and tensor.data_ptr() != alias.data_ptr()
+    if tensor.shape != alias.shape or is_elsewhere:
         tensor.data = alias
     if not tensor.is_leaf:
         return

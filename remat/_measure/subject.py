@@ -6,7 +6,7 @@ import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import takewhile
 from types import FunctionType, MethodType
 from typing import Any
@@ -112,17 +112,25 @@ def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
 
 def _roots(fn: Any, leaves: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a function is or names, each with what it calls it."""
-    fn = inspect.unwrap(fn) if not isinstance(fn, nn.Module) else fn
+    fn = fn if isinstance(fn, nn.Module) else inspect.unwrap(fn)
     while isinstance(fn, functools.partial):
         fn = fn.func
     if isinstance(fn, MethodType):
-        yield from _modules({"": fn.__self__})
+        yield from _held_by(fn.__self__)
         fn = fn.__func__
-    yield from _modules({"": fn})
     if isinstance(fn, FunctionType):
-        yield from _modules(inspect.getclosurevars(fn).nonlocals)
-        yield from _modules(inspect.getclosurevars(fn).globals)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
+            with suppress(ValueError):  # it is empty
+                yield from _modules({name: cell.cell_contents})
+        yield from _modules({name: fn.__globals__.get(name) for name in fn.__code__.co_names})
+    else:
+        yield from _held_by(fn)
     yield from _modules({f"argument {i}": leaf for i, leaf in enumerate(leaves)})
+
+
+def _held_by(owner: Any) -> Iterator[tuple[str, nn.Module]]:
+    """An object itself, or what its attributes hold."""
+    return _modules({"": owner} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}))
 
 
 def _modules(named: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from .page import document, fragment, tradeoff
 from .units import flops_text, percent_text, size_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The costs of a program under each policy, and without rematerialization.
 
@@ -75,6 +75,8 @@ class Report:
                 "FLOPs are those of matrix products, convolutions and attention, of which there are none here."
             )
         return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._core import private, trees
+from .._core import private, private_compile, trees
 from .._core.lines import user_line
-from .._core.state import state
+from .._core.state import guarded, state
 from ..errors import PolicyError
 from .policy import Policy
 from .verdict import RECOMPUTE, SAVE, Ask, Verdict, Verdicts
@@ -55,7 +55,9 @@ def checkpoint_name(x: T, name: str) -> T:
     """
     if not isinstance(name, str):
         raise TypeError(f"checkpoint_name takes a value and its name, a string; got the name {name!r}.")
-    if not torch.compiler.is_compiling() and state.recordings:
+    if torch.compiler.is_compiling():
+        return _named_in_trace(x, name) if guarded.traced is not None and guarded.traced.judges_names else x
+    if state.recordings:
         line = user_line()
         with private.without_torch_function():
             for leaf in (x,) if isinstance(x, torch.Tensor) else trees.flatten(x)[0]:
@@ -63,6 +65,17 @@ def checkpoint_name(x: T, name: str) -> T:
                     for recording in state.recordings:
                         recording.name(leaf, name, line)
     return x
+
+
+NAME = "remat.name"  # by which a trace has the name of an alias
+
+
+def _named_in_trace(x: T, name: str) -> T:
+    """For Dynamo, aliases that say their name; `_compile/tags.py` finds what they are aliases of."""
+    with torch.fx.traceback.annotate({NAME: name}):
+        return private_compile.tree_map(
+            lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x
+        )
 
 
 def is_named(name: str, pattern: str) -> bool:

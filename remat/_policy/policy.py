@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -174,7 +174,9 @@ class Both(_Pair):
 class _Turned(Policy):
     policy: Policy
 
-    _turned: ClassVar[Mapping[Verdict, Verdict]]
+    @staticmethod
+    @abstractmethod
+    def _turn(verdict: Verdict) -> Verdict: ...
 
     def __post_init__(self) -> None:
         _check_parts(self)
@@ -184,17 +186,20 @@ class _Turned(Policy):
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         verdict = self.policy._evaluate(op, names, ask)
-        return None if verdict is None else self._turned[verdict]
+        return None if verdict is None else self._turn(verdict)
 
     def _possible(self, named: bool) -> Verdicts:
-        return frozenset(self._turned[verdict] for verdict in self.policy._possible(named))
+        return frozenset(map(self._turn, self.policy._possible(named)))
 
 
 class Opposite(_Turned):
     """What a policy does not keep."""
 
     _binds = 2
-    _turned: ClassVar[Mapping[Verdict, Verdict]] = {RECOMPUTE: SAVE, SAVE: RECOMPUTE, OFFLOAD: RECOMPUTE}
+
+    @staticmethod
+    def _turn(verdict: Verdict) -> Verdict:
+        return SAVE if verdict is RECOMPUTE else RECOMPUTE
 
     def __repr__(self) -> str:
         return f"~{_bracketed(self.policy, self._binds)}"
@@ -203,7 +208,9 @@ class Opposite(_Turned):
 class Offload(_Turned):
     """What a policy keeps, in host memory."""
 
-    _turned: ClassVar[Mapping[Verdict, Verdict]] = {RECOMPUTE: RECOMPUTE, SAVE: OFFLOAD, OFFLOAD: OFFLOAD}
+    @staticmethod
+    def _turn(verdict: Verdict) -> Verdict:
+        return RECOMPUTE if verdict is RECOMPUTE else OFFLOAD
 
     def __repr__(self) -> str:
         return f"policies.offload({self.policy!r})"
@@ -215,8 +222,11 @@ class Preset(_Turned):
 
     name: str
 
-    _turned: ClassVar[Mapping[Verdict, Verdict]] = {verdict: verdict for verdict in Verdict}
     has_predicate = False  # of a user
+
+    @staticmethod
+    def _turn(verdict: Verdict) -> Verdict:
+        return verdict
 
     def __repr__(self) -> str:
         return f"policies.{self.name}"

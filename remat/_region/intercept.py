@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._core import private
 from .._core.facts import mapped, tensors
-from .._core.state import state
+from .._core.state import own_work, state
 from ..errors import CaptureError, MutationError
 from .watch import GivenUp, Watch
 
@@ -51,10 +51,11 @@ class Interceptor(TorchFunctionMode):
             return self._hook(func, *args, **kwargs)
         watch = self.watch
         if watch is not None:
-            watch.calls(func, args, state.interceptors[-1].level or 0)
-            for tensor in args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs)):
-                if watch.is_captured(tensor):
-                    self._give_up(watch, tensor)
+            with own_work():  # a region around would take what the watch asks for the function's own question
+                watch.calls(func, args, state.interceptors[-1].level or 0)
+                for tensor in args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs)):
+                    if watch.is_captured(tensor):
+                        self._give_up(watch, tensor)
         result = func(*args, **kwargs)
         if self.stale and tensors(result):
             for tensor in tensors((args, kwargs)):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, Literal
+
+import torch
 
 from .._core import private
 from .._core.state import overriding, state
@@ -64,7 +67,10 @@ def checked_options(
             raise TypeError(f"{name} must be True or False, got {value!r}.")
     if determinism_check not in CHECKS:
         raise ValueError(f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.")
-    policy = None if policy is None else as_policy(policy)
+    if torch.compiler.is_compiling() and isinstance(policy, (list, FunctionType)):
+        pass  # Dynamo takes them for constants, and can't trace what becomes of them: `_compile` asks later
+    elif policy is not None:
+        policy = as_policy(policy)
     # Dynamo can't trace the factory of a field.
     return Options(preserve_rng_state, determinism_check, early_stop, debug, policy, told=Told())
 

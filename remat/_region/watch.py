@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._core import private
+from .._core.devices import wait_for_backward_threads
 from .._core.parts import is_followed_below, requires_grad_somewhere
 
 
@@ -87,11 +88,13 @@ class Watch:
         """Whether the result depends on which ``grad`` level differentiates what, and in which order.
 
         For regions under such a level. ``detach_`` and the like cut a tensor from the graph of the innermost level
-        alone, and hooks change the gradient of that level alone. And an autograd Function has rules for both ``vmap``
-        and gradients, and need not have one for the gradient of its ``vmap``.
+        alone, and hooks change the gradient of that level alone: where there is one graph only, that is the one. There
+        are two if a single level was put back, as a tape is below it. And an autograd Function has rules for both
+        ``vmap`` and gradients, and need not have one for the gradient of its ``vmap``.
         """
         kinds = self.region.kinds
-        cuts = self.cuts and (self.recorded or len(kinds) > 1)
+        one_graph = len(kinds) == 1 and not self.recorded and not self.region.known.graded
+        cuts = self.cuts and not one_graph
         return cuts or (self.maps and private.VMAP in kinds and private.GRAD in kinds[kinds.index(private.VMAP) :])
 
     def is_captured(self, tensor: torch.Tensor) -> bool:
@@ -113,6 +116,12 @@ class Watch:
 
     def remaining(self) -> list[torch.Tensor]:
         """After the run: the tensors that were not known then, and are still there."""
+        if left := self._left():
+            wait_for_backward_threads(left)
+            del left
+        return self._left()
+
+    def _left(self) -> list[torch.Tensor]:
         found = [suspect() for suspect in self.suspects]
         return [tensor for tensor in found if tensor is not None and not private.is_dead(tensor)]
 

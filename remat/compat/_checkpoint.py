@@ -14,7 +14,7 @@ from .. import _function
 from .._compile import lowering as compiled
 from .._core import private
 from .._core.known import known_of
-from .._policy.policy import PolicyLike
+from .._policy.policy import PolicyLike, as_policy
 from .._region.contexts import Contexts
 from .._region.options import Options, checked_options
 from .._sequential import chain, check_segments, row_of
@@ -152,12 +152,16 @@ def _decorated(settings: _Settings, function: Callable) -> Callable:
 
 @private.skipped_unless_inlined  # as calls of rematerialized functions
 def _call(function: Any, settings: _Settings, args: tuple, kwargs: dict) -> Any:
+    options = _options(function, settings)
     if torch.compiler.is_compiling():
-        return _compiled(function, settings, args, kwargs)
-    return _function.call(function, _options(function, settings), known_of(function), args, kwargs)
+        return _compiled(function, settings, options, args, kwargs)
+    if settings.context_fn is not noop_context_fn:
+        options = _with_contexts(options, Contexts(settings.context_fn()))
+    return _function.call(function, options, known_of(function), args, kwargs)
 
 
 def _options(function: Callable, settings: _Settings) -> Options:
+    """The options of a region, but for what ``context_fn`` says."""
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
     _check_reentrant(settings.use_reentrant)
@@ -165,20 +169,23 @@ def _options(function: Callable, settings: _Settings) -> Options:
         raise ValueError(
             f"determinism_check must be one of {', '.join(map(repr, _CHECKS))}; got {settings.determinism_check!r}."
         )
-    policy, contexts = settings.policy, None
-    if settings.context_fn is not noop_context_fn:
-        contexts = Contexts(settings.context_fn())
-        if (type(contexts.first), type(contexts.again)) == private.SelectiveModes:
-            if policy is not None:
-                raise ValueError(_TWO_POLICIES)
-            policy_fn = contexts.first.policy_fn
-            policy = functools.update_wrapper(functools.partial(_answer, policy_fn), policy_fn, updated=())
-            contexts = None
-    check = _CHECKS[settings.determinism_check]
-    options = checked_options(
-        policy, bool(settings.preserve_rng_state), check, bool(settings.early_stop), bool(settings.debug)
+    return checked_options(
+        settings.policy,
+        bool(settings.preserve_rng_state),
+        _CHECKS[settings.determinism_check],
+        bool(settings.early_stop),
+        bool(settings.debug),
     )
-    return options if contexts is None else replace(options, contexts=contexts)
+
+
+def _with_contexts(options: Options, contexts: Contexts) -> Options:
+    if (type(contexts.first), type(contexts.again)) != private.SelectiveModes:
+        return replace(options, contexts=contexts)
+    if options.policy is not None:
+        raise ValueError(_TWO_POLICIES)
+    policy_fn = contexts.first.policy_fn
+    policy = functools.update_wrapper(functools.partial(_answer, policy_fn), policy_fn, updated=())
+    return replace(options, policy=as_policy(policy))
 
 
 def _answer(policy_fn: Callable, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool | CheckpointPolicy:
@@ -196,14 +203,13 @@ def _check_reentrant(use_reentrant: Any) -> None:
         )
 
 
-def _compiled(function: Callable, settings: _Settings, args: tuple, kwargs: dict) -> Any:
-    _check_reentrant(settings.use_reentrant)
-    if settings.policy is not None and settings.context_fn is not noop_context_fn:  # which is selective, as in torch
-        raise ValueError(_TWO_POLICIES)
-    contexts: Any = {} if settings.context_fn is noop_context_fn else {"context_fn": settings.context_fn}
-    return compiled.checkpoint(
-        function, args, kwargs, settings.policy, preserve_rng_state=settings.preserve_rng_state, **contexts
-    )
+def _compiled(function: Callable, settings: _Settings, options: Options, args: tuple, kwargs: dict) -> Any:
+    given: dict[str, Any] = {"preserve_rng_state": settings.preserve_rng_state}
+    if settings.context_fn is not noop_context_fn:  # which is selective, as in torch
+        if settings.policy is not None:
+            raise ValueError(_TWO_POLICIES)
+        given["context_fn"] = settings.context_fn
+    return compiled.checkpoint(function, args, kwargs, options, given)
 
 
 def checkpoint_sequential(

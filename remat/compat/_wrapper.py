@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from .._core.state import disable_remat, is_recomputing, state
+from .._core.state import disable_remat, guarded, is_recomputing
 from .._modules.eligible import check_module
 from .._modules.region_class import change_in_place
 from .._policy.policy import PolicyLike
@@ -70,7 +70,7 @@ def is_checkpointing() -> bool:
         >>> runs
         [(True, False), (False, True)]
     """
-    return state.checkpointing
+    return guarded.checkpointing or guarded.traced is not None
 
 
 disable_checkpointing = disable_remat

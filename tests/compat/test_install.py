@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import remat.nn
 from benchmarks.measure import count_ops, held_bytes
-from remat import PolicyError, compat, is_recomputing, policies
+from remat import PolicyError, RematWarning, compat, is_recomputing, policies
 
 ORIGINAL = torch.utils.checkpoint.checkpoint
 W = rand(8, 8, seed=1, grad=False)
@@ -35,18 +36,19 @@ def put_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def library() -> Iterator[Any]:
+def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A module that has imported torch's function, under a name of its own."""
-    module: Any = types.ModuleType("a_library")
+    name = f"a_library_of_{id(request.node)}"  # Dynamo goes on using the first module of a name
+    module: Any = types.ModuleType(name)
     exec(
         "from torch.utils.checkpoint import checkpoint as ckpt\nimport torch.utils.checkpoint\n"
         "def by_name(f, *args, **kwargs): return ckpt(f, *args, **kwargs)\n"
         "def by_attribute(f, *args, **kwargs): return torch.utils.checkpoint.checkpoint(f, *args, **kwargs)\n",
         vars(module),
     )
-    sys.modules["a_library"] = module
+    sys.modules[name] = module
     yield module
-    del sys.modules["a_library"]
+    del sys.modules[name]
 
 
 def f(x: Tensor) -> Tensor:
@@ -212,8 +214,10 @@ def test_compile(library: Any, installed: bool) -> None:
 
     if installed:
         compat.install(policies.save_matmuls)
-    step(library.by_name)
-    step(library.by_attribute)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RematWarning)  # no option is set
+        step(library.by_name)
+        step(library.by_attribute)
     step(functools.partial(compat.checkpoint, policy=policies.save_matmuls))
     if installed:
         compat.uninstall()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import words
 from accelerator import DEVICE
@@ -19,3 +23,22 @@ def _on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("word", words.WORDS, ids=["-".join(word) for word in words.WORDS])
 def test_word(word: tuple[str, ...]) -> None:
     words.check(word)
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """All threads of the process share one core."""
+    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    cores = os.sched_getaffinity(0)
+    for thread in threads:
+        os.sched_setaffinity(thread, {min(cores)})
+    yield
+    for thread in threads:
+        os.sched_setaffinity(thread, cores)
+
+
+@pytest.mark.parametrize("word", ["vmap-jacrev-vjp", "grad-vjp-jacrev", "grad-jacrev-jacrev", "vjp-jacrev-jvp"])
+def test_threads_that_let_go_late(word: str, one_core: None) -> None:
+    """What the thread of a device still holds after a backward pass inside is no captured tensor."""
+    for _ in range(3):
+        words.check(tuple(word.split("-")))

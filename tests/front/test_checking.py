@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from careless import Careless, state_of
-from cases import rand
+from cases import Case, cases, rand
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -61,6 +61,12 @@ def test_a_model_of_transformers() -> None:
     assert result.counts["gradient"] == len([*model.parameters()])
     assert type(model.transformer.h[0]) is block and model.training
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@cases()
+def test_every_case(case: Case) -> None:
+    result = remat.check(case.fn, *case.make_args(), policy=policies.save_matmuls)
+    assert result.ok, str(result)
 
 
 def test_a_model_under_functional_call() -> None:
@@ -231,6 +237,31 @@ def test_nothing_is_changed(fails: bool, where: Any) -> None:
     assert state_of(net) == before and net.weight.grad is given
     if fails:
         assert str(result.error) == "mine"
+
+
+def test_memory_that_is_exchanged_is_put_back() -> None:
+    net = nn.Linear(3, 3)
+    weight, pointer = net.weight.detach().clone(), net.weight.data_ptr()
+
+    def fn(x: Tensor) -> Tensor:
+        net.weight.data = torch.zeros(3, 3)
+        net.bias.detach().resize_(0)
+        return x.sin()
+
+    assert remat.check(fn, rand(3)).ok
+    assert net.weight.data_ptr() == pointer and torch.equal(net.weight, weight) and net.bias.shape == (3,)
+
+
+def test_a_function_that_calls_itself() -> None:
+    def deep(x: Tensor, n: int = 3) -> Tensor:
+        return deep(x.sin(), n - 1) if n else x
+
+    def later(x: Tensor) -> Tensor:
+        return x if x.ndim else unbound
+
+    assert remat.check(deep, rand(3)).ok and remat.check(later, rand(3)).ok
+    if deep is None:
+        unbound = rand(3)
 
 
 def test_regions_that_a_model_has_stay() -> None:

@@ -351,3 +351,5 @@ def test_under_a_transform_is_an_error() -> None:
         vmap(lambda x: remat.report(torch.sin, x) and x)(torch.ones(3))
     with pytest.raises(remat.PolicyError):
         remat.report(torch.sin, torch.ones(3), policies=["no such policy"])
+    with pytest.raises(TypeError, match=r"policies is a list of policies: `policies=\[policies.save_matmuls\]`\."):
+        remat.report(torch.sin, torch.ones(3), policies=policies.save_matmuls)

@@ -282,6 +282,16 @@ def test_modules_have_the_names_by_which_the_function_knows_them(wrap: Callable)
     assert {"model.layers.2.norm1", None} <= named
     assert {row.module for row in saved_residuals(wrap(model.layers[0].norm1, **everything), x)} == {"LayerNorm"}
 
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = model
+
+        def loss(self, x: Tensor) -> Tensor:
+            return self.model(x).sin()
+
+    modules = {row.module for row in saved_residuals(wrap(Trainer().loss, **everything), x)}
+    assert "model.layers.1.norm2" in modules
+
     class Hidden:
         made = model.layers[0].norm1
 

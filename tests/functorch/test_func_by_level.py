@@ -18,6 +18,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from benchmarks.measure import assert_freed_without_gc, count_ops, leaked_bytes, peak_bytes
 from remat import checkpoint_name, is_recomputing, policies, remat
+from remat._core import known
 
 Fn = Callable[[Tensor], Tensor]
 Wrap = Callable[[Fn], Fn]
@@ -294,6 +295,136 @@ def test_a_shared_weight(fn: Fn, argnums: Any) -> None:
     ours = program(remat)
     for _ in range(2):  # in the first call the inner region is started twice
         assert_same(ours(W, X), program(plain)(W, X), exact=False)
+
+
+# --- where a level is put back ----------------------------------------------------------------------------------------
+
+
+def hook(x: Tensor) -> None:
+    if x.requires_grad:  # it asks, so that the level is put back where another one is below
+        x.register_hook(lambda g: g * 2)
+
+
+def hooks_made(x: Tensor) -> Tensor:
+    y = x.sin()
+    hook(y)
+    return (y * y).cos() * x
+
+
+def hooks_argument(x: Tensor) -> Tensor:
+    hook(x)
+    return (x * x).cos()
+
+
+def hooks_function(x: Tensor) -> Tensor:
+    y = StraightThrough.apply(x.sin())
+    hook(y)
+    return y.cos() * x
+
+
+def detaches_if_asked(x: Tensor) -> Tensor:
+    y = x.sin()
+    if y.requires_grad:
+        y.detach_()
+    return y * x
+
+
+def reads_data_of_argument(x: Tensor) -> Tensor:
+    return (x.data * x.cos()).exp()
+
+
+def drawing(fn: Fn) -> Fn:
+    """It draws random numbers, so that the level is put back even if it is the only one."""
+
+    def draws(x: Tensor) -> Tensor:
+        return fn(x) * torch.rand(3, 3, dtype=x.dtype)
+
+    draws.__name__ = f"{fn.__name__}_drawing"
+    return draws
+
+
+ASKING = [hooks_made, hooks_argument, hooks_function, detaches_if_asked, reads_data_of_argument]
+PUT_BACK = [*ASKING, *map(drawing, (*ASKING, detaches, reads_data))]
+
+NESTS: dict[str, Callable[[Wrap, Fn], Fn]] = {
+    "one": lambda wrap, fn: wrap(fn),
+    "two": lambda wrap, fn: wrap(wrap(fn)),
+    "three": lambda wrap, fn: wrap(wrap(wrap(fn))),
+    "a loop in a region": lambda wrap, fn: wrap(lambda x: (lambda step: step(step(x).sin()))(wrap(fn))),
+    "between operations": lambda wrap, fn: wrap(lambda x: wrap(fn)(x.cos() * 1).sin() * x),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("fn", PUT_BACK, ids=lambda fn: fn.__name__)
+def test_where_a_level_is_put_back(fn: Fn, nest: str) -> None:
+    def outcome(name: str, region: Fn) -> Any:
+        torch.manual_seed(0)
+        try:
+            return TRANSFORMS[name](region)(X.clone())
+        except REFUSALS:  # of random numbers under a vmap level
+            return None
+
+    names = ["grad(grad)", "grad", "jacrev", "jvp(grad)", "vmap(grad)", "autograd(grad)", "autograd inside grad"]
+    expected = {name: outcome(name, NESTS[nest](plain, fn)) for name in names}
+    for name in names:
+        known._of_codes.clear()
+        region = NESTS[nest](remat, fn)
+        for _ in range(2):
+            assert_same(outcome(name, region), expected[name], exact=False)
+    for name in names:  # what it has learnt under one transform holds under others
+        assert_same(outcome(name, region), expected[name], exact=False)
+
+
+TWO_ARGUMENTS: dict[str, Callable[[Callable], Callable]] = {
+    "grad(grad)": lambda loss: grad(lambda h, x: grad(loss)(h, x).sin().sum(), (0, 1)),
+    "grad(grad), by the others": lambda loss: grad(lambda h, x: grad(loss, 1)(h, x).sin().sum()),
+    "jvp(grad)": lambda loss: lambda h, x: jvp(grad(loss), (h, x), (h.sin(), x.cos())),
+    "autograd(grad)": lambda loss: lambda h, x: from_leaf(lambda x: grad(loss)(h, x))(x),
+    "vmap(grad)": lambda loss: vmap(grad(loss), in_dims=(0, None)),
+}
+
+
+@pytest.mark.parametrize("nest", ["once", "twice", "three times", "a loop in a region"])
+@pytest.mark.parametrize("fn", ASKING)
+@pytest.mark.parametrize("name", TWO_ARGUMENTS)
+def test_levels_that_follow_different_arguments(name: str, fn: Fn, nest: str) -> None:
+    """The region is run with its levels put back, so regions inside of it too, some of them under a single level."""
+
+    def program(wrap: Wrap) -> Callable:
+        step = lambda h, x: fn(h * x.sin()) + h
+        loop = lambda h, x: step(step(h, x), x).sin()
+        if nest == "a loop in a region":
+            step = wrap(step)
+            region = wrap(loop)
+        else:
+            region = step
+            for _ in range(["once", "twice", "three times"].index(nest) + 1):
+                region = wrap(region)
+        return TWO_ARGUMENTS[name](lambda h, x: region(h, x).sin().sum())
+
+    known._of_codes.clear()
+    expected, ours = program(plain)(X, W), program(remat)
+    for _ in range(2):
+        assert_same(ours(X, W), expected, exact=False)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_regions_around_ask_nothing(captures: bool) -> None:
+    """What the inner region asks about its tensors is not taken for the function's question."""
+    runs: list[bool] = []
+
+    def fn(h: Tensor, x: Tensor) -> Tensor:
+        runs.append(is_recomputing())
+        return h * x.sin() + h.data * x
+
+    def loss(h: Tensor, x: Tensor) -> Tensor:
+        if captures:
+            return remat(lambda h: remat(lambda h: fn(h, x))(h))(h).sum()
+        return remat(remat(fn))(h, x).sum()
+
+    grad(lambda h, x: grad(loss)(h, x).sin().sum(), (0, 1))(X, W)
+    assert runs[:4] == [False] * 3 + [True]  # each of the two regions is started again once
 
 
 def test_the_case_that_is_differentiated_through() -> None:

@@ -1,0 +1,108 @@
+"""What a region in a compiled transform keeps: the values that a recompute is given instead of computing them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter
+
+from .._core import private, private_compile
+from .._core.facts import facts_of, mapped, tensors
+from .._policy.judge import question
+from .._policy.policy import Policy
+from .._policy.verdict import RECOMPUTE, Verdict
+from .tags import judge_named
+
+
+class Kept:
+    """The values that a policy keeps of the first run of a graph, and all that are random.
+
+    Runs are compared by the graph's nodes: the n-th call of an operation by a node is the same in each.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.values: dict[Hashable, tuple[Any, list]] = {}  # of a call: what it made, and what it wrote to
+
+    def run(self, graph: GraphModule, args: Any, again: bool) -> Any:
+        """The graph's result, from these arguments."""
+        with torch.fx.traceback.preserve_node_meta(), (_Given if again else _Noting)(self) as calls:
+            return _Nodes(graph, calls).run(*args)
+
+
+class _Nodes(Interpreter):
+    """Tells a mode which node runs."""
+
+    def __init__(self, graph: GraphModule, calls: _Calls) -> None:
+        super().__init__(graph)
+        self.calls = calls
+
+    def run_node(self, n: Any) -> Any:
+        self.calls.node, self.calls.count = n.name, Counter()
+        return super().run_node(n)
+
+
+class _Calls(private.DispatchMode):
+    """Sees the operations of one run."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.kept = kept
+        self.node = ""
+        self.count: Counter = Counter()
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        return True
+
+    def key(self, op: Any) -> Hashable:
+        self.count[op] += 1
+        return self.node, op, self.count[op]
+
+
+class _Noting(_Calls):
+    """The first run."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(kept)
+        self.made: dict[Any, tuple[Hashable, Any]] = {}  # by nodes of the trace, for names
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs, key, facts = kwargs or {}, self.key(op), facts_of(op)
+        policy, values = self.kept.policy, self.kept.values
+        for node, verdict in judge_named(policy, op, args):
+            if node in self.made:
+                self.keep(self.made[node], verdict)
+        result = op(*args, **kwargs)
+        written = facts.written(args, kwargs)
+        if isinstance(op, private.HigherOrderOperator) or facts.draws(args, kwargs):
+            new = None if any(result is each for each in written) else result
+            values[key] = mapped(private_compile.value_now, (new, written))
+        elif not (facts.views or written) and (found := tensors(result)):
+            node = private_compile.traced_node(found[0])
+            made = self.made[node] = key, mapped(private_compile.value_now, (result, []))
+            self.keep(made, policy.judge(*question(op, args, kwargs, result), frozenset()))
+        return result
+
+    def keep(self, made: tuple[Hashable, Any], verdict: Verdict) -> None:
+        key, value = made
+        if verdict is RECOMPUTE:
+            self.kept.values.pop(key, None)
+        else:
+            self.kept.values[key] = value
+
+
+class _Given(_Calls):
+    """A recompute."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs, found = kwargs or {}, self.kept.values.get(self.key(op))
+        if found is None:
+            return op(*args, **kwargs)
+        result, written = mapped(private_compile.holding, found)
+        own = facts_of(op).written(args, kwargs)
+        for tensor, value in zip(own, written):
+            tensor.copy_(value)
+        return own[0] if result is None else result

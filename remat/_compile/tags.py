@@ -1,0 +1,64 @@
+"""A policy in the words of torch's selective checkpoint, which tags the operations of a trace.
+
+The name of a value comes after the operation that made it, by which time that is tagged: it is tagged once more.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .._core import private_compile
+from .._core.facts import facts_of
+from .._policy.judge import question
+from .._policy.names import NAME
+from .._policy.policy import Policy
+from .._policy.verdict import RECOMPUTE, Verdict
+
+_NAMES = "remat.names"  # where a node of the trace has them
+
+
+def judge(policy: Policy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The answer to torch's question about an operation of the trace."""
+    for node, verdict in judge_named(policy, op, args):
+        for each in (node, *results_of(node)):
+            each.meta["recompute"] = _tag(verdict)
+    if facts_of(op).views:  # it is recomputed for nothing, and to save it would save what it is a view of
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _tag(policy.judge(ctx, op, args, kwargs, frozenset()))
+
+
+def _tag(verdict: Verdict) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE if verdict is RECOMPUTE else CheckpointPolicy.MUST_SAVE
+
+
+def judge_named(policy: Policy, op: Any, args: tuple) -> list[tuple[Any, Verdict]]:
+    """If an operation gives a value a name: the node that made the value, and the verdict on it by all its names.
+
+    There is none if a backend runs what Dynamo has traced as it is, or if the value is an argument of the graph.
+    """
+    name = private_compile.said_of_node().get(NAME) if op is torch.ops.aten.alias.default else None
+    node = None if name is None else maker(private_compile.traced_node(args[0]))
+    if node is None:
+        return []
+    names = node.meta[_NAMES] = node.meta.get(_NAMES, frozenset()) | {name}
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    ctx, op, *_ = question(node.target, args, kwargs, node.meta["val"])
+    return [(node, policy.judge(ctx, op, args, kwargs, names))]
+
+
+def maker(node: Any) -> Any:
+    """The node of the operation that made a value, of which a node may be a view, or one of several results."""
+    while node is not None and node.op == "call_function":
+        if node.target is not operator.getitem and not facts_of(node.target).views:
+            return node
+        node = node.args[0]
+    return None
+
+
+def results_of(node: Any) -> list[Any]:
+    """The nodes of the results of an operation that has several."""
+    return [user for user in node.users if user.target is operator.getitem]

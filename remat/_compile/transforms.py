@@ -1,0 +1,137 @@
+"""A region in a ``torch.func`` transform that is compiled.
+
+Dynamo lifts the region's function to a graph with all that it reads as arguments. While AOT autograd traces, the region
+goes through the levels by the rules of the func lowering; what they end at is in ``_compile/bottom.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter
+
+from .._core import private, private_compile
+from .._core.known import Known
+from .._functorch import lowering as functorch
+from .._functorch.levels import apply
+from .._functorch.tape import Call
+from .._policy.policy import Policy, as_policy
+from .._region.arguments import take_apart
+from .._region.options import Options
+from .._region.outputs import Outputs
+from .._region.run import Run
+from .bottom import run_at_bottom
+from .keep import Kept
+
+
+def call(fn: Callable, args: tuple, kwargs: dict, policy: Any, context_fn: Any = None) -> Any:
+    """Call ``fn`` as a region while Dynamo traces."""
+    number = 0
+    if policy is not None or context_fn is not None:
+        number = _number(policy, context_fn) if private_compile.TAKES_OBJECTS_AS_CONSTANTS else _INLINE
+    if number == _UNKNOWN:
+        private_compile.graph_break(msg="A policy of a region in a torch.func transform is made in compiled code.")
+    if number == _INLINE:
+        return fn(*args, **kwargs)
+    return private_compile.lifted(functools.partial(_lowered, number), lambda *inputs: fn(*inputs, **kwargs), *args)
+
+
+_policies: list[Policy] = [as_policy(None)]  # of compiled code, which has their numbers
+_UNKNOWN, _INLINE = -1, -2
+
+
+@torch.compiler.assume_constant_result  # so that it is called while Dynamo traces, with the policy itself
+def _number(policy: Any, context_fn: Any) -> int:
+    if context_fn is not None:
+        first, again = context_fn()
+        if (type(first), type(again)) != private.SelectiveModes:
+            return _INLINE
+        policy = first.policy_fn
+    try:
+        repr(policy)
+    except AttributeError:  # Dynamo has not filled it yet
+        return _UNKNOWN
+    policy = as_policy(policy)
+    if policy not in _policies:
+        _policies.append(policy)
+    return _policies.index(policy)
+
+
+def _lowered(number: int, graph: GraphModule) -> Callable:
+    """Makes of the graph that Dynamo has lifted what AOT autograd calls."""
+    return functools.partial(_run, _policies[number], graph)
+
+
+def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
+    """Run the graph as a region, or as it is where that can't be."""
+    kinds = tuple(interpreter.key().value for interpreter in private.interpreter_stack() or ())
+    if private.JVP in kinds or _has_levels(graph):
+        return _inlined(graph, args)
+    if not private_compile.functionalizing():  # a backend runs what Dynamo has traced as it is
+        return functorch.call(
+            Interpreter(graph).run, Options(policy=policy, determinism_check="none"), Known(), args, {}
+        )
+    region = TracedRegion(graph, Kept(policy), kinds, args)
+    try:
+        outs = apply(region, region.operands, Call(None, run_at_bottom))
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):  # it changes in place what is differentiated
+            raise
+        return _inlined(graph, args)
+    return region.outputs.build(outs, region.operands)
+
+
+def _inlined(graph: GraphModule, args: tuple) -> Any:
+    with torch.fx.traceback.preserve_node_meta():
+        return Interpreter(graph).run(*args)
+
+
+def _has_levels(graph: GraphModule) -> bool:
+    """Whether it has transforms of its own, whose levels Dynamo has numbered."""
+    return any("functorch" in (getattr(node.target, "__module__", None) or "") for node in _nodes(graph))
+
+
+class TracedRegion:
+    """One call of a graph, for the levels: it stands for a ``Region``."""
+
+    is_pullback = uses_func = ran = False
+    mapped = True  # a ``vmap`` level has a say in random numbers, batched operands or not
+
+    def __init__(self, graph: GraphModule, kept: Kept, kinds: tuple, args: tuple) -> None:
+        self.graph, self.kept, self.kinds = graph, kept, kinds
+        self.given, self.operands = take_apart(args, {})
+        self.known = Known()
+        self.changed: dict[int, Any] = {}  # what those operands held that the first run has changed
+        self.outputs = Outputs(Options(determinism_check="none"))
+        # Functions with a backward of their own have rules for each level; the same is assumed of what is unknown.
+        self.by_level = len(kinds) > 1 and any(map(_has_rules, _nodes(graph)))
+
+    root = property(lambda self: self)
+
+    def before(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The operands of a recompute, of which the first run may have changed buffers, as they were before that."""
+        changed = self.changed
+        return [private_compile.holding(changed[i]) if i in changed else t for i, t in enumerate(operands)]
+
+    def run(self, operands: Any, run: Run) -> list[torch.Tensor]:
+        """The new tensors among the results."""
+        args, _ = self.given.filled(operands)
+        again, self.ran = self.ran, True
+        result = self.kept.run(self.graph, args, again)
+        return self.outputs.compare(result, operands) if again else self.outputs.record(result, operands)
+
+    call_again = run
+
+    def check_result(self, result: Any) -> None:
+        """It is that of one graph."""
+
+
+def _nodes(graph: GraphModule) -> list[Any]:
+    return [node for module in graph.modules() if isinstance(module, GraphModule) for node in module.graph.nodes]
+
+
+def _has_rules(node: Any) -> bool:
+    return isinstance(node.target, private.HigherOrderOperator) or node.target in ("detach_", "register_hook")
