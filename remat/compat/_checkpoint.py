@@ -16,6 +16,7 @@ from .._core import private
 from .._core.known import known_of
 from .._policy.policy import PolicyLike, as_policy
 from .._region.contexts import Contexts
+from .._region.habits import check_returns
 from .._region.options import Options, checked_options
 from .._sequential import chain, check_segments, row_of
 
@@ -101,7 +102,7 @@ def checkpoint(
     Raises:
         ValueError: ``use_reentrant`` is true, ``respect_saved_tensors_hooks`` is false, ``determinism_check`` is none
             of these, there are two policies, or, of the decorator, there is no such option.
-        TypeError: ``function`` can't be called, or ``context_fn`` doesn't return two context managers.
+        TypeError: ``function`` can't be called, is a generator or async function, or ``context_fn`` doesn't return two context managers.
         PolicyError: ``policy`` is not a policy.
         CheckpointError: in the backward; the errors of :func:`remat.remat` are ``CheckpointError``.
 
@@ -164,6 +165,8 @@ def _options(function: Callable, settings: _Settings) -> Options:
     """The options of a region, but for what ``context_fn`` says."""
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
+    if not torch.compiler.is_compiling():  # Dynamo can't trace it
+        check_returns(function)
     _check_reentrant(settings.use_reentrant)
     if settings.determinism_check not in _CHECKS:
         raise ValueError(

@@ -272,6 +272,9 @@ def test_generators_and_async_functions_are_refused(fn: Any, what: str) -> None:
     assert str(raised.value) == (
         f"remat takes functions that have done their work when they return, but {what}. Make a region of what it calls."
     )
+    if callable(fn):
+        with pytest.raises(TypeError, match=what):
+            remat.compat.checkpoint(fn, torch.ones(3), use_reentrant=False)
 
 
 def test_so_are_modules_of_a_model() -> None:
