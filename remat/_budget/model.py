@@ -143,7 +143,8 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
         program.run(program.subject.fn)
     least = _agreed(trace.peak)
     if least > amount:
-        raise RematError(_too_little(amount, least, *max(trace.most, key=trace.most.__getitem__), [names[module] for module in trace.calls]))
+        called = [names[module] for module in trace.calls]
+        raise RematError(_too_little(amount, least, *max(trace.most, key=trace.most.__getitem__), called))
     tradeoffs = {module: known_of(module).choices.pop(nothing, []) for module in dict.fromkeys(trace.calls)}
     blocks = {module: found[-1][0] for module, found in tradeoffs.items() if found}
     plan, peak = _fitting(program, trace, blocks, amount, budget)

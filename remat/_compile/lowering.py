@@ -31,6 +31,9 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
     if options.determinism_check != "metadata" or options.debug or not options.early_stop:
         say_what_has_no_effect()
     policy = options.policy
+    if isinstance(policy, Policy) and policy.by_step:
+        say_that_budgets_are_not_kept_to()
+        policy = None
     if guarded.disabled or guarded.traced is not None or private.exporting():
         return fn(*args, **kwargs)
     known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list has no names
@@ -50,16 +53,30 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
 @torch.compiler.assume_constant_result  # so that it is called while Dynamo traces
 def say_what_has_no_effect() -> bool:
     """Warn, once, of options that compiled code has no use for."""
-    if not _said:
-        _said.append(True)
-        warn(
-            "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: its "
-            "graph is recomputed as it was traced."
-        )
+    return _say(
+        "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: its graph "
+        "is recomputed as it was traced."
+    )
+
+
+@torch.compiler.assume_constant_result
+def say_that_budgets_are_not_kept_to() -> bool:
+    """Warn, once, that a region with a budget keeps nothing."""
+    return _say(
+        "A region with a budget keeps nothing under torch.compile: what it may keep is chosen when it has run, and "
+        "compiled code is traced before. Give it another policy, or set torch._functorch.config's "
+        "activation_memory_budget, which is of the whole graph."
+    )
+
+
+def _say(message: str) -> bool:
+    if message not in _said:
+        _said.add(message)
+        warn(message)
     return True
 
 
-_said: list[bool] = []
+_said: set[str] = set()
 
 
 class traced:

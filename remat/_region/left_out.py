@@ -5,13 +5,33 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .._core.facts import tensors
 from .._core.layout import holder
 from .._core.private import as_subclass, without_overrides
+
+_LARGE = 64 * 1024  # bytes
+
+
+class Layout(Protocol):
+    """A tensor without its data."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its storage."""
+
+    @property
+    def device(self) -> torch.device:
+        """Its device."""
+
+    def empty(self) -> torch.Tensor:
+        """A new tensor that lies so."""
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same on a storage."""
 
 
 class Restart(BaseException):
@@ -23,16 +43,35 @@ class LeftOut:
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref] = {}
+        self._memory: dict[torch.device, torch.Tensor] = {}
         self._thread = threading.get_ident()
         self.is_read = False  # something has read one
 
     def __bool__(self) -> bool:
         return bool(self._storages)
 
-    def add(self, tensor: torch.Tensor, marked: bool = True) -> None:
-        """A tensor that stands for one."""
-        if marked:
-            tensor.fill_(torch.nan)  # if it is read in a way that can't be seen, that shows
+    def stand_in(self, layout: Layout) -> torch.Tensor:
+        """A new tensor that stands for one. The large ones of a device lie in one memory: they are never written to.
+
+        They hold NaN: if one is read in a way that can't be seen, that shows.
+        """
+        memory = self._memory_for(layout) if layout.nbytes >= _LARGE else None
+        if type(memory) is torch.Tensor:
+            tensor = layout.on(torch.from_dlpack(memory[: layout.nbytes]).untyped_storage())
+        else:  # that of a FakeTensor can't be shared
+            tensor = layout.empty().fill_(torch.nan)
+        self.add(tensor)
+        return tensor
+
+    def _memory_for(self, layout: Layout) -> torch.Tensor | None:
+        memory = self._memory.get(layout.device)
+        if layout.device.type != "meta" and (memory is None or len(memory) < layout.nbytes):
+            memory = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8, device=layout.device)
+            self._memory[layout.device] = memory
+        return memory
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """This tensor stands for one."""
         storage = holder(tensor)
         self._storages[id(storage)] = weakref.ref(storage)
 

@@ -188,7 +188,7 @@ class Replay(RegionMode):
             count -= len(written)
             for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
                 if content is None:
-                    self.left_out.add(tensor, marked=False)  # it may be the region's own
+                    self.left_out.add(tensor)  # it may be the region's own
                 else:
                     as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
                     self.left_out.is_full(tensor)
@@ -199,8 +199,7 @@ class Replay(RegionMode):
         if isinstance(item, Layout):
             content = contents[item.i]
             if content is None:
-                contents[item.i] = tensor = item.empty()
-                self.left_out.add(tensor)
+                contents[item.i] = tensor = self.left_out.stand_in(item)
             else:
                 tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
             self.storages.add((tensor, tensor.untyped_storage(), item.form), step.outs[item.i])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from .._core.facts import Facts
-from .._core.layout import holder
+from .._core.layout import holder, span
 from .._core.private import has_no_memory, without_dispatch
 
 New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # with what stands for its memory, and its form
@@ -54,6 +54,11 @@ class Layout(NamedTuple):
         """Its dtype."""
         return self.form[3]
 
+    @property
+    def device(self) -> torch.device:
+        """Its device."""
+        return self.form[4]
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout on the storage of another one."""
         return self.on(tensor.untyped_storage())
@@ -73,6 +78,12 @@ class Layout(NamedTuple):
                 return False
             expected *= size
         return offset == 0 and expected * count == tensor.untyped_storage().nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of a storage from its start to the last element."""
+        offset, size, stride, dtype, *_ = self.form
+        return (offset + span(size, stride)) * dtype.itemsize
 
     def empty(self) -> torch.Tensor:
         """A tensor of this layout that holds nothing yet."""

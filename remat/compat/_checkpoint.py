@@ -102,7 +102,8 @@ def checkpoint(
     Raises:
         ValueError: ``use_reentrant`` is true, ``respect_saved_tensors_hooks`` is false, ``determinism_check`` is none
             of these, there are two policies, or, of the decorator, there is no such option.
-        TypeError: ``function`` can't be called, is a generator or async function, or ``context_fn`` doesn't return two context managers.
+        TypeError: ``function`` can't be called, is a generator or async function, or ``context_fn`` doesn't return two
+            context managers.
         PolicyError: ``policy`` is not a policy.
         CheckpointError: in the backward; the errors of :func:`remat.remat` are ``CheckpointError``.
 
