@@ -225,10 +225,14 @@ class Frame:
 
     def clear(self) -> None:
         """Let go of the values that a backward pass got and did not use up."""
-        with self.lock:
+        if not self.lock.acquire(blocking=False):
+            return  # another pass is at it, whose end does this: it may wait for the thread that this one ends in
+        try:
             for ref in self.refs:
                 if slot := ref():
                     slot.value = None
+        finally:
+            self.lock.release()
 
 
 LEFT_ALONE_BYTES = 4096  # to ask autograd takes 20 us for each input

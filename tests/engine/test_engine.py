@@ -1404,3 +1404,32 @@ def test_backward_under_inference_mode(policy, nested: bool) -> None:
             grads.append(torch.autograd.grad(out, x)[0])
             assert torch.is_inference_mode_enabled() and grads[-1].is_inference()
     assert torch.equal(*grads)
+
+
+def test_the_end_of_a_pass_does_not_wait_for_the_recompute_of_another() -> None:
+    """That one may wait in turn: for a backward pass inside, on the thread of a device that ends the first pass."""
+    recomputes = threading.Semaphore(0)
+    ended = threading.Event()
+    in_time: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        if is_recomputing() and threading.current_thread() is second:
+            recomputes.release()
+            in_time.append(ended.wait(10))
+        return x.sin().exp().sin().exp()
+
+    def first_pass() -> None:
+        y.backward(retain_graph=True)
+        ended.set()
+
+    def second_pass() -> None:
+        torch.autograd.grad(y, x, retain_graph=True)
+
+    first, second = threading.Thread(target=first_pass), threading.Thread(target=second_pass)
+    x = rand(3)
+    x.register_post_accumulate_grad_hook(lambda _: (second.start(), recomputes.acquire(timeout=10)) and None)
+    y = remat(f)(x).sum()
+    first.start()
+    first.join()
+    second.join()
+    assert in_time == [True]
