@@ -4,6 +4,8 @@
 
 *Blocks*: what a region keeps and recomputes under `policies.budget`, predicted and real, under three transforms.
 *Presets*: the FLOPs that a preset recomputes, and those of the best choice that keeps no more bytes.
+*Compiled*: what torch's compiler keeps and recomputes of a block under its `activation_memory_budget`, and the best
+choice that keeps no more bytes, in eager code.
 *Models*: the peak of a training step under `remat.nn.budget`, and the FLOPs that it recomputes, beside the best single
 policy for all blocks that keeps to the same peak. Bytes and FLOPs are counted at the dispatcher; tensors that are there
 before a call don't count. The last column is the time that the search takes for a block, or all of `nn.budget` but its
@@ -26,6 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
@@ -183,6 +187,44 @@ def presets(name: str) -> list[Row]:
     return rows
 
 
+def compiled(part: float) -> Row:
+    """A block under `activation_memory_budget`, torch's own in compiled code, against the best choice for its bytes."""
+    make, shape = BLOCKS["transformer"]
+    module, x = make().requires_grad_(False), torch.randn(shape).requires_grad_()
+    curve = remat.pareto(module, x, cost="flops")
+    without = count_flops(lambda: by_autograd(module, x, lambda: None))
+    saved: set[Any] = set()
+    flops = [0]
+
+    def forward(graph: Any, _: Any) -> Callable:
+        (results,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+        given = {storage_of(node) for node in graph.graph.nodes if node.op == "placeholder"}
+        saved.update({*map(storage_of, results[1:])} - given - {storage_of(results[0])})
+        return counted(graph)
+
+    def counted(graph: Any, _: Any = None) -> Callable:
+        def run(*args: Any) -> Any:
+            found: list[Any] = []
+            flops[0] += count_flops(lambda: found.append(graph.forward(*args)))
+            return found[0]
+
+        return run
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
+    with torch._functorch.config.patch(activation_memory_budget=part):
+        by_autograd(torch.compile(module, backend=backend), x.detach(), lambda: None)
+    kept, again = sum(storage.nbytes() for storage in saved), flops[0] - without
+    best = min((point for point in curve.points if point.nbytes <= kept), key=lambda point: point.flops)
+    label = f"transformer, activation_memory_budget {part}"
+    return Row("compiled", label, kept, best.nbytes, again, best.flops, 0.0, best.flops <= again)
+
+
+def storage_of(node: Any) -> Any:
+    """The storage that a node of a graph has made, or is a view of."""
+    return node.meta["val"].untyped_storage()
+
+
 def models(part: float) -> Row:
     """Eight blocks: one budget for all of them, against one policy for all."""
     x = torch.randn(16, 64, 64)
@@ -215,6 +257,7 @@ def models(part: float) -> Row:
 _HEADS = {
     "blocks": ("kept: predicted", "real", "recomputed: predicted", "real", "search, ms"),
     "presets": ("kept: preset", "budget", "recomputed: preset", "budget", ""),
+    "compiled": ("kept: torch's", "ours", "recomputed: torch's", "ours", ""),
     "models": ("peak: budget", "real", "recomputed: one policy", "budget", "in all, ms"),
 }
 
@@ -246,6 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.picture.write_text(curve.to_svg())
     rows = [row for name in BLOCKS for row in predictions(name)]
     rows += [row for name in BLOCKS for row in presets(name)]
+    rows += [compiled(part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
     rows += [models(part) for part in (0.8, 0.6, 0.4)]
     return report(options, rows, table)
 

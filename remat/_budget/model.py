@@ -133,7 +133,7 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
     names = {module: name for name, module in named}
     with _measured(program) as trace, disable_remat():
         program.run(program.subject.fn)
-    without = trace.peak
+    without = _agreed(trace.peak)
     amount = budget.nbytes(without)
     nothing = Budget(0, budget.cost)
     with _measured(program) as trace, _regions(dict.fromkeys(names, Options(policy=nothing))):
@@ -162,8 +162,8 @@ def _fitting(
     What is predicted is more than what is there, as a rule, and never much less: the aim moves by what a run shows.
     """
     options = {module: tradeoff.options for module, tradeoff in blocks.items()}
-    nothing: Plan = {module: each[0] for module, each in options.items()}
-    best, aim, tried = (nothing, trace.peak), amount, [nothing]
+    nothing = _agreed_plan({module: each[0] for module, each in options.items()})
+    best, aim, tried = (nothing, _agreed(trace.peak)), amount, [nothing]
     for _ in range(_ROUNDS):
         plan = _agreed_plan(planned(trace.calls, options, trace.most, aim) or nothing)
         if plan in tried:

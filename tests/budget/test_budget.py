@@ -6,6 +6,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import remat
 from benchmarks.measure import PeakMemory, count_flops, count_ops, held_bytes
 from remat import checkpoint_name, policies
+from remat._compile import lowering
 from remat._core.known import Known
 from remat._function import call
 from remat._region.options import Options
@@ -434,3 +436,56 @@ def test_a_block_that_is_called_twice() -> None:
     result = remat.nn.budget(model, LAYER, 0.7, BATCH, loss=squared)
     gradients, peak = step(model)
     assert peak <= result.amount and all(map(torch.equal, gradients, expected))
+
+
+def _choose(rank: int, folder: str) -> None:
+    """In one of two processes, which get batches of other sizes."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        result = remat.nn.budget(make(4), LAYER, 0.6, torch.randn(8 - 4 * rank, 32, 16), loss=squared)
+        torch.save([(block.name, block.nbytes, block.operators) for block in result.blocks], f"{folder}/{rank}")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_all_processes_take_the_choice_of_the_first(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_choose, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    assert first == second and any(nbytes for _, nbytes, _ in first)
+
+
+# --- what is left out, and compiled code ------------------------------------------------------------------------------
+
+
+def test_what_a_recompute_leaves_out_takes_the_memory_of_one() -> None:
+    def f(x: Tensor) -> Tensor:
+        values = [x]
+        for _ in range(8):
+            values.append(values[-1] + 1)  # all are there until the end, and nothing needs them
+        return checkpoint_name(values[-1] + 1, "h").sin().exp().sin()
+
+    leaf, other = (torch.ones(256, 256, requires_grad=True) for _ in range(2))
+    loss = remat.remat(f, policy=policies.save_only_these_names("h"))(leaf).sum()
+    with PeakMemory() as memory:
+        loss.backward()
+    f(other).sum().backward()
+    assert torch.equal(leaf.grad, other.grad)
+    assert memory.peak <= 3 * leaf.nbytes + 64  # 10 with memory for each
+
+
+@pytest.mark.parametrize("transform", [False, True])
+def test_compiled_code_keeps_nothing_and_says_so(transform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "_said", set())
+    torch._dynamo.reset()
+    f = remat.remat(chain, policy=policies.budget(0.5))
+
+    def gradient(f: Callable) -> Callable:
+        if transform:
+            return grad(lambda x: f(x).sum())
+        return lambda x: torch.autograd.grad(f(x.requires_grad_()).sum(), x)[0]
+
+    compiled = torch.compile(gradient(f) if transform else f, backend="aot_eager", fullgraph=True)
+    with pytest.warns(remat.RematWarning, match="A region with a budget keeps nothing under torch.compile"):
+        found = compiled(X) if transform else gradient(compiled)(X.clone())
+    torch.testing.assert_close(found, gradient(chain)(X.clone()))

@@ -1426,8 +1426,13 @@ def test_the_end_of_a_pass_does_not_wait_for_the_recompute_of_another() -> None:
         torch.autograd.grad(y, x, retain_graph=True)
 
     first, second = threading.Thread(target=first_pass), threading.Thread(target=second_pass)
+
+    def before_the_end(_: Tensor) -> None:
+        second.start()
+        recomputes.acquire(timeout=10)
+
     x = rand(3)
-    x.register_post_accumulate_grad_hook(lambda _: (second.start(), recomputes.acquire(timeout=10)) and None)
+    x.register_post_accumulate_grad_hook(before_the_end)
     y = remat(f)(x).sum()
     first.start()
     first.join()
