@@ -2,7 +2,7 @@
 
 `remat.report` runs the model under each policy and counts the bytes saved, the peak and the FLOPs recomputed.
 
-    python examples/choose_policy.py [MiB]    # a few seconds; the budget of a training step is 12 MiB if none is given
+    python examples/choose_policy.py [MiB]    # a few seconds; the budget of a training step is 9 MiB if none is given
 """
 
 import sys
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import remat
 from remat import checkpoint_name, policies
 
-WIDTH, HEADS, LAYERS, LENGTH, BATCH = 128, 4, 6, 128, 4
+WIDTH, HEADS, LAYERS, LENGTH, BATCH = 128, 4, 4, 128, 4
 
 
 class Block(nn.Module):
@@ -47,7 +47,7 @@ CANDIDATES = [
 
 
 def main() -> None:
-    budget = float(sys.argv[1]) if len(sys.argv) > 1 else 12.0
+    budget = float(sys.argv[1]) if len(sys.argv) > 1 else 9.0
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(LAYERS)))
     x = torch.randn(BATCH, LENGTH, WIDTH)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import remat
 
-WIDTH, DEPTH, BATCH, ITERATIONS = 64, 24, 512, 30
+WIDTH, DEPTH, BATCH, ITERATIONS = 64, 16, 256, 30
 Params = dict[str, list[Tensor] | Tensor]
 
 
