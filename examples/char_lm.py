@@ -21,6 +21,7 @@ import os
 import statistics
 import sys
 import timeit
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,11 +33,9 @@ import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, jvp, vmap
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.measure import peak_bytes
 from remat import checkpoint_name, policies, print_saved_residuals, remat
 
 VOCABULARY = 128  # ASCII
@@ -219,6 +218,35 @@ def distance(expected: list[Tensor], got: list[Tensor]) -> tuple[float, float]:
     return difference.item(), torch.stack([a.abs().max() for a in expected]).max().item()
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made in it: those that are alive, and the most that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._known.update(storages((args, kwargs)))  # those from before are not counted
+        result = func(*args, **kwargs)
+        for storage in storages(result):
+            if storage not in self._known:
+                self._known.add(storage)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.nbytes()).atexit = False
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
+
+
+def storages(tree: Any) -> list[torch.UntypedStorage]:
+    """Return the memory of all tensors in `tree`."""
+    return [x.untyped_storage() for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
 def compare(name: str, derivative: Callable[[Loss], Tree], heads: int) -> bool:
     """Print a table with one line for each of the `WAYS`; return whether their results agree."""
     print(f"\n{name:<24} {'memory, MiB':>12} {'time, s':>9} {'difference':>12}")
@@ -231,9 +259,10 @@ def compare(name: str, derivative: Callable[[Loss], Tree], heads: int) -> bool:
         difference, largest = distance(expected, got)
         agree &= difference <= TOLERANCE * largest
         del got
-        memory = peak_bytes(run) / 2**20
+        with LiveBytes() as memory:
+            run()
         seconds = statistics.median(timeit.repeat(run, number=1, repeat=3))
-        print(f"  {way:<22} {memory:>12.1f} {seconds:>9.3f} {difference:>12.1e}", flush=True)
+        print(f"  {way:<22} {memory.peak / 2**20:>12.1f} {seconds:>9.3f} {difference:>12.1e}", flush=True)
     return agree
 
 
