@@ -719,7 +719,7 @@ def test_host_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- the documentation ------------------------------------------------------------------------------------------------
 
-# The rows of the table in docs/migrating.md, each with the tests of what it says.
+# The rows of the table in docs/how-to/migrating.md, each with the tests of what it says.
 ROWS = {
     "`checkpoint_wrapper(module)`": ["test_wraps_in_place", "test_every_public_name_is_there"],
     "`offload_to_cpu`": [
