@@ -36,7 +36,11 @@ def sequential(
             arguments, each other one the result of the one before it, as one argument.
         segments: how many regions, of nearly equal length, from 1 to the number of functions. By default the square
             root of that number, rounded, which needs the least memory if all functions need the same.
-        policy: what the regions may keep beyond their inputs, as in :func:`remat.remat`; so are the other options.
+        policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
+        preserve_rng_state: give a recompute the random numbers of the forward, as in :func:`remat.remat`.
+        determinism_check: what is compared between the runs, as in :func:`remat.remat`.
+        early_stop: end a recompute as soon as it has what the backward needs.
+        debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
 
     Returns:
         A function. It reads the modules that it was made from, whose parameters get their gradients.

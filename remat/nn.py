@@ -58,7 +58,11 @@ def apply(
         model: the model; it may be chosen itself, as the submodule of the name ``""``.
         where: which submodules: a type or a tuple of types, :func:`every` n-th of a type, or a function of a
             submodule's name and the submodule that says whether.
-        policy: what the regions may keep beyond their inputs, as in :func:`remat.remat`; so are the other options.
+        policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
+        preserve_rng_state: give a recompute the random numbers of the forward, as in :func:`remat.remat`.
+        determinism_check: what is compared between the runs, as in :func:`remat.remat`.
+        early_stop: end a recompute as soon as it has what the backward needs.
+        debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
 
     Returns:
         ``model`` itself.

@@ -50,31 +50,31 @@ __all__ = [
     "save_ops",
 ]
 
-#: The inputs of a region only, which is what ``policy=None`` means.
+#: Saves the inputs of a region only, as ``policy=None`` does.
 nothing_saveable: Policy = as_policy(None)
-#: All that the backward needs, as without rematerialization.
+#: Saves everything that the backward pass uses, as without rematerialization.
 everything_saveable: Policy = _Preset(~nothing_saveable, "everything_saveable")
-#: The results of matrix products, linear layers and convolutions, batched or not.
+#: Saves the results of matrix products, linear layers and convolutions, batched or not.
 save_matmuls: Policy = _Preset(Ops(MATMULS), "save_matmuls")
 dots_saveable: Policy = save_matmuls
 checkpoint_dots: Policy = save_matmuls
-#: The results of products with weights, as in linear layers: not of batched products such as attention scores, and not
-#: of convolutions. A batch of size 1, which is how ``torch.einsum`` multiplies two matrices, is none there. Under
-#: ``vmap`` it is judged what the product has become: with a batched weight, or in a derivative that is mapped itself,
-#: mostly a batched one.
+#: Saves the results of products with weights, as in linear layers, but not of batched products such as attention
+#: scores, and not of convolutions. A batch of size 1, by which ``torch.einsum`` multiplies two matrices, is not a batch
+#: here. Under ``vmap`` the policy judges the operator that torch executes. With a batched weight, or in a derivative
+#: that is mapped itself, this is mostly a batched product.
 save_matmuls_without_batch_dims: Policy = _Preset(
     Ops(MATMULS_WITHOUT_BATCH_DIMS) | Ops(frozenset({"aten::bmm"})) & If(is_unbatched_einsum),
     "save_matmuls_without_batch_dims",
 )
 dots_with_no_batch_dims_saveable: Policy = save_matmuls_without_batch_dims
 checkpoint_dots_with_no_batch_dims: Policy = save_matmuls_without_batch_dims
-#: What fused attention kernels return: the output, the logsumexp and the state of the dropout. Where torch computes
-#: attention from matrix products and a softmax, there is no such kernel, and nothing is kept.
+#: Saves the results of fused attention kernels, which are the output, the logsumexp and the state of the dropout. Where
+#: torch computes attention from matrix products and a softmax, there is no such kernel, and nothing is saved.
 save_attention: Policy = _Preset(Ops(ATTENTION), "save_attention")
-#: The results of convolutions.
+#: Saves the results of convolutions.
 save_convolutions: Policy = _Preset(Ops(CONVOLUTIONS), "save_convolutions")
-#: The results of functional collectives, so that nothing is sent again. ``torch.distributed.all_reduce`` and the
-#: others that write into their arguments have no results.
+#: Saves the results of functional collectives, so that nothing is communicated again. ``torch.distributed.all_reduce``
+#: and the others that write into their arguments have no results.
 save_collectives: Policy = _Preset(Ops(COLLECTIVES), "save_collectives")
 
 

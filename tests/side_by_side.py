@@ -53,9 +53,9 @@ class Runs:
 
 
 def assert_rows_have_tests(heading: str, rows: dict[str, list[str]], *files: str) -> None:
-    """The table under a heading of docs/migrating.md has these rows, and each has tests with these names."""
+    """The table under a heading of docs/how-to/migrating.md has these rows, and each has tests with these names."""
     here = Path(__file__).parent
-    text = (here.parent / "docs" / "migrating.md").read_text()
+    text = (here.parent / "docs" / "how-to" / "migrating.md").read_text()
     (section,) = (part for part in text.split("\n## ") if part.startswith(heading))
     table = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("|")]
     assert table[2:] == list(rows)  # without the head

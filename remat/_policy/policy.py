@@ -235,8 +235,8 @@ class Preset(_Turned):
         return self.name
 
 
-#: What users may give for a policy: one of ``remat.policies``, operators in a list, a tuple or a set, a function as
-#: torch's selective checkpoint takes it, or None, which keeps nothing.
+#: What is accepted as a policy, namely one of ``remat.policies``, operators in a list, a tuple or a set, a function as
+#: torch's selective checkpoint takes it, or None, which saves nothing.
 PolicyLike: TypeAlias = (
     "Policy | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | Callable[..., bool | CheckpointPolicy] | None"
 )

@@ -92,7 +92,11 @@ def override(
     devices. What ``torch.compile`` compiles keeps the region's own options.
 
     Args:
-        preserve_rng_state: this option and the others are those of :func:`remat.remat`; ``None`` leaves one as it is.
+        preserve_rng_state: give a recompute the random numbers of the forward. ``None`` leaves this option, and each of
+            those below, as it is.
+        determinism_check: what is compared between the runs, as in :func:`remat.remat`.
+        early_stop: end a recompute as soon as it has what the backward needs.
+        debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
 
     Raises:
         TypeError: an option has the wrong type.

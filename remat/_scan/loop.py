@@ -58,7 +58,7 @@ def scan(
             see :func:`remat.remat`. ``None`` keeps nothing.
 
     Returns:
-        The last carry, and the ``y`` of all steps: the structure of one, with tensors of shape ``[length, ...]``.
+        The last carry, and the ``y`` of all steps in the structure of one, with tensors of shape ``[length, ...]``.
 
     Raises:
         TypeError: ``step`` is not callable, a leaf of a tree is no tensor, or an argument has the wrong type.

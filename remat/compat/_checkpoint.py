@@ -117,7 +117,7 @@ def checkpoint(
         ...     return x.sin().cos()
         >>> f(x).sum().backward()
 
-    After torch's documentation of ``torch.utils.checkpoint``. :doc:`/migrating` lists the differences.
+    After torch's documentation of ``torch.utils.checkpoint``. :doc:`/how-to/migrating` lists the differences.
     """
     if respect_saved_tensors_hooks is False:
         raise ValueError(

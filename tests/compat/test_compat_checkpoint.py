@@ -1081,7 +1081,7 @@ def test_compile_of_the_other_forms() -> None:
 
 # --- the documentation ------------------------------------------------------------------------------------------------
 
-# The rows of the table in docs/migrating.md, each with the tests of what it says.
+# The rows of the table in docs/how-to/migrating.md, each with the tests of what it says.
 ROWS = {
     "`use_reentrant`": ["test_use_reentrant"],
     "no function": ["test_decorator", "test_decorator_of_a_method", "test_decorator_takes_options_alone"],

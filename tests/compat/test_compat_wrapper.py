@@ -719,7 +719,7 @@ def test_host_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- the documentation ------------------------------------------------------------------------------------------------
 
-# The rows of the table in docs/migrating.md, each with the tests of what it says.
+# The rows of the table in docs/how-to/migrating.md, each with the tests of what it says.
 ROWS = {
     "`checkpoint_wrapper(module)`": ["test_wraps_in_place", "test_every_public_name_is_there"],
     "`offload_to_cpu`": [
@@ -762,7 +762,7 @@ ROWS = {
     "a `forward` that was set on the module": ["test_a_forward_of_the_module_itself"],
     "wrapped twice": ["test_wrapped_twice", "test_wrapped_twice_the_new_options_count"],
     "reference cycle": ["test_nothing_is_left_and_there_is_no_cycle"],
-    "the run again": ["test_where_the_run_again_ends"],
+    "the recompute": ["test_where_the_run_again_ends"],
     "containers (`ModuleList`), lazy modules": ["test_modules_that_are_refused"],
     "TorchScript modules": ["test_modules_that_are_refused"],
     "to undo it": ["test_undo"],

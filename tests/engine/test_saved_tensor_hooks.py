@@ -1,6 +1,6 @@
 """Regions inside and around saved-tensor hooks, where hooks are forbidden, and with hooks on gradients.
 
-Each row of the table in ``docs/saved_tensor_hooks.md`` is a check here, which runs under every policy below.
+Each row of the table in ``docs/reference/saved_tensor_hooks.md`` is a check here, which runs under every policy below.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from remat import (
 from remat._core import private
 from tests.cases import assert_same, rand
 
-DOCS = Path(__file__).parents[2] / "docs" / "saved_tensor_hooks.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "saved_tensor_hooks.md"
 POLICIES = {
     "nothing": None,
     "matmuls": policies.save_matmuls,

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
 ]  # fmt: skip
 
-DOCS = Path(__file__).parents[2] / "docs" / "libraries.md"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "libraries.md"
 
 libraries = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: f"{library.name}, {library.write}")
 

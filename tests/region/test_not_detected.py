@@ -1,4 +1,4 @@
-"""The list of what remat can't detect in docs/quickstart.md: each row is so, and `determinism_check="values"` finds it.
+"""The list in docs/reference/what_remat_cant_detect.md: each row is so, and `determinism_check="values"` finds it.
 
 Should one of these become right, or an error, the row has to go.
 """
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import RecomputeMismatchError, override, remat
 
-DOCS = Path(__file__).parents[2] / "docs" / "quickstart.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "what_remat_cant_detect.md"
 OBJECT, NUMBERS, NUMBER, CAPTURED = SimpleNamespace(k=2.0), {"k": 2.0}, 2.0, torch.tensor(2.0, dtype=torch.float64)
 
 
@@ -247,5 +247,5 @@ def test_what_is_put_back(name: str) -> None:
 
 
 def test_the_list_has_these_rows() -> None:
-    section = DOCS.read_text().partition("## What remat can't detect")[2]
+    section = DOCS.read_text().partition("## What is not restored")[2]
     assert re.findall(r"^\| (.+?) \| .+ \|$", section, re.MULTILINE)[1:] == list(ROWS)
