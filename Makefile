@@ -53,6 +53,7 @@ bench: $(TEST)
 	$(BIN)/python -m benchmarks.compiled --output .bench/compiled.json
 	$(BIN)/python -m benchmarks.gpu --output .bench/gpu.json --picture .bench/gpu.svg
 	$(BIN)/python -m benchmarks.scan --output .bench/scan.json
+	$(BIN)/python -m benchmarks.budget --output .bench/budget.json --picture .bench/pareto.svg
 	$(BIN)/python -m benchmarks.speed --output .bench/speed.json
 
 # The source distribution and the wheel, in dist.

@@ -37,6 +37,8 @@ import remat
 from benchmarks.measure import PeakMemory, count_flops
 from benchmarks.report import KIB, parse, report, verdict
 from remat import policies
+from remat._measure.drawing import Axis, Point, scatter, standalone
+from remat._measure.units import flops_text, size_text
 
 __all__ = ["BLOCKS", "Row", "main"]
 
@@ -187,6 +189,16 @@ def presets(name: str) -> list[Row]:
     return rows
 
 
+def picture() -> str:
+    """All choices for a transformer block, as SVG, with the presets beside them."""
+    make, shape = BLOCKS["transformer"]
+    curve = remat.pareto(make().requires_grad_(False), torch.randn(shape).requires_grad_(), cost="flops")
+    found = [Point("", point.nbytes, point.flops, 1) for point in curve.points]
+    beside = [Point(row.name.partition(", ")[2], row.bytes_there, row.flops_there) for row in presets("transformer")]
+    axes = Axis("bytes saved", size_text, 1024), Axis("FLOPs recomputed", flops_text)
+    return standalone(scatter([*found, *beside], *axes, front=found))
+
+
 def compiled(part: float) -> Row:
     """A block under `activation_memory_budget`, torch's own in compiled code, against the best choice for its bytes."""
     make, shape = BLOCKS["transformer"]
@@ -285,8 +297,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if options.picture is not None:
-        curve = remat.pareto(encoder(), torch.randn(4, 64, 64).requires_grad_(), cost="flops")
-        options.picture.write_text(curve.to_svg())
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+        options.picture.write_text(picture())
     rows = [row for name in BLOCKS for row in predictions(name)]
     rows += [row for name in BLOCKS for row in presets(name)]
     rows += [compiled(part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]

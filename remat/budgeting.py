@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._budget.curve import Curve, curve_of
+from ._budget.curve import Curve, Point, curve_of
 from ._core.known import Known
 from ._function import call
 from ._measure.subject import Subject
@@ -15,7 +15,7 @@ from ._policy.budget import Budget
 from ._region.options import Options
 from .errors import RematError
 
-__all__ = ["pareto"]
+__all__ = ["Curve", "Point", "pareto"]
 
 
 def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwargs: Any) -> Curve:

@@ -28,7 +28,7 @@ from ._policy.budget import Budget
 from ._policy.policy import PolicyLike
 from ._region.options import DeterminismCheck, checked_options
 
-__all__ = ["apply", "budget", "every", "undo"]
+__all__ = ["BlockBudget", "apply", "budget", "every", "undo"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 Types: TypeAlias = type | tuple[type, ...]
