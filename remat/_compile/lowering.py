@@ -64,8 +64,8 @@ def say_that_budgets_are_not_kept_to() -> bool:
     """Warn, once, that a region with a budget keeps nothing."""
     return _say(
         "A region with a budget keeps nothing under torch.compile: what it may keep is chosen when it has run, and "
-        "compiled code is traced before. Give it another policy, or set torch._functorch.config's "
-        "activation_memory_budget, which is of the whole graph."
+        "compiled code is traced before. Give it another policy, or set the compiler's own "
+        "`activation_memory_budget`, which is of the whole graph."
     )
 
 
