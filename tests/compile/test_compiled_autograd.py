@@ -197,3 +197,23 @@ def test_a_mismatch_is_told_and_leaves_nothing_switched() -> None:
     assert not is_recomputing()
     assert torch.is_grad_enabled()
     assert_same(grads(remat(block), eagerly), grads(block, eagerly))
+
+
+def test_no_more_is_alive_than_in_an_eager_backward() -> None:
+    """Blocks are recomputed one after another, each when the backward has come to it."""
+
+    def most_alive(way: Callable) -> int:
+        counts: list[int] = []
+
+        def counted(x: Tensor, w: Tensor) -> Tensor:
+            counts.append(sum(ref() is not None for ref in INSIDE))  # of the blocks before
+            return block(x, w)
+
+        RUNS.clear()
+        INSIDE.clear()
+        f = remat(counted)
+        grads(lambda x, w: f(f(f(f(x, w), w), w), w), way)
+        assert RUNS == [False] * 4 + [True] * 4
+        return max(counts[4:])
+
+    assert most_alive(by_context) == most_alive(eagerly) == 0
