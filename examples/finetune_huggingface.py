@@ -18,7 +18,7 @@ try:
 except ImportError:
     sys.exit("This example needs transformers: pip install transformers")
 
-STEPS, BATCH, LENGTH, VOCABULARY = 12, 8, 96, 128
+STEPS, BATCH, LENGTH, VOCABULARY = 8, 8, 96, 128
 WAYS = {
     "plain": lambda model: model,
     "remat": lambda model: remat.integrations.transformers.enable(model),
