@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -99,3 +101,10 @@ def test_the_top_is_what_users_call() -> None:
 def test_a_room_says_what_it_is_for(name: str) -> None:
     text = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
     assert text and len(text.splitlines()) == 1
+
+
+def test_the_import_does_not_take_in_dynamo() -> None:
+    """That takes as long as to import torch."""
+    code = "import sys, remat, remat.nn; print([name for name in sys.modules if name.startswith('torch._dynamo')])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    assert run.stdout.strip() == "[]"

@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from .._core import private
+from .._core import private, private_compile
 from .._core.lines import warn
 from .._core.state import guarded
 from .._policy.policy import NOTHING, Policy, as_policy
@@ -50,7 +49,7 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
         )
 
 
-@torch.compiler.assume_constant_result  # so that it is called while Dynamo traces
+@private_compile.constant  # so that it is called while Dynamo traces
 def say_what_has_no_effect() -> bool:
     """Warn, once, of options that compiled code has no use for."""
     return _say(
@@ -59,7 +58,7 @@ def say_what_has_no_effect() -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
+@private_compile.constant
 def say_that_budgets_are_not_kept_to() -> bool:
     """Warn, once, that a region with a budget keeps nothing."""
     return _say(

@@ -33,7 +33,7 @@ def call(fn: Callable, args: tuple, kwargs: dict, policy: Any, context_fn: Any =
     if policy is not None or context_fn is not None:
         number = _number(policy, context_fn) if private_compile.TAKES_OBJECTS_AS_CONSTANTS else _INLINE
     if number == _UNKNOWN:
-        private_compile.graph_break(msg="A policy of a region in a torch.func transform is made in compiled code.")
+        private_compile.graph_break("A policy of a region in a torch.func transform is made in compiled code.")
     if number == _INLINE:
         return fn(*args, **kwargs)
     return private_compile.lifted(functools.partial(_lowered, number), lambda *inputs: fn(*inputs, **kwargs), *args)
@@ -43,7 +43,7 @@ _policies: list[Policy] = [as_policy(None)]  # of compiled code, which has their
 _UNKNOWN, _INLINE = -1, -2
 
 
-@torch.compiler.assume_constant_result  # so that it is called while Dynamo traces, with the policy itself
+@private_compile.constant  # so that it is called while Dynamo traces, with the policy itself
 def _number(policy: Any, context_fn: Any) -> int:
     if context_fn is not None:
         first, again = context_fn()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch._subclasses.functional_tensor
 import torch.fx.experimental.proxy_tensor as _proxy_tensor
 import torch.utils._pytree as _torch_pytree
 
+F = TypeVar("F", bound=Callable)
 tree_map = _torch_pytree.tree_map  # Dynamo traces it, and not optree's
 FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor  # what AOT autograd traces with
 
@@ -43,7 +45,19 @@ def functionalizing() -> bool:
 lifted = torch._higher_order_ops.wrap.dynamo_bypassing_wrapper
 # What a constant function is given, it is given as Dynamo has it: in 2.11 not if that is a policy.
 TAKES_OBJECTS_AS_CONSTANTS = torch.__version__ >= "2.12"
-graph_break = torch._dynamo.graph_break
+
+
+def constant(fn: F) -> F:
+    """As ``torch.compiler.assume_constant_result``, which imports Dynamo: that takes as long as to import torch."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def graph_break(reason: str) -> None:
+    """Have Dynamo break the graph."""
+    torch._dynamo.graph_break(msg=reason)
+
+
 graph_ids = torch._higher_order_ops.wrap.uid  # of checkpointed parts: the partitioner saves what is between two
 
 

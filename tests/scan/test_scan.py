@@ -187,11 +187,16 @@ def large_y(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return h, h * 2
 
 
-def gradient_by(transform: str, run: Loop, step: Callable) -> Callable[[], Any]:
+def loss_by(run: Loop, step: Callable) -> Callable[[Tensor], Tensor]:
     def loss(h: Tensor) -> Tensor:
         h, ys = run(step, h, INPUTS)
         return h.sum() + ys.sum()
 
+    return loss
+
+
+def gradient_by(transform: str, run: Loop, step: Callable) -> Callable[[], Any]:
+    loss = loss_by(run, step)
     if transform == "func.grad":
         return lambda: grad(loss)(STATE)
     if transform == "vmap(grad)":
@@ -208,6 +213,37 @@ def test_the_peak_is_that_of_the_kept_carries_and_one_step(transform: str) -> No
     assert one_step < 7 * UNIT and plain > 64 * UNIT
     for k, peak in peaks.items():
         assert peak <= one_step + (k + 0.05) * UNIT
+
+
+# The peak is at most so many carries for each checkpoint, and so many more.
+OTHERS: dict[str, tuple[Callable[[Callable], Any], int, int]] = {
+    "in a region": (lambda loss: grad(remat.remat(loss))(STATE), 1, 5),
+    "jacrev of two results": (lambda loss: jacrev(lambda h: torch.stack([loss(h)] * 2))(STATE), 2, 9),
+    "jvp(grad)": (lambda loss: jvp(grad(loss), (STATE,), (STATE,)), 3, 84),
+    "grad(grad)": (lambda loss: grad(lambda h: grad(loss)(h).sin().sum())(STATE), 2, 225),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_peak_under_other_transforms(name: str) -> None:
+    """Nested regions hold what they are called with: at second order, few checkpoints are deep and take more of it."""
+    transform, each, more = OTHERS[name]
+    plain = peak_bytes(lambda: transform(loss_by(loop, small_y)))
+    for k in (1, 2, 4, 8):
+        peak = peak_bytes(lambda k=k: transform(loss_by(scan_with(k), small_y)))
+        assert peak <= (each * k + more + 0.05) * UNIT
+        assert peak < plain / 2
+
+
+def test_the_peak_of_forward_mode() -> None:
+    """The loop holds nothing; the regions of `scan`, which are in one another, hold what each is called with."""
+    assert peak_bytes(lambda: jvp(loss_by(scan_with(None), small_y), (STATE,), (STATE,))) < 24 * UNIT
+
+
+def test_the_peak_with_a_compiled_step() -> None:
+    step = torch.compile(small_y, backend="eager")
+    gradient_by("autograd", scan_with(4), step)()
+    assert peak_bytes(gradient_by("autograd", scan_with(4), step)) <= (4 + 5.05) * UNIT
 
 
 def test_between_forward_and_backward_the_carries_alone_are_kept() -> None:
