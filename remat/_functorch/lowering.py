@@ -44,13 +44,14 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             with own_work():  # a region around would take what is asked here for its function's own question
                 region.open(follow=is_followed)
             shared, first_hook = Call(recorder_for(region), run_at_bottom), RemovableHandle.next_id
+            used_func = known.uses_func  # a region inside may be of the same function, and find it out
             try:
                 return _first_run(region, shared)
             except GivenUp as given_up:
                 if given_up.region is not region:
                     raise
             except Exception as error:
-                if is_hooks_refusal(error) and not known.uses_func:
+                if is_hooks_refusal(error) and not used_func:
                     known.uses_func = True
                 elif not _adopts_others(region, shared.watch):
                     raise

@@ -364,3 +364,21 @@ def test_derivatives_that_look_for_modes(around: str, policy: Any) -> None:
         return out, torch.autograd.grad(out.sin().sum(), x)
 
     assert_same(program(lambda fn: remat(fn, policy=policy)), program(plain), exact=False)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 6])
+def test_regions_in_one_another_around_a_transform(depth: int) -> None:
+    """They are of one function, so the innermost finds out for all that it calls a transform."""
+
+    def step(w: Tensor) -> Tensor:
+        return w - 0.1 * torch.func.grad(lambda w: (w * w).sin().sum())(w)
+
+    def nested(depth: int) -> Callable[[Tensor], Tensor]:
+        if depth == 0:
+            return step
+        inner = nested(depth - 1)
+        return lambda w: remat(inner)(w)
+
+    w = torch.ones(3)
+    found = torch.func.grad(lambda w: nested(depth)(w).sum())(w)
+    assert_same(found, torch.func.grad(lambda w: step(w).sum())(w), exact=False)
