@@ -27,13 +27,14 @@ class Step:
         "number", "operands", "outs", "reads", "result",
     )  # fmt: skip
 
-    def __init__(self, number: int, entry: Entry) -> None:
+    def __init__(self, number: int, entry: Entry, lazy: bool) -> None:
         self.number = number
         self.entry = entry
         self.key, self.outs, self.result = entry.key, entry.outs, entry.result
         self.func = self.key[0]
         self.facts = facts_of(self.func)
-        self.reads = () if self.facts.reads_nothing else entry.reads  # whose content it needs
+        # Whose content it needs. Where nothing can be left out, it is there in any case, and best by being kept.
+        self.reads = () if self.facts.reads_nothing and lazy else entry.reads
         self.draws = self.key[1] is not None
         # It changes what it reads: if it runs for one of its results, then for all.
         self.is_whole = bool(self.facts.writes) and not self.facts.updates_statistics
@@ -63,8 +64,8 @@ class Program:
 
     def __init__(self, log: Log) -> None:
         self.log, entries = log, log.entries
-        self.steps = [Step(number, entry) for number, entry in enumerate(entries)]
         self.lazy = all(entry.under[1] for entry in entries)  # else user code reads tensors in ways that can't be seen
+        self.steps = [Step(number, entry, self.lazy) for number, entry in enumerate(entries)]
         self.overwritten = {*log.overwritten}
         if self.overwritten:  # a recompute may take any of equal steps for the one whose result it then overwrites
             self.overwritten |= self._equal_to(self.overwritten)
