@@ -15,9 +15,11 @@ from .._core.flops import flops
 from .._core.known import Known
 from .._core.layout import is_dense
 from .._core.lines import Line, user_line, warn
+from .._core.private import top_hooks
 from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
 from .._policy.verdict import Verdict
+from .._region.lowerings import as_in_first_run
 from .costs import cost_of
 from .hull import hull
 from .log import Log
@@ -51,7 +53,8 @@ class Choices:
     def __init__(self, policy: Budget, known: Known) -> None:
         self._policy = policy
         self._known: list[tuple[Tradeoff, Choice]] = known.choices.setdefault(policy, [])
-        self._left = [*self._known]  # those that have done the same so far
+        # Those that have done the same so far. A recompute of a region around knows what that knew.
+        self._left = as_in_first_run([] if _may_run_again_unseen() else [*self._known])
         self._given = policy.chosen  # a choice that was made before, as long as the operators are its own
         self._news = known.is_news
         self.costs: list[float] = []  # of the steps
@@ -100,6 +103,9 @@ class Choices:
 
     def close(self, log: Log, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> None:
         """A new program has run: choose what is kept of it from now on."""
+        keys = tuple([step.key for step in program.steps])
+        if any(tradeoff.keys == keys for tradeoff, _ in self._known):
+            return  # it was new when the region around ran first
         problem = self._problem(program, roots, results, lazy)
         try:
             found, is_exact = pareto(problem), True
@@ -107,7 +113,6 @@ class Choices:
             found, is_exact = hull(problem), False
         options = best_of(_as_planned(each, program, problem, self.flops, lazy) for each in found)
         whole = sum(problem.sizes.get(value, 0) for value in roots)
-        keys = tuple([step.key for step in program.steps])
         tradeoff = Tradeoff(keys, dict(log.lines), options, is_exact, whole)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
@@ -124,6 +129,12 @@ class Choices:
         }
         stays = {step.number for step in program.steps if not (lazy and step.can_be_left)}
         return Problem(program.steps, self.costs, sizes, keepable, roots, stays)
+
+
+def _may_run_again_unseen() -> bool:
+    """Whether torch's checkpoint is around: what its recompute may know isn't told apart from what its forward knew."""
+    hooks = top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[int], lazy: bool) -> Choice:
