@@ -30,6 +30,7 @@ from .tradeoff import Choice, Problem, TooMany, best_of, pareto
 from .values import is_judged
 
 _PROGRAMS = 16  # for which a function remembers what was chosen
+_POLICIES = 16  # with which it does, as one with a cost function may be made anew for each call
 
 
 class Tradeoff(NamedTuple):
@@ -52,6 +53,8 @@ class Choices:
 
     def __init__(self, policy: Budget, known: Known) -> None:
         self._policy = policy
+        if policy not in known.choices and len(known.choices) >= _POLICIES:
+            del known.choices[next(iter(known.choices))]
         self._known: list[tuple[Tradeoff, Choice]] = known.choices.setdefault(policy, [])
         # Those that have done the same so far. A recompute of a region around knows what that knew.
         self._left = as_in_first_run([] if _may_run_again_unseen() else [*self._known])

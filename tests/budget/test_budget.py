@@ -377,6 +377,29 @@ def test_errors(wrong: Callable, message: str) -> None:
         wrong()
 
 
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        (float("nan"), "must return a finite number that isn't negative; for aten.mm.default it returned nan"),
+        (float("inf"), "must return a finite number that isn't negative"),
+        (-1.0, "must return a finite number that isn't negative"),
+        (None, "The cost function of a budget fails for aten.mm.default"),
+    ],
+)
+def test_a_cost_that_is_none(returned: Any, message: str) -> None:
+    with pytest.raises(remat.PolicyError, match=message):
+        remat.pareto(lambda x: (x @ W).tanh(), X[0], cost=lambda op, args, kwargs, result: returned)
+
+
+def test_policies_that_are_made_anew_are_forgotten() -> None:
+    known = Known()
+    for i in range(40):
+        policy = policies.budget(i)
+        choices.Choices(policy, known)
+        assert policy in known.choices
+    assert len(known.choices) <= 16
+
+
 def test_nothing_to_choose_from() -> None:
     with pytest.raises(remat.RematError, match="There is nothing to choose"):
         remat.pareto(lambda x: x * 2, torch.arange(3))
