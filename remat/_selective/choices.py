@@ -59,6 +59,7 @@ class Choices:
         # Those that have done the same so far. A recompute of a region around knows what that knew.
         self._left = as_in_first_run([] if _may_run_again_unseen() else [*self._known])
         self._given = policy.chosen  # a choice that was made before, as long as the operators are its own
+        self.so_far: frozenset[int] = frozenset()  # if the program is new: one choice, as all would be too much
         self._news = known.is_news
         self.costs: list[float] = []  # of the steps
         self.flops: list[int] = []
@@ -66,6 +67,8 @@ class Choices:
 
     def verdict(self, number: int, key: tuple) -> Verdict | None:
         """Whether what this step makes is kept."""
+        if self._left:
+            self.so_far = self._left[0][1].steps
         self._left = [each for each in self._left if number < len(each[0].keys) and each[0].keys[number] == key]
         given = self._given
         if given is not None and given.operators[number : number + 1] != (full_name(key[0]),):
@@ -87,6 +90,7 @@ class Choices:
     def _is_other(self, given: Chosen) -> None:
         """The program is not the one that a choice was made for: from the next run on it has its own."""
         self._given = None
+        self.so_far = self.so_far or given.steps
         if not self._left and self._news(f"a choice for {len(given.operators)} operations"):
             warn(
                 f"{self._policy!r} was made for another program than the one that runs here, which has other "

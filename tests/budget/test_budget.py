@@ -322,6 +322,16 @@ def test_a_policy_around_decides() -> None:
         )
 
 
+def test_a_new_program_does_not_keep_the_choices_of_several() -> None:
+    def fn(x: Tensor, number: int) -> Tensor:
+        made = [(x @ W).sin() for _ in range(4)]
+        return made[number].exp().sum() if number < 4 else sum(each.exp().sum() for each in made)
+
+    g, x = remat.remat(fn, policy=policies.budget(X.nbytes, cost="flops")), X.clone().requires_grad_()
+    for number in range(5):
+        assert held_bytes(lambda x: g(x, number), x) <= X.nbytes + 4
+
+
 def in_a_region(fn: Callable) -> Callable:
     return remat.remat(lambda x: fn(fn(x.sin()) * 2).cos())
 
