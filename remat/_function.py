@@ -17,7 +17,7 @@ from ._core.state import is_disabled, own_work, state
 from ._engine import lowering as engine
 from ._functorch import lowering as functorch
 from ._region.hooks import hooks_are_allowed, is_hooks_refusal
-from ._region.lowerings import go_back, lowered_by_func, mark
+from ._region.lowerings import as_in_first_run, go_back, mark
 from ._region.options import Options
 
 
@@ -46,7 +46,7 @@ def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwar
     """Call ``fn`` as a region under saved-tensor hooks, if these are allowed and it runs under them."""
     marks = mark()
     # Without hooks it can't be recomputed, and needn't be where nothing is differentiated: that shows there.
-    if not lowered_by_func(known.uses_func or not hooks_are_allowed()):
+    if not as_in_first_run(known.uses_func or not hooks_are_allowed()):
         try:
             if not state.interceptors:
                 return engine.call(fn, options, known, args, kwargs)
@@ -57,7 +57,7 @@ def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwar
                 raise
             known.uses_func = True
             go_back(marks)
-            lowered_by_func(True)
+            as_in_first_run(True)
     return functorch.call(fn, options, known, args, kwargs)
 
 

@@ -1,40 +1,47 @@
-"""How the regions inside a region were lowered, in order: its recompute lowers them alike, whatever was learnt."""
+"""How the regions inside a region were lowered, in order: its recompute lowers them alike, whatever was learnt.
+
+The same for the choices of budgets that they knew: with others a recompute would save other tensors.
+"""
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from .._core.state import state
+
+T = TypeVar("T")
 
 
 class Lowerings:
-    """Of one run of a region. The first run notes them in the list ``by_func``, a recompute follows that list."""
+    """Of one run of a region. The first run notes them in the list ``noted``, a recompute follows that list."""
 
-    __slots__ = ("at", "by_func", "follows")
+    __slots__ = ("at", "follows", "noted")
 
-    def __init__(self, by_func: list[bool], follows: bool) -> None:
-        self.by_func, self.follows = by_func, follows
+    def __init__(self, noted: list[Any], follows: bool) -> None:
+        self.noted, self.follows = noted, follows
         self.at = 0
 
-    def next(self, by_func: bool) -> bool:
-        """Whether the region that is called now is lowered to torch.func, if it would be ``by_func`` elsewhere."""
+    def next(self, own: Any) -> Any:
+        """What holds for the region that is called now, if it would be ``own`` elsewhere."""
         if not self.follows:
-            self.by_func.append(by_func)
-        elif self.at < len(self.by_func):
-            by_func = self.by_func[self.at]
+            self.noted.append(own)
+        elif self.at < len(self.noted):
+            own = self.noted[self.at]
         self.at += 1
-        return by_func
+        return own
 
     def go_back(self, at: int) -> None:
         """What was called since is given up."""
         if not self.follows:
-            del self.by_func[at:]
+            del self.noted[at:]
         self.at = at
 
 
-def lowered_by_func(by_func: bool) -> bool:
+def as_in_first_run(own: T) -> T:
     """The same for all runs of regions around: the outermost is the one that may follow a list."""
     for run in state.lowerings:
-        by_func = run.next(by_func)
-    return by_func
+        own = run.next(own)
+    return own
 
 
 def mark() -> list[tuple[Lowerings, int]]:

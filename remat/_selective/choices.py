@@ -15,9 +15,11 @@ from .._core.flops import flops
 from .._core.known import Known
 from .._core.layout import is_dense
 from .._core.lines import Line, user_line, warn
+from .._core.private import top_hooks
 from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
 from .._policy.verdict import Verdict
+from .._region.lowerings import as_in_first_run
 from .costs import cost_of
 from .hull import hull
 from .log import Log
@@ -28,6 +30,7 @@ from .tradeoff import Choice, Problem, TooMany, best_of, pareto
 from .values import is_judged
 
 _PROGRAMS = 16  # for which a function remembers what was chosen
+_POLICIES = 16  # with which it does, as one with a cost function may be made anew for each call
 
 
 class Tradeoff(NamedTuple):
@@ -50,9 +53,13 @@ class Choices:
 
     def __init__(self, policy: Budget, known: Known) -> None:
         self._policy = policy
+        if policy not in known.choices and len(known.choices) >= _POLICIES:
+            del known.choices[next(iter(known.choices))]
         self._known: list[tuple[Tradeoff, Choice]] = known.choices.setdefault(policy, [])
-        self._left = [*self._known]  # those that have done the same so far
+        # Those that have done the same so far. A recompute of a region around knows what that knew.
+        self._left = as_in_first_run([] if _may_run_again_unseen() else [*self._known])
         self._given = policy.chosen  # a choice that was made before, as long as the operators are its own
+        self.so_far: frozenset[int] = frozenset()  # if the program is new: one choice, as all would be too much
         self._news = known.is_news
         self.costs: list[float] = []  # of the steps
         self.flops: list[int] = []
@@ -60,6 +67,8 @@ class Choices:
 
     def verdict(self, number: int, key: tuple) -> Verdict | None:
         """Whether what this step makes is kept."""
+        if self._left:
+            self.so_far = self._left[0][1].steps
         self._left = [each for each in self._left if number < len(each[0].keys) and each[0].keys[number] == key]
         given = self._given
         if given is not None and given.operators[number : number + 1] != (full_name(key[0]),):
@@ -81,6 +90,7 @@ class Choices:
     def _is_other(self, given: Chosen) -> None:
         """The program is not the one that a choice was made for: from the next run on it has its own."""
         self._given = None
+        self.so_far = self.so_far or given.steps
         if not self._left and self._news(f"a choice for {len(given.operators)} operations"):
             warn(
                 f"{self._policy!r} was made for another program than the one that runs here, which has other "
@@ -100,6 +110,9 @@ class Choices:
 
     def close(self, log: Log, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> None:
         """A new program has run: choose what is kept of it from now on."""
+        keys = tuple([step.key for step in program.steps])
+        if any(tradeoff.keys == keys for tradeoff, _ in self._known):
+            return  # it was new when the region around ran first
         problem = self._problem(program, roots, results, lazy)
         try:
             found, is_exact = pareto(problem), True
@@ -107,7 +120,6 @@ class Choices:
             found, is_exact = hull(problem), False
         options = best_of(_as_planned(each, program, problem, self.flops, lazy) for each in found)
         whole = sum(problem.sizes.get(value, 0) for value in roots)
-        keys = tuple([step.key for step in program.steps])
         tradeoff = Tradeoff(keys, dict(log.lines), options, is_exact, whole)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
@@ -124,6 +136,12 @@ class Choices:
         }
         stays = {step.number for step in program.steps if not (lazy and step.can_be_left)}
         return Problem(program.steps, self.costs, sizes, keepable, roots, stays)
+
+
+def _may_run_again_unseen() -> bool:
+    """Whether torch's checkpoint is around: what its recompute may know isn't told apart from what its forward knew."""
+    hooks = top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[int], lazy: bool) -> Choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from .._core.devices import is_capturing
 from .._core.facts import Facts, tensors
 from .._core.flops import flops
 from .._core.state import unseen
+from ..errors import PolicyError
 
 Cost = Callable[[Any, tuple, dict, Any], float]  # of one call: the operator, its arguments, its result
 
@@ -23,8 +25,7 @@ _REPEATS = 3
 def cost_of(cost: str | Cost, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any) -> float:
     """What this call costs: FLOPs, microseconds, or what a function of a user's returns."""
     if callable(cost):
-        with unseen(), torch.no_grad():
-            return float(cost(func, args, kwargs, result))
+        return _told(cost, func, args, kwargs, result)
     if facts.makes_nothing:
         return 0.0
     if cost == "flops":
@@ -32,6 +33,25 @@ def cost_of(cost: str | Cost, func: Any, facts: Facts, args: tuple, kwargs: dict
     if cost == "time" and not (facts.writes or facts.foreign or facts.draws(args, kwargs) or is_capturing()):
         return _measured(func, args, kwargs)
     return _roofline(func, args, kwargs, result)
+
+
+def _told(cost: Cost, func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+    """What a function of a user's returns.
+
+    Raises:
+        PolicyError: it returns no cost, or raises a TypeError, which Python's operators would take for their own.
+    """
+    try:
+        with unseen(), torch.no_grad():
+            number = float(cost(func, args, kwargs, result))
+    except TypeError as error:
+        raise PolicyError(f"The cost function of a budget fails for {func}: {error}") from error
+    if not 0 <= number < math.inf:
+        raise PolicyError(
+            f"The cost function of a budget must return a finite number that isn't negative; for {func} it returned "
+            f"{number}."
+        )
+    return number
 
 
 def _roofline(func: Any, args: tuple, kwargs: dict, result: Any) -> float:

@@ -32,8 +32,8 @@ class Record:
         warn_of_names(recording.own.mentioned_names, recording.named, recording.told, recording.known)
         roots = recording.saves.roots(self._end, self.keep.hooks is not None)
         steps = None if recording.choices is None else recording.choices.steps(self.program)
-        if steps is not None:
-            _keep_only(recording, steps)
+        if recording.choices is not None:
+            _keep_only(recording, recording.choices.so_far if steps is None else steps)
         complete = self._decide_what_is_kept(recording)
         if recording.choices is not None and steps is None:
             recording.choices.close(recording.log, self.program, roots, recording.results, slots_tell and self._is_lazy)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from benchmarks.measure import PeakMemory, count_flops, count_ops, held_bytes
@@ -321,6 +322,52 @@ def test_a_policy_around_decides() -> None:
         )
 
 
+def test_a_new_program_does_not_keep_the_choices_of_several() -> None:
+    def fn(x: Tensor, number: int) -> Tensor:
+        made = [(x @ W).sin() for _ in range(4)]
+        return made[number].exp().sum() if number < 4 else sum(each.exp().sum() for each in made)
+
+    g, x = remat.remat(fn, policy=policies.budget(X.nbytes, cost="flops")), X.clone().requires_grad_()
+    for number in range(5):
+        assert held_bytes(lambda x: g(x, number), x) <= X.nbytes + 4
+
+
+def in_a_region(fn: Callable) -> Callable:
+    return remat.remat(lambda x: fn(fn(x.sin()) * 2).cos())
+
+
+def differentiated_in_a_region(fn: Callable) -> Callable:
+    def with_gradient(x: Tensor) -> Tensor:
+        y = fn(x)
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+    return remat.remat(with_gradient)
+
+
+def in_a_checkpoint_of_torch(fn: Callable) -> Callable:
+    return lambda x: checkpoint(lambda x: fn(fn(x.sin()) * 2).cos(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("around", [in_a_region, differentiated_in_a_region, in_a_checkpoint_of_torch])
+@pytest.mark.parametrize("amount", [1.0, 0.5])
+def test_a_recompute_around_knows_the_choices_of_its_first_run(around: Callable, amount: float) -> None:
+    x = X.clone().requires_grad_()
+    fn = eval("lambda x: x.sin().cos().tanh()")  # new code, of which nothing is known
+    expected = torch.autograd.grad(around(fn)(x).sum(), x)[0]
+    inner = remat.remat(fn, policy=policies.budget(amount))
+    for _ in range(3):
+        assert torch.equal(torch.autograd.grad(around(inner)(x).sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), lambda f: grad(lambda x: grad(f)(x).sum())])
+def test_so_it_does_under_transforms(transform: Callable) -> None:
+    inner = remat.remat(eval("lambda x: x.sin().cos().tanh()"), policy=policies.budget(1.0))
+    plain = transform(lambda x: ((x.sin().cos().tanh() * 2).sin().cos().tanh()).sum())(X)
+    for _ in range(3):
+        found = transform(remat.remat(lambda x: inner(inner(x) * 2).sum()))(X)
+        torch.testing.assert_close(found, plain)
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -338,6 +385,29 @@ def test_a_policy_around_decides() -> None:
 def test_errors(wrong: Callable, message: str) -> None:
     with pytest.raises(remat.PolicyError, match=message):
         wrong()
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        (float("nan"), "must return a finite number that isn't negative; for aten.mm.default it returned nan"),
+        (float("inf"), "must return a finite number that isn't negative"),
+        (-1.0, "must return a finite number that isn't negative"),
+        (None, "The cost function of a budget fails for aten.mm.default"),
+    ],
+)
+def test_a_cost_that_is_none(returned: Any, message: str) -> None:
+    with pytest.raises(remat.PolicyError, match=message):
+        remat.pareto(lambda x: (x @ W).tanh(), X[0], cost=lambda op, args, kwargs, result: returned)
+
+
+def test_policies_that_are_made_anew_are_forgotten() -> None:
+    known = Known()
+    for i in range(40):
+        policy = policies.budget(i)
+        choices.Choices(policy, known)
+        assert policy in known.choices
+    assert len(known.choices) <= 16
 
 
 def test_nothing_to_choose_from() -> None:
