@@ -23,6 +23,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in OWN)
 # What these call its imports, and the attributes that only an object has.
 ON_OBJECTS = {
     "_sequence_nr": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
+    "_dynamo_marked_constant": lambda: torch.compiler.assume_constant_result(lambda: None),
     "_torchdynamo_disable": lambda: torch.compiler.disable(lambda: None),
     "_version": lambda: torch.ones(1),
     "_base": lambda: torch.ones(1),
