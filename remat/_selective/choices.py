@@ -123,6 +123,13 @@ class Choices:
         tradeoff = Tradeoff(keys, dict(log.lines), options, is_exact, whole)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
+            if self._news("many programs"):
+                warn(
+                    f"A region under {self._policy!r} has run {_PROGRAMS} different programs, and each saves nothing when "
+                    f"it runs for the first time. Pass numbers that change from call to call as tensors, or use a policy "
+                    f"of operators or names.",
+                    user_line(),
+                )
         self._known.append((tradeoff, tradeoff.choice(self._policy)))
 
     def _problem(self, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> Problem:

@@ -282,6 +282,18 @@ def test_a_program_that_leaves_the_known_one() -> None:
     assert len(next(iter(region._known.choices.values()))) == 2
 
 
+def test_numbers_that_change_in_every_call_are_warned_of_once() -> None:
+    f = remat.remat(lambda x, t: (x * t).sin().exp().sin(), policy=policies.budget(1.0))
+    x = X.clone().requires_grad_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(40):
+            f(x, 0.1 + t).sum().backward()
+    assert [str(each.message).partition(",")[0] for each in caught] == [
+        "A region under policies.budget(1.0) has run 16 different programs"
+    ]
+
+
 def test_a_curve_gives_policies() -> None:
     curve = remat.pareto(chain, X.clone().requires_grad_(), cost="flops")
     policy = pickle.loads(pickle.dumps(curve.at(0.5)))
