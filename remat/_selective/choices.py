@@ -125,9 +125,9 @@ class Choices:
             self._known.clear()
             if self._news("many programs"):
                 warn(
-                    f"A region under {self._policy!r} has run {_PROGRAMS} different programs, and each saves nothing when "
-                    f"it runs for the first time. Pass numbers that change from call to call as tensors, or use a policy "
-                    f"of operators or names.",
+                    f"A region under {self._policy!r} has run {_PROGRAMS} different programs, and each saves nothing "
+                    f"when it runs for the first time. Pass numbers that change from call to call as tensors, or use a "
+                    f"policy of operators or names.",
                     user_line(),
                 )
         self._known.append((tradeoff, tradeoff.choice(self._policy)))
