@@ -8,7 +8,7 @@ from typing import Any
 
 from .._measure.drawing import Axis, scatter, standalone
 from .._measure.drawing import Point as Mark
-from .._measure.units import flops_text, size_text
+from .._measure.units import aligned, flops_text, size_text
 from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
 from .._selective.choices import Tradeoff
@@ -80,8 +80,7 @@ class Curve:
             for point in self.points
         ]
         head = ("kept", "of all", f"cost{_UNITS.get(str(self.cost), '')}", "recomputed", "operations kept")
-        widths = [max(map(len, column)) for column in zip(head, *rows)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in (head, *rows)]
+        lines = aligned([head, *rows])
         return "\n".join(lines if self.is_exact else [*lines, "(the corners of the convex hull)"])
 
     def to_svg(self) -> str:

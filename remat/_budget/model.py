@@ -21,13 +21,13 @@ from .._core.known import known_of
 from .._core.state import disable_remat
 from .._measure.observer import PeakMemory, gc_disabled
 from .._measure.program import Program
-from .._measure.units import flops_text, size_text
+from .._measure.units import aligned, flops_text, size_text
 from .._modules.region_class import IN_PLACE, change_in_place
 from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
 from .._region.options import Options
 from .._selective.choices import Tradeoff
-from .._selective.tradeoff import Choice
+from .._selective.tradeoff import Choice, best_of
 from ..errors import RematError
 
 Plan = Mapping[nn.Module, Choice]
@@ -71,14 +71,9 @@ class BlockBudget:
     def __str__(self) -> str:
         rows = [(b.name, size_text(b.nbytes), flops_text(b.flops), f"{len(b.operators)}") for b in self.blocks]
         head = ("block", "keeps", "recomputes", "operations kept")
-        widths = [max(map(len, column)) for column in zip(head, *rows)]
-        lines = [
-            f"{row[0]:<{widths[0]}}  " + "  ".join(c.rjust(w) for c, w in zip(row[1:], widths[1:]))
-            for row in (head, *rows)
-        ]
         return "\n".join(
             [
-                *lines,
+                *aligned([head, *rows], left=1),
                 f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat, "
                 f"{size_text(self.least)} where nothing is kept",
             ]
@@ -219,10 +214,7 @@ def planned(
 
 def _thinned(ways: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:
     """Those that no other beats; of very many the best in each of many equal parts."""
-    found: list[tuple[int, float, Any]] = []
-    for way in sorted(ways, key=lambda way: way[:2]):
-        if not found or way[1] < found[-1][1]:
-            found.append(way)
+    found = best_of(ways)
     if len(found) <= _WAYS:
         return found
     size = found[-1][0] // _WAYS + 1

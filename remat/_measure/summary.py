@@ -9,7 +9,7 @@ from typing import Any
 
 from .costs import Costs, Share, pareto
 from .page import document, fragment, tradeoff
-from .units import flops_text, percent_text, size_text
+from .units import aligned, flops_text, percent_text, size_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,18 +63,13 @@ class Report:
             share = percent_text(row.recomputed_flops, self.plain.flops)
             cells += [flops_text(row.recomputed_flops), share, "*" * (row in best)]
             table.append(cells)
-        widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]))]
-        texts = [
-            "  ".join([f"{cells[0]:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(cells[1:-1], widths[1:])), cells[-1]])
-            for cells in table
-        ]
-        lines = [f"{self.name}: {', '.join(self.environment.values())}", *texts]
+        lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, left=1)]
         lines.append("* no other policy saves less without recomputing more")
         if not self.plain.flops:
             lines.append(
                 "FLOPs are those of matrix products, convolutions and attention, of which there are none here."
             )
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
     __repr__ = __str__
 

@@ -1,6 +1,14 @@
-"""Numbers as they are easy to read."""
+"""Numbers, and tables of them, as they are easy to read."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """The lines of a table, of which the first ``left`` columns are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(f"{c:{'<' if i < left else '>'}{widths[i]}}" for i, c in enumerate(row)).rstrip() for row in rows]
 
 
 def size_text(nbytes: int) -> str:

@@ -1,6 +1,6 @@
 """All that a region may keep, and what its recompute costs then: the choices that no other beats in both.
 
-What has to be there for a backward is kept, or its step runs again, which needs what that reads. One pass backwards
+What has to be there for a backward is kept, or its step is recomputed, which needs what that reads. One pass backwards
 over the steps takes both ways at each value that is needed and may be kept. What is before a step depends on the state
 there alone (what is needed so far, and whether the recompute has begun), so of the ways to a state only those matter
 that no other beats in both bytes and cost. The result is exact.
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .program import Step
 
 
 class Choice(NamedTuple):
-    """Steps whose results are kept: the bytes that takes, and what the steps cost that run again."""
+    """Steps whose results are kept: the bytes that takes, and what the steps cost that are recomputed."""
 
     nbytes: int
     cost: float
@@ -40,7 +40,9 @@ class Problem(NamedTuple):
 # the recompute hasn't begun; whether it has; whether a later step of it draws random numbers.
 _State = tuple[frozenset[int], frozenset[int], frozenset[int], bool, bool]
 _Label = tuple[int, float, Any]  # bytes, cost, the steps that are kept as a linked list
+_Way = TypeVar("_Way", bound=tuple)
 MOST_WAYS = 20_000
+_ROUNDING = 1e-9  # of costs, which are added in another order on each way
 
 
 class TooMany(Exception):
@@ -67,7 +69,7 @@ def pareto(problem: Problem) -> list[Choice]:
             step = problem.steps[number - 1]
             reads = frozenset(value for value in step.reads if value in made)
             ways = _merged(_at_step(ways, step, reads, problem))
-    best = _best([label for labels in ways.values() for label in labels])
+    best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
     return [Choice(nbytes, cost, frozenset(_listed(kept))) for nbytes, cost, kept in best]
 
 
@@ -121,28 +123,18 @@ def _merged(found: Iterable[tuple[_State, list[_Label]]]) -> dict[_State, list[_
     ways: dict[_State, list[_Label]] = {}
     for state, labels in found:
         ways[state] = ways[state] + labels if state in ways else labels
-    ways = {state: _best(labels) for state, labels in ways.items()}
+    ways = {state: best_of(labels, _ROUNDING) for state, labels in ways.items()}
     if sum(map(len, ways.values())) > MOST_WAYS:
         raise TooMany
     return ways
 
 
-def best_of(choices: Iterable[Choice]) -> list[Choice]:
-    """Those that no other beats, the one that keeps the least first."""
-    found: list[Choice] = []
-    for choice in sorted(choices, key=lambda choice: choice[:2]):
-        if not found or choice.cost < found[-1].cost:
-            found.append(choice)
-    return found
-
-
-def _best(labels: list[_Label]) -> list[_Label]:
-    """Those that no other beats in both."""
-    found, least = [], float("inf")
-    for label in sorted(labels, key=lambda label: label[:2]):
-        if label[1] < least - 1e-9:
-            found.append(label)
-            least = label[1]
+def best_of(ways: Iterable[_Way], margin: float = 0.0) -> list[_Way]:
+    """Of tuples that begin with bytes and cost, those that no other beats in both; the fewest bytes come first."""
+    found: list[_Way] = []
+    for way in sorted(ways, key=lambda way: way[:2]):
+        if not found or way[1] < found[-1][1] - margin:
+            found.append(way)
     return found
 
 
