@@ -35,11 +35,10 @@ DETACH = torch.ops.aten.detach.default
 class Recording:
     """What is noted of a region's first run while it goes on."""
 
-    def __init__(self, policy: Policy, known: Known, own: Policy, told: Told, lines: bool = False) -> None:
+    def __init__(self, policy: Policy, known: Known, own: Policy, told: Told) -> None:
         self.policy = policy
         self.known = known
         self.own, self.told = own, told  # the region's own policy, without that of a region around
-        self.all_lines = lines  # note where each operation is called, not only where it may matter
         self.in_region = False  # the hooks around are those of a region
         self.storages = Storages()
         self.log = Log()
@@ -70,7 +69,7 @@ class Recording:
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
         # A predicate may be made for this run alone.
-        if self._flags and not (self.all_lines or self._judge.asks or self.choices):
+        if self._flags and not (self._judge.asks or self.choices):
             self._last = LastRun(self.known.programs, self._judge)
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -103,7 +102,7 @@ class Recording:
             self.choices.ran(func, facts, args, kwargs, result, self.storages)
         if entry.overwritten:
             self.saves.are_filled(number, dict(zip(entry.overwritten, entry.outs[-len(entry.overwritten) :])))
-        if entry.verdict is not None or self.all_lines or self.choices is not None:
+        if entry.verdict is not None or self.choices is not None:
             self.log.lines[number] = (last and last.line(number)) or user_line()
         if entry.holds:
             for value, tensor in zip(entry.reads, read):
