@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Interpreter
 from .._core import private, private_compile
 from .._core.known import Known
 from .._functorch import lowering as functorch
+from .._functorch.bottom import is_refused_change
 from .._functorch.levels import apply
 from .._functorch.tape import Call
 from .._policy.policy import Policy, as_policy
@@ -78,7 +79,7 @@ def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
     try:
         outs = apply(region, region.operands, Call(None, run_at_bottom))
     except RuntimeError as error:
-        if "leaf Variable that requires grad" not in str(error):  # it changes in place what is differentiated
+        if not is_refused_change(error):
             raise
         return _inlined(graph, args)
     return region.outputs.build(outs, region.operands)

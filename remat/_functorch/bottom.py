@@ -116,6 +116,11 @@ def _tape_fits(region: Any) -> bool:
     return not region.root.by_level and not any(isinstance(step, Batched) and step.sums for step in _steps(region))
 
 
+def is_refused_change(error: RuntimeError) -> bool:
+    """Whether torch refuses to change in place what is differentiated; nothing but the text tells."""
+    return "leaf Variable that requires grad" in str(error)
+
+
 def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     check_hooks_are_allowed()
     run = FirstRun(call.recorder, call.watch)
@@ -123,7 +128,7 @@ def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     try:
         return saver.run(region.run, inputs)
     except RuntimeError as error:
-        if "leaf Variable that requires grad" in str(error):
+        if is_refused_change(error):
             raise MutationError(CHANGES) from error
         raise
 

@@ -1,4 +1,4 @@
-"""What an operation costs when it runs again: by FLOPs and bytes that are moved, by the clock, or as users say."""
+"""What an operation costs when it is recomputed: by FLOPs and bytes that are moved, by the clock, or as users say."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _roofline(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 def _measured(func: Any, args: tuple, kwargs: dict) -> float:
-    """Microseconds, the least of a few runs. What draws or writes isn't run again, so that nothing changes."""
+    """Microseconds, the least of a few runs. What draws or writes is left alone, so that nothing changes."""
     devices = {tensor.device for tensor in tensors((args, kwargs))} - {torch.device("cpu")}
     best = float("inf")
     with unseen(), torch.no_grad():
