@@ -13,7 +13,7 @@ from .measuring import CheckResult, Costs, Report, Share, check, report
 from .residuals import SavedResidual, print_saved_residuals, saved_residuals
 from .transform import remat
 
-# What JAX calls them.
+# The names in JAX.
 checkpoint = remat
 checkpoint_policies = policies
 

@@ -21,9 +21,9 @@ from ._region.lowerings import as_in_first_run, go_back, mark
 from ._region.options import Options
 
 
-@private.skipped_unless_inlined  # where Dynamo breaks its graph in a region, the region is run here
+@private.skipped_unless_inlined  # if Dynamo breaks its graph in a region, the whole region runs here
 def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a region, or as it is where there is nothing to keep."""
+    """Call ``fn`` as a region, or as a plain function if nothing would be saved."""
     if torch.compiler.is_compiling():
         return compiled.call(fn, options, args, kwargs)
     if state.override or private.switched():
@@ -31,7 +31,7 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
             return fn(*args, **kwargs)
         options = options.overridden()
     if state.policies and state.policies[-1].by_step:
-        return fn(*args, **kwargs)  # a budget is that of all that is inside
+        return fn(*args, **kwargs)  # a budget decides for everything inside its region
     if private.tracing():
         return fn(*args, **kwargs)
     known = known or known_of(fn)
@@ -43,9 +43,9 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
 
 
 def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a region under saved-tensor hooks, if these are allowed and it runs under them."""
+    """Call ``fn`` as a region under saved-tensor hooks if they are allowed, else by the func lowering."""
     marks = mark()
-    # Without hooks it can't be recomputed, and needn't be where nothing is differentiated: that shows there.
+    # Without hooks this lowering can't recompute. The other one raises an error only if something is differentiated.
     if not as_in_first_run(known.uses_func or not hooks_are_allowed()):
         try:
             if not state.interceptors:
@@ -62,14 +62,14 @@ def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwar
 
 
 class Remat:
-    """A rematerialized function: calls of it are regions."""
+    """A rematerialized function: each call of it is a region."""
 
     def __init__(self, fn: Callable, options: Options, known: Known | None) -> None:
         if not torch.compiler.is_compiling():  # Dynamo can't trace it for all kinds of callables
             functools.update_wrapper(self, fn)
         self._fn = fn
         self._options = options
-        self._known = None if torch.compiler.is_compiling() else known  # a traced one is nobody's
+        self._known = None if torch.compiler.is_compiling() else known  # an object made in a trace remembers nothing
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return call(self._fn, self._options, self._known, args, kwargs)
@@ -86,7 +86,7 @@ class Remat:
         return f"remat({self._fn!r})"
 
     def __reduce__(self) -> Any:
-        # A decorated function replaces the one of its name, so it is found by that name, as functions are.
+        # A decorated function is pickled by its qualified name, as functions are.
         module, name = (
             getattr(self._fn, "__module__", None),
             getattr(self._fn, "__qualname__", None),

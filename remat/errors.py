@@ -1,4 +1,4 @@
-"""The errors of the package: one family, so that one ``except`` catches them all."""
+"""The errors and warnings of the package, with one base class for each."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ __all__ = ["CaptureError", "MutationError", "PolicyError", "RecomputeMismatchErr
 
 
 class RematError(CheckpointError):
-    """Base of every error that the package raises.
+    """Base class of the errors below.
 
-    It is a ``torch.utils.checkpoint.CheckpointError``, so what handles the errors of torch's function handles these.
+    It is a ``torch.utils.checkpoint.CheckpointError``, so code that handles the errors of torch's function handles
+    these too.
 
     Example:
         >>> from remat import MutationError, RematError
@@ -20,16 +21,17 @@ class RematError(CheckpointError):
 
 
 class RecomputeMismatchError(RematError):
-    """A region that was run again did not do what it did first.
+    """The recompute of a region differs from its forward.
 
     Raised when the recompute saves another number of tensors, tensors of another shape, dtype or device, other
-    values (with ``determinism_check="values"``), or returns another tree. The usual reasons are Python state that
-    changed between the runs and a branch on a value that isn't reproducible.
+    values (with ``determinism_check="values"``), or returns another structure. The usual reasons are Python state
+    that changed between forward and backward, and a branch on a value that isn't reproducible.
 
     Attributes:
-        region: its name, and the line that called it, as in the message.
-        logs: with ``debug=True`` two lists, of the forward and of the recompute as far as it came: each operation, what
-            it made, and the line that called it. ``None`` without, and where a recompute isn't run for autograd.
+        region: the name of the region, and the line that called it, as in the message.
+        logs: with ``debug=True`` two lists of operations, of the forward and of the recompute up to the error. Each
+            entry has the operator, its result and the line that called it. ``None`` without ``debug=True``, and for
+            recomputes that check results instead of saved tensors.
 
     Example:
         >>> import torch
@@ -48,13 +50,13 @@ class RecomputeMismatchError(RematError):
 
 
 class MutationError(RematError):
-    """An input or captured tensor of a region was changed in place before the region was run again.
+    """An input or captured tensor of a region was changed in place before the region was recomputed.
 
     The recompute would see the new value and give wrong gradients, so it does not start. The message names the
-    tensor, the region that reads it, and where that was called.
+    tensor, the region that reads it, and the line that called the region.
 
     Attributes:
-        region: its name, and the line that called it, as in the message.
+        region: the name of the region, and the line that called it, as in the message.
 
     Example:
         >>> import torch
@@ -73,19 +75,20 @@ class MutationError(RematError):
 
 
 class CaptureError(RematError):
-    """A tensor that a region reads without getting it as an argument can't be followed.
+    """A tensor enters or leaves a region in a way that a ``torch.func`` transform can't track.
 
-    Raised under ``torch.func`` transforms when such a tensor is tracked by one of the transforms and appears only
-    when the region is run again. Pass the tensor as an argument instead.
+    Raised if the transform tracks a tensor that is not an argument, that no variable of the function leads to, and
+    that is a new object in each run: pass it as an argument. Also raised if a region stores a tracked tensor outside
+    (in an attribute, say) instead of returning it.
     """
 
 
 class PolicyError(RematError, ValueError):
-    """A ``policy`` that does not exist or contradicts itself."""
+    """The ``policy`` is not a policy, or contradicts itself."""
 
 
 class RematWarning(UserWarning):
-    """Base of every warning that the package gives, at the line of the user's code that it is about.
+    """The class of every warning of the package. Warnings point to a line of user code.
 
     Example:
         >>> import warnings
@@ -95,6 +98,6 @@ class RematWarning(UserWarning):
     """
 
 
-# Tracebacks call them what users call them: ``remat.PolicyError``.
+# Tracebacks print the public names: ``remat.PolicyError``.
 for _each in (RematError, RecomputeMismatchError, MutationError, CaptureError, PolicyError, RematWarning):
     _each.__module__ = "remat"

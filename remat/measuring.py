@@ -1,4 +1,4 @@
-"""What rematerialization does for a user's program: what it saves and costs, and that the numbers are the same."""
+"""Measures what rematerialization saves and costs in a user's program, and checks that it changes no numbers."""
 
 from __future__ import annotations
 
@@ -35,32 +35,33 @@ def check(
     where: Where | None = None,
     **kwargs: Any,
 ) -> CheckResult:
-    """Compare a program with rematerialization and without: values, gradients, generators and what it changes.
+    """Compare a program with and without rematerialization: values, gradients, buffers and random generators.
 
-    It runs ``fn(*args, **kwargs)`` and the backward of a loss, once without any region and once as
+    Runs ``fn(*args, **kwargs)`` and the backward of a loss, once without any region and once as
     ``remat(fn, policy=policy)`` with ``determinism_check="values"``. Gradients, buffers, generators, hooks and the
-    state of modules are left as they were, also if the program fails. It is differentiated by what requires grad; if
-    nothing does, by all floating-point arguments.
+    state of modules are restored afterwards, even if the program fails. The program is differentiated with respect to
+    the tensors that require grad; if none does, with respect to all floating-point arguments.
 
     Args:
-        fn: the function or module. It may have regions in it, which are plain calls in the first run.
+        fn: the function or module. Regions in it are plain calls in the first of the two runs.
         *args: its arguments, any pytrees.
-        policy: what the region may keep, as in :func:`remat.remat`.
-        transform: what to make of the function, such as ``torch.func.grad``: then ``transform(remat(fn))(*args,
-            **kwargs)`` is compared, and there is no loss.
-        loss: a function of the result. By default the result's ``.loss`` where it has one, else the sum of its
-            floating-point tensors.
-        where: which submodules of a model are regions, as in :func:`remat.nn.apply`, instead of the model as a whole.
+        policy: what the region may save, as in :func:`remat.remat`.
+        transform: a transform such as ``torch.func.grad``. If given, ``transform(remat(fn))(*args, **kwargs)`` is
+            compared, and no loss is computed.
+        loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
+            tensors in the result.
+        where: which submodules of a model are regions, as in :func:`remat.nn.apply`. By default ``fn`` is one region.
         **kwargs: its keyword arguments.
 
     Returns:
-        A result that is true if all is the same; printed it says what differs and where. A program that fails is a
-        result too.
+        A result that is true if both runs agree. Its text names what differs and where. If only one of the runs
+        raises an error, that is a difference too.
 
     Raises:
-        RuntimeError: it is called under a ``torch.func`` transform. Give it that as ``transform``.
+        RuntimeError: called under a ``torch.func`` transform. Pass the transform as ``transform``.
         PolicyError: ``policy`` is not a policy.
-        TypeError: ``fn`` can't be a region, or has no modules ``where`` they are chosen.
+        TypeError: ``fn`` can't be a region, or ``where`` is given and ``fn`` is not a module.
+        ValueError: ``where`` selects no module.
 
     Example:
         >>> import torch
@@ -69,7 +70,7 @@ def check(
         ...     return torch.tanh(x @ w).sum()
         >>> w, x = torch.ones(4, 4), torch.ones(2, 4)
         >>> print(remat.check(f, w, x))
-        The same with remat and without it, to the last bit: 1 result, 2 gradients and the random generators.
+        Identical with and without remat: 1 result, 2 gradients and the random generators.
         >>> remat.check(f, w, x, transform=torch.func.grad).ok
         True
         >>> calls = []
@@ -82,7 +83,7 @@ def check(
     _check_levels("check")
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
     with_remat = _with_regions(fn, policy, where, determinism_check="values")
-    with with_remat():  # what can't be a region is an error now
+    with with_remat():  # raises if `fn` can't be a region
         pass
     return compared(program, _without_regions(fn), with_remat)
 
@@ -97,36 +98,37 @@ def report(
     where: Where | None = None,
     **kwargs: Any,
 ) -> Report:
-    """What a program saves for its backward and recomputes in it, without rematerialization and under policies.
+    """Measure what a program saves and recomputes, without rematerialization and under policies.
 
-    It runs ``fn(*args, **kwargs)`` and the backward of a loss: without any region; as it is, if it has regions; and as
+    Runs ``fn(*args, **kwargs)`` and the backward of a loss: without any region; as it is, if it has regions; and as
     ``remat(fn, policy=policy)`` for each policy. Gradients, buffers, generators, hooks and the state of modules are
-    left as they were. It is differentiated by what requires grad; if nothing does, by all floating-point arguments.
+    restored afterwards. The program is differentiated with respect to the tensors that require grad; if none does,
+    with respect to all floating-point arguments.
 
-    Bytes are those of tensors, counted at each operation, and FLOPs those of matrix products, convolutions and
-    attention. On a CPU they are the same in each run; on a device the peak of its allocator is there beside them.
+    Bytes are bytes of live tensors, counted at each operation. FLOPs are those of matrix products, convolutions and
+    attention. Both are the same in every run. On a device, the report also has the peak of its allocator.
 
     Args:
         fn: the function or module.
         *args: its arguments, any pytrees.
-        policies: what may be kept, each as in :func:`remat.remat`. By default nothing, attention, matrix products, and
-            both, without those that come to the same.
-        transform: what to make of the function, such as ``torch.func.grad``: ``transform(remat(fn))(*args, **kwargs)``
-            runs then, and there is no loss.
-        loss: a function of the result. By default the result's ``.loss`` where it has one, else the sum of its
-            floating-point tensors.
-        where: which submodules of a model are regions, as in :func:`remat.nn.apply`, instead of the model as a whole.
+        policies: the policies to try, each as in :func:`remat.remat`. By default no policy, attention, matrix
+            products, and both, without duplicates of the same effect.
+        transform: a transform such as ``torch.func.grad``. If given, ``transform(remat(fn))(*args, **kwargs)`` runs,
+            and no loss is computed.
+        loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
+            tensors in the result.
+        where: which submodules of a model are regions, as in :func:`remat.nn.apply`. By default ``fn`` is one region.
         **kwargs: its keyword arguments.
 
     Returns:
-        A report. Printed it is a table; in a notebook it is a page with pictures, as ``to_html("report.html")`` writes.
-        ``rows`` has the figures, ``pareto`` the policies that no other one beats, ``residuals`` what is saved by module
-        and operation, ``timeline`` the live bytes over the operations, and ``to_dict()`` all of it.
+        A report. Its text is a table; in a notebook it is a page with pictures, which ``to_html("report.html")`` writes
+        to a file. ``rows`` has the numbers, ``pareto`` the rows that no other row beats, ``residuals`` the saved
+        tensors by module and operation, ``timeline`` the live bytes over the operations, and ``to_dict()`` all of it.
 
     Raises:
-        RuntimeError: it is called under a ``torch.func`` transform. Give it that as ``transform``.
+        RuntimeError: called under a ``torch.func`` transform. Pass the transform as ``transform``.
         PolicyError: one of the ``policies`` is not a policy.
-        TypeError: ``policies`` is no list, or ``fn`` can't be a region.
+        TypeError: ``policies`` is not a list, or ``fn`` can't be a region.
 
     Example:
         >>> import torch
@@ -142,12 +144,12 @@ def report(
     _check_levels("report")
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
     if policies is not None and not isinstance(policies, Iterable):
-        raise TypeError(f"policies is a list of policies: `policies=[{policies!r}]`.")
+        raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
     asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
     plain = measured(program, "without remat", _without_regions(fn))
-    as_it_is = measured(program, "as it is", lambda: nullcontext(fn), plain)
+    as_it_is = measured(program, "as written", lambda: nullcontext(fn), plain)
     rows = distinct([plain, as_it_is])
-    with silenced() if policies is None else nullcontext():  # the user hasn't asked for these
+    with silenced() if policies is None else nullcontext():  # no warnings about policies that the user did not choose
         found = [
             measured(program, label, _with_regions(fn, policy, where), plain, policy, under_policy=True)
             for label, policy in zip(_labels(asked), asked)
@@ -166,7 +168,7 @@ _USUAL = (
 
 
 def _labels(asked: Sequence[Any]) -> list[str]:
-    """What policies are called, each in another way."""
+    """A distinct label for each policy."""
     texts = ["no policy" if policy is None else repr(policy).replace("policies.", "") for policy in asked]
     return [
         text if texts.count(text) == 1 else f"{text} ({texts[: i + 1].count(text)})" for i, text in enumerate(texts)
@@ -191,7 +193,7 @@ def _environment(program: Program) -> dict[str, str]:
 def _check_levels(name: str) -> None:
     if private.transforms_active():
         raise RuntimeError(
-            f"remat.{name} can't be called under a torch.func transform. Give it the transform instead: "
+            f"remat.{name} can't be called under a torch.func transform. Pass it the transform instead: "
             f"`remat.{name}(fn, x, transform=torch.func.vmap)`."
         )
 
@@ -209,7 +211,7 @@ def _without_regions(fn: Callable) -> Way:
 
 
 def _with_regions(fn: Any, policy: Any, where: Any, **options: Any) -> Way:
-    """The function as a region; or the model with regions ``where`` they are chosen, and as before in the end."""
+    """The function as a region, or the model with the regions of ``where``, which are removed in the end."""
     region = remat(fn, policy=policy) if where is None else None
 
     @contextmanager

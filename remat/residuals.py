@@ -1,4 +1,4 @@
-"""The list of what a function keeps between its forward and its backward, each tensor with where it is from."""
+"""The tensors that a function saves for its backward, each with its origin."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ __all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]
 
 
 def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False, **kwargs: Any) -> list[SavedResidual]:
-    """The tensors that ``fn(*args, **kwargs)`` keeps from its forward for its backward.
+    """List the tensors that ``fn(*args, **kwargs)`` saves in its forward for its backward.
 
-    It runs ``fn`` once, and no backward; gradients, buffers, generators and the state of modules are put back. ``fn``
-    may be any function or module, with rematerialized functions and ``torch.func`` transforms in it, or rematerialized
-    itself. It is differentiated by what requires grad; if nothing does, by all floating-point arguments.
+    Runs ``fn`` once, without a backward, and restores gradients, buffers, generators and the state of modules. ``fn``
+    may be any function or module, may be rematerialized, and may contain rematerialized functions and ``torch.func``
+    transforms. It is differentiated with respect to the tensors that require grad; if none does, with respect to all
+    floating-point arguments.
 
     Args:
         fn: the function.
         *args: its arguments, any pytrees.
-        inputs: also list the arguments and captured tensors that are kept. They take no memory of their own.
-        **kwargs: its keyword arguments. For a function that has one of the name ``inputs``, give a lambda.
+        inputs: also list the arguments and captured tensors that are saved. They take no additional memory.
+        **kwargs: its keyword arguments. If ``fn`` has a keyword argument named ``inputs``, wrap it in a lambda.
 
     Returns:
-        One entry for each storage that is kept, the largest first. ``source`` is one of ``argument params['w1']``,
+        One entry for each saved storage, the largest first. ``source`` is one of ``argument params['w1']``,
         ``captured self.weight``, ``named 'q' at file:line (function)``, ``output of aten.mm at file:line (function)``.
-        Of a function that calls ``torch.func.grad`` or ``vjp`` itself, all inputs that are differentiated are listed.
+        If ``fn`` calls ``torch.func.grad`` or ``vjp`` itself, all differentiated inputs are listed.
 
     Raises:
-        RuntimeError: it is called under a ``torch.func`` transform. Give it the transformed function instead.
-        RematError: it is called where saved-tensor hooks are disabled.
+        RuntimeError: called under a ``torch.func`` transform. Pass the transformed function instead.
+        RematError: called where saved-tensor hooks are disabled.
 
     Example:
         >>> import torch
@@ -52,7 +53,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
     """
     if private.transforms_active():
         raise RuntimeError(
-            "saved_residuals can't be called under a torch.func transform. Give it the transformed function: "
+            "saved_residuals can't be called under a torch.func transform. Pass it the transformed function: "
             "`saved_residuals(torch.func.vmap(fn), x)`."
         )
     check_hooks_are_allowed()
@@ -69,13 +70,13 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
 def print_saved_residuals(
     fn: Callable[..., Any], /, *args: Any, inputs: bool = False, file: TextIO | None = None, **kwargs: Any
 ) -> None:
-    """Print what :func:`saved_residuals` returns, and the total. Layers of the same kind are in one row.
+    """Print what :func:`saved_residuals` returns, and the total. Layers of the same kind share one row.
 
     Args:
         fn: the function.
         *args: its arguments.
-        inputs: also print the arguments and captured tensors that are kept. They are in the total in any case.
-        file: where to print, standard output if it is None.
+        inputs: also print the arguments and captured tensors that are saved. The total line counts them in any case.
+        file: where to print; standard output by default.
         **kwargs: its keyword arguments.
 
     Example:
@@ -84,6 +85,6 @@ def print_saved_residuals(
         >>> print_saved_residuals(torch.mul, torch.ones(4, 2), torch.ones(2), inputs=True)
         float32[4, 2]  cpu  32 B  argument args[0]
         float32[2]     cpu   8 B  argument args[1]
-        total: 0 B in 0 tensors, beside 40 B in 2 inputs
+        total: 0 B in 0 tensors, plus 40 B in 2 inputs
     """
     print(listing(saved_residuals(fn, *args, inputs=True, **kwargs), inputs), file=file)

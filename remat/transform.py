@@ -54,37 +54,37 @@ def remat(
     debug: bool = False,
     **habits: Any,
 ) -> Any:
-    """Make ``fn`` keep only its inputs between forward and backward, and compute the rest again when it is needed.
+    """Save only the inputs of ``fn`` between forward and backward, and recompute the rest in the backward.
 
-    The result has the same values and the same derivatives as ``fn``, under plain autograd, under every ``torch.func``
-    transform, and under any nesting of them. The call of such a function is a *region*.
+    The returned function has the same values and the same derivatives as ``fn``, under plain autograd, under every
+    ``torch.func`` transform, and under any nesting of them. Each call of it is a *checkpointed region*, or region.
 
     Args:
-        fn: a function, method, partial, callable object or ``torch.nn.Module``. Arguments and results are any pytrees;
-            leaves that aren't tensors just pass. Of a module it makes a module of a subclass that shares all
-            state with it: parameters, hooks and attributes, so that ``state_dict`` keys stay the same.
-        policy: what may be kept beyond the inputs: one of :mod:`remat.policies`, a list of operators, or a function
-            with the signature of torch's selective checkpoint. What the backward doesn't need is not kept. ``None``
-            keeps nothing.
-        preserve_rng_state: give a recompute the random numbers of the forward. Without it, generators are not
+        fn: a function, method, partial, callable object or ``torch.nn.Module``. Arguments and results may be any
+            pytrees; non-tensor leaves pass through unchanged. For a module, the result is a module of a subclass that
+            shares parameters, hooks and attributes with it, so ``state_dict`` keys stay the same.
+        policy: what may be saved beyond the inputs: one of :mod:`remat.policies`, a list of operators, or a function
+            with the signature of torch's selective checkpoint. A value is saved only if the backward pass uses it.
+            ``None`` saves only the inputs.
+        preserve_rng_state: give a recompute the random numbers of the forward. If false, random generators are not
             touched, which is right only if the region draws no random numbers.
-        determinism_check: what is compared between the runs: ``"metadata"`` (shape, dtype and device of what is saved,
-            structure of the result), ``"values"`` (also a checksum of every saved tensor) or ``"none"``.
-        early_stop: end a recompute as soon as it has what the backward needs.
-        debug: also compare the runs operation by operation, and name the user's source line of the first one that
-            differs; the error's ``logs`` have them all. Slow.
+        determinism_check: what a recompute must reproduce: ``"metadata"`` (shape, dtype and device of every saved
+            tensor, structure of the result), ``"values"`` (also a checksum of every saved tensor) or ``"none"``.
+        early_stop: stop a recompute as soon as it has every tensor that the backward needs.
+        debug: also compare the forward and the recompute operation by operation. The error names the source line of
+            the first operation that differs, and its ``logs`` list all operations. Slow.
 
     Returns:
-        A callable with the signature, name and documentation of ``fn``; a decorator if ``fn`` is not given. It can be
-        pickled and deep-copied where ``fn`` can.
+        A callable with the signature, name and documentation of ``fn``, or a decorator if ``fn`` is not given. It can
+        be pickled and deep-copied if ``fn`` can.
 
     Raises:
-        TypeError: ``fn`` is not callable, is a generator or async function, or an option has the wrong type. Options of
-            ``jax.checkpoint`` and of torch's function are errors that say what to write.
-        ValueError: ``determinism_check`` is not one of the three.
+        TypeError: ``fn`` is not callable, or is a generator or async function, or an option has the wrong type. For
+            options of ``jax.checkpoint`` and ``torch.utils.checkpoint``, the message names the replacement.
+        ValueError: ``determinism_check`` is not one of these three strings.
         PolicyError: ``policy`` is not a policy.
-        RecomputeMismatchError: in the backward, if a recompute does something else than the forward.
-        MutationError: if an input or a captured tensor was changed in place in between.
+        RecomputeMismatchError: in the backward, if a recompute differs from the forward.
+        MutationError: in the backward, if an input or a captured tensor was changed in place after the forward.
 
     Example:
         >>> import torch
@@ -120,7 +120,7 @@ def _wrap(fn: Any, options: Options) -> Any:
     if (
         isinstance(fn, torch.nn.Module)
         and not isinstance(fn, torch.jit.ScriptModule)
-        and not torch.compiler.is_compiling()  # Dynamo can't make classes: there it is a region around the call
+        and not torch.compiler.is_compiling()  # Dynamo can't make classes; there the call of the module is a region
     ):
         check_module(fn)
         return second_module(fn, options)

@@ -1,4 +1,4 @@
-"""The package is read room by room: imports go one way, and no file is too long to hold in mind."""
+"""The structure of the package: imports go one way, files are short, and the design page names every file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
 }
-# Each may use those before it. `_modules` is above all of them, with what users call.
-ROOMS = [
+# Each may import those before it. `_modules`, `_scan` and `_budget` are above all of them, with the public modules.
+PACKAGES = [
     "_core",
     "_policy",
     "_ambient",
@@ -34,14 +34,14 @@ ROOMS = [
 
 def imported(name: str, path: Path) -> set[str]:
     """The modules of the package that one imports, also within functions, but not for types alone."""
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    base_package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             return
         if isinstance(node, ast.ImportFrom):
-            parts = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            parts = base_package.split(".")[: len(base_package.split(".")) + 1 - node.level] if node.level else []
             base = ".".join([*parts, *([node.module] if node.module else [])])
             for alias in node.names:
                 found.add(f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base)
@@ -57,7 +57,7 @@ def imported(name: str, path: Path) -> set[str]:
 IMPORTS = {name: imported(name, path) for name, path in MODULES.items()}
 
 
-def room(name: str) -> str:
+def package(name: str) -> str:
     """The folder that a module is in; empty for those at the top."""
     parts = MODULES[name].relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else ""
@@ -73,14 +73,14 @@ def test_a_cycle_is_found() -> None:
         TopologicalSorter({**IMPORTS, "remat._core.private": {"remat.nn"}}).prepare()
 
 
-def test_rooms_import_those_below() -> None:
-    used = {(room(name), room(other)) for name, others in IMPORTS.items() for other in others}
-    between = {(a, b) for a, b in used if a in ROOMS and b in ROOMS and a != b}
+def test_packages_import_those_below() -> None:
+    used = {(package(name), package(other)) for name, others in IMPORTS.items() for other in others}
+    between = {(a, b) for a, b in used if a in PACKAGES and b in PACKAGES and a != b}
     assert len(between) > 20
-    assert all(ROOMS.index(b) < ROOMS.index(a) for a, b in between), between
-    # Below what users call there are rooms, and the family of errors.
-    used_by_rooms = set().union(*(others for name, others in IMPORTS.items() if room(name) in ROOMS))
-    assert {name for name in used_by_rooms if not room(name)} == {"remat.errors"}
+    assert all(PACKAGES.index(b) < PACKAGES.index(a) for a, b in between), between
+    # Of the public modules, private packages import the errors alone.
+    used_by_packages = set().union(*(others for name, others in IMPORTS.items() if package(name) in PACKAGES))
+    assert {name for name in used_by_packages if not package(name)} == {"remat.errors"}
 
 
 def test_files_are_short() -> None:
@@ -97,10 +97,22 @@ def test_the_top_is_what_users_call() -> None:
     assert functions.isdisjoint(path.stem for path in MODULES.values())
 
 
-@pytest.mark.parametrize("name", ROOMS)
-def test_a_room_says_what_it_is_for(name: str) -> None:
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_says_what_it_is_for(name: str) -> None:
     text = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
     assert text and len(text.splitlines()) == 1
+
+
+def test_the_design_page_names_every_file() -> None:
+    text = (PACKAGE.parent / "docs" / "internals" / "design.md").read_text()
+    rows = {line.split("`")[1].rstrip("/"): line for line in text.splitlines() if line.startswith("| `_")}
+    folders = {folder.name for folder in PACKAGE.glob("_*") if (folder / "__init__.py").exists()}
+    assert set(rows) == folders
+    for folder in folders:
+        files = {path.name for path in (PACKAGE / folder).glob("*.py")} - {"__init__.py"}
+        assert {name for name in files if f"`{name}`" not in rows[folder]} == set()
+    top = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert {name for name in top if f"`{name}`" not in text} == set()
 
 
 def test_the_import_does_not_take_in_dynamo() -> None:

@@ -1,1 +1,1 @@
-"""What a recompute must see as the first run saw it, and leave as it was: random generators and settings."""
+"""The ambient state of a run, restored for a recompute: random generators and settings."""

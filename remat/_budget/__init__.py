@@ -1,1 +1,1 @@
-"""A budget in place of a policy: what a function, or a model, can keep, and what that costs."""
+"""A memory budget in place of a policy, for a function or a model."""

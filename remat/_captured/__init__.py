@@ -1,1 +1,1 @@
-"""What a function reads and does not get as an argument: found without running it, and put back for a recompute."""
+"""What a function reads besides its arguments: found without running it, and restored for a recompute."""

@@ -1,1 +1,1 @@
-"""A region under Dynamo."""
+"""Regions under Dynamo."""

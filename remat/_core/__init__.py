@@ -1,1 +1,1 @@
-"""What every other room may use: torch's private names, state of threads, pytrees, tensors, devices."""
+"""Shared by all other packages: torch's private names, thread state, pytrees, tensors, devices."""

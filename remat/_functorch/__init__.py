@@ -1,1 +1,1 @@
-"""A region carried through the levels of torch.func, by one rule for each kind of level."""
+"""Regions through the levels of torch.func, by one rule for each kind of level."""

@@ -1,1 +1,1 @@
-"""What a program keeps, computes and changes, measured by running it."""
+"""Runs a user's program to measure what it saves, computes and changes."""

@@ -1,4 +1,4 @@
-"""What a program gives with rematerialization and without: values, gradients, generators, tensors that it changes."""
+"""Compares a program with and without rematerialization: values, gradients, generators, tensors that it changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .rows import tensor_text
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is other with rematerialization: ``what`` it is, and ``how`` it differs."""
+    """One difference between the two runs: ``what`` differs, and ``how``."""
 
     what: str
     how: str
@@ -29,16 +29,16 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class CheckResult:
-    """What :func:`remat.check` has found. It is true if all is the same.
+    """The result of :func:`remat.check`. It is true if the program runs and nothing differs.
 
     Attributes:
-        differences: what is other with rematerialization.
-        error: with which the program failed, without its traceback.
-        line: the user's line at which it failed, if there is one.
-        fails_without_remat: whether it fails without rematerialization, too.
-        reproducible: whether two runs without rematerialization give the same; only tried where there are differences.
-        counts: how many results, gradients and changed tensors were compared, beside the generators.
-        rounding: the largest difference that is taken for rounding, as a part of the largest number in its tensor.
+        differences: what differs with rematerialization.
+        error: the exception that the program raised, without its traceback.
+        line: the line of user code that raised it, if there is one.
+        fails_without_remat: whether the program also fails without rematerialization.
+        reproducible: whether two runs without rematerialization agree; tested only if there are differences.
+        counts: how many results, gradients and changed tensors were compared.
+        rounding: the largest difference that counts as rounding, relative to the largest number in its tensor.
     """
 
     differences: tuple[Difference, ...] = ()
@@ -51,7 +51,7 @@ class CheckResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it runs, and gives the same with rematerialization and without."""
+        """Whether the program runs, and nothing differs with rematerialization."""
         return self.error is None and not self.differences
 
     def __bool__(self) -> bool:
@@ -59,16 +59,17 @@ class CheckResult:
 
     def __str__(self) -> str:
         if self.error is not None:
-            text = "It fails without remat too:" if self.fails_without_remat else "It fails with remat alone:"
+            text = "Fails without remat too:" if self.fails_without_remat else "Fails only with remat:"
             line = f"\n  at {self.line}" if self.line else ""
             return f"{text}\n  {type(self.error).__name__}: {self.error}{line}"
         if self.ok:
-            how = f"within rounding ({self.rounding:.0e} of the largest number)" if self.rounding else "to the last bit"
+            rounding = f", within rounding ({self.rounding:.0e} of the largest number)"
+            same = f"Equal with and without remat{rounding}" if self.rounding else "Identical with and without remat"
             counts = [f"{n} {what}{'s' * (n != 1)}" for what, n in (self.counts or {}).items() if n]
-            return f"The same with remat and without it, {how}: {', '.join(counts)} and the random generators."
-        lines = ["It differs with remat:", *(f"  {difference}" for difference in self.differences)]
+            return f"{same}: {', '.join(counts)} and the random generators."
+        lines = ["Different with remat:", *(f"  {difference}" for difference in self.differences)]
         if not self.reproducible:
-            lines.append("Two runs without remat differ too, so that this may not be due to it.")
+            lines.append("Two runs without remat differ too, so remat may not be the cause.")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -76,7 +77,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run gave: by what each is called."""
+    """The values of one run, by name."""
 
     results: dict[str, Any]
     changed: dict[str, torch.Tensor]
@@ -84,7 +85,7 @@ class Outcome:
 
 
 def compared(program: Program, without: Callable[[], Any], with_remat: Callable[[], Any]) -> CheckResult:
-    """Run it both ways. Each is a context manager that yields the function to run."""
+    """Run the program both ways. Each way is a context manager that yields the function to run."""
     try:
         expected = _outcome(program, without)
     except Exception as error:
@@ -105,7 +106,7 @@ def compared(program: Program, without: Callable[[], Any], with_remat: Callable[
 
 
 def _is_as(expected: Outcome, program: Program, without: Callable[[], Any]) -> bool:
-    """Whether another run gives the same."""
+    """Whether another run agrees with the expected one."""
     try:
         return not _differences(expected, _outcome(program, without))[0]
     except Exception:
@@ -120,7 +121,7 @@ def _outcome(program: Program, way: Callable[[], Any]) -> Outcome:
 
 
 def _changed(program: Program, overwritten: Overwritten) -> dict[str, torch.Tensor]:
-    """The tensors that the program has written to, or put into the place of others."""
+    """Copies of the tensors that the program has changed in place or assigned to its variables."""
     subject = program.subject
     before = {id(tensor) for _, tensor in subject.captured}
     now = [(f"argument {name}", tensor) for name, tensor in zip(subject.names, subject.tensors)] + subject.read_now()
@@ -134,7 +135,7 @@ def _changed(program: Program, overwritten: Overwritten) -> dict[str, torch.Tens
 def _failure(error: Exception, without: bool) -> CheckResult:
     lines = [Line(frame.f_code, n) for frame, n in traceback.walk_tb(error.__traceback__) if not is_library(frame)]
     seen: Any = error
-    while seen is not None:  # tracebacks hold all that their frames hold
+    while seen is not None:  # a traceback keeps the variables of its frames alive
         seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
     return CheckResult(error=error, line=str(lines[-1]) if lines else "", fails_without_remat=without)
@@ -145,8 +146,7 @@ def _differences(expected: Outcome, found: Outcome) -> tuple[list[Difference], f
     for before, now in ((expected.results, found.results), (expected.changed, found.changed)):
         for name in {**before, **now}:
             if name not in before or name not in now:
-                there = "without" if name in before else "with"
-                differences.append(Difference(name, f"is there {there} remat alone"))
+                differences.append(Difference(name, f"exists only {'without' if name in before else 'with'} remat"))
                 continue
             how, part = _difference(before[name], now[name])
             rounding = max(rounding, part)
@@ -154,12 +154,12 @@ def _differences(expected: Outcome, found: Outcome) -> tuple[list[Difference], f
                 differences.append(Difference(name, how))
     for name, state in expected.generators.items():
         if found.generators.get(name) != state:
-            differences.append(Difference(name, "has another state after the run, so it drew other numbers"))
+            differences.append(Difference(name, "has another state after the run, so other numbers were drawn"))
     return differences, rounding
 
 
 def _difference(a: Any, b: Any) -> tuple[str, float]:
-    """How two values differ, empty if they don't; and by which part of the largest number if that is rounding."""
+    """How two values differ (empty if they don't), and their rounding difference relative to the largest number."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or not _equal(a, b):
             return f"{_short(a)} without remat, {_short(b)} with it", 0.0
@@ -169,7 +169,7 @@ def _difference(a: Any, b: Any) -> tuple[str, float]:
     rounding = 0.0
     for x, y in zip(parts(a), parts(b)):
         x, y = (each.detach().to_dense() if each.layout is not torch.strided else each.detach() for each in (x, y))
-        other = (x != y) & ~((x != x) & (y != y))  # a NaN is the same as a NaN
+        other = (x != y) & ~((x != x) & (y != y))  # NaN equals NaN here
         count = int(other.sum())
         if not count:
             continue
@@ -187,7 +187,7 @@ _ROUNDING = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float16: 1e-2,
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two values are the same, of which only plain ones are compared."""
+    """Whether two values are equal. Of objects that aren't plain values only the types are compared."""
     return type(a) is type(b) and (not isinstance(a, _PLAIN) or a == b or a != a)
 
 

@@ -1,4 +1,4 @@
-"""What a program costs under each policy: bytes that are saved, the peak, FLOPs that are recomputed."""
+"""What a program costs under each policy: saved bytes, peak bytes, recomputed FLOPs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .subject import Subject
 
 @dataclass(frozen=True)
 class Share:
-    """What an operation of a module, and of its like in other layers, has made of the bytes that are saved."""
+    """The saved bytes of one operation in one module, together with the same module in other layers."""
 
     module: str | None
     op: str
@@ -32,21 +32,21 @@ class Share:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one run of a program costs.
+    """The costs of one run of a program.
 
     Attributes:
-        label: the policy in words.
-        policy: the policy; None too where nothing may be kept, and for a run without it.
-        saved_bytes: alive when the forward has ended: what is kept for the backward. Arguments and captured tensors are
-            not counted, here and below.
-        peak_bytes: the most bytes that were alive at once.
+        label: the policy as text.
+        policy: the policy; None for no policy and for runs that were not made for a policy.
+        saved_bytes: bytes alive at the end of the forward, which are saved for the backward. Arguments and captured
+            tensors are not counted, here and below.
+        peak_bytes: the most bytes alive at any time.
         flops: floating-point operations of matrix products, convolutions and attention.
-        recomputed_flops: how many of these a run without rematerialization doesn't have.
-        timeline: the bytes that were alive after each operation.
+        recomputed_flops: the number of these beyond a run without rematerialization.
+        timeline: the bytes alive after each operation.
         forward_operations: how many of the operations belong to the forward.
-        residuals: what is saved, the largest first.
-        device_peak_bytes: what the device's allocator had given out at most, beyond what it had before. None on a CPU.
-        under_policy: whether the report was asked for this policy.
+        residuals: the saved tensors, the largest first.
+        device_peak_bytes: the peak of the device's allocator, beyond what was allocated before. None on a CPU.
+        under_policy: whether this run was made for one of the report's policies.
     """
 
     label: str
@@ -63,7 +63,7 @@ class Costs:
 
     @property
     def shares(self) -> list[Share]:
-        """What is saved, by module and operation."""
+        """The saved bytes by module and operation."""
         groups: dict[tuple, list[SavedResidual]] = {}
         for row in self.residuals:
             groups.setdefault((any_layer(row.module), row.op or row.source, row.name), []).append(row)
@@ -74,13 +74,13 @@ class Costs:
         return sorted(shares, key=lambda share: (-share.nbytes, share.module or "", share.op))
 
     def beats(self, other: Costs) -> bool:
-        """Whether it saves less and recomputes no more than another one, or the other way round."""
+        """Whether it has fewer saved bytes or recomputed FLOPs than another one, and not more of the other."""
         mine, theirs = (self.saved_bytes, self.recomputed_flops), (other.saved_bytes, other.recomputed_flops)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs))
 
 
 class _Meter(Origins):
-    """Counts all of it in one run."""
+    """Counts bytes, FLOPs and residuals in one run."""
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject.modules)
@@ -95,7 +95,7 @@ class _Meter(Origins):
         self.timeline.append(self.total)
 
     def at_end_of_forward(self) -> None:
-        """What is alive now is kept for the backward. A transform may call the function more than once."""
+        """Record the memory alive now. A transform may call the function more than once: the largest forward counts."""
         if (saved := self.live) > self.saved:
             self.saved, self.forward = saved, len(self.timeline)
             self.residuals = [of_storage(storage, origin) for storage, origin in self.alive()]
@@ -109,10 +109,10 @@ def measured(
     policy: Any = None,
     under_policy: bool = False,
 ) -> Costs:
-    """Run the program in a way, which is a context manager that yields its function; ``plain`` is it without remat."""
+    """Run the program in a way (a context manager that yields its function); ``plain`` are its costs without remat."""
     try:
         meter, device_peak = _metered(program, way)
-    except MutationError:  # what a region changes itself is copied once that was seen
+    except MutationError:  # a region copies an input that it changes only after it has seen the change once
         meter, device_peak = _metered(program, way)
     rows = sorted(meter.residuals, key=lambda row: (-row.nbytes, row.source))
     return Costs(
@@ -141,7 +141,7 @@ def _metered(program: Program, way: Callable[[], AbstractContextManager]) -> tup
 
 @contextmanager
 def _device_peak(subject: Subject) -> Iterator[Callable[[], int | None]]:
-    """Yields what tells the peak of the device's allocator, if the program is on a device that has one."""
+    """Yield a function that returns the peak of the device's allocator, or None if there is none."""
     found = {t.device.type for t in subject.inputs()} - {"cpu", "meta"}
     modules = [torch.get_device_module(kind) for kind in sorted(found)]
     modules = [module for module in modules if hasattr(module, "reset_peak_memory_stats")]
@@ -161,14 +161,14 @@ def _device_peak(subject: Subject) -> Iterator[Callable[[], int | None]]:
 
 
 def pareto(rows: Iterable[Costs]) -> list[Costs]:
-    """Those that none beats in both bytes and FLOPs, the one that saves the least first."""
+    """The rows that no other row beats, by saved bytes."""
     rows = list(rows)
     best = [row for row in rows if not any(other.beats(row) for other in rows)]
     return sorted(best, key=lambda row: (row.saved_bytes, row.recomputed_flops))
 
 
 def distinct(rows: Sequence[Costs]) -> list[Costs]:
-    """The rows without those that cost the same as one before."""
+    """The rows without repeated costs."""
     seen: dict[tuple, Costs] = {}
     for row in rows:
         seen.setdefault((row.saved_bytes, row.peak_bytes, row.flops), row)

@@ -1,4 +1,4 @@
-"""Charts as SVG: points that have labels, and lines. The same numbers make the same text."""
+"""Charts as SVG: labelled points, and lines. The text depends only on the numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-# Colours that stay apart for people who don't tell red from green; the first is for what others are compared with.
+# Colours that colour-blind readers can distinguish; the first one is for the baseline.
 COLOURS = ["#7a7f87", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1"]
 STYLE = """
 .remat-chart text { font: 12px system-ui, sans-serif; fill: #3c4043; }
@@ -26,7 +26,7 @@ TICKS = 5
 
 @dataclass(frozen=True)
 class Point:
-    """A point with its label; those of one series have a colour and a shape."""
+    """A point with its label. Points of one series share a colour and a shape."""
 
     label: str
     x: float
@@ -37,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Numbers in a row; one of them may be marked."""
+    """A line through numbers, one of which may be marked."""
 
     label: str
     values: Sequence[float]
@@ -47,7 +47,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows: its title, and how it writes a number; ``base`` is 1024 for bytes, else 1000."""
+    """An axis: its title and number format; ``base`` is 1024 for bytes, else 1000."""
 
     title: str
     text: Callable[[int], str]
@@ -55,7 +55,7 @@ class Axis:
 
 
 class _Frame:
-    """Where numbers lie in a chart."""
+    """The scale of a chart: positions of numbers."""
 
     def __init__(self, height: int, most: tuple[float, float], top: int = TOP) -> None:
         self.height, self.top = height, top
@@ -89,7 +89,7 @@ class _Frame:
 
 
 def ticks(most: float, base: int) -> list[float]:
-    """Round numbers from zero on, as many as are easy to read."""
+    """Round numbers from zero up, for the ticks of an axis."""
     unit = 1
     while most >= unit * base:
         unit *= base
@@ -157,7 +157,7 @@ def lines(curves: Sequence[Curve], x: Axis, y: Axis) -> str:
 
 
 def _thinned(values: Sequence[float], most: int = 500) -> list[tuple[int, float]]:
-    """Of a long row the largest number of each part."""
+    """A shorter line: the largest number of each part."""
     size = -(-len(values) // most) or 1
     parts = [(start, values[start : start + size]) for start in range(0, len(values), size)]
     return [(start + list(part).index(max(part)), max(part)) for start, part in parts]
@@ -176,7 +176,7 @@ def _marker(x: float, y: float, series: int) -> str:
 
 
 def _label(text: str, x: float, y: float, taken: list[tuple[float, float, float, float]]) -> str:
-    """The label beside its point, at the first side where it covers nothing else."""
+    """The label of a point, on the first side where it covers nothing else."""
     width, height = 6.4 * len(text), 13
     sides = [
         (8, -8, "start"), (10, 4, "start"), (-10, 4, "end"), (8, 18, "start"),
@@ -216,6 +216,6 @@ def _svg(parts: Sequence[str], height: int) -> str:
 
 
 def standalone(svg: str) -> str:
-    """A chart as a file of its own."""
+    """A chart as a separate file."""
     first, _, rest = svg.partition("\n")
     return f"{first}\n<style>{STYLE}</style>\n{rest}\n"

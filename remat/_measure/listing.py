@@ -1,4 +1,4 @@
-"""What a function keeps between its forward and its backward: one run of it, watched."""
+"""One run of a function that lists the tensors it saves for its backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .subject import Subject
 
 
 class _Saved:
-    """What stands in the graph for a tensor that was saved: as long as it lives, the tensor is kept."""
+    """What autograd's graph holds in place of a saved tensor: while it lives, the tensor is saved."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -29,16 +29,16 @@ class _Saved:
 
 
 class Listing:
-    """A run under saved-tensor hooks; or without, where a function refuses to run under them."""
+    """A run under saved-tensor hooks, or without them for a function that refuses to run under hooks."""
 
-    takes_all = True  # regions hand over all that they keep to these hooks
+    takes_all = True  # regions pass everything that they save to these hooks
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
         self.subject = Subject(fn, args, kwargs)
         self.saved: list[weakref.ref[_Saved]] = []
 
     def run(self, under_hooks: bool) -> list[SavedResidual]:
-        """Run the function, and look what is there after it as long as its graph is."""
+        """Run the function, and list the tensors that its graph keeps alive."""
         subject = self.subject
         captured, cut = subject.cut()
         operands = subject.operands()
@@ -53,26 +53,26 @@ class Listing:
                 if under_hooks:
                     private.pop_hooks()
             if under_hooks:
-                kept = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
+                found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
             else:
-                kept = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
+                found = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
             known = _inputs(subject.names, operands, captured)
-            kept = list({id(holder(tensor)): tensor for tensor in reversed(kept)}.values())[::-1]
-            rows = [_row(tensor, origins, known) for tensor in kept]
+            found = list({id(holder(tensor)): tensor for tensor in reversed(found)}.values())[::-1]
+            rows = [_row(tensor, origins, known) for tensor in found]
             if not under_hooks:
                 rows += [of_storage(storage, origin) for storage, origin in origins.alive()]
             del graph
         return rows
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
-        """The hook."""
+        """The pack hook."""
         saved = _Saved(tensor)
         self.saved.append(weakref.ref(saved))
         return saved
 
 
 def _edges(result: Any) -> list[Any]:
-    """What holds the graph of a result, but not the result."""
+    """Gradient edges, which keep the graph of a result alive, but not the result."""
     leaves = trees.flatten(result)[0]
     return [
         torch.autograd.graph.get_gradient_edge(leaf)
@@ -85,7 +85,7 @@ Inputs = dict[int, tuple[Kind, str, torch.Tensor]]
 
 
 def _inputs(names: list[str], operands: list[torch.Tensor], captured: list[tuple[str, torch.Tensor]]) -> Inputs:
-    """By the id of what holds their memory: what the inputs are, their names, and they themselves."""
+    """The inputs by the id of their storage: the kind, name and tensor of each."""
     named: list[tuple[Kind, str, torch.Tensor]] = [("argument", name, tensor) for name, tensor in zip(names, operands)]
     named += [("captured", name, tensor) for name, tensor in captured]
     return {id(holder(part)): (kind, name, part) for kind, name, t in reversed(named) for part in parts(t)}
@@ -102,13 +102,13 @@ def _row(tensor: torch.Tensor, origins: Origins, inputs: Inputs) -> SavedResidua
 
 
 def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor, nbytes: int) -> SavedResidual:
-    """The row of what no operation has made."""
+    """The row of a tensor that no operation has made."""
     nowhere = None, None, None, None
     return SavedResidual(kind, None, name, *nowhere, tuple(tensor.shape), tensor.dtype, tensor.device, nbytes)
 
 
 def of_storage(storage: torch.UntypedStorage, origin: Origin) -> SavedResidual:
-    """The row of what an operation has made."""
+    """The row of a storage that an operation has made."""
     line, name = origin.line, None
     if origin.names:
         name, line = ", ".join(origin.names), next(iter(origin.names.values()))

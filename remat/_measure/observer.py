@@ -1,7 +1,7 @@
-"""Dispatch modes that look at every operation and change none.
+"""Dispatch modes that observe every operation and change none.
 
-What they count is exact and the same on every device: tensor storages and dispatched operations, not an allocator. It
-holds under ``torch.func`` transforms too, where the dispatcher sees the plain tensors below all levels.
+They count tensor storages and dispatched operations, not the memory of an allocator, so their counts are exact and the
+same on every device. Under ``torch.func`` transforms the dispatcher sees the plain tensors below all levels.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .._core.private import PlainDispatchMode
 class Observer(PlainDispatchMode):
     """A mode that sees every operation on plain tensors.
 
-    An operation on a wrapper subclass (one with ``__tensor_flatten__``, such as ``DTensor``) is left to the subclass:
-    the mode sees what that runs on the tensors inside.
+    An operation on a wrapper subclass (one with ``__tensor_flatten__``, such as ``DTensor``) is left to the subclass.
+    The mode sees the operations that the subclass runs on its inner tensors.
     """
 
     supports_higher_order_operators = True
@@ -40,20 +40,20 @@ class Observer(PlainDispatchMode):
         return result
 
     def before(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """The operation is about to run."""
+        """Called before the operation runs."""
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """The operation has run."""
+        """Called after the operation has run."""
 
 
 class PeakMemory(Observer):
-    """Counts the bytes of the storages that are made while the mode is on.
+    """Counts the bytes of the storages that are made while the mode is active.
 
-    A storage counts from the operation that returns it until it is freed, once, whatever views share it. Storages
-    from before the mode was entered count nothing: not when they are viewed, written to or freed.
+    A storage counts once, however many views share it, from the operation that returns it until it is freed. Storages
+    that existed before the mode was entered are not counted.
 
-    Limits: it sees neither what a kernel uses and frees within one operation, nor data that reaches torch without an
-    operation (``torch.tensor``, ``torch.from_numpy``), nor tensors that aren't strided.
+    Limits: memory that a kernel uses and frees within one operation, data that reaches torch without an operation
+    (``torch.tensor``, ``torch.from_numpy``) and tensors that aren't strided are not counted.
 
     Attributes:
         peak: the most bytes that were alive after an operation.
@@ -69,19 +69,19 @@ class PeakMemory(Observer):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        # The Python object of a storage lives as long as the storage, so that a weak reference to it tells whether
-        # autograd or anybody else in C++ still holds the memory.
+        # The Python object of a storage lives as long as the storage, so a weak reference to it dies only when no
+        # Python or C++ code (such as autograd) refers to the memory.
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
-        self.total = 0  # of the sizes, so that an operation takes no time for each storage
+        self.total = 0  # the sum of the sizes, so that no operation has to add them up
 
     @property
     def live(self) -> int:
-        """Bytes that are alive now, at the size that the storages have now; also after the mode was left."""
+        """The current bytes of the live storages, also after the mode was exited."""
         return sum(storage.nbytes() for storage in self.storages())
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Those that were made while the mode was on and are alive."""
+        """The live storages that were made while the mode was active."""
         return [storage for ref in list(self._refs.values()) if (storage := ref()) is not None]
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
@@ -101,7 +101,7 @@ class PeakMemory(Observer):
             self.peak = max(self.peak, self.total)
 
     def _resized(self, key: int, storage: torch.UntypedStorage) -> bool:
-        """Note the size that a storage has now, if it was made while the mode was on: whether it was."""
+        """Update the size of a storage. Returns whether it was made while the mode was active."""
         if key not in self._sizes:
             return False
         size = storage.nbytes()
@@ -115,7 +115,7 @@ class PeakMemory(Observer):
             self.total -= self._sizes.pop(key)
 
     def made(self, storage: torch.UntypedStorage, tensor: torch.Tensor, func: Any) -> None:
-        """The operation has made a storage, and a tensor on it."""
+        """Called when an operation has made a storage, with a tensor on it."""
 
 
 def strided(tree: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
@@ -126,10 +126,10 @@ def strided(tree: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
 
 
 class FlopCount(Observer):
-    """Counts the floating-point operations that run while the mode is on.
+    """Counts the floating-point operations that run while the mode is active.
 
     Attributes:
-        flops: how many there were.
+        flops: the count.
 
     Example:
         >>> x = torch.ones(2, 2)
@@ -149,9 +149,9 @@ class FlopCount(Observer):
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Collect garbage, then keep the collector off: within, only reference counts free memory.
+    """Collect garbage, then disable the collector in the context, so that only reference counts free memory.
 
-    Where it is off already, nothing is done.
+    Does nothing if the collector is already disabled.
     """
     was_enabled = gc.isenabled()
     if was_enabled:

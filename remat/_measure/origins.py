@@ -1,4 +1,4 @@
-"""Where the memory of a program comes from: the operation that made a storage, its line and its module."""
+"""The origin of a program's memory: the operation that made a storage, its line and its module."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .observer import PeakMemory, strided
 
 
 class ModuleNames:
-    """What modules are called in a program: by their path below a root, or by their class."""
+    """Names of the modules of a program: the path below a root module, or the class."""
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
         self._names: dict[int, str] = {}  # by the id of a module's state, which a region of the module shares
-        self._kept = [root for _, root in roots]
+        self._roots = [root for _, root in roots]  # alive, so that ids stay valid
         for prefix, root in roots:
             for name, module in root.named_modules():
                 path = ".".join(filter(None, (prefix, name))) or _class(module)
@@ -46,7 +46,7 @@ def _class(module: nn.Module) -> str:
 
 @dataclass
 class Origin:
-    """How the content of a storage was made."""
+    """The operation that wrote the contents of a storage."""
 
     op: str
     line: Line
@@ -57,10 +57,7 @@ class Origin:
 
 
 class Origins(PeakMemory):
-    """Notes for each storage the operation that wrote it last, and the names that users gave it.
-
-    ``names`` says what modules are called.
-    """
+    """Records for each storage the operation that wrote it last, and the names given by ``checkpoint_name``."""
 
     def __init__(self, names: ModuleNames) -> None:
         super().__init__()
@@ -68,7 +65,7 @@ class Origins(PeakMemory):
         self._origins: dict[int, Origin] = {}
 
     def __enter__(self) -> Any:
-        state.recordings = *state.recordings, self  # so that it is told of names
+        state.recordings = *state.recordings, self  # `checkpoint_name` then calls `name`
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -88,16 +85,16 @@ class Origins(PeakMemory):
         return Origin(str(getattr(func, "overloadpacket", func)), user_line(), self._names.now(), shape, dtype)
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
-        """The user has given a tensor a name."""
+        """Record a name that the user has given to a tensor."""
         for storage, _ in strided(parts(tensor)):
             if (origin := self.origin(storage)) is not None:
                 origin.names.setdefault(name, line)
 
     def origin(self, storage: Any) -> Origin | None:
-        """How a storage was made, if an operation has made it while the mode was on."""
+        """The origin of a storage, if an operation made it while the mode was active."""
         ref = self._refs.get(id(storage))
         return self._origins[id(storage)] if ref is not None and ref() is storage else None
 
     def alive(self) -> list[tuple[torch.UntypedStorage, Origin]]:
-        """The storages that are alive, each with how it was made."""
+        """The live storages with their origins."""
         return [(storage, self._origins[id(storage)]) for storage in self.storages()]

@@ -1,4 +1,4 @@
-"""The page of a report: one file that loads nothing, no script and no font."""
+"""The page of a report: one self-contained file without scripts."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ body {{ margin: 1.6em auto; max-width: 900px; background: #fff; }}
 
 
 def fragment(name: str, environment: Mapping[str, str], rows: Sequence[Costs], best: Sequence[Costs]) -> str:
-    """The same for a page that is there already, such as a notebook."""
+    """The content of the page, to be embedded in another page, such as a notebook."""
     parts = [
         f'<div class="remat-report"><style>{_STYLE}{STYLE}</style>',
         f"<h1>{escape(name)}</h1><p>{escape(', '.join(environment.values()))}</p>",
         _table(rows, best),
-        "<p>Saved: bytes that are alive when the forward has ended. Peak: the most bytes alive at once. Arguments and "
+        "<p>Saved: bytes alive at the end of the forward. Peak: the most bytes alive at any time. Arguments and "
         "captured tensors are not counted. FLOPs are those of matrix products, convolutions and attention. In bold: "
-        "policies that no other one beats in both bytes saved and FLOPs recomputed.</p>",
+        "policies that no other policy beats in both saved bytes and recomputed FLOPs.</p>",
         "<h2>Bytes saved against FLOPs recomputed</h2>",
         tradeoff(rows, best),
         "<h2>Live bytes over the operations</h2>",
@@ -113,7 +113,7 @@ def _bar(i: int, part: int, whole: int) -> str:
 
 
 def tradeoff(rows: Sequence[Costs], best: Sequence[Costs], alone: bool = False) -> str:
-    """The picture of bytes against recomputed FLOPs."""
+    """The picture of saved bytes against recomputed FLOPs."""
     points = [
         Point(row.label, row.recomputed_flops, row.saved_bytes, i, f"{row.label}: {size_text(row.saved_bytes)} saved")
         for i, row in enumerate(rows)

@@ -1,4 +1,4 @@
-"""A user's program runs, and all that it changes is put back: values, gradients, modules, generators, settings."""
+"""Runs a user's program and restores what it changes: values, gradients, modules, generators, settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value,
 
 
 class Overwritten(PeakMemory):
-    """Copies what the program is about to overwrite, if it was there before: nothing else takes memory."""
+    """Copies existing storages just before the program overwrites them. Nothing else takes memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class Overwritten(PeakMemory):
                 self._copies[key] = storage, _as_bytes(storage).clone()
 
     def wrote(self, tensor: torch.Tensor) -> bool:
-        """Whether the program has overwritten a tensor that was there before."""
+        """Whether the program has overwritten an existing tensor."""
         return any(id(storage) in self._copies for storage, _ in strided(tensor))
 
-    def put_back(self) -> None:
-        """Give the tensors their old values."""
+    def restore(self) -> None:
+        """Restore the old values."""
         with torch.no_grad(), private.without_levels():
             for storage, copy in self._copies.values():
                 if storage.nbytes() != copy.nbytes:
@@ -55,27 +55,27 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @contextmanager
 def preserved(found: Captured, arguments: Sequence[torch.Tensor]) -> Iterator[Overwritten]:
-    """Within, a program may run that reads what was ``found`` and gets these tensors; after it, they are as before."""
+    """A context for a program that reads what was ``found`` and gets these arguments. All are restored afterwards."""
     values = [value for _, value in found.tensors]
     tensors = list({id(t): t for t in [*arguments, *values] if isinstance(t, torch.Tensor)}.values())
     generators = [value for value in values if not isinstance(value, torch.Tensor)]
     ambient = Ambient.capture({t.device for t in tensors}, generators, True)
     by_id = {id(tensor): tensor for tensor in tensors}
-    with ExitStack() as stack:  # if one can't be put back, the others still are
+    with ExitStack() as stack:  # if one can't be restored, the others still are
         stack.enter_context(ambient.restored())
         stack.callback(drop_gradient_hooks, tensors, RemovableHandle.next_id)
         for tensor in tensors:
-            stack.callback(_put_back, tensor, tensor.detach(), tensor.requires_grad, tensor.is_leaf and tensor.grad)
+            stack.callback(_restore, tensor, tensor.detach(), tensor.requires_grad, tensor.is_leaf and tensor.grad)
         stack.callback(bound(found.variables, by_id).put)
         for hooks in _module_hooks(found):
             stack.callback(_refill, hooks, dict(hooks))
         overwritten = Overwritten()
-        stack.callback(overwritten.put_back)
+        stack.callback(overwritten.restore)
         with overwritten:
             yield overwritten
 
 
-def _put_back(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:
+def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:
     is_elsewhere = is_plain(tensor) and is_dense(tensor) and tensor.data_ptr() != alias.data_ptr()
     if tensor.shape != alias.shape or is_elsewhere:
         tensor.data = alias
@@ -88,7 +88,7 @@ def _put_back(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, gr
 
 
 def _module_hooks(found: Captured) -> Iterator[dict]:
-    """The dicts of hooks of all modules that were found."""
+    """The hook dicts of all modules that were found."""
     for variables in found.variables:
         for name in _HOOKS:
             if variables.whole and isinstance(hooks := variables.then.get(name), dict):

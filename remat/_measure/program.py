@@ -1,4 +1,4 @@
-"""Runs of a program: forward, and the backward of a loss; or what a transform makes of the function."""
+"""Runs of a program: the forward and the backward of a loss, or the transformed function."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Named = list[tuple[str, Any]]
 
 
 class Program(NamedTuple):
-    """What a user asks about: a function with its arguments, and how it is differentiated."""
+    """A function with its arguments, and how it is differentiated."""
 
     subject: Subject
     transform: Callable | None
     loss: Callable | None
 
     def run(self, fn: Callable, at_end_of_forward: Callable[[], object] = lambda: None) -> Named:
-        """Run it with ``fn``, which stands for its function; returns the transform's result, or the gradients."""
+        """Run the program with ``fn`` in place of its function. Returns the transform's result, or the gradients."""
         if self.transform is None:
             return self._differentiated(fn, at_end_of_forward)[1]
-        transformed = self.transform(_noting(fn, at_end_of_forward))
+        transformed = self.transform(_notifying(fn, at_end_of_forward))
         return _leaves(self.subject.call(transformed, self.subject.tensors))
 
     def results(self, fn: Callable) -> Named:
-        """The same; and the function's own result, which no longer is let go of before the backward."""
+        """Like ``run``, with the function's own result, which is then alive during the backward."""
         if self.transform is None:
             values, gradients = self._differentiated(fn, lambda: None, keep=True)
             return values + gradients
@@ -78,7 +78,7 @@ def _detached(value: Any) -> Any:
 
 
 def _leaves_of_graph(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves that a backward pass would accumulate gradients on."""
+    """The leaves on which a backward pass would accumulate gradients."""
     seen, stack = set(), [value.grad_fn]
     while stack:
         node = stack.pop()
@@ -89,19 +89,19 @@ def _leaves_of_graph(value: torch.Tensor) -> Iterator[torch.Tensor]:
             stack += [after for after, _ in node.next_functions]
 
 
-def _noting(fn: Any, at_end: Callable[[], object]) -> Any:
-    """The function, or the module, which tells when it has been called."""
+def _notifying(fn: Any, at_end: Callable[[], object]) -> Any:
+    """The function or module, which then calls ``at_end`` at the end of each call."""
     if isinstance(fn, nn.Module):
-        fn.register_forward_hook(_Hook(at_end))  # taken off with all that the run changes
+        fn.register_forward_hook(_Hook(at_end))  # `preserved` removes it
         return fn
 
     @functools.wraps(fn)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def notifying(*args: Any, **kwargs: Any) -> Any:
         result = fn(*args, **kwargs)
         at_end()
         return result
 
-    return noted
+    return notifying
 
 
 class _Hook:

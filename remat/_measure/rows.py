@@ -1,4 +1,4 @@
-"""The rows of a listing: tensors that are kept, alone and in groups."""
+"""The rows of a listing: saved tensors, one by one and in groups."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Kind = Literal["argument", "captured", "named", "output", "constant"]
 
 @dataclass(frozen=True)
 class SavedResidual:
-    """One tensor that is kept.
+    """One saved tensor.
 
     Attributes:
-        kind: ``"argument"`` or ``"captured"``, an input; ``"named"`` by ``checkpoint_name``; ``"output"`` of an
-            operation; ``"constant"``, which no operation has made.
+        kind: ``"argument"`` or ``"captured"`` for an input; ``"named"`` by ``checkpoint_name``; ``"output"`` of an
+            operation; ``"constant"`` for a tensor that no operation has made.
         op: the operation that wrote it, such as ``"aten.mm"``; None for an input or a constant.
-        name: the name of an argument (``"params['w1']"``), of a captured tensor (``"self.weight"``), or that of
-            ``checkpoint_name``.
-        file: the user's file whose line called the operation, or gave the name.
-        line: that line.
-        function: the function that it is in.
-        module: the path of the module that was being called, such as ``"layers.0.linear1"``, or its class.
-        shape: of the tensor that the operation made, if what is kept is a view of it.
+        name: the name of an argument (``"params['w1']"``) or of a captured tensor (``"self.weight"``), or the name
+            given by ``checkpoint_name``.
+        file: the user's file that called the operation, or gave the name.
+        line: the line in that file.
+        function: the function that contains the line.
+        module: the path of the module whose forward made it, such as ``"layers.0.linear1"``, or its class.
+        shape: the shape of the operation's result, even if autograd saves a view of it.
         dtype: its dtype.
         device: its device.
-        nbytes: the bytes that its storage takes.
+        nbytes: the bytes of its storage.
     """
 
     kind: Kind
@@ -48,16 +48,16 @@ class SavedResidual:
 
     @property
     def is_input(self) -> bool:
-        """Whether it is an argument or captured: it takes no memory of its own."""
+        """Whether it is an argument or a captured tensor, which takes no additional memory."""
         return self.kind in ("argument", "captured")
 
     @property
     def source(self) -> str:
-        """Where it is from, in a sentence."""
+        """Its origin as text."""
         if self.is_input:
             return f"{self.kind} {self.name}"
         if self.kind == "constant":
-            return "made out of sight, such as a constant"
+            return "not made by an operation, such as a constant"
         what = f"named {self.name!r}" if self.kind == "named" else f"output of {self.op}"
         return f"{what} at {self._place}"
 
@@ -71,7 +71,7 @@ class SavedResidual:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that differ by the number of a layer alone: how many there are, their bytes together, and the first."""
+    """Rows that differ only by the number of a layer: their count, their total bytes, and the first one."""
 
     count: int
     nbytes: int
@@ -81,7 +81,7 @@ class Group:
 
 
 def grouped(rows: Iterable[SavedResidual]) -> list[Group]:
-    """The groups of rows, those with the most bytes first."""
+    """The groups of rows, by decreasing bytes."""
     groups: dict[tuple, list[SavedResidual]] = {}
     for row in rows:
         key = row.source, row.op, row.module, row.shape, row.dtype, row.device, row.nbytes
@@ -97,12 +97,12 @@ _LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)|(?<=\[)\d+(?=\])")
 
 
 def any_layer(text: Any) -> Any:
-    """A path with a star for the number of a layer."""
+    """A path with a star in place of the number of a layer."""
     return _LAYER.sub("*", text) if isinstance(text, str) else text
 
 
 def _common(texts: Sequence[str | None]) -> str | None:
-    """What all have in common, with a star for the number of a layer in which they differ."""
+    """The common text, with a star in place of each number of a layer that differs."""
     first = texts[0]
     if first is None or all(text == first for text in texts):
         return first
@@ -135,7 +135,7 @@ def listing(rows: Sequence[SavedResidual], inputs: bool) -> str:
     given = [row for row in rows if row.is_input]
     total = f"total: {_tensors(own)}"
     if given:
-        total += f", beside {_tensors(given, 'input')}"
+        total += f", plus {_tensors(given, 'input')}"
     return "\n".join([*lines, total])
 
 

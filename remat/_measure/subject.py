@@ -1,4 +1,4 @@
-"""A function with its arguments, as a user gives it to be measured: what it gets, what it reads, and their names."""
+"""A function with its arguments, to be measured: the tensors that it gets or reads, and their names."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .preserved import Overwritten, preserved
 
 
 class Subject:
-    """``fn(*args, **kwargs)``. It is differentiated by what requires grad; if nothing does, by all that can."""
+    """``fn(*args, **kwargs)``, differentiated by the tensors that require grad; if none does, by all that can."""
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, *others: Any) -> None:
         self.fn = fn
         self.arguments, self.tensors = take_apart(args, kwargs)
         self._found = find(fn, *self.arguments.searched(), *(other for other in others if other is not None))
         names = _argument_names(fn, trees.paths(self.arguments.spec, ""))
-        self.names = [names[i] for i in self.arguments.positions]  # of the arguments that are tensors
+        self.names = [names[i] for i in self.arguments.positions]  # of the tensors
         found = {
             id(t): (_readable(path), t) for path, t in reversed(self._found.tensors) if isinstance(t, torch.Tensor)
         }
@@ -41,28 +41,28 @@ class Subject:
         self.every = not any(tensor.requires_grad for tensor in self.inputs())
 
     def inputs(self) -> list[torch.Tensor]:
-        """All tensors that it gets or reads."""
+        """All arguments and captured tensors."""
         return [*self.tensors, *(tensor for _, tensor in self.captured)]
 
     def operands(self) -> list[torch.Tensor]:
-        """The arguments, cut from their history: leaves that a run may differentiate."""
+        """The arguments, detached from their history: leaves that a run may differentiate."""
         return [
             t.detach().requires_grad_(is_differentiable(t) if self.every else t.requires_grad) for t in self.tensors
         ]
 
     def call(self, fn: Callable, operands: Sequence[torch.Tensor]) -> Any:
-        """A function, called with these in the places of the arguments."""
+        """Call a function with these operands as its arguments."""
         args, kwargs = self.arguments.filled(operands)
         return fn(*args, **kwargs)
 
     def preserved(self) -> AbstractContextManager[Overwritten]:
-        """Within, it may run; after it, all that it changes is put back."""
+        """A context to run it in, which restores everything that it changes."""
         return preserved(self._found, self.tensors)
 
     def cut(self) -> tuple[list[tuple[str, torch.Tensor]], AbstractContextManager]:
-        """The captured tensors, cut from their history, and a context in which variables hold these.
+        """The captured tensors, detached from their history, and a context in which the variables hold these.
 
-        Otherwise a backward pass would go through graphs that were there before, and free them.
+        Otherwise a backward pass would run through older graphs and free them.
         """
         cut = [(name, t if t.is_leaf else t.detach().requires_grad_(t.requires_grad)) for name, t in self.captured]
         tensors = {id(t): new for (_, t), (_, new) in zip(self.captured, cut)}
@@ -71,12 +71,12 @@ class Subject:
         return cut, bound(self._found.variables, tensors, keep_changes=True)
 
     def read_now(self) -> list[tuple[str, torch.Tensor]]:
-        """The captured tensors as they are found now."""
+        """The captured tensors that the variables hold now."""
         found = find(self.fn, *self.arguments.searched()).tensors
         return [(_readable(path), value) for path, value in found if isinstance(value, torch.Tensor)]
 
     def generator_states(self) -> dict[str, bytes]:
-        """Where the generators stand: the global ones, and those that it reads."""
+        """The states of the global generators and of those that it captures."""
         devices = tuple({tensor.device for tensor in self.inputs()})
         named = [(generator_name(each), each) for each in global_generators(devices)]
         named += [
@@ -89,12 +89,12 @@ class Subject:
 
 
 def _readable(place: Any) -> str:
-    """Its path, without what the wrapper of a rematerialized function adds."""
+    """The path, without the attributes of the wrapper that ``remat`` adds."""
     return str(place).replace("self.__wrapped__.__self__", "self").replace("self.__wrapped__", "self")
 
 
 def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
-    """For each leaf of ``(args, kwargs)`` what the function calls it, as ``params['w1']``."""
+    """The name of each leaf of ``(args, kwargs)`` in the function, as ``params['w1']``."""
     try:
         parameters = list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
     except (TypeError, ValueError):  # a built-in function
@@ -111,7 +111,7 @@ def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
 
 
 def _roots(fn: Any, leaves: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a function is or names, each with what it calls it."""
+    """The modules that a function is or reads, each with its name in the function."""
     fn = fn if isinstance(fn, nn.Module) else inspect.unwrap(fn)
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -120,7 +120,7 @@ def _roots(fn: Any, leaves: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
         fn = fn.__func__
     if isinstance(fn, FunctionType):
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
-            with suppress(ValueError):  # it is empty
+            with suppress(ValueError):  # an empty cell
                 yield from _modules({name: cell.cell_contents})
         yield from _modules({name: fn.__globals__.get(name) for name in fn.__code__.co_names})
     else:
@@ -129,7 +129,7 @@ def _roots(fn: Any, leaves: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _held_by(owner: Any) -> Iterator[tuple[str, nn.Module]]:
-    """An object itself, or what its attributes hold."""
+    """The object itself, or the modules in its attributes."""
     return _modules({"": owner} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}))
 
 

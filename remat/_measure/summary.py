@@ -19,8 +19,8 @@ class Report:
     Attributes:
         name: what was run.
         environment: the versions and the device that it ran on.
-        rows: the costs: without rematerialization, as the program is if it has regions of its own, then under each
-            policy.
+        rows: the costs of each run: without rematerialization, then the program as written if it has regions of its
+            own, then one row per policy.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Report:
 
     @property
     def pareto(self) -> list[Costs]:
-        """Of the policies, those that none beats in both bytes and FLOPs; the one that saves the least comes first."""
+        """The policies that no other one beats in both bytes and FLOPs, by saved bytes."""
         return pareto(self.policies)
 
     @property
     def timeline(self) -> dict[str, tuple[int, ...]]:
-        """For each row, by its label, the bytes that were alive after each operation."""
+        """The bytes alive after each operation, by the label of the row."""
         return {row.label: row.timeline for row in self.rows}
 
     @property
     def residuals(self) -> dict[str, list[Share]]:
-        """For each row, by its label, what is saved, by module and operation."""
+        """The saved bytes by module and operation, by the label of the row."""
         return {row.label: row.shares for row in self.rows}
 
     def __str__(self) -> str:
@@ -66,15 +66,13 @@ class Report:
         lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, left=1)]
         lines.append("* no other policy saves less without recomputing more")
         if not self.plain.flops:
-            lines.append(
-                "FLOPs are those of matrix products, convolutions and attention, of which there are none here."
-            )
+            lines.append("FLOPs are those of matrix products, convolutions and attention; this program has none.")
         return "\n".join(lines)
 
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
+        """The report as plain values, for JSON."""
         best = self.pareto
         rows = [
             {
@@ -95,13 +93,13 @@ class Report:
         return {"name": self.name, "environment": dict(self.environment), "rows": rows}
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """A page with the table, the pictures and the list of what is saved; it loads nothing.
+        """Return a self-contained HTML page with the table, the pictures and the saved tensors.
 
         Args:
-            path: a file to write it into, too.
+            path: a file to write the page to.
 
         Returns:
-            Its text.
+            The text of the page.
         """
         text = document(self.name, self._repr_html_())
         if path is not None:
@@ -109,13 +107,13 @@ class Report:
         return text
 
     def to_svg(self, path: str | Path | None = None) -> str:
-        """The picture of bytes against recomputed FLOPs, as a file of its own.
+        """Return the picture of saved bytes against recomputed FLOPs.
 
         Args:
-            path: a file to write it into, too.
+            path: a file to write the picture to.
 
         Returns:
-            Its text.
+            The SVG text.
         """
         text = tradeoff(self.rows, self.pareto, alone=True)
         if path is not None:

@@ -1,4 +1,4 @@
-"""Numbers, and tables of them, as they are easy to read."""
+"""Readable numbers and tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """The lines of a table, of which the first ``left`` columns are aligned to the left."""
+    """The lines of a table. The first ``left`` columns are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(f"{c:{'<' if i < left else '>'}{widths[i]}}" for i, c in enumerate(row)).rstrip() for row in rows]
 
@@ -33,5 +33,5 @@ def _scaled(size: float, base: int, units: list[str]) -> str:
 
 
 def percent_text(part: int, whole: int) -> str:
-    """A part of a whole, as ``+33 %``; empty if there is no part."""
+    """A fraction as ``+33 %``; empty if it is zero."""
     return f"+{100 * part / whole:.0f} %" if part and whole else ""

@@ -1,1 +1,1 @@
-"""What may be kept, as values: policies, names, operators."""
+"""Policies as values: operators, names, and what may be saved."""

@@ -1,1 +1,1 @@
-"""One call of a rematerialized function, and all that it takes to recompute it."""
+"""One call of a rematerialized function, and all that is needed to recompute it."""

@@ -44,9 +44,7 @@ def per_sample(fn: Callable) -> Callable:
 def test_the_model_of_the_readme(policy: Any) -> None:
     result = remat.check(loss, *readme(), policy=policy)
     assert result.ok and result
-    assert str(result) == (
-        "The same with remat and without it, to the last bit: 1 result, 9 gradients and the random generators."
-    )
+    assert str(result) == ("Identical with and without remat: 1 result, 9 gradients and the random generators.")
     assert remat.check(loss, *readme(), policy=policy, transform=grad).counts["result"] == 8
     assert remat.check(loss, *readme(), policy=policy, transform=per_sample).ok
 
@@ -98,7 +96,7 @@ def test_rounding_is_no_difference() -> None:
     assert result.ok
     result = remat.check(lambda x: x.sin() + 3e-7 * remat.is_disabled(), rand(3).float())
     assert result.ok and 0 < result.rounding < 1e-5
-    assert str(result).startswith("The same with remat and without it, within rounding (")
+    assert str(result).startswith("Equal with and without remat, within rounding (")
 
 
 def square(y: Tensor) -> Tensor:
@@ -111,7 +109,7 @@ def square(y: Tensor) -> Tensor:
 def test_a_value_that_differs() -> None:
     result = remat.check(lambda x: x.sin() + remat.is_disabled(), torch.zeros(4))
     assert not result.ok and not result
-    assert str(result) == "It differs with remat:\n  result: 4 of 4 numbers differ, by up to 1"
+    assert str(result) == "Different with remat:\n  result: 4 of 4 numbers differ, by up to 1"
 
 
 def test_a_gradient_that_differs() -> None:
@@ -122,7 +120,7 @@ def test_a_gradient_that_differs() -> None:
 
 def test_other_structures_and_types_differ() -> None:
     result = remat.check(lambda x: {"a": x} if remat.is_disabled() else {"a": x, "b": x}, rand(3))
-    assert "result['b']: is there with remat alone" in map(str, result.differences)
+    assert "result['b']: exists only with remat" in map(str, result.differences)
     result = remat.check(lambda x: (x.sum(), remat.is_disabled()), rand(3))
     assert str(result.differences[0]) == "result[1]: True without remat, False with it"
     result = remat.check(lambda x: x.sum().to(torch.float64 if remat.is_disabled() else torch.float32), rand(3))
@@ -140,7 +138,7 @@ def test_other_structures_and_types_differ() -> None:
 def test_a_generator_that_stands_elsewhere(name: str, draw: Callable) -> None:
     result = remat.check(lambda x: draw() and x.sin() if remat.is_disabled() else x.sin(), rand(3))
     assert str(result) == (
-        f"It differs with remat:\n  {name}: has another state after the run, so it drew other numbers"
+        f"Different with remat:\n  {name}: has another state after the run, so other numbers were drawn"
     )
 
 
@@ -155,14 +153,14 @@ def test_a_buffer_that_differs() -> None:
             return x.sin()
 
     result = remat.check(Net(), torch.ones(2))
-    assert str(result) == "It differs with remat:\n  self.mean after the run: 2 of 2 numbers differ, by up to 1"
+    assert str(result) == "Different with remat:\n  self.mean after the run: 2 of 2 numbers differ, by up to 1"
 
 
 def test_a_program_that_is_not_reproducible_without_remat() -> None:
     system = random.SystemRandom()
     result = remat.check(lambda x: x * system.random(), rand(3))
     assert not result.ok and not result.reproducible
-    assert str(result).endswith("Two runs without remat differ too, so that this may not be due to it.")
+    assert str(result).endswith("Two runs without remat differ too, so remat may not be the cause.")
 
 
 def test_values_are_checked_in_the_recompute() -> None:
@@ -185,10 +183,10 @@ def test_a_failure_is_a_result() -> None:
     where = f"  ValueError: mine\n  at {__file__}:{line} (fails)"
     result = remat.check(fails, rand(3), lambda: True)
     assert not result.ok and result.fails_without_remat and isinstance(result.error, ValueError)
-    assert str(result) == f"It fails without remat too:\n{where}"
+    assert str(result) == f"Fails without remat too:\n{where}"
     assert result.error.__traceback__ is None
     for when in (is_recomputing, lambda: not remat.is_disabled()):
-        assert str(remat.check(fails, rand(3), when)).startswith("It fails with remat alone:\n  ValueError: mine\n")
+        assert str(remat.check(fails, rand(3), when)).startswith("Fails only with remat:\n  ValueError: mine\n")
 
 
 def test_an_optimizer_step_between_forward_and_backward_is_found() -> None:
@@ -211,7 +209,7 @@ def test_an_optimizer_step_between_forward_and_backward_is_found() -> None:
 
 
 def test_under_a_transform_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"Give it the transform instead: `remat.check\(fn, x, transform="):
+    with pytest.raises(RuntimeError, match=r"Pass it the transform instead: `remat.check\(fn, x, transform="):
         vmap(lambda x: remat.check(torch.sin, x) and x)(torch.ones(3))
 
 

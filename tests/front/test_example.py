@@ -117,7 +117,7 @@ def test_memory_timeline(printed: Run, tmp_path: Path) -> None:
     peaks = [float(peak) for peak in re.findall(rf" peak +{NUMBER} MiB$", text, re.MULTILINE)]
     plain, nothing, matmuls = peaks
     assert nothing < 0.4 * plain and nothing < matmuls < 0.7 * plain
-    assert text.count("The same with remat and without it, to the last bit") == 2
+    assert text.count("Identical with and without remat") == 2
     assert (tmp_path / "memory_timeline.png").exists() != ("Install matplotlib" in text)
 
 
@@ -163,7 +163,7 @@ def test_choose_policy(printed: Run) -> None:
     recomputed = []
     for budget in ("9", "30"):
         text = printed("choose_policy.py", budget)
-        assert "The same with remat and without it, to the last bit" in text
+        assert "Identical with and without remat" in text
         found = re.search(r"^within [\d.]+ MiB: (.*)$", text, re.MULTILINE)
         assert found, text
         line = next(line for line in text.splitlines() if line.startswith(found.group(1) + "  "))

@@ -130,7 +130,7 @@ def test_functional_call() -> None:
 
 
 def test_under_a_transform_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="Give it the transformed function"):
+    with pytest.raises(RuntimeError, match="Pass it the transformed function"):
         vmap(lambda x: saved_residuals(torch.sin, x) and x)(torch.ones(3))
 
 
@@ -217,7 +217,7 @@ def test_print(capsys: pytest.CaptureFixture) -> None:
     row, total = capsys.readouterr().out.splitlines()
     line = block.__code__.co_firstlineno + 1
     assert row == f"float64[2, 5]  cpu  80 B  named 'q' at {__file__}:{line} (block)"
-    assert total == "total: 80 B in 1 tensor, beside 616 B in 4 inputs"
+    assert total == "total: 80 B in 1 tensor, plus 616 B in 4 inputs"
     print_saved_residuals(fn, *block_args(), inputs=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "float64[5, 7]  cpu  280 B  argument params['up']"
@@ -260,7 +260,7 @@ def test_a_model_of_layers_prints_the_rows_that_matter(capsys: pytest.CaptureFix
     nn_apply(model, nn.TransformerEncoderLayer)
     assert printed(capsys, model, x) == [
         "float32[2, 16, 64]  cpu  8 KiB  x3  output of aten.native_layer_norm",
-        "total: 24 KiB in 3 tensors, beside 531 KiB in 49 inputs",
+        "total: 24 KiB in 3 tensors, plus 531 KiB in 49 inputs",
     ]
     rows = saved_residuals(model, x)
     assert [row.module for row in rows] == ["layers.0.norm2", "layers.1.norm2", "layers.2.norm2"]
@@ -303,7 +303,7 @@ def test_layers_are_in_a_group_and_others_are_not(capsys: pytest.CaptureFixture)
     x = rand(2, 4).float()
     assert printed(capsys, nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), x) == [
         "float32[2, 4]  cpu  32 B  x2  output of aten.tanh",
-        "total: 64 B in 2 tensors, beside 64 B in 1 input",
+        "total: 64 B in 2 tensors, plus 64 B in 1 input",
     ]
 
     class Two(nn.Module):
