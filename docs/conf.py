@@ -1,5 +1,6 @@
 """Sphinx configuration."""
 
+import re
 from importlib.metadata import version as installed_version
 
 from docutils import nodes
@@ -9,15 +10,21 @@ author = "The remat authors"
 copyright = "The remat authors"
 version = release = installed_version("remat")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 autodoc_typehints = "description"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 autodoc_typehints_description_target = "documented"
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
-html_title = "remat"
+html_title = f"remat {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 
 def leave_out_any(app, domain, objtype, content):
@@ -28,6 +35,12 @@ def leave_out_any(app, domain, objtype, content):
             field.parent.remove(field)
 
 
+def drop_last_blank_line(app, name, source):
+    """The blank line at the end of a code block is for doctest: it ends the expected output."""
+    source[0] = re.sub(r"\n\n```$", "\n```", source[0], flags=re.MULTILINE)
+
+
 def setup(app):
-    """After the types were merged into the description."""
+    """`leave_out_any` runs after autodoc has merged the types into the description."""
+    app.connect("source-read", drop_last_blank_line)
     app.connect("object-description-transform", leave_out_any, priority=900)

@@ -1,4 +1,4 @@
-"""The pictures of the documentation that show a training step: ``python docs/pictures.py`` writes docs/timeline.svg."""
+"""Pictures of a training step: ``python docs/pictures.py`` writes docs/timeline.svg and docs/how-to/report.svg."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import remat
-from remat import policies
+from remat import PolicyLike, policies
 from remat._measure.drawing import COLOURS, RIGHT, TOP, Axis, Curve, lines, standalone
 from remat._measure.drawing import WIDTH as WIDTH_OF_CHART
 from remat._measure.units import size_text
@@ -33,8 +33,8 @@ class Block(nn.Module):
         return x + self.down(gelu(self.up(self.norm2(x))))
 
 
-def report() -> remat.Report:
-    """A training step of a small transformer: plain, with its blocks as regions, and with these under a policy."""
+def report(choice: list[PolicyLike] | None) -> remat.Report:
+    """A training step of a small transformer: plain, and with its blocks as regions under policies."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), *(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, TOKENS))
     tokens, targets = torch.randint(0, TOKENS, (2, BATCH, TIME))
@@ -42,7 +42,7 @@ def report() -> remat.Report:
         model,
         tokens,
         where=Block,
-        policies=[None, policies.save_matmuls | policies.save_attention],
+        policies=choice,
         loss=lambda logits: cross_entropy(logits.flatten(0, 1), targets.flatten()),
     )
 
@@ -52,7 +52,7 @@ def timeline(found: remat.Report) -> str:
     labels = ["plain", "remat(block)", "remat(block, policy=save_matmuls | save_attention)"]
     rows = list(enumerate(zip(labels, found.rows)))
     curves = [Curve(label, row.timeline, i, row.forward_operations) for i, (label, row) in rows]
-    operations = Axis("operations of a training step (a dot marks the end of the forward)", str)
+    operations = Axis("operations of a training step (a dot marks the end of the forward pass)", str)
     chart = lines(curves, operations, Axis("live bytes", size_text, 1024))
     texts = [
         f'<text x="{WIDTH_OF_CHART - RIGHT}" y="{TOP + 14 + 17 * i}" text-anchor="end" style="fill:{COLOURS[i]}">'
@@ -63,6 +63,8 @@ def timeline(found: remat.Report) -> str:
 
 
 if __name__ == "__main__":
-    found = report()
-    Path(__file__).with_name("timeline.svg").write_text(timeline(found), encoding="utf-8")
+    found = report([None, policies.save_matmuls | policies.save_attention])
+    docs = Path(__file__).parent
+    (docs / "timeline.svg").write_text(timeline(found), encoding="utf-8")
     print(found)
+    report(None).to_svg(docs / "how-to" / "report.svg")

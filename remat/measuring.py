@@ -15,7 +15,7 @@ from ._measure.comparison import CheckResult, compared
 from ._measure.costs import Costs, Share, distinct, measured
 from ._measure.program import Program
 from ._measure.subject import Subject
-from ._measure.summary import Report
+from ._measure.summary import AS_WRITTEN, Report
 from ._policy.policy import PolicyLike, as_policy
 from ._policy.warnings import silenced
 from ._region.options import override
@@ -122,8 +122,9 @@ def report(
 
     Returns:
         A report. Its text is a table; in a notebook it is a page with pictures, which ``to_html("report.html")`` writes
-        to a file. ``rows`` has the numbers, ``pareto`` the rows that no other row beats, ``residuals`` the saved
-        tensors by module and operation, ``timeline`` the live bytes over the operations, and ``to_dict()`` all of it.
+        to a file. ``plain``, ``as_written`` and ``policies`` have the numbers, ``rows`` all of these, ``pareto`` the
+        policies that no other one beats, ``residuals`` the saved tensors by module and operation, ``timeline`` the
+        live bytes over the operations, and ``to_dict()`` everything.
 
     Raises:
         RuntimeError: called under a ``torch.func`` transform. Pass the transform as ``transform``.
@@ -138,8 +139,8 @@ def report(
         >>> report = remat.report(f, torch.ones(64, 64), torch.ones(256, 64))
         >>> [(row.label, row.saved_bytes, row.recomputed_flops) for row in report.policies]
         [('no policy', 4, 4194304), ('save_matmuls', 131076, 0)]
-        >>> [row.label for row in report.pareto]
-        ['no policy', 'save_matmuls']
+        >>> [row.label for row in report.pareto]  # one region alone: a recompute has the peak of the plain program
+        ['save_matmuls']
     """
     _check_levels("report")
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
@@ -147,7 +148,7 @@ def report(
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
     asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
     plain = measured(program, "without remat", _without_regions(fn))
-    as_it_is = measured(program, "as written", lambda: nullcontext(fn), plain)
+    as_it_is = measured(program, AS_WRITTEN, lambda: nullcontext(fn), plain)
     rows = distinct([plain, as_it_is])
     with silenced() if policies is None else nullcontext():  # no warnings about policies that the user did not choose
         found = [

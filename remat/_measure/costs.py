@@ -74,8 +74,8 @@ class Costs:
         return sorted(shares, key=lambda share: (-share.nbytes, share.module or "", share.op))
 
     def beats(self, other: Costs) -> bool:
-        """Whether it has fewer saved bytes or recomputed FLOPs than another one, and not more of the other."""
-        mine, theirs = (self.saved_bytes, self.recomputed_flops), (other.saved_bytes, other.recomputed_flops)
+        """Whether it has a lower peak or fewer recomputed FLOPs than another one, and not more of the other."""
+        mine, theirs = (self.peak_bytes, self.recomputed_flops), (other.peak_bytes, other.recomputed_flops)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs))
 
 
@@ -161,10 +161,10 @@ def _device_peak(subject: Subject) -> Iterator[Callable[[], int | None]]:
 
 
 def pareto(rows: Iterable[Costs]) -> list[Costs]:
-    """The rows that no other row beats, by saved bytes."""
+    """The rows that no other row beats, by increasing peak."""
     rows = list(rows)
     best = [row for row in rows if not any(other.beats(row) for other in rows)]
-    return sorted(best, key=lambda row: (row.saved_bytes, row.recomputed_flops))
+    return sorted(best, key=lambda row: (row.peak_bytes, row.recomputed_flops))
 
 
 def distinct(rows: Sequence[Costs]) -> list[Costs]:

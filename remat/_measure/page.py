@@ -65,8 +65,8 @@ def fragment(name: str, environment: Mapping[str, str], rows: Sequence[Costs], b
         _table(rows, best),
         "<p>Saved: bytes alive at the end of the forward. Peak: the most bytes alive at any time. Arguments and "
         "captured tensors are not counted. FLOPs are those of matrix products, convolutions and attention. In bold: "
-        "policies that no other policy beats in both saved bytes and recomputed FLOPs.</p>",
-        "<h2>Bytes saved against FLOPs recomputed</h2>",
+        "policies that no other policy beats in both peak and recomputed FLOPs.</p>",
+        "<h2>Peak against FLOPs recomputed</h2>",
         tradeoff(rows, best),
         "<h2>Live bytes over the operations</h2>",
         '<p class="legend">' + "".join(_chip(i, row.label) for i, row in enumerate(rows)) + "</p>",
@@ -113,13 +113,13 @@ def _bar(i: int, part: int, whole: int) -> str:
 
 
 def tradeoff(rows: Sequence[Costs], best: Sequence[Costs], alone: bool = False) -> str:
-    """The picture of saved bytes against recomputed FLOPs."""
+    """The picture of the peak against recomputed FLOPs."""
     points = [
-        Point(row.label, row.recomputed_flops, row.saved_bytes, i, f"{row.label}: {size_text(row.saved_bytes)} saved")
+        Point(row.label, row.recomputed_flops, row.peak_bytes, i, f"{row.label}: peak {size_text(row.peak_bytes)}")
         for i, row in enumerate(rows)
     ]
     front = [point for row, point in zip(rows, points) if row in best]
-    chart = scatter(points, Axis("FLOPs recomputed", flops_text), Axis("bytes saved", size_text, 1024), front)
+    chart = scatter(points, Axis("FLOPs recomputed", flops_text), Axis("peak bytes", size_text, 1024), front)
     return standalone(chart) if alone else chart
 
 

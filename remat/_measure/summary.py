@@ -12,6 +12,9 @@ from .page import document, fragment, tradeoff
 from .units import aligned, flops_text, percent_text, size_text
 
 
+AS_WRITTEN = "as written"
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """The costs of a program under each policy, and without rematerialization.
@@ -33,13 +36,18 @@ class Report:
         return self.rows[0]
 
     @property
+    def as_written(self) -> Costs:
+        """The costs of the program as written, with its own regions; those of ``plain`` if it has none."""
+        return next((row for row in self.rows if row.label == AS_WRITTEN), self.plain)
+
+    @property
     def policies(self) -> tuple[Costs, ...]:
         """The costs under each policy."""
         return tuple(row for row in self.rows if row.under_policy)
 
     @property
     def pareto(self) -> list[Costs]:
-        """The policies that no other one beats in both bytes and FLOPs, by saved bytes."""
+        """The policies that no other one beats in both peak and recomputed FLOPs, by increasing peak."""
         return pareto(self.policies)
 
     @property
@@ -64,7 +72,8 @@ class Report:
             cells += [flops_text(row.recomputed_flops), share, "*" * (row in best)]
             table.append(cells)
         lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, left=1)]
-        lines.append("* no other policy saves less without recomputing more")
+        if best:
+            lines.append("* no other policy has a lower peak without recomputing more")
         if not self.plain.flops:
             lines.append("FLOPs are those of matrix products, convolutions and attention; this program has none.")
         return "\n".join(lines)
@@ -107,7 +116,7 @@ class Report:
         return text
 
     def to_svg(self, path: str | Path | None = None) -> str:
-        """Return the picture of saved bytes against recomputed FLOPs.
+        """Return the picture of the peak against recomputed FLOPs.
 
         Args:
             path: a file to write the picture to.

@@ -122,8 +122,8 @@ def test_a_model_of_transformers() -> None:
     with gc_disabled():
         held = held_bytes(lambda: torch.autograd.graph.get_gradient_edge(model(**inputs).loss))
     assert abs(held - rows["no policy"].saved_bytes) <= 4
-    as_it_is = remat.report(model, **inputs, policies=[]).rows[1]
-    assert (as_it_is.label, as_it_is.saved_bytes) == ("as written", rows["no policy"].saved_bytes)
+    as_written = remat.report(model, **inputs, policies=[]).as_written
+    assert (as_written.label, as_written.saved_bytes) == ("as written", rows["no policy"].saved_bytes)
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.save_only_these_names("q", "k", "v")])
@@ -179,8 +179,22 @@ def test_usual_policies_that_match_nothing_warn_nobody(recwarn: pytest.WarningsR
             remat.report(net, rand(3), policies=[policies.save_attention])
 
 
-def costs(saved: int, flops: int) -> Costs:
-    return Costs("", None, saved, 0, 0, flops, (), 0, ())
+def costs(peak: int, flops: int) -> Costs:
+    return Costs("", None, 0, peak, 0, flops, (), 0, ())
+
+
+def test_a_program_without_regions_is_as_plain_as_it_is_written() -> None:
+    report = remat.report(layer, *(readme()[0][0], readme()[1]), policies=[])
+    assert report.as_written is report.plain
+    assert "*" not in str(report)
+
+
+def test_a_policy_that_recomputes_for_nothing_is_not_among_the_best() -> None:
+    """In one region alone, the recompute has all residuals at once."""
+    report = remat.report(layer, *(readme()[0][0], readme()[1]), policies=[None, policies.everything_saveable])
+    assert report.policies[0].saved_bytes < report.policies[1].saved_bytes
+    assert report.policies[0].peak_bytes == report.policies[1].peak_bytes
+    assert [row.label for row in report.pareto] == ["everything_saveable"]
 
 
 def test_pareto() -> None:
@@ -217,7 +231,7 @@ def test_text() -> None:
         "as written      4 KiB  27 KiB        32.8 kFLOP  +17 %\n"
         "no policy         8 B  27 KiB        98.3 kFLOP  +50 %  *\n"
         "save_matmuls   20 KiB  44 KiB                 0         *\n"
-        "* no other policy saves less without recomputing more"
+        "* no other policy has a lower peak without recomputing more"
     )
     lines = str(remat.report(torch.sin, rand(3))).splitlines()
     assert lines[-1] == "FLOPs are those of matrix products, convolutions and attention; this program has none."
@@ -279,7 +293,7 @@ def test_pictures_are_well_formed(report: remat.Report, tmp_path: Path) -> None:
     for svg in re.findall(r"<svg .*?</svg>", report.to_html(), re.DOTALL):
         root = ElementTree.fromstring(svg)
         texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
-        assert {"FLOPs recomputed", "bytes saved"} <= set(texts) or {"operations", "live bytes"} <= set(texts)
+        assert {"FLOPs recomputed", "peak bytes"} <= set(texts) or {"operations", "live bytes"} <= set(texts)
     text = report.to_svg(tmp_path / "picture.svg")
     assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
     assert "no policy" in text and report.to_svg() == text
