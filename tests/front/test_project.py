@@ -24,3 +24,25 @@ def test_the_oldest_python_is_said_once_everywhere() -> None:
     workflow = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
     tested = re.search(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
     assert tested and re.findall(r"[\d.]+", tested.group(1)) == pythons
+
+
+def pages() -> list[Path]:
+    return [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
+
+
+def test_relative_links_lead_to_a_file() -> None:
+    links = [(page, link) for page in pages() for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8"))]
+    local = [(page, link) for page, link in links if not link.startswith("http")]
+    assert len(local) > 50
+    assert [(page.name, link) for page, link in local if not (page.parent / link).exists()] == []
+
+
+def test_code_on_pages_is_readable_without_scrolling() -> None:
+    wide = {
+        f"{page.name}: {line}"
+        for page in pages()
+        for block in re.findall(r"^```\w+\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if len(line) > 92
+    }
+    assert wide == set()
