@@ -1,1 +1,1 @@
-"""One call of a rematerialized function, and all that it takes to recompute it."""
+"""Checkpointed regions: a call of a rematerialized function, with all that its recompute needs."""
