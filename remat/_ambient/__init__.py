@@ -1,1 +1,1 @@
-"""What a recompute must see as the first run saw it, and leave as it was: random generators and settings."""
+"""Ambient state: the random generators and settings that a recompute sees as the first run did, and then restores."""

@@ -1,1 +1,1 @@
-"""What a function reads and does not get as an argument: found without running it, and put back for a recompute."""
+"""The captured tensors and variables of a function: found without running it, and restored for a recompute."""

@@ -1,7 +1,7 @@
-"""Variables that a region reads, and what they held at its first run: a recompute sees that again.
+"""Variables that a region reads, with their values at its first run, which a recompute restores.
 
-A list or dict is remembered by a copy of what it held, never by itself: a tensor that a region appends to it leads to
-the region, which would live as long as its own results do. Tensors are remembered by their ids: the region has them.
+Of a list or dict a copy of the contents is recorded, never the container: a tensor that a region appends to it leads to
+the region, which would live as long as its own results. Tensors are recorded by their ids: the region saves them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ COPIED = (dict, OrderedDict, defaultdict, list)
 
 
 class MISSING:
-    """What stands for the value of a variable that is gone or empty."""
+    """A placeholder for the value of a variable that is deleted or empty."""
 
 
 class TensorId(int):
-    """Stands for a tensor: its id at the first run."""
+    """A placeholder for a tensor: its id at the first run."""
 
 
 class Variables(ABC):
-    """Variables of one holder, with what they held at the first run."""
+    """Variables of one holder, such as a dict or a closure cell, with their values at the first run."""
 
     __slots__ = ("holder", "then", "whole")
 
@@ -38,15 +38,15 @@ class Variables(ABC):
 
     @abstractmethod
     def now(self) -> dict[Any, Any]:
-        """What they hold now; all that the holder holds if it is ``whole``."""
+        """Return the values now; if ``whole``, of all variables of the holder."""
 
     @abstractmethod
     def put(self, values: dict[Any, Any]) -> None:
-        """Let them hold something else."""
+        """Set the variables to other values."""
 
 
 class Entries(Variables):
-    """Of a dict: globals, attributes, or its own; not by methods that a subclass overrides."""
+    """The entries of a dict, such as globals or attributes. Methods that a subclass overrides are not called."""
 
     __slots__ = ()
 
@@ -67,7 +67,7 @@ class Entries(Variables):
 
 
 class Items(Variables):
-    """All of a list."""
+    """All items of a list."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ class Items(Variables):
 
 
 class Descriptors(Variables):
-    """What descriptors give access to: slots, a closure cell, the defaults of a function."""
+    """Variables that descriptors access: slots, the contents of a closure cell, the defaults of a function."""
 
     __slots__ = ()
 
@@ -101,7 +101,7 @@ class Descriptors(Variables):
 
 
 class PartialArgs(Variables):
-    """The positional arguments of a partial, which takes its whole pickled state at any time."""
+    """The positional arguments of a partial. They can be set only with its whole pickled state."""
 
     __slots__ = ()
 
@@ -114,43 +114,44 @@ class PartialArgs(Variables):
 
 
 def copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
-    """A plain copy, not by methods that a subclass overrides."""
+    """Return a plain copy, without calling methods that a subclass overrides."""
     return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
 
 
 class Copy:
-    """What a list, dict or tuple held. One in it is a `Copy` too."""
+    """The contents of a list, dict or tuple at the first run. A container inside it is a `Copy` too."""
 
     __slots__ = ("address", "items", "kind", "make", "plain", "whole")
 
     def __init__(self, held: Any, items: dict[Any, Any] | None = None) -> None:
         self.address, self.kind = id(held), type(held)
-        self.plain: Any = None  # itself, if it holds plain values only: nothing of a region
-        self.items = items  # of a list or dict not known until it is visited
-        self.whole = False  # it is put back as a whole: it belongs to a module, or is a dict with tensors
+        self.plain: Any = None  # the container itself, if it has plain values only, which lead to no region
+        self.items = items  # None for a list or dict until it is visited
+        self.whole = False  # restore all of it: it belongs to a module, or is a dict with tensors
         self.make: Callable[[], Any] = self.kind
         if isinstance(held, defaultdict):
             self.make = partial(defaultdict, held.default_factory)
 
     def is_of(self, now: Any) -> bool:
-        """Whether this is the container. One that got the address of a freed one is filled with what that held."""
+        """Whether ``now`` is the container. A new one at the address of a freed one is taken for it, and filled."""
         return now is self.plain if self.plain is not None else type(now) is self.kind and id(now) == self.address
 
     def fill(self, held: Any, items: dict[Any, Any], whole: bool) -> None:
-        """Remember what it holds now, and itself until ``let_go``."""
+        """Record the contents now, and the container itself until ``let_go``."""
         self.plain, self.items, self.whole = held, items, whole
 
     def let_go(self) -> None:
-        """After the first run: keep itself only if it collects no tensors."""
+        """After the first run: release the container itself unless it has plain values only."""
         held = self.plain
         values = list(held.values() if isinstance(held, dict) else held or ())
         if without_plain(values) or not self.items or without_plain(self.items.values()):
             self.plain = None
 
     def may_stay(self, now: dict[Any, Any], wanted: dict[Any, Any]) -> bool:
-        """Whether a recompute that wants this may use the container as it is ``now``: it may be a log of the runs.
+        """Whether a recompute may use the container with its contents ``now`` instead of the old ones, ``wanted``.
 
-        That is if it holds plain values only, or if nothing that it held is gone and no tensor came.
+        That is so if it has plain values only, or if no entry was removed or replaced and no tensor added: it may be a
+        log of the runs.
         """
         if self.whole:
             return False
@@ -172,10 +173,10 @@ def _tensors(items: Mapping[Any, Any] | Iterable[Any], depth: int = 2) -> set[in
 
 
 class bound:
-    """Within, variables hold what they held at the first run, and after it what they hold now.
+    """Within, variables have their values of the first run; afterwards those of now again.
 
-    The tensors among it are those in ``tensors``, by their ids at the first run. With ``keep_changes`` what was
-    written to the variables meanwhile stays: for a first run, which counts.
+    Tensors among the values come from ``tensors``, by their ids at the first run. With ``keep_changes`` new values that
+    are written within stay: that is for a first run, whose effects the user sees.
     """
 
     __slots__ = ("_containers", "_keep", "_tensors", "_undo", "_variables")
@@ -188,7 +189,7 @@ class bound:
         self._containers: dict[Copy, Any] = {}
 
     def put(self) -> None:
-        """Let them hold it for good."""
+        """Set the values for good."""
         try:
             for each in self._variables:
                 self._bind(each)
@@ -235,7 +236,7 @@ class bound:
             now = variables.now()
             if self._keep and wanted is not None:
                 before = {key: before.get(key, v) if v is wanted.get(key, MISSING) else v for key, v in now.items()}
-            elif wanted is None:  # it stayed: what a recompute adds may stay, unless there are tensors among it
+            elif wanted is None:  # the container was left alone: entries that were added stay, unless they are tensors
                 before = now if self._keep or _tensors(now) <= _tensors(before) else before
             if not _same(now, before):
                 variables.put(before)

@@ -1,1 +1,1 @@
-"""Loops of equal steps, with the fewest recomputed steps for the carries that are kept."""
+"""Loops of equal steps, with the fewest recomputed steps for the number of saved carries."""
