@@ -86,10 +86,10 @@ class Captured:
         if (visit := visits[type(value)]) is not None:
             self._queue.append((visit, value, path))
 
-    def note(self, kind: type[Variables], holder: Any, held: dict[Any, Any], whole: bool = False) -> None:
+    def note(self, kind: type[Variables], holder: Any, values: dict[Any, Any], whole: bool = False) -> None:
         """Record variables and their values. Objects are recorded themselves: not all references can be replaced."""
-        if held or whole:
-            self.variables.append(kind(holder, {key: self._frozen(value) for key, value in held.items()}, whole))
+        if values or whole:
+            self.variables.append(kind(holder, {key: self._frozen(value) for key, value in values.items()}, whole))
 
     def _frozen(self, value: Any, depth: int = 0) -> Any:
         """Return the record of a value."""
@@ -132,9 +132,9 @@ class Captured:
             self.see(value, Path(name))
         if names:
             scope = fn.__globals__
-            held = {n: scope[n] for n in names if n in scope and type(scope[n]) is not ModuleType}
-            self.note(Entries, scope, held)
-            for name, value in held.items():
+            values = {n: scope[n] for n in names if n in scope and type(scope[n]) is not ModuleType}
+            self.note(Entries, scope, values)
+            for name, value in values.items():
                 if (id(scope), name) not in self._seen:
                     self._seen.add((id(scope), name))
                     self.see(value, Path(f"global {name!r}" if visits[type(value)] is Captured.tensor else name))
@@ -178,13 +178,13 @@ class Captured:
             self._sharded.update(map(id, module.modules()))
         sharded = id(module) in self._sharded
         for name in ("_parameters", "_buffers", "_modules"):
-            held = state.get(name)
+            entries = state.get(name)
             # Two modules may share this dict; TorchScript has another object there.
-            if isinstance(held, dict) and id(held) not in self._seen and not (sharded and name == "_parameters"):
-                self._seen.add(id(held))
-                if not sharded and (held or may_add(cls)):
-                    self.note(Entries, held, copy_dict(held), whole=True)
-                for key, value in held.items():
+            if isinstance(entries, dict) and id(entries) not in self._seen and not (sharded and name == "_parameters"):
+                self._seen.add(id(entries))
+                if not sharded and (entries or may_add(cls)):
+                    self.note(Entries, entries, copy_dict(entries), whole=True)
+                for key, value in entries.items():
                     self.see(value, path.attribute(key))
         names = [] if cls.__module__ == _FSDP1 else [name for name in state if name not in _BASE_STATE]
         for name in (*names, "_forward_hooks", "_forward_pre_hooks"):
@@ -200,17 +200,17 @@ class Captured:
         cls: Any = type(value)
         if cls.__dictoffset__:
             self._attributes(value.__dict__, path)
-        held = Descriptors(value, dict.fromkeys(slots(cls))).now()
-        self.note(Descriptors, value, held)
-        for slot, each in held.items():
+        values = Descriptors(value, dict.fromkeys(slots(cls))).now()
+        self.note(Descriptors, value, values)
+        for slot, each in values.items():
             self.see(each, path.attribute(slot.__name__))
         self.see(called(cls, "__call__"), path.attribute("__call__"))
 
-    def _attributes(self, held: dict[str, Any], path: Path) -> None:
-        whole = path.owned or any(isinstance(value, Tensor) for value in held.values())
-        items = held.copy()
+    def _attributes(self, attributes: dict[str, Any], path: Path) -> None:
+        whole = path.owned or any(isinstance(value, Tensor) for value in attributes.values())
+        items = attributes.copy()
         then = items if whole else {name: value for name, value in items.items() if visits[type(value)] is not None}
-        self.note(Entries, held, then, whole)
+        self.note(Entries, attributes, then, whole)
         for name, value in items.items():
             self.see(value, path.attribute(name))
 

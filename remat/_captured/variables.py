@@ -55,15 +55,15 @@ class Entries(Variables):
         return items if self.whole else {key: dict.get(items, key, MISSING) for key in self.then}
 
     def put(self, values: dict[Any, Any]) -> None:
-        held = self.holder
-        kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
-        if self.whole and list(map(id, kind.keys(held))) != list(map(id, values)):  # the order counts too
-            kind.clear(held)
+        entries = self.holder
+        kind: Any = OrderedDict if isinstance(entries, OrderedDict) else dict
+        if self.whole and list(map(id, kind.keys(entries))) != list(map(id, values)):  # the order counts too
+            kind.clear(entries)
         for key, value in values.items():
             if value is MISSING:
-                kind.pop(held, key, None)
-            elif dict.get(held, key, MISSING) is not value:
-                kind.__setitem__(held, key, value)
+                kind.pop(entries, key, None)
+            elif dict.get(entries, key, MISSING) is not value:
+                kind.__setitem__(entries, key, value)
 
 
 class Items(Variables):
@@ -123,27 +123,27 @@ class Copy:
 
     __slots__ = ("address", "items", "kind", "make", "plain", "whole")
 
-    def __init__(self, held: Any, items: dict[Any, Any] | None = None) -> None:
-        self.address, self.kind = id(held), type(held)
-        self.plain: Any = None  # the container itself, if it has plain values only, which lead to no region
+    def __init__(self, source: Any, items: dict[Any, Any] | None = None) -> None:
+        self.address, self.kind = id(source), type(source)
+        self.plain: Any = None  # the container itself; after `let_go` only if its values are plain
         self.items = items  # None for a list or dict until it is visited
         self.whole = False  # restore all of it: it belongs to a module, or is a dict with tensors
         self.make: Callable[[], Any] = self.kind
-        if isinstance(held, defaultdict):
-            self.make = partial(defaultdict, held.default_factory)
+        if isinstance(source, defaultdict):
+            self.make = partial(defaultdict, source.default_factory)
 
     def is_of(self, now: Any) -> bool:
         """Whether ``now`` is the container. A new one at the address of a freed one is taken for it, and filled."""
         return now is self.plain if self.plain is not None else type(now) is self.kind and id(now) == self.address
 
-    def fill(self, held: Any, items: dict[Any, Any], whole: bool) -> None:
+    def fill(self, source: Any, items: dict[Any, Any], whole: bool) -> None:
         """Record the contents now, and the container itself until ``let_go``."""
-        self.plain, self.items, self.whole = held, items, whole
+        self.plain, self.items, self.whole = source, items, whole
 
     def let_go(self) -> None:
-        """After the first run: release the container itself unless it has plain values only."""
-        held = self.plain
-        values = list(held.values() if isinstance(held, dict) else held or ())
+        """After the first run: release the container itself unless its values were and are plain."""
+        source = self.plain
+        values = list(source.values() if isinstance(source, dict) else source or ())
         if without_plain(values) or not self.items or without_plain(self.items.values()):
             self.plain = None
 
@@ -179,12 +179,12 @@ class bound:
     are written within stay: that is for a first run, whose effects the user sees.
     """
 
-    __slots__ = ("_containers", "_keep", "_tensors", "_undo", "_variables")
+    __slots__ = ("_containers", "_keep_changes", "_tensors", "_undo", "_variables")
 
     def __init__(
         self, variables: Iterable[Variables], tensors: Mapping[int, torch.Tensor], keep_changes: bool = False
     ) -> None:
-        self._variables, self._tensors, self._keep = variables, tensors, keep_changes
+        self._variables, self._tensors, self._keep_changes = variables, tensors, keep_changes
         self._undo: list[tuple[Variables, dict, dict | None]] = []
         self._containers: dict[Copy, Any] = {}
 
@@ -201,7 +201,7 @@ class bound:
 
     def _bind(self, variables: Variables, copy: Copy | None = None) -> None:
         now = variables.now()
-        wanted = {key: self._value(held, now.get(key, MISSING)) for key, held in variables.then.items()}
+        wanted = {key: self._value(old, now.get(key, MISSING)) for key, old in variables.then.items()}
         if copy is not None and copy.is_of(variables.holder) and copy.may_stay(now, wanted):
             self._undo.append((variables, now, None))
         else:
@@ -209,35 +209,35 @@ class bound:
             if not _same(now, wanted):
                 variables.put(wanted)
 
-    def _value(self, held: Any, now: Any) -> Any:
-        if type(held) is TensorId:
-            return self._tensors.get(held, now)
-        if type(held) is not Copy:
-            return held
-        if held.kind not in COPIED:
-            return self._tuple(held, now)
-        if held not in self._containers:
-            there = held.is_of(now)
-            if held.items is None:
-                return now if there else held.make()
-            container = self._containers[held] = now if there else held.plain or held.make()
-            self._bind((Items if held.kind is list else Entries)(container, held.items, True), held)
-        return self._containers[held]
+    def _value(self, old: Any, now: Any) -> Any:
+        if type(old) is TensorId:
+            return self._tensors.get(old, now)
+        if type(old) is not Copy:
+            return old
+        if old.kind not in COPIED:
+            return self._tuple(old, now)
+        if old not in self._containers:
+            is_same = old.is_of(now)
+            if old.items is None:
+                return now if is_same else old.make()
+            container = self._containers[old] = now if is_same else old.plain or old.make()
+            self._bind((Items if old.kind is list else Entries)(container, old.items, True), old)
+        return self._containers[old]
 
-    def _tuple(self, held: Copy, now: Any) -> Any:
-        before = now if type(now) is held.kind else ()
-        items = [self._value(item, before[i] if i < len(before) else MISSING) for i, item in (held.items or {}).items()]
+    def _tuple(self, old: Copy, now: Any) -> Any:
+        before = now if type(now) is old.kind else ()
+        items = [self._value(item, before[i] if i < len(before) else MISSING) for i, item in (old.items or {}).items()]
         if len(items) == len(before) and all(map(is_, items, before)):
             return now
-        return getattr(held.kind, "_make", held.kind)(items)
+        return getattr(old.kind, "_make", old.kind)(items)
 
     def __exit__(self, *exception: object) -> None:
         for variables, before, wanted in reversed(self._undo):
             now = variables.now()
-            if self._keep and wanted is not None:
+            if self._keep_changes and wanted is not None:
                 before = {key: before.get(key, v) if v is wanted.get(key, MISSING) else v for key, v in now.items()}
             elif wanted is None:  # the container was left alone: entries that were added stay, unless they are tensors
-                before = now if self._keep or _tensors(now) <= _tensors(before) else before
+                before = now if self._keep_changes or _tensors(now) <= _tensors(before) else before
             if not _same(now, before):
                 variables.put(before)
         self._undo.clear()

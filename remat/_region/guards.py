@@ -43,7 +43,7 @@ class Guards:
     """
 
     __slots__ = (
-        "_asked", "_changed", "accumulated", "as_they_were", "changing", "copies", "duals", "first_hook",
+        "_changed", "_comparison", "accumulated", "as_they_were", "changing", "copies", "duals", "first_hook",
         "grads", "leaf", "name", "packed", "requires_grad", "sums", "tensors", "versions",
     )  # fmt: skip
 
@@ -61,7 +61,7 @@ class Guards:
         self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # saved by the hooks around the region
         self.copies: Mapping[int, torch.Tensor] = _NOTHING
         self._changed: Mapping[int, bool] = _NOTHING
-        self._asked: DeviceComparison | None = None  # of tensors with a copy: which really changed
+        self._comparison: DeviceComparison | None = None  # of tensors with a copy: which really changed
         self.duals = tangents(tensors) if private.dual_level_active() else _NOTHING
         self.grads: list[tuple[int, int]] | None = None
         self.first_hook = RemovableHandle.next_id  # hooks that a first run registers have this id or a higher one
@@ -83,8 +83,8 @@ class Guards:
     @property
     def changed(self) -> Mapping[int, bool]:
         """The indices of changed tensors -> whether the version counter missed it. May wait for a device."""
-        if self._asked is not None:
-            same, self._asked = self._asked.same(), None
+        if self._comparison is not None:
+            same, self._comparison = self._comparison.same(), None
             self._changed = {i: untraced for i, untraced in self._changed.items() if i not in same}
             self.copies = {i: copy for i, copy in self.copies.items() if i not in same}
         return self._changed
@@ -152,7 +152,7 @@ class Guards:
             self.as_they_were = not self.sums
             return
         changed: dict[int, bool] = {}
-        copies, asked = dict(self.copies), {}
+        copies, to_compare = dict(self.copies), {}
         for i, (tensor, version) in enumerate(zip(self.tensors, now)):
             assert tensor is not None
             if version == self.versions[i]:
@@ -161,7 +161,7 @@ class Guards:
                 elif tensor.device.type not in ("cpu", "meta"):
                     changed[i] = True
                     if can_be_asked(tensor):
-                        asked[i] = tensor, copies[i]
+                        to_compare[i] = tensor, copies[i]
                 elif may_differ(copies[i], tensor):
                     changed[i] = True
                 else:
@@ -181,8 +181,8 @@ class Guards:
                 if isinstance(offloaded := self.packed[i].packed, Offloaded):
                     offloaded.settle()
         self._changed, self.copies = changed, copies
-        if asked:
-            self._asked = DeviceComparison(asked)
+        if to_compare:
+            self._comparison = DeviceComparison(to_compare)
         self.as_they_were = not (changed or self.copies or self.packed or self.sums)
 
     def forget_histories(self) -> None:

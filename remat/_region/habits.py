@@ -55,8 +55,8 @@ def check_returns(fn: Any) -> None:
     fn = getattr(fn, "__func__", fn) if isinstance(fn, (classmethod, staticmethod)) else fn
     called = fn.forward if isinstance(fn, torch.nn.Module) and hasattr(fn, "forward") else fn
     method = vars(type(called)).get("__call__")  # for callable objects
-    for is_one, kind in _KINDS:
-        if is_one(called) or is_one(method):
+    for is_kind, kind in _KINDS:
+        if is_kind(called) or is_kind(method):
             raise TypeError(
                 f"remat takes functions that have computed their result when they return, but "
                 f"{getattr(fn, '__name__', type(fn).__name__)} is {kind}. Apply remat to a function that it calls."

@@ -29,7 +29,7 @@ class Watch:
     freed when the run has ended, so a tensor that is still alive is taken to be captured.
     """
 
-    __slots__ = ("asks", "cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "unread", "wrappers")
+    __slots__ = ("cuts", "maps", "plain_too", "queries", "recorded", "region", "seen", "suspects", "unread", "wrappers")
 
     def __init__(
         self, region: Any, operands: list[torch.Tensor], inside: Sequence[torch.Tensor], plain_too: bool, recorded: bool
@@ -37,7 +37,7 @@ class Watch:
         self.region = region
         self.recorded = recorded  # plain autograd, or forward mode, differentiates below all levels
         self.cuts = self.maps = False  # see ``needs_order``
-        self.asks = False  # the function queries what autograd follows
+        self.queries = False  # the function queries what autograd follows
         self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
         self.seen: dict[int, weakref.ref] = {}
         self.made(inside)
@@ -56,8 +56,8 @@ class Watch:
         """Note that the function calls a torch function at a level."""
         if func is private.custom_function_call:
             self.maps = True
-        elif func in _ASKS:
-            self.asks = True
+        elif func in _QUERIES:
+            self.queries = True
         elif func in _BY_LEVEL and private.level_of(args[0]) <= level:
             self.cuts |= requires_grad_somewhere(args[0])
 
@@ -79,7 +79,7 @@ class Watch:
         each of these may follow another operand. Without a region, the function sees only what the innermost follows.
         """
         kinds = self.region.kinds
-        if not self.asks:
+        if not self.queries:
             return False
         top = len(kinds) - kinds[::-1].index(private.GRAD)
         return any(is_followed_below(top, tensor) for tensor in self.region.operands())
@@ -116,12 +116,12 @@ class Watch:
 
     def remaining(self) -> list[torch.Tensor]:
         """After the run: the tensors that were not known then, and are still alive."""
-        if left := self._left():
-            wait_for_backward_threads(left)
-            del left
-        return self._left()
+        if alive := self._alive_suspects():
+            wait_for_backward_threads(alive)
+            del alive
+        return self._alive_suspects()
 
-    def _left(self) -> list[torch.Tensor]:
+    def _alive_suspects(self) -> list[torch.Tensor]:
         found = [suspect() for suspect in self.suspects]
         return [tensor for tensor in found if tensor is not None and not private.is_dead(tensor)]
 
@@ -137,7 +137,7 @@ _BY_LEVEL = {
     private.custom_function_call,
 }
 # Functions whose results depend on which tensors autograd follows.
-_ASKS = {
+_QUERIES = {
     torch.autograd.grad,
     torch.autograd.backward,
     torch.Tensor.backward,
