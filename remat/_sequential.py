@@ -1,4 +1,4 @@
-"""Functions in a row, a few of them in each region."""
+"""``remat.sequential``: functions that are called one after another, a few of them in each region."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def sequential(
     early_stop: bool = True,
     debug: bool = False,
 ) -> Callable[P, R]:
-    """Make one function of several that are called one after another, with a region for each segment of them.
+    """Compose functions that are called one after another, with a region for each segment of them.
 
     Args:
-        functions: functions or modules; a ``torch.nn.Sequential`` stands for its modules. The first gets the
-            arguments, each other one the result of the one before it, as one argument.
-        segments: how many regions, of nearly equal length, from 1 to the number of functions. By default the square
-            root of that number, rounded, which needs the least memory if all functions need the same.
+        functions: functions or modules, or a ``torch.nn.Sequential``, which stands for its modules. The first one gets
+            the arguments, each other one the result of the previous one, as one argument.
+        segments: the number of regions, of nearly equal length, from 1 to the number of functions. By default the
+            square root of that number, rounded, which needs the least memory if all functions need the same.
         policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
         preserve_rng_state: give a recompute the random numbers of the forward, as in :func:`remat.remat`.
         determinism_check: what is compared between the runs, as in :func:`remat.remat`.
@@ -43,12 +43,12 @@ def sequential(
         debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
 
     Returns:
-        A function. It reads the modules that it was made from, whose parameters get their gradients.
+        A function. It calls the modules themselves, so their parameters get gradients.
 
     Raises:
         TypeError: ``functions`` holds something that can't be called, or an option has the wrong type.
         ValueError: there are no functions, ``segments`` is out of its range, or a ``torch.nn.Sequential`` does more
-            than to call its modules: it has hooks or a forward of its own.
+            than call its modules: it has hooks or a forward of its own.
         PolicyError: ``policy`` is not a policy.
 
     Example:
@@ -58,7 +58,7 @@ def sequential(
         >>> f = remat.sequential(layers, segments=3)
         >>> f(torch.ones(2, 8)).sum().backward()
 
-    The square root is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    The square root is from Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if isinstance(functions, torch.nn.Sequential):
@@ -75,7 +75,7 @@ def _check_sequential(module: torch.nn.Sequential) -> None:
     if own or any(vars(module).get(name) for name in _HOOKS):
         raise ValueError(
             f"The {type(module).__name__} has {'a forward' if own else 'hooks'} of its own, which would not be called. "
-            f"Take `list(module)` if that is not needed, or make it one region: `remat(module)`."
+            f"Pass `list(module)` if that is not needed, or make it one region: `remat(module)`."
         )
 
 
@@ -83,10 +83,10 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def row_of(functions: Any) -> list[Callable]:
-    """The functions as a list."""
+    """Return the functions as a list, after checking them."""
     if not isinstance(functions, Iterable):
-        raise TypeError(f"functions must be functions or modules in a row, such as a list of them; got {functions!r}.")
-    row = list(functions)  # not `children()`, which has a module that is there twice only once
+        raise TypeError(f"functions must be an iterable of functions or modules, such as a list; got {functions!r}.")
+    row = list(functions)  # not `children()`, which lists a repeated module only once
     for i, fn in enumerate(row):
         if not callable(fn):
             raise TypeError(f"functions[{i}] must be a function or a module, got {fn!r}.")
@@ -96,7 +96,7 @@ def row_of(functions: Any) -> list[Callable]:
 
 
 def check_segments(segments: Any, count: int) -> None:
-    """Whether ``count`` functions can be divided into so many segments."""
+    """Check that ``count`` functions can be divided into ``segments`` segments."""
     if not isinstance(segments, int) or isinstance(segments, bool):
         raise TypeError(f"segments must be an integer, got {segments!r}.")
     if not 1 <= segments <= count:
@@ -104,8 +104,8 @@ def check_segments(segments: Any, count: int) -> None:
 
 
 def chain(functions: Sequence[Callable]) -> Callable:
-    """One function that calls these one after another."""
-    return partial(segment, tuple(functions))  # in the arguments of a partial, captured tensors are found
+    """Return one function that calls the functions one after another."""
+    return partial(segment, tuple(functions))  # the search for captured tensors looks into a partial's arguments
 
 
 def segment(functions: tuple[Callable, ...], *args: Any, **kwargs: Any) -> Any:

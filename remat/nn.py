@@ -1,4 +1,4 @@
-"""Regions in models: calls of chosen submodules keep only their inputs.
+"""Checkpointed regions in models: calls of chosen submodules save only their inputs.
 
 Example:
     >>> import torch
@@ -51,13 +51,13 @@ def apply(
 
     Parameters, buffers, names, ``state_dict`` keys, hooks and ``isinstance`` stay as they are, and a module's own hooks
     run outside of its region, as often as without it. Copies and pickles of the model have the same regions. A module
-    that is used in several places (tied weights) is changed once, for all of them. One that has a region already
+    that is used in several places (tied weights) is changed once, for all of them. A module that is a region already
     gets the new options.
 
     Args:
-        model: the model; it may be chosen itself, as the submodule of the name ``""``.
-        where: which submodules: a type or a tuple of types, :func:`every` n-th of a type, or a function of a
-            submodule's name and the submodule that says whether.
+        model: the model; it can be chosen itself, as the submodule with the name ``""``.
+        where: which submodules: a type or a tuple of types, :func:`every` n-th module of a type, or a function that
+            gets a submodule's name and the submodule, and returns whether it is chosen.
         policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
         preserve_rng_state: give a recompute the random numbers of the forward, as in :func:`remat.remat`.
         determinism_check: what is compared between the runs, as in :func:`remat.remat`.
@@ -77,7 +77,7 @@ def apply(
 
     Note:
         The class of a chosen module becomes a subclass with the same name, so ``type(module) is Linear`` is false then.
-        Choose modules before a wrapper that changes their class in its own way (FSDP2) is put on.
+        FSDP2's ``fully_shard`` and parametrizations change the class too; they can be applied before or after.
 
     Example:
         >>> import torch
@@ -103,37 +103,37 @@ def budget(
     cost: str | Callable[..., float] = "roofline",
     **kwargs: Any,
 ) -> BlockBudget:
-    """Make the chosen submodules regions, in place, that keep as much as a peak for the whole model allows.
+    """Make the chosen submodules regions, in place, that save as much as a memory budget for the model allows.
 
-    The model runs a few times, forward and backward; gradients, buffers, generators and train mode are put back. What
-    each of the submodules keeps is chosen so that the least is recomputed: blocks that are called late may keep more.
-    The choice is checked by a run, whose peak is not above the budget. :func:`undo` makes all calls plain again.
+    The model runs a few times, forward and backward; gradients, buffers, generators and the training mode are restored.
+    The values that each submodule saves are chosen to minimize the cost of the recompute: blocks that are called late
+    may save more. A run with the choice checks that its peak is within the budget. :func:`undo` removes the regions.
 
     Args:
         model: the model, on the device and in the mode that it is trained in.
-        where: which submodules, as in :func:`apply`. Those inside of another one are part of that.
-        amount: what may be alive at most between the start of the forward and the end of the backward, gradients
-            of parameters included, parameters and inputs not: bytes, a text such as ``"2GiB"``, or a float in (0, 1],
-            which is that part of the peak without rematerialization.
-        *args: what the model is called with, as in training.
-        loss: makes a scalar of the model's result. None: its ``.loss`` where it has one, else the sum of its
-            floating-point tensors.
-        cost: what an operation costs when it is recomputed, as in :func:`remat.policies.budget`.
-        **kwargs: keyword arguments of the model.
+        where: which submodules, as in :func:`apply`. A chosen submodule inside another one is part of that one.
+        amount: the highest allowed peak of live tensors between the start of the forward and the end of the backward,
+            with the gradients of parameters, without parameters and inputs: a number of bytes, a string such as
+            ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization.
+        *args: arguments for the model, as in training.
+        loss: computes a scalar from the model's result. None: the result's ``.loss`` if it has one, otherwise the sum
+            of its floating-point tensors.
+        cost: the cost of recomputing an operation, as in :func:`remat.policies.budget`.
+        **kwargs: keyword arguments for the model.
 
     Returns:
-        What was chosen, and the peaks; print it.
+        The choice and the peaks; print it.
 
     Raises:
-        RematError: the model needs more where the submodules keep nothing; the message says how much. Nothing is
-            changed then.
-        PolicyError: the amount or the cost is none.
+        RematError: the model needs more memory even if the submodules save only their inputs; the message names the
+            amount. Nothing is changed then.
+        PolicyError: ``amount`` or ``cost`` is invalid.
         ValueError: ``where`` chooses none of the submodules.
         TypeError: ``where`` has the wrong type, or a chosen module can't have a region.
 
     Note:
-        Where a block gets other shapes than here, it chooses anew for what it kept here. In a distributed job call it
-        in all processes; they take the choice of the first one.
+        A block that later gets other shapes chooses again, within the bytes that it saves here. In a distributed job
+        call this function in all processes; they use the choice of the first one.
 
     Example:
         >>> import torch
@@ -149,9 +149,9 @@ def budget(
 
 
 def undo(model: M) -> M:
-    """Make calls of all submodules plain again, where :func:`apply` has made them regions.
+    """Undo :func:`apply` and :func:`budget` for all submodules: their calls are no longer regions.
 
-    Regions that ran already keep what they need for their backward.
+    The backward of a region whose forward ran before is not affected.
 
     Returns:
         ``model`` itself.
@@ -170,22 +170,22 @@ def undo(model: M) -> M:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """A choice for :func:`apply`; see :func:`every`."""
+    """The result of :func:`every`."""
 
     n: int
     of: Types
 
 
 def every(n: int, of: Types) -> Every:
-    """For :func:`apply`: the first, the (n+1)-th, the (2n+1)-th ... of the modules of a type, as the model lists them.
+    """For :func:`apply`: choose the first, the (n+1)-th, ... module of a type, in the order of ``named_modules()``.
 
     Args:
-        n: at least 1, which chooses them all.
+        n: at least 1; 1 chooses all of them.
         of: a type, or a tuple of types.
 
     Raises:
         ValueError: ``n`` is less than 1.
-        TypeError: ``n`` is no integer, or ``of`` no type.
+        TypeError: ``n`` is not an integer, or ``of`` is not a type.
 
     Example:
         >>> import torch
@@ -207,7 +207,7 @@ def _is_types(value: Any) -> bool:
 
 
 def _checked(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that are chosen, which can be regions."""
+    """Return the chosen modules; raise if there are none or if one can't be a region."""
     chosen = _chosen(model, where)
     if not chosen:
         classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
@@ -219,7 +219,7 @@ def _checked(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Mod
 
 def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"apply takes a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(f"The model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(where, Every):
         return _chosen(model, where.of)[:: where.n]
     if _is_types(where):

@@ -1,7 +1,6 @@
-"""Ambient state: what a recompute of a region must see again, and must leave as it was.
+"""Ambient state: random generators and settings. A recompute sees them as the first run did, and then restores them.
 
-The random generators (of every device in use, those that the caller names, Python's and NumPy's global ones), and the
-settings.
+The generators are those of every device in use, those that the caller names, and Python's and NumPy's global ones.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from .settings import cached_weights, read_settings, set_cached_weights, setters
 class Ambient:
     """The ambient state at one moment.
 
-    Generators are read and set past the dispatcher: no torch.func level or mode matters to them.
+    Generators are read and set without the dispatcher, so torch.func levels and modes have no effect on it.
     """
 
     __slots__ = ("_devices", "_every", "_generators", "_settings", "_states")
     _settings: list[Any]
     _devices: tuple[torch.device, ...]
     _generators: tuple[Any, ...]
-    _every: tuple[Any, ...] | None  # generators that matter, with these among them
-    _states: tuple[Any, ...]  # theirs
+    _every: tuple[Any, ...] | None  # all generators whose states are recorded, including `_generators`
+    _states: tuple[Any, ...]  # the states of `_every`
 
     @classmethod
     def capture(
@@ -39,10 +38,10 @@ class Ambient:
         generators: Iterable[Any],
         preserve_rng_state: bool,
     ) -> Ambient:
-        """The state of now; the generators of `devices` only where the backend has started.
+        """Return the current state. Of `devices` only generators of backends that have been initialized are included.
 
         Raises:
-            RematError: a CUDA graph is captured, in which a generator's state can't be set.
+            RematError: a CUDA graph is being captured, so a generator's state can't be set.
         """
         self = cls.__new__(cls)
         self._settings = read_settings()
@@ -50,7 +49,7 @@ class Ambient:
         if preserve_rng_state:
             if is_capturing():
                 raise RematError(_IN_A_GRAPH)
-            self._devices = (*devices, *current_device())  # at the backward another one may be current
+            self._devices = (*devices, *current_device())  # another device may be current in the backward
             self._generators = tuple(map(with_state, generators))
             self._every = global_generators(self._devices) + self._generators
             self._states = tuple(map(_get_state, self._every))
@@ -61,7 +60,7 @@ class Ambient:
         return zip(self._every or (), self._states)
 
     def restored(self) -> _Restored:
-        """Within, the captured state; after, that of before. Any number of times, in any thread."""
+        """Return a context in which the captured state is set. Can be used any number of times, in any thread."""
         return _Restored(self)
 
     def moved(self) -> bool:
@@ -70,19 +69,19 @@ class Ambient:
         return any(now is not state and _torch_part(now) != _torch_part(state) for now, state in pairs)
 
     def cached_since(self) -> list[Any]:
-        """The weights of parametrized modules that were computed since, and are held for others to read."""
+        """Weights of parametrized modules that ``parametrize.cached()`` has stored since."""
         before, now = weights(self._settings), cached_weights()
         if now is None:
             return []
         return [weight for key, weight in now.weights.items() if before is None or key not in before.weights]
 
     def rewind(self) -> None:
-        """Sets what a run moves on, the generators and the cached weights, back to the captured state."""
+        """Restore what a run changes: the generators and the cached weights."""
         set_cached_weights(weights(self._settings))
         self._set_generators(_UNKNOWN)
 
     def _put(self, settings: list[Any], states: Iterable[Any]) -> None:
-        """Sets all of it, where these are the settings and the states of the generators now."""
+        """Set the captured state. The arguments are the current settings and generator states."""
         try:
             if settings is not self._settings and settings != self._settings:
                 changes = zip(setters(), settings, self._settings, strict=True)
@@ -102,7 +101,7 @@ class Ambient:
 
 
 class _Restored:
-    """An ambient state while it is put back; made for one use."""
+    """The context in which an ambient state is set, for one use."""
 
     __slots__ = ("before", "state")
 
@@ -111,9 +110,9 @@ class _Restored:
 
     def __enter__(self) -> None:
         state = self.state
-        # Read anew, and not only what was captured: a backend or NumPy may have come since.
+        # Not only the captured generators are read: a backend or NumPy may have been initialized since.
         self.before = state.capture(state._devices, state._generators, state._every is not None)
-        torch.autocast_increment_nesting()  # as torch.autocast: casts are not kept beyond the run
+        torch.autocast_increment_nesting()  # as in torch.autocast, so that cached casts are dropped after the run
         known = self.before._every is state._every
         try:
             state._put(self.before._settings, self.before._states if known else _UNKNOWN)
@@ -132,7 +131,7 @@ def _torch_part(state: Any) -> bytes | None:
 
 
 def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
-    """A call that fails does not keep the others from being made."""
+    """Make all calls, even if one fails."""
     try:
         for call, value in calls:
             call(value)
@@ -142,8 +141,8 @@ def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
 
 
 _IN_A_GRAPH = (
-    "A region is called while a CUDA graph is captured, in which its recompute could not set the random generators "
-    "back. Pass `preserve_rng_state=False` to it if it draws no random numbers; if it does, leave it out of the graph."
+    "A region is called while a CUDA graph is captured, where its recompute could not restore the random generators. "
+    "Pass `preserve_rng_state=False` to it if it draws no random numbers; otherwise call it outside of the graph."
 )
 _get_state = methodcaller("get_state")
-_UNKNOWN = repeat(object())  # states that may have moved
+_UNKNOWN = repeat(object())  # equal to no state, so that all are set

@@ -1,6 +1,6 @@
-"""Random generators, torch's, Python's and NumPy's: the global ones, and those that somebody holds.
+"""Random generators of torch, Python and NumPy: the global ones, and those that a region's function refers to.
 
-Each comes as an object with `get_state` and `set_state`.
+Each is represented by an object with `get_state` and `set_state`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._core.devices import accelerator, has_started
 
 
 def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
-    """Those of the host, of all devices of the accelerator, and of `devices`, where the backend has started."""
+    """The generators of the host, the accelerator's devices, and `devices`, if their backend is initialized."""
     found = _host_generators("numpy" in sys.modules)
     if devices := devices + accelerator():
         found += tuple(_device_generators(devices))
@@ -33,12 +33,12 @@ def _host_generators(with_numpy: bool) -> tuple[Any, ...]:
 
 
 class HostGenerator(ABC):
-    """A global generator of the host. Regions share its state, of up to 30 KB, as long as nobody draws."""
+    """A global generator of the host. Regions share its state, of up to 30 KB, until numbers are drawn."""
 
     name = "torch's generator of the CPU"
 
     def __init__(self) -> None:
-        self._key: Any = None  # tells the last state from others
+        self._key: Any = None  # identifies the last state
         self._state: Any = None
 
     def get_state(self) -> Any:
@@ -49,11 +49,11 @@ class HostGenerator(ABC):
 
     @abstractmethod
     def _read(self) -> tuple[Any, Any]:
-        """A state, and what tells it from others."""
+        """Return a key that identifies the state, and the state."""
 
     @abstractmethod
     def set_state(self, state: Any) -> None:
-        """Put a state back."""
+        """Restore a state."""
 
 
 class _Torch(HostGenerator):
@@ -70,16 +70,16 @@ class _Python(HostGenerator):
 
     def _read(self) -> tuple[Any, Any]:
         state = random.getstate()
-        return (state[1][-5:], state[2]), state  # 4 of its 624 words and the position; half a pair of normals
+        return (state[1][-5:], state[2]), state  # 4 of its 624 words and the position; a stored normal variate
 
     def set_state(self, state: Any) -> None:
         random.setstate(state)
 
 
 class _NumPy(HostGenerator):
-    """NumPy takes 30 us to give its state, so the bits are looked at first, which NumPy gives the address of.
+    """NumPy takes 30 us to return its state, so the generator's memory is compared first, at an address from NumPy.
 
-    Beside them it keeps half a pair of normals. If it had one at these bits, the bits alone don't tell the state.
+    NumPy also stores one of each pair of normal variates. If it had one at these bits, they don't identify the state.
     """
 
     name = "NumPy's random"
@@ -106,30 +106,30 @@ class _NumPy(HostGenerator):
 
 
 def _numpy_bits() -> bytes | None:
-    """The memory of a Mersenne twister: 624 words and the position; None if another bit generator is in its place."""
+    """The memory of the Mersenne twister: 624 words and the position. None if NumPy uses another bit generator."""
     numpy = sys.modules["numpy"].random
     generator = numpy.get_bit_generator()
     return ctypes.string_at(generator.ctypes.state_address, 2500) if type(generator) is numpy.MT19937 else None
 
 
 def generator_name(generator: Any) -> str:
-    """What users call a global generator."""
+    """The name of a global generator for users."""
     if isinstance(generator, HostGenerator):
         return generator.name
     return f"torch's generator of {getattr(generator, 'device', 'the device')}"
 
 
 def bytes_of(state: torch.Tensor) -> bytes:
-    """The state of a torch generator, read past modes and levels."""
+    """The bytes of a torch generator's state, read without modes and levels."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
-    started = {}  # a fake tensor may be on a device that this machine hasn't got
+    started = {}  # without devices that this machine doesn't have, which fake tensors may be on
     for device in devices:
         module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
         if module is not None and has_started(module):
-            # What a region draws from is not told by its tensors, and the states are in host memory.
+            # A region may draw from any device of the backend. Reading is cheap: the states are in host memory.
             every = getattr(module, "default_generators", None)
             for generator in [_device_generator(module, device)] if every is None else every:
                 started[id(generator)] = generator
@@ -137,13 +137,13 @@ def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
 
 
 def _device_generator(module: ModuleType, device: torch.device) -> Any:
-    where = {} if device.type == "mps" else {"device": device}  # there is but one
+    where = {} if device.type == "mps" else {"device": device}  # it has only one device
     get, put = module.get_rng_state, module.set_rng_state
     return SimpleNamespace(get_state=partial(get, **where), set_state=partial(put, **where))
 
 
 def is_generator(cls: type) -> bool:
-    """Whether this is a class of generators, other than torch's."""
+    """Whether this is a class of Python's or NumPy's generators."""
     kinds: tuple[Any, ...] = (random.Random,)
     if (numpy := sys.modules.get("numpy.random")) is not None:
         kinds += numpy.Generator, numpy.RandomState
@@ -151,10 +151,10 @@ def is_generator(cls: type) -> bool:
 
 
 def with_state(generator: Any) -> Any:
-    """The object by which a generator's state is read and set."""
+    """Return an object that reads and sets a generator's state."""
     if isinstance(generator, random.Random):
         return SimpleNamespace(get_state=generator.getstate, set_state=generator.setstate)
     bits = getattr(generator, "bit_generator", None)
-    if bits is not None:  # of NumPy's newer kind
+    if bits is not None:  # a `numpy.random.Generator`
         return SimpleNamespace(get_state=lambda: bits.state, set_state=partial(setattr, bits, "state"))
     return generator

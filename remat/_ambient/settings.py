@@ -1,7 +1,7 @@
-"""The settings that a recompute must see again: how each is read, and how it is set.
+"""The settings that a recompute restores: how each is read, and how it is set.
 
 They are autocast, grad mode, default dtype and device, attention kernels, deterministic algorithms, the precision of
-products, and the weights that ``torch.nn.utils.parametrize.cached()`` holds.
+matrix products, and the weights in the cache of ``torch.nn.utils.parametrize.cached()``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .._core.devices import accelerator, current_device, set_current_device
 
 
 class CachedWeights:
-    """What ``parametrize.cached()`` has computed so far, and how often it is entered."""
+    """The cache of ``parametrize.cached()``: the weights so far, and how often the context is entered."""
 
     def __init__(self, depth: int, weights: dict) -> None:
         self.depth, self.weights = depth, weights
 
 
 def cached_weights() -> CachedWeights | None:
-    """Those of now; None outside of such a context."""
+    """The cache now; None outside of the context."""
     depth, weights = private.cached_weights()
     return CachedWeights(depth, dict(weights)) if depth else None
 
 
 def set_cached_weights(value: CachedWeights | None) -> None:
-    """Put them back."""
+    """Restore the cache."""
     if value is not None or private.cached_weights()[0]:
         private.set_cached_weights(*((value.depth, dict(value.weights)) if value is not None else (0, {})))
 
@@ -41,7 +41,7 @@ _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "me
 
 
 def _set_float32_precision(value: str) -> None:
-    """Put it back. What was set by backend is left alone: it may be inherited, which can't be put back."""
+    """Restore the precision. Settings of single backends are left alone: inherited ones can't be restored."""
     try:
         torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -50,10 +50,10 @@ def _set_float32_precision(value: str) -> None:
 
 
 def _device_modes() -> tuple[tuple, Any]:
-    """The default devices of this thread: their modes, and what others note of the one at the bottom.
+    """The default devices of this thread: their modes, and the notes that torch and Dynamo have of the bottom one.
 
-    ``torch.get_default_device`` can't tell "none" from "cpu", and makes a tensor to answer. None is where another mode
-    stands between.
+    ``torch.get_default_device`` can't distinguish "none" from "cpu", and makes a tensor. In the tuple of modes, None
+    represents another mode in between.
     """
     notes = private.default_device_notes()
     if not (depth := private.function_modes()) and notes[0] is None:
@@ -66,7 +66,7 @@ def _device_modes() -> tuple[tuple, Any]:
 
 
 def _set_device_modes(value: tuple[tuple, Any]) -> None:
-    """Put these where those of now stand, and leave the other modes."""
+    """Replace the device modes on the stack, and leave the other modes."""
     devices, notes = value
     private.set_default_device_notes(notes)
     modes = [private.pop_function_mode() for _ in range(private.function_modes())]
@@ -91,7 +91,7 @@ _SDPA_SETTERS = (
 
 @cache
 def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], Any], ...]]:
-    """What reads each setting, and what sets it."""
+    """The functions that read the settings, and the functions that set them."""
     settings: list[tuple[Any, Any]] = [
         (cached_weights, set_cached_weights),
         (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -121,21 +121,21 @@ _call: Any = getattr(operator, "call", operator.methodcaller("__call__"))  # Pyt
 
 
 def read_settings() -> list[Any]:
-    """All of them now, in a fixed order."""
+    """Return the values of all settings, in a fixed order."""
     global _last
     settings, last = list(map(_call, _settings()[0])), _last
     if settings == last:  # they seldom change, so that most regions have the same list
         return last
-    if weights(settings) is None:  # else these would be kept alive
+    if weights(settings) is None:  # else the weights would be kept alive
         _last = settings
     return settings
 
 
 def setters() -> tuple[Callable[[Any], Any], ...]:
-    """What sets each of them, in that order."""
+    """Return the functions that set the settings, in the same order."""
     return _settings()[1]
 
 
 def weights(settings: list[Any]) -> CachedWeights | None:
-    """Of these, the cached weights."""
+    """The cached weights in a list of settings."""
     return settings[0]

@@ -1,7 +1,7 @@
-"""Finds, without running it, what a function reads and does not get as arguments: tensors, generators and variables.
+"""The search for what a function captures: tensors, generators and variables, without running the function.
 
-It goes through closures, globals that code names, methods, partials, modules, objects, dicts, lists and tuples. What is
-read in another way, such as from a class, from a Python module or by a computed name, is left to interception.
+It visits closures, globals that the code names, methods, partials, modules, objects, dicts, lists and tuples. Tensors
+that are read in another way, from a class, a Python module or by a computed name, are left to interception.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .variables import COPIED, Copy, Descriptors, Entries, PartialArgs, TensorId
 
 _BUDGET = 100_000  # objects visited per call
 _LIMIT = 10_000  # containers with more entries are data, not state
-_STATE = 1_000  # up to this length even plain ones are, and what they hold is noted down
-_SAMPLE = 32  # a longer container whose first entries are plain is taken to be plain
+_STATE = 1_000  # containers up to this length are state even if plain, and their contents are recorded
+_SAMPLE = 32  # a longer container is taken to be plain if its first entries are
 _TUPLE_DEPTH = 32
 
 
 class Path:
-    """How a value is reached, as Python spells it; ``owned``: as the state of a module or of the callable object."""
+    """The Python expression for a value. ``owned``: it belongs to the state of a module or of the callable object."""
 
     __slots__ = ("owned", "step", "up")
 
@@ -56,7 +56,7 @@ Visit = Callable[["Captured", Any, Path], object]
 
 
 class Captured:
-    """What is found. The nearest come first; a tensor that is held in two places is there with both."""
+    """The result of a search, the nearest values first. A tensor that two variables hold is listed with both paths."""
 
     def __init__(self, roots: Sequence[Any] = ()) -> None:
         self.tensors: list[tuple[Path, Any]] = []  # and generators
@@ -65,7 +65,7 @@ class Captured:
         self._seen: set[Any] = set()
         self._copies: dict[int, Copy] = {}
         self._tuples: dict[int, Any] = {}
-        self._sharded: set[int] = set()  # modules whose parameters are not the region's to keep
+        self._sharded: set[int] = set()  # ids of modules whose parameters the region must not save
         for root in roots:
             own = root is roots[0] and visits[type(root)] in (Captured.method, Captured.instance)
             self.see(root, Root(root.__name__ if type(root) is FunctionType else "self", None, own))
@@ -78,7 +78,7 @@ class Captured:
                 visit(self, value, path)
 
     def let_go(self) -> None:
-        """After the first run: keep no container that may lead to the region."""
+        """After the first run: release containers that may lead to the region."""
         for copy in self._copies.values():
             copy.let_go()
 
@@ -86,13 +86,13 @@ class Captured:
         if (visit := visits[type(value)]) is not None:
             self._queue.append((visit, value, path))
 
-    def note(self, kind: type[Variables], holder: Any, held: dict[Any, Any], whole: bool = False) -> None:
-        """Remember variables; one object can't be put into the place of another everywhere, so it is itself."""
-        if held or whole:
-            self.variables.append(kind(holder, {key: self._frozen(value) for key, value in held.items()}, whole))
+    def note(self, kind: type[Variables], holder: Any, values: dict[Any, Any], whole: bool = False) -> None:
+        """Record variables and their values. Objects are recorded themselves: not all references can be replaced."""
+        if values or whole:
+            self.variables.append(kind(holder, {key: self._frozen(value) for key, value in values.items()}, whole))
 
     def _frozen(self, value: Any, depth: int = 0) -> Any:
-        """What is remembered of a value."""
+        """Return the record of a value."""
         if isinstance(value, Tensor):
             return TensorId(id(value))
         if type(value) in COPIED:
@@ -110,7 +110,7 @@ class Captured:
         return value
 
     def tensor(self, value: Any, path: Path) -> None:
-        """Stands for what is looked for."""
+        """The visit of a tensor or generator. The constructor records these itself."""
 
     # --- functions --------------------------------------------------------------------------------------------------
 
@@ -127,14 +127,14 @@ class Captured:
             self._seen.add(id(cell))
             if names is not None:
                 self.note(Descriptors, cell, {_CONTENTS: value})
-            if visit is Captured.tensor:  # in a helper function there may be another variable of that name
+            if visit is Captured.tensor:  # a helper function may have a variable with the same name
                 name = f"closure variable {name!r}" if type(path) is Root else f"closure variable {name!r} of {path}"
             self.see(value, Path(name))
         if names:
             scope = fn.__globals__
-            held = {n: scope[n] for n in names if n in scope and type(scope[n]) is not ModuleType}
-            self.note(Entries, scope, held)
-            for name, value in held.items():
+            values = {n: scope[n] for n in names if n in scope and type(scope[n]) is not ModuleType}
+            self.note(Entries, scope, values)
+            for name, value in values.items():
                 if (id(scope), name) not in self._seen:
                     self._seen.add((id(scope), name))
                     self.see(value, Path(f"global {name!r}" if visits[type(value)] is Captured.tensor else name))
@@ -147,12 +147,12 @@ class Captured:
             self._attributes(fn.__dict__, path)
 
     def method(self, method: MethodType, path: Path) -> None:
-        up = path if type(path) is Root else path.attribute("__self__")  # one that a search starts from is `self`
+        up = path if type(path) is Root else path.attribute("__self__")  # the `self` of a root is called `self`
         self.see(method.__self__, up)
         self.see(method.__func__, up.attribute(getattr(method.__func__, "__name__", "__func__")))
 
     def builtin(self, method: Any, path: Path) -> None:
-        """A method of an object that is written in C: a generator's draws from it."""
+        """A method of an object written in C, such as a generator's method that draws from it."""
         if is_generator(type(method.__self__)):
             self.see(method.__self__, path.attribute("__self__"))
 
@@ -165,7 +165,7 @@ class Captured:
             self.see(value, path.attribute("keywords").item(key))
 
     def wrapper(self, value: Any, path: Path) -> None:
-        """What is callable, of a library, and no function: only what it wraps counts."""
+        """A callable object of a library, of which only the wrapped function is visited."""
         self.see(wrapped(value), path.attribute("__wrapped__"))
 
     # --- objects ----------------------------------------------------------------------------------------------------
@@ -178,13 +178,13 @@ class Captured:
             self._sharded.update(map(id, module.modules()))
         sharded = id(module) in self._sharded
         for name in ("_parameters", "_buffers", "_modules"):
-            held = state.get(name)
-            # Two modules may share it; TorchScript keeps something else there.
-            if isinstance(held, dict) and id(held) not in self._seen and not (sharded and name == "_parameters"):
-                self._seen.add(id(held))
-                if not sharded and (held or may_add(cls)):
-                    self.note(Entries, held, copy_dict(held), whole=True)
-                for key, value in held.items():
+            entries = state.get(name)
+            # Two modules may share this dict; TorchScript has another object there.
+            if isinstance(entries, dict) and id(entries) not in self._seen and not (sharded and name == "_parameters"):
+                self._seen.add(id(entries))
+                if not sharded and (entries or may_add(cls)):
+                    self.note(Entries, entries, copy_dict(entries), whole=True)
+                for key, value in entries.items():
                     self.see(value, path.attribute(key))
         names = [] if cls.__module__ == _FSDP1 else [name for name in state if name not in _BASE_STATE]
         for name in (*names, "_forward_hooks", "_forward_pre_hooks"):
@@ -200,17 +200,17 @@ class Captured:
         cls: Any = type(value)
         if cls.__dictoffset__:
             self._attributes(value.__dict__, path)
-        held = Descriptors(value, dict.fromkeys(slots(cls))).now()
-        self.note(Descriptors, value, held)
-        for slot, each in held.items():
+        values = Descriptors(value, dict.fromkeys(slots(cls))).now()
+        self.note(Descriptors, value, values)
+        for slot, each in values.items():
             self.see(each, path.attribute(slot.__name__))
         self.see(called(cls, "__call__"), path.attribute("__call__"))
 
-    def _attributes(self, held: dict[str, Any], path: Path) -> None:
-        whole = path.owned or any(isinstance(value, Tensor) for value in held.values())
-        items = held.copy()
+    def _attributes(self, attributes: dict[str, Any], path: Path) -> None:
+        whole = path.owned or any(isinstance(value, Tensor) for value in attributes.values())
+        items = attributes.copy()
         then = items if whole else {name: value for name, value in items.items() if visits[type(value)] is not None}
-        self.note(Entries, held, then, whole)
+        self.note(Entries, attributes, then, whole)
         for name, value in items.items():
             self.see(value, path.attribute(name))
 
@@ -245,7 +245,7 @@ class Captured:
 
 
 def find(*roots: Any) -> Captured:
-    """What is reached from ``roots``: a function or callable object, and others that it is given."""
+    """Search from ``roots``: a function or callable object, and its arguments that are not tensors."""
     return Captured(roots)
 
 
@@ -256,7 +256,7 @@ def _is_looked_into(items: Collection[Any]) -> bool:
 
 
 class Visits(dict[type, "Visit | None"]):
-    """How the values of a class are visited; None: not at all."""
+    """The method that visits values of a class; None: they are not visited."""
 
     def __missing__(self, cls: type) -> Visit | None:
         if len(self) >= CACHE:
@@ -288,8 +288,8 @@ _BASES: dict[type, Visit] = {
 }
 _NEVER = (type, ModuleType, set, frozenset)
 _DATA = (Captured.tensor, Captured.of_dict, Captured.of_list, Captured.of_tuple)
-_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # whose modules have no state but FSDP's own
-_BASE_STATE = frozenset(vars(nn.Module()))  # read by name, or not by a forward
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # its modules have no state but FSDP's own
+_BASE_STATE = frozenset(vars(nn.Module()))  # visited by name, or not read by a forward
 _CONTENTS: Any = CellType.__dict__["cell_contents"]
 _DEFAULTS: Any = FunctionType.__dict__["__defaults__"]
 _KWDEFAULTS: Any = FunctionType.__dict__["__kwdefaults__"]

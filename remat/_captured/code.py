@@ -1,4 +1,4 @@
-"""What code and classes tell of the state that they read: names in code, slots, methods of the user's own."""
+"""The state that code and classes read: names in code, slots, and methods that are not a library's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-CACHE = 4096  # entries per cache: a class or code made on the fly does not stay for ever
+CACHE = 4096  # entries per cache: a class or code that is made at run time must not stay alive for ever
 
-# pytest puts its own calls where a test module asserts something.
+# pytest is in the list because it rewrites the assertions of test modules into calls of its own.
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "functorch", "numpy", "optree", "pluggy", "pytest", "remat", "torch"}
-# Keyed by id, for code is hashed by its contents, which is slow; the entry keeps the id valid.
+# Keyed by id, because code is hashed by its contents, which is slow. The entry keeps the code alive, and the id valid.
 _codes: dict[int, tuple[CodeType, tuple[str, ...] | None]] = {}
 
 
@@ -24,7 +24,7 @@ def is_library(module: Any) -> bool:
 
 
 def names_of(fn: FunctionType) -> tuple[str, ...] | None:
-    """The names in the code of a function, nested functions included; None in a library."""
+    """The names in the code of a function, nested functions included; None for a library's function."""
     code = fn.__code__
     known = _codes.get(id(code))
     if known is not None:
@@ -32,7 +32,7 @@ def names_of(fn: FunctionType) -> tuple[str, ...] | None:
     if len(_codes) >= CACHE:
         _codes.clear()
     module = str(fn.__globals__.get("__name__"))
-    # Doctests run in a copy of their module's globals, and are no library.
+    # Doctests run in a copy of their module's globals, and are not a library's code.
     library = is_library(module) and vars(sys.modules.get(module, sys)) is fn.__globals__
     names = None if library else tuple(dict.fromkeys(_names(code)))
     _codes[id(code)] = code, names
@@ -48,24 +48,24 @@ def _names(code: CodeType) -> Iterator[str]:
 
 @functools.lru_cache(CACHE)
 def is_sharded(cls: Any) -> bool:
-    """Whether FSDP says, in each run, what the modules below hold: it frees and exchanges their parameters."""
+    """Whether FSDP manages the modules below in each run: it frees and replaces their parameters."""
     return any(base.__module__.startswith("torch.distributed.fsdp") for base in cls.__mro__)
 
 
 @functools.lru_cache(CACHE)
 def may_add(cls: Any) -> bool:
-    """Whether code may add parameters, buffers or modules to a module without any: not to those of torch."""
+    """Whether code may add parameters, buffers or modules to a module that has none: not to torch's own modules."""
     return not is_library(cls.__module__) or issubclass(cls, _CONTAINERS)
 
 
 def called(cls: Any, name: str) -> Any:
-    """The method of a class, unless it is a library's."""
+    """The Python method of a class, or the function that it wraps."""
     method = getattr(cls, name, None)
     return method if isinstance(method, FunctionType) else wrapped(method)
 
 
 def wrapped(value: Any) -> Any:
-    """What a static or class method, or the work of `functools.wraps`, stands for; or None."""
+    """The function in a static method, a class method or a wrapper made with `functools.wraps`; or None."""
     if isinstance(value, (staticmethod, classmethod)):
         return value.__func__
     return getattr(value, "__dict__", {}).get("__wrapped__")
@@ -73,7 +73,7 @@ def wrapped(value: Any) -> Any:
 
 @functools.lru_cache(CACHE)
 def slots(cls: Any) -> list[Any]:
-    """The slots of the instances of a class. What classes that are written in C have may be read-only."""
+    """The slots of the instances of a class, without those of library classes, which may be read-only."""
     return [
         slot
         for base in cls.__mro__

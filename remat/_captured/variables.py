@@ -1,7 +1,7 @@
-"""Variables that a region reads, and what they held at its first run: a recompute sees that again.
+"""Variables that a region reads, with their values at its first run, which a recompute restores.
 
-A list or dict is remembered by a copy of what it held, never by itself: a tensor that a region appends to it leads to
-the region, which would live as long as its own results do. Tensors are remembered by their ids: the region has them.
+Of a list or dict a copy of the contents is recorded, never the container: a tensor that a region appends to it leads to
+the region, which would live as long as its own results. Tensors are recorded by their ids: the region saves them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ COPIED = (dict, OrderedDict, defaultdict, list)
 
 
 class MISSING:
-    """What stands for the value of a variable that is gone or empty."""
+    """A placeholder for the value of a variable that is deleted or empty."""
 
 
 class TensorId(int):
-    """Stands for a tensor: its id at the first run."""
+    """A placeholder for a tensor: its id at the first run."""
 
 
 class Variables(ABC):
-    """Variables of one holder, with what they held at the first run."""
+    """Variables of one holder, such as a dict or a closure cell, with their values at the first run."""
 
     __slots__ = ("holder", "then", "whole")
 
@@ -38,15 +38,15 @@ class Variables(ABC):
 
     @abstractmethod
     def now(self) -> dict[Any, Any]:
-        """What they hold now; all that the holder holds if it is ``whole``."""
+        """Return the values now; if ``whole``, of all variables of the holder."""
 
     @abstractmethod
     def put(self, values: dict[Any, Any]) -> None:
-        """Let them hold something else."""
+        """Set the variables to other values."""
 
 
 class Entries(Variables):
-    """Of a dict: globals, attributes, or its own; not by methods that a subclass overrides."""
+    """The entries of a dict, such as globals or attributes. Methods that a subclass overrides are not called."""
 
     __slots__ = ()
 
@@ -55,19 +55,19 @@ class Entries(Variables):
         return items if self.whole else {key: dict.get(items, key, MISSING) for key in self.then}
 
     def put(self, values: dict[Any, Any]) -> None:
-        held = self.holder
-        kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
-        if self.whole and list(map(id, kind.keys(held))) != list(map(id, values)):  # the order counts too
-            kind.clear(held)
+        entries = self.holder
+        kind: Any = OrderedDict if isinstance(entries, OrderedDict) else dict
+        if self.whole and list(map(id, kind.keys(entries))) != list(map(id, values)):  # the order counts too
+            kind.clear(entries)
         for key, value in values.items():
             if value is MISSING:
-                kind.pop(held, key, None)
-            elif dict.get(held, key, MISSING) is not value:
-                kind.__setitem__(held, key, value)
+                kind.pop(entries, key, None)
+            elif dict.get(entries, key, MISSING) is not value:
+                kind.__setitem__(entries, key, value)
 
 
 class Items(Variables):
-    """All of a list."""
+    """All items of a list."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ class Items(Variables):
 
 
 class Descriptors(Variables):
-    """What descriptors give access to: slots, a closure cell, the defaults of a function."""
+    """Variables that descriptors access: slots, the contents of a closure cell, the defaults of a function."""
 
     __slots__ = ()
 
@@ -101,7 +101,7 @@ class Descriptors(Variables):
 
 
 class PartialArgs(Variables):
-    """The positional arguments of a partial, which takes its whole pickled state at any time."""
+    """The positional arguments of a partial. They can be set only with its whole pickled state."""
 
     __slots__ = ()
 
@@ -114,43 +114,44 @@ class PartialArgs(Variables):
 
 
 def copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
-    """A plain copy, not by methods that a subclass overrides."""
+    """Return a plain copy, without calling methods that a subclass overrides."""
     return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
 
 
 class Copy:
-    """What a list, dict or tuple held. One in it is a `Copy` too."""
+    """The contents of a list, dict or tuple at the first run. A container inside it is a `Copy` too."""
 
     __slots__ = ("address", "items", "kind", "make", "plain", "whole")
 
-    def __init__(self, held: Any, items: dict[Any, Any] | None = None) -> None:
-        self.address, self.kind = id(held), type(held)
-        self.plain: Any = None  # itself, if it holds plain values only: nothing of a region
-        self.items = items  # of a list or dict not known until it is visited
-        self.whole = False  # it is put back as a whole: it belongs to a module, or is a dict with tensors
+    def __init__(self, source: Any, items: dict[Any, Any] | None = None) -> None:
+        self.address, self.kind = id(source), type(source)
+        self.plain: Any = None  # the container itself; after `let_go` only if its values are plain
+        self.items = items  # None for a list or dict until it is visited
+        self.whole = False  # restore all of it: it belongs to a module, or is a dict with tensors
         self.make: Callable[[], Any] = self.kind
-        if isinstance(held, defaultdict):
-            self.make = partial(defaultdict, held.default_factory)
+        if isinstance(source, defaultdict):
+            self.make = partial(defaultdict, source.default_factory)
 
     def is_of(self, now: Any) -> bool:
-        """Whether this is the container. One that got the address of a freed one is filled with what that held."""
+        """Whether ``now`` is the container. A new one at the address of a freed one is taken for it, and filled."""
         return now is self.plain if self.plain is not None else type(now) is self.kind and id(now) == self.address
 
-    def fill(self, held: Any, items: dict[Any, Any], whole: bool) -> None:
-        """Remember what it holds now, and itself until ``let_go``."""
-        self.plain, self.items, self.whole = held, items, whole
+    def fill(self, source: Any, items: dict[Any, Any], whole: bool) -> None:
+        """Record the contents now, and the container itself until ``let_go``."""
+        self.plain, self.items, self.whole = source, items, whole
 
     def let_go(self) -> None:
-        """After the first run: keep itself only if it collects no tensors."""
-        held = self.plain
-        values = list(held.values() if isinstance(held, dict) else held or ())
+        """After the first run: release the container itself unless its values were and are plain."""
+        source = self.plain
+        values = list(source.values() if isinstance(source, dict) else source or ())
         if without_plain(values) or not self.items or without_plain(self.items.values()):
             self.plain = None
 
     def may_stay(self, now: dict[Any, Any], wanted: dict[Any, Any]) -> bool:
-        """Whether a recompute that wants this may use the container as it is ``now``: it may be a log of the runs.
+        """Whether a recompute may use the container with its contents ``now`` instead of the old ones, ``wanted``.
 
-        That is if it holds plain values only, or if nothing that it held is gone and no tensor came.
+        That is so if it has plain values only, or if no entry was removed or replaced and no tensor added: it may be a
+        log of the runs.
         """
         if self.whole:
             return False
@@ -172,23 +173,23 @@ def _tensors(items: Mapping[Any, Any] | Iterable[Any], depth: int = 2) -> set[in
 
 
 class bound:
-    """Within, variables hold what they held at the first run, and after it what they hold now.
+    """Within, variables have their values of the first run; afterwards those of now again.
 
-    The tensors among it are those in ``tensors``, by their ids at the first run. With ``keep_changes`` what was
-    written to the variables meanwhile stays: for a first run, which counts.
+    Tensors among the values come from ``tensors``, by their ids at the first run. With ``keep_changes`` new values that
+    are written within stay: that is for a first run, whose effects the user sees.
     """
 
-    __slots__ = ("_containers", "_keep", "_tensors", "_undo", "_variables")
+    __slots__ = ("_containers", "_keep_changes", "_tensors", "_undo", "_variables")
 
     def __init__(
         self, variables: Iterable[Variables], tensors: Mapping[int, torch.Tensor], keep_changes: bool = False
     ) -> None:
-        self._variables, self._tensors, self._keep = variables, tensors, keep_changes
+        self._variables, self._tensors, self._keep_changes = variables, tensors, keep_changes
         self._undo: list[tuple[Variables, dict, dict | None]] = []
         self._containers: dict[Copy, Any] = {}
 
     def put(self) -> None:
-        """Let them hold it for good."""
+        """Set the values for good."""
         try:
             for each in self._variables:
                 self._bind(each)
@@ -200,7 +201,7 @@ class bound:
 
     def _bind(self, variables: Variables, copy: Copy | None = None) -> None:
         now = variables.now()
-        wanted = {key: self._value(held, now.get(key, MISSING)) for key, held in variables.then.items()}
+        wanted = {key: self._value(old, now.get(key, MISSING)) for key, old in variables.then.items()}
         if copy is not None and copy.is_of(variables.holder) and copy.may_stay(now, wanted):
             self._undo.append((variables, now, None))
         else:
@@ -208,35 +209,35 @@ class bound:
             if not _same(now, wanted):
                 variables.put(wanted)
 
-    def _value(self, held: Any, now: Any) -> Any:
-        if type(held) is TensorId:
-            return self._tensors.get(held, now)
-        if type(held) is not Copy:
-            return held
-        if held.kind not in COPIED:
-            return self._tuple(held, now)
-        if held not in self._containers:
-            there = held.is_of(now)
-            if held.items is None:
-                return now if there else held.make()
-            container = self._containers[held] = now if there else held.plain or held.make()
-            self._bind((Items if held.kind is list else Entries)(container, held.items, True), held)
-        return self._containers[held]
+    def _value(self, old: Any, now: Any) -> Any:
+        if type(old) is TensorId:
+            return self._tensors.get(old, now)
+        if type(old) is not Copy:
+            return old
+        if old.kind not in COPIED:
+            return self._tuple(old, now)
+        if old not in self._containers:
+            is_same = old.is_of(now)
+            if old.items is None:
+                return now if is_same else old.make()
+            container = self._containers[old] = now if is_same else old.plain or old.make()
+            self._bind((Items if old.kind is list else Entries)(container, old.items, True), old)
+        return self._containers[old]
 
-    def _tuple(self, held: Copy, now: Any) -> Any:
-        before = now if type(now) is held.kind else ()
-        items = [self._value(item, before[i] if i < len(before) else MISSING) for i, item in (held.items or {}).items()]
+    def _tuple(self, old: Copy, now: Any) -> Any:
+        before = now if type(now) is old.kind else ()
+        items = [self._value(item, before[i] if i < len(before) else MISSING) for i, item in (old.items or {}).items()]
         if len(items) == len(before) and all(map(is_, items, before)):
             return now
-        return getattr(held.kind, "_make", held.kind)(items)
+        return getattr(old.kind, "_make", old.kind)(items)
 
     def __exit__(self, *exception: object) -> None:
         for variables, before, wanted in reversed(self._undo):
             now = variables.now()
-            if self._keep and wanted is not None:
+            if self._keep_changes and wanted is not None:
                 before = {key: before.get(key, v) if v is wanted.get(key, MISSING) else v for key, v in now.items()}
-            elif wanted is None:  # it stayed: what a recompute adds may stay, unless there are tensors among it
-                before = now if self._keep or _tensors(now) <= _tensors(before) else before
+            elif wanted is None:  # the container was left alone: entries that were added stay, unless they are tensors
+                before = now if self._keep_changes or _tensors(now) <= _tensors(before) else before
             if not _same(now, before):
                 variables.put(before)
         self._undo.clear()

@@ -1,1 +1,1 @@
-"""Modules whose calls are regions."""
+"""Modules whose calls are checkpointed regions."""

@@ -1,4 +1,4 @@
-"""Which modules can be regions, and what a region does as the library would that could checkpoint its module."""
+"""Which modules can be regions, and adaptations for modules that their library could checkpoint itself."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from ..errors import RematError
 
 
 def check_module(module: torch.nn.Module, name: str = "") -> None:
-    """Whether calls of a module can be regions.
+    """Check that calls of a module can be regions.
 
     Raises:
-        TypeError: they can't, which says why; ``name`` is where it is in its model.
+        TypeError: they can't, for the reason in the message. ``name`` is the module's path in its model.
         RematError: its library checkpoints it already.
     """
     what = f"the {type(module).__name__} {name!r}" if name else f"a {type(module).__name__}"
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"remat recomputes Python code, but {what} is TorchScript: take the module that calls it.")
+        raise TypeError(f"remat recomputes Python code, but {what} is TorchScript: use the module that calls it.")
     if any(map(torch.nn.parameter.is_lazy, chain(module.parameters(), module.buffers()))):
-        raise TypeError(f"remat takes modules that know their shapes, but {what} is lazy: call it once first.")
+        raise TypeError(f"remat needs modules that know their shapes, but {what} is lazy: call it once first.")
     if type(module).forward is torch.nn.Module.forward and "forward" not in module.__dict__:
-        raise TypeError(f"remat takes modules that are called, but {what} has no forward: take the modules in it.")
+        raise TypeError(f"remat needs modules that are called, but {what} has no forward: use the modules in it.")
     called = getattr(inspect.unwrap(type(module).__call__), "__code__", None)
     if called and not {"__call__", "_call_impl", "_wrapped_call", "forward"}.intersection(called.co_names):
         raise TypeError(
-            f"A region is around `forward`, but {what} has a `__call__` that doesn't call it: take the modules in it."
+            f"A region is around `forward`, but {what} has a `__call__` that doesn't call it: use the modules in it."
         )
     check_returns(module)
     check_library_is_off(module, what)
 
 
 def check_library_is_off(module: torch.nn.Module, what: str) -> None:
-    """Transformers and diffusers tell such modules by an attribute what to do.
+    """Check the attribute by which transformers and diffusers switch on checkpointing of a module.
 
     Raises:
-        RematError: they are told to checkpoint.
+        RematError: it is on.
     """
     if module.training and getattr(module, "gradient_checkpointing", False) is True:
         raise RematError(
-            f"Its library's activation checkpointing is on for {what}, which is to be a region too, so it would be "
+            f"The library's own activation checkpointing is on for {what}. If it were a region too, it would be "
             f"recomputed twice. Switch one of them off: `model.gradient_checkpointing_disable()` "
             f"(`activation_checkpointing_disable()` in transformers 5), or `remat.nn.undo(model)`."
         )
 
 
 def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callable:
-    """The region ``forward`` of ``module``, called as its library would call what it checkpoints."""
+    """Return ``forward``, the region of ``module``, with changes that the library makes for checkpointed modules."""
     if not hasattr(module, "gradient_checkpointing"):
         return forward
 
@@ -70,10 +70,10 @@ def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callab
 
 
 def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a decoder layer without its cache of keys and values: a recompute would fill it once more.
+    """Return the arguments of a decoder layer without its key-value cache, which a recompute would fill again.
 
     Raises:
-        RematError: the cache has values for this layer, so that the result would be another without it.
+        RematError: the cache has values of this layer, so the result would be different without it.
     """
     layers, caches = map(sys.modules.get, ("transformers.modeling_layers", "transformers.cache_utils"))
     if layers is None or caches is None or not isinstance(module, layers.GradientCheckpointingLayer):
@@ -88,8 +88,8 @@ def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
         if any(cache.get_seq_length(at) for cache in found):
             raise RematError(
                 f"A {type(module).__name__} that is a region got a cache that has keys and values for it already. In "
-                f"training a region runs without a cache, as a recompute would fill it once more, and the result would "
-                f"be another. Call it in eval mode, without a cache, or after `remat.nn.undo(model)`."
+                f"training a region runs without a cache, because a recompute would fill it again, so the result would "
+                f"be different. Call it in eval mode, without a cache, or after `remat.nn.undo(model)`."
             )
         _warn(type(module).__name__)
     args = tuple(None if isinstance(value, caches.Cache) else value for value in args)
@@ -99,8 +99,8 @@ def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
 
 @cache
 def _warn(name: str) -> None:
-    """Once for a class of layers."""
+    """Warn once for each class of layers."""
     warn(
         f"In training a {name} that is a region runs without a cache (`use_cache=False`), as with its library's own "
-        f"checkpointing. Pass `use_cache=False` to the model to say so yourself."
+        f"checkpointing. Pass `use_cache=False` to the model to avoid this warning."
     )

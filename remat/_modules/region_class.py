@@ -1,7 +1,7 @@
 """The classes of modules whose calls are regions: ``class Block(_Region, Block)``, whose ``forward`` is a region.
 
-Hooks run outside of the region. The class lists the regions. A second module's have their options there, as the two
-modules have one ``__dict__``; a module that is changed in place has them in its ``__dict__``, as its other state.
+Hooks run outside of the region. The class lists the regions. For ``remat(module)``, a second module, it also has their
+options, as the two modules share one ``__dict__``. A module that is changed in place has them in its ``__dict__``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .._function import Remat
 from .._region.options import Options
 from .eligible import as_library_checkpoints
 
-Regions = tuple[Options | None, ...]  # the innermost first; None is the one that was made in place
-IN_PLACE = "_remat"  # the attribute of the module with the options of that one
+Regions = tuple[Options | None, ...]  # the innermost first; None is the region that was made in place
+IN_PLACE = "_remat"  # the module's attribute with the options of the region that was made in place
 
 
 class _Forward:
-    """The attribute ``forward`` of such a class: of a module the region, of the class a function that calls it.
+    """The attribute ``forward`` of these classes: on a module the region, on the class a function that calls it.
 
-    It comes before a ``forward`` that was set on the module itself, and is around that.
+    It takes precedence over a ``forward`` that was set on the module itself, and the region is around that one.
     """
 
     def __get__(self, module: Any, cls: Any = None) -> Any:
@@ -34,7 +34,7 @@ class _Forward:
         forward, own = module.__dict__.get("forward"), type(module)._remat_own
         in_place = module.__dict__.get(IN_PLACE)
         layers = [each or in_place for each in regions_of(module) if each or in_place]
-        if torch.compiler.is_compiling():  # Dynamo of torch 2.11 can't make bound methods, nor two regions in one
+        if torch.compiler.is_compiling():  # Dynamo of torch 2.11 can't make bound methods, or nest two regions
             forward = forward or (lambda *args, **kwargs: own.forward(module, *args, **kwargs))
             layers = layers[-1:]
         elif forward is None:
@@ -52,21 +52,21 @@ class _Forward:
 
 
 class _Region:
-    """The first base of the classes that are made here; the second one is the module's own class."""
+    """The first base of the classes that are made here. The second base is the module's own class."""
 
     # No `__slots__`: an instance of the module's own class can become one of the new class only if both have a dict.
     _remat_own: type
     _remat_regions: Regions
     _remat_forward: Callable
-    forward = _Forward()  # here, as Dynamo doesn't call a descriptor that stands in the module's class itself
+    forward = _Forward()  # in a base, because Dynamo doesn't call a descriptor in the module's class itself
 
     def __init_subclass__(cls) -> None:
-        """The module's own class is not asked, for it may replace ``forward``."""
+        """Don't call the method of the module's own class, which may replace ``forward``."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self).__bases__[0] is not _Region:  # a class was put on top since
+        if type(self).__bases__[0] is not _Region:  # a wrapper has changed the class since
             return super().__reduce_ex__(protocol)
-        # As a module of its own class would, which pickle finds by its name.
+        # As a module of the own class, which pickle finds by its name.
         reduced = as_one_of(self._remat_own, self).__reduce_ex__(protocol)
         regions = regions_of(self), self.__dict__.get(IN_PLACE)
         return reduced if isinstance(reduced, str) else (_rebuild, (*reduced[:2], *regions), *reduced[2:])
@@ -80,19 +80,19 @@ def _region_class(own: Any, regions: Regions) -> Any:
         lambda self, *args, **kwargs: _Region.__dict__["forward"].__get__(self)(*args, **kwargs)
     )
     names: dict[str, Any] = {"_remat_own": own, "_remat_regions": regions, "_remat_forward": forward}
-    # Whatever goes by the name of the class must find it.
+    # For code that looks at the name of the class.
     names.update((name, getattr(own, name)) for name in ("__module__", "__qualname__", "__doc__"))
     names.update((name, _copies(own, name)) for name in ("__copy__", "__deepcopy__") if hasattr(own, name))
-    if issubclass(own, torch.fx.GraphModule):  # the code is in a class that each has for itself
+    if issubclass(own, torch.fx.GraphModule):  # each instance has a class of its own, with its code
         names["recompile"] = lambda self: as_one_of(own, self).recompile()
     made: Any = type(f"Remat{own.__name__}" if any(regions) else own.__name__, (_Region, own), names)
-    if "forward" in vars(made):  # by a metaclass
+    if "forward" in vars(made):  # set by a metaclass
         del made.forward
     return made
 
 
 def _copies(own: Any, name: str) -> Callable:
-    """A class's own way to copy, which may give a module without regions."""
+    """Wrap a copy method of a class, which may return a module without regions."""
 
     def copied(self: Any, *args: Any) -> Any:
         plain = as_one_of(own, self) if issubclass(own, torch.fx.GraphModule) else super(_Region, self)
@@ -102,11 +102,11 @@ def _copies(own: Any, name: str) -> Callable:
 
 
 def class_with(module: Any, regions: Regions, cls: Any = None) -> Any:
-    """The class of ``module``, or this base of it, with these regions and no others."""
+    """Return the class of ``module``, or of its base ``cls``, with exactly these regions."""
     cls = cls or type(module)
     if cls.__bases__[0] is _Region:
         return _region_class(cls._remat_own, regions) if regions else cls._remat_own
-    # What FSDP2 has put on top stays there, and the class of parametrizations, which torch takes away with the last.
+    # The classes of FSDP2 and of parametrizations stay on top. torch removes the latter with the last parametrization.
     parametrized = is_parametrized(module) and next(iter(module.parametrizations)) in vars(cls)
     if not parametrized and not issubclass(cls, _Region):
         return _region_class(cls, regions)
@@ -117,19 +117,19 @@ def class_with(module: Any, regions: Regions, cls: Any = None) -> Any:
 
 
 def regions_of(module: Any) -> Regions:
-    """Those of the class of a module."""
+    """The regions in the class of a module."""
     return getattr(type(module), "_remat_regions", ())
 
 
 def as_one_of(cls: Any, module: Any) -> Any:
-    """The same module as one of another class."""
+    """Return an object of another class that shares the state of a module."""
     same = object.__new__(cls)
     same.__dict__ = module.__dict__
     return same
 
 
 def set_regions(module: Any, regions: Regions, in_place: Options | None) -> Any:
-    """Give a module a class with these regions, and the options of the one that is made in place."""
+    """Give a module a class with these regions, and set the options of the region that is made in place."""
     if regions_of(module) != regions:
         module.__class__ = class_with(module, regions)
     if in_place is not None:
@@ -142,17 +142,17 @@ def _rebuild(build: Callable, args: tuple, *regions: Any) -> Any:
 
 
 def second_module(module: Any, options: Options) -> Any:
-    """A module that shares all state with ``module``, the calls of which are regions."""
+    """Return a module that shares all state with ``module``, and whose calls are regions."""
     return as_one_of(class_with(module, (*regions_of(module), options)), module)
 
 
 def change_in_place(module: Any, options: Options) -> None:
-    """Make each later call of ``module`` a region; if it was changed before, then with these options."""
+    """Make each later call of ``module`` a region; if it is one already, replace its options."""
     regions = regions_of(module)
     set_regions(module, regions if None in regions else (*regions, None), options)
 
 
 def change_back(module: Any) -> None:
-    """Undo ``change_in_place``, if that was done."""
+    """Undo ``change_in_place``, if it was called."""
     if module.__dict__.pop(IN_PLACE, None) is not None:
         module.__class__ = class_with(module, tuple(filter(None, regions_of(module))))

@@ -1,4 +1,4 @@
-"""The arguments of a region: which of their leaves are tensors, and the arguments again with other tensors."""
+"""The arguments of a region: which of their leaves are tensors, and how to rebuild them with other tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 
 
 class Arguments:
-    """The structure of ``(args, kwargs)``, and the leaves that are no tensors."""
+    """The structure of ``(args, kwargs)``, and the leaves that are not tensors."""
 
     __slots__ = ("leaves", "positions", "spec", "uses")
 
@@ -25,30 +25,30 @@ class Arguments:
         first: dict[int, int] = {}
         for position, index in uses:
             first.setdefault(index, position)
-        self.positions: Sequence[int] = tuple(first.values())  # where each operand is used first
+        self.positions: Sequence[int] = tuple(first.values())  # of the first use of each operand
 
     def searched(self) -> list[Any]:
-        """The leaves that may hold captured tensors."""
+        """The leaves that may lead to captured tensors."""
         return trees.without_plain(self.leaves)
 
     def generators(self) -> list[torch.Generator]:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
 
     def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments with these tensors."""
+        """Return the arguments with these tensors."""
         leaves = list(self.leaves)
         for position, index in self.uses:
             leaves[position] = operands[index]
         return trees.unflatten(self.spec, leaves)
 
     def name(self, i: int) -> str:
-        """What the i-th operand is called in an error."""
+        """The name of the i-th operand in errors."""
         path = trees.paths(self.spec, "")[self.positions[i]]
         return "argument " + (f"args{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}")
 
 
 class Tensors(Arguments):
-    """Nothing but tensors, each another one."""
+    """Arguments whose leaves are all tensors, without duplicates."""
 
     __slots__ = ()
 
@@ -66,7 +66,7 @@ class Tensors(Arguments):
 
 
 class Positional(Tensors):
-    """These as positional arguments: that is the same for all calls with as many."""
+    """Positional arguments that are all tensors, without duplicates. Calls with the same number share one instance."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ def _are_tensors(leaves: Sequence[Any]) -> bool:
 
 
 def take_apart(args: tuple, kwargs: dict) -> tuple[Arguments, list[torch.Tensor]]:
-    """The arguments and their tensors, each once: a function may ask whether two arguments are the same one."""
+    """Return the arguments and their distinct tensors: arguments that are one tensor stay one in the recompute."""
     if not kwargs and _are_tensors(args):
         return _positional(len(args)), list(args)
     leaves, spec = trees.flatten((args, kwargs))

@@ -1,4 +1,4 @@
-"""The saved-tensor hooks around a region: they keep what it takes from outside, as they keep what autograd saves."""
+"""The saved-tensor hooks around a region: they get its inputs, as they get the tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ class RegionHooks(ABC):
 
     @property
     def around(self) -> RegionHooks | None:
-        """That of the region around it, which gets what this one's policy keeps."""
+        """The hooks of the outer region, which get what this region's policy saves."""
         return None
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """How many tensors it has saved so far."""
+        """The number of tensors saved so far."""
 
     @abstractmethod
     def go_back(self, count: int) -> None:
-        """Forget what was saved after the first ``count`` tensors."""
+        """Forget all saved tensors after the first ``count``."""
 
     def has_backward_inside(self) -> None:  # noqa: B027
-        """A backward pass runs before the first run has ended."""
+        """Called when a backward pass runs before the first run has ended."""
 
 
 def of_region(hooks: tuple | None) -> RegionHooks | None:
-    """Whose these hooks are, if they are a region's."""
+    """The region's hooks object that a pair of hooks belongs to, or None for other hooks."""
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, RegionHooks) else None
 
 
 class Around:
-    """The hooks at one moment: those of a region around, in whichever of its runs, of somebody else, or none."""
+    """The saved-tensor hooks at one moment: those of an outer region, in any of its runs, the user's, or none."""
 
     __slots__ = ("hooks", "logs", "owner", "positions", "region")
 
@@ -51,25 +51,25 @@ class Around:
         self.hooks = private.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
         self.region = region = of_region(self.hooks)
-        self.positions: list[tuple[Any, int]] = []  # how far this region has come, and those around it
+        self.positions: list[tuple[Any, int]] = []  # the progress of each outer region, the innermost first
         while region is not None:
             self.positions.append((region, region.count))
             region = region.around
-        self.logs = [(log, len(log.entries)) for log in state.logs]  # of regions around, and how far each has come
+        self.logs = [(log, len(log.entries)) for log in state.logs]  # of outer regions, each with its length now
 
     def undo(self) -> None:
-        """Have the regions around forget what they have recorded since: a run inside of them is given up."""
+        """Drop all that outer regions have recorded since, because a run inside them is abandoned."""
         for region, position in (*self.positions, *self.logs):
             region.go_back(position)
 
     def take(self, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
-        """Let them keep a region's operands. That may be all that a recompute of the region around is for."""
+        """Pass a region's operands to the hooks. A recompute of the outer region may need nothing else."""
         if self.hooks is not None:
             each = range(len(operands)) if uses is None else [i for _, i in uses]
             operands.hand_over(self.hooks, None, None if self.region is None else each)
 
     def take_captured(self, consts: Guards) -> None:
-        """Let them keep captured tensors, but not what will be there anyway."""
+        """Pass captured tensors to the hooks, except those that stay alive anyway."""
         if self.hooks is not None and consts.tensors:
             in_region = self.region is not None
             which = _made_by_an_outer_region if in_region else _has_history
@@ -82,5 +82,5 @@ def _has_history(tensor: torch.Tensor) -> bool:
 
 
 def _made_by_an_outer_region(tensor: torch.Tensor) -> bool:
-    """Perhaps: parameters are surely not, and what else is not the outer region keeps as it is."""
+    """Whether it may be so. Parameters are not; other tensors that are not, the outer region refers to unchanged."""
     return not (tensor.is_leaf and tensor.requires_grad)

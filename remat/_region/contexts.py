@@ -1,4 +1,4 @@
-"""A user's own contexts around the runs of a region: one for the forward, one for its recomputes."""
+"""The user's context managers around the runs of a region: one for the forward, one for recomputes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Contexts:
     """A pair of context managers, as ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` returns them.
 
     Raises:
-        TypeError: ``pair`` is something else.
+        TypeError: ``pair`` is not a pair of context managers.
     """
 
     __slots__ = ("again", "first")
@@ -27,14 +27,14 @@ class Contexts:
         self.first, self.again = pair
 
     def run(self, fn: Callable, args: Sequence, kwargs: dict, again: bool) -> Any:
-        """Call ``fn`` in the context that belongs to the run."""
+        """Call ``fn`` in the context for this run."""
         context = self.again if again else self.first
         results: list[Any] = []
 
         def call() -> None:
             results.append(fn(*args, **kwargs))
 
-        if isinstance(context, ContextDecorator):  # a generator's, which can be entered once: it makes itself anew
+        if isinstance(context, ContextDecorator):  # as from `@contextmanager`, which can be entered only once itself
             context(call)()
         else:
             with context:
@@ -42,6 +42,6 @@ class Contexts:
         if not results and not again:
             raise RematError(
                 "The first context of context_fn suppressed an exception of the region's function, so there is no "
-                "result. Let the context pass exceptions on, and handle them around the region."
+                "result. Let the context propagate exceptions, and handle them around the region."
             )
         return results[0] if results else None

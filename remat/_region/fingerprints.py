@@ -1,4 +1,4 @@
-"""What is compared between a tensor of the first run and the same tensor of a later one."""
+"""Fingerprints: what is compared between a tensor of the first run and the same tensor of a recompute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKS = ("metadata", "values", "none")
 
 
 class Metadata(tuple):
-    """Dtype, shape and device of a tensor, for a saved one also what made it, and its checksum if asked for."""
+    """The dtype, shape and device of a tensor; of a saved tensor also its kind of node; optionally a checksum."""
 
     __slots__ = ()
 
@@ -30,7 +30,7 @@ class Metadata(tuple):
 
 
 def fingerprint(tensor: torch.Tensor, check: str) -> Any:
-    """What ``determinism_check`` compares; None where it compares nothing."""
+    """What this ``determinism_check`` compares; None for ``"none"``."""
     if check == "none":
         return None
     values = checksum(tensor) if check == "values" else None
@@ -44,12 +44,12 @@ def _look(tensor: torch.Tensor) -> tuple:
 def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     try:
         return tensor.stride()
-    except RuntimeError:  # sparse ones have none
+    except RuntimeError:  # sparse tensors have none
         return None
 
 
-# The same of a tensor that is saved, with the kind of node that made it, as another one tells of another path, with its
-# version and its strides. Inference tensors have no version: for them this is a RuntimeError.
+# Fingerprints of saved tensors. They also contain the version, the strides, and the type of the node that made the
+# tensor: another type means that the recompute took another path. Inference tensors have no version: RuntimeError.
 LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "metadata": _look,
     "values": lambda tensor: (*_look(tensor), checksum(tensor)),
@@ -58,7 +58,7 @@ LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def look_at(tensor: torch.Tensor, check: str) -> tuple:
-    """The same, also of an inference tensor."""
+    """The fingerprint of a saved tensor, which may be an inference tensor."""
     try:
         return LOOKS[check](tensor)
     except RuntimeError:
@@ -67,9 +67,9 @@ def look_at(tensor: torch.Tensor, check: str) -> tuple:
 
 
 def is_other(before: tuple, now: tuple) -> bool:
-    """Whether two fingerprints of a saved tensor that aren't equal tell of another path.
+    """Whether two unequal fingerprints of a saved tensor mean that the recompute took another path.
 
-    Versions may differ: that of a view of a tensor outside is that tensor's.
+    Versions may differ: a view of a tensor from outside has the version of that tensor.
     """
     if before[:3] != now[:3] or before[6:] != now[6:] or not _may_be_the_same(before[3], now[3]):
         return True
@@ -77,30 +77,30 @@ def is_other(before: tuple, now: tuple) -> bool:
 
 
 def _moves(saved: tuple) -> list[int] | None:
-    """The strides that matter: no other element is reached in a dimension of one."""
+    """The strides, without those of dimensions of size one, which don't matter."""
     _, shape, _, _, _, stride, *_ = saved
     return None if stride is None or 0 in shape else [step for n, step in zip(shape, stride) if n != 1]
 
 
 def _may_be_the_same(before: type, now: type) -> bool:
-    """Whether nodes of these kinds may stand for the same computation.
+    """Whether nodes of these types may represent the same computation.
 
-    A tensor without a node may be what a backward pass inside the region has cut from its history. An autograd Function
-    of Python may hand on what another node computed: hooks of modules insert such ones, at times in one run alone, as
-    those of FSDP do. And its class may be made anew in each run.
+    A tensor may have no node because a backward pass inside the region detached it. A Python autograd Function may
+    return a tensor that another node computed: hooks of modules insert such Functions, sometimes in one run only, as
+    FSDP's hooks do. And its class may be created anew in each run.
     """
-    told = not issubclass(before, _UNTOLD) and not issubclass(now, _UNTOLD)
-    return before is now or not told or {before.__name__, now.__name__} <= _MOVES
+    known = not issubclass(before, _UNKNOWN) and not issubclass(now, _UNKNOWN)
+    return before is now or not known or {before.__name__, now.__name__} <= _MOVES
 
 
-_UNTOLD = type(None), BackwardCFunction
+_UNKNOWN = type(None), BackwardCFunction
 _MOVES = {  # these compute nothing, and the rules of ``vmap`` choose among them by how a tensor lies in memory
     "CatBackward0", "CloneBackward0", "ReshapeAliasBackward0", "StackBackward0", "UnsafeViewBackward0", "ViewBackward0",
 }  # fmt: skip
 
 
 def describe(saved: tuple, other: tuple) -> str:
-    """A fingerprint of a saved tensor in words, with strides if those of the other one differ."""
+    """Describe the fingerprint of a saved tensor, with strides if they differ from ``other``'s at equal shapes."""
     dtype, shape, device, maker, _, stride, *values = saved
     name = None if maker is type(None) else maker.__name__
     metadata = str(Metadata((dtype, shape, device, name, values[0] if values else None)))
@@ -109,15 +109,15 @@ def describe(saved: tuple, other: tuple) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum of the tensor's bits in 32-bit words, weighted by position, modulo 2**64; batched ones as a whole."""
+    """Return a sum of the tensor's bits, weighted by position, modulo 2**64. Batched tensors are taken as a whole."""
     with torch.no_grad(), unseen(), without_levels():
         data = bottom(tensor)
-        if isinstance(data, LeftOutTensor):  # by a recompute around
+        if isinstance(data, LeftOutTensor):  # skipped by the recompute of an outer region
             data.check()
         data = data.detach()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous()
         words = bits(data).reshape(-1).to(torch.int64)
-        if words.is_meta:  # it has none
+        if words.is_meta:
             return 0
         # An odd multiplier per position: any single change, and any swap of two unequal words, changes the sum.
         weights = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2654435761 * 2 + 1
@@ -125,7 +125,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers in a tensor as integers of their size, those of a complex one in a dimension more."""
+    """View a tensor as integers of its element size; a complex tensor gets one more dimension."""
     tensor = tensor.resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.view(_INTEGERS[tensor.element_size()])

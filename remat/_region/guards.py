@@ -1,7 +1,7 @@
-"""The tensors that a region keeps from its first run for its next ones: inputs and captured tensors.
+"""Guards: the inputs and captured tensors that a region saves for its recomputes.
 
-They are guarded: a recompute starts only if they still hold what they held, or from a copy that was made before the
-region itself changed them (batch-norm statistics).
+A recompute starts only if these tensors still have the values of the first run, or from a copy that was made before
+the region itself changed them (batch-norm statistics).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .hooks import drop_gradient_hooks
 from .snapshot import cut, gradients, leafness, tangents, versions
 
 _is_leaf, _requires_grad, _is_view = attrgetter("is_leaf"), attrgetter("requires_grad"), methodcaller("_is_view")
-_NOTHING: Mapping[int, Any] = MappingProxyType({})  # for most: a dict for each would be many objects
+_NOTHING: Mapping[int, Any] = MappingProxyType({})  # shared: most guards need no dict of their own
 
 Name = Callable[[int], str]
 
@@ -38,12 +38,12 @@ Name = Callable[[int], str]
 class Guards:
     """Tensors as they were before a region's first run.
 
-    ``name(i)`` says where the i-th tensor is read, for errors. ``changing`` is a set of names that is remembered over
-    calls: what a region was once seen to change is copied whatever its size.
+    ``name(i)`` returns the name of the i-th tensor for errors. ``changing`` is a set of names that persists from call
+    to call: a tensor that the region has changed in an earlier call is copied, whatever its size.
     """
 
     __slots__ = (
-        "_asked", "_changed", "accumulated", "as_they_were", "changing", "copies", "duals", "first_hook",
+        "_changed", "_comparison", "accumulated", "as_they_were", "changing", "copies", "duals", "first_hook",
         "grads", "leaf", "name", "packed", "requires_grad", "sums", "tensors", "versions",
     )  # fmt: skip
 
@@ -52,20 +52,20 @@ class Guards:
         self.name = name
         self.changing = changing
         self.versions = versions(tensors)
-        # Inference tensors have no version, so what they hold is compared.
+        # Inference tensors have no version counter, so their values are compared.
         self.sums: Mapping[int, int] = _NOTHING
         if -1 in self.versions:
             self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
         self.requires_grad = tuple(map(_requires_grad, tensors))
         self.leaf = tuple(map(leafness, tensors)) if any(map(_is_view, tensors)) else tuple(map(_is_leaf, tensors))
-        self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # what hooks around the region took over
+        self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # saved by the hooks around the region
         self.copies: Mapping[int, torch.Tensor] = _NOTHING
         self._changed: Mapping[int, bool] = _NOTHING
-        self._asked: DeviceComparison | None = None  # which of those that have a copy really changed
+        self._comparison: DeviceComparison | None = None  # of tensors with a copy: which really changed
         self.duals = tangents(tensors) if private.dual_level_active() else _NOTHING
         self.grads: list[tuple[int, int]] | None = None
-        self.first_hook = RemovableHandle.next_id  # what a first run registers on them has this number, or a later one
-        self.as_they_were = False  # the first run is over and has not changed any; nobody else keeps one
+        self.first_hook = RemovableHandle.next_id  # hooks that a first run registers have this id or a higher one
+        self.as_they_were = False  # the first run has ended, changed none of them, and no hooks around saved them
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
         if changing or not all(self.requires_grad):
             may_change = [i for i, tensor in enumerate(tensors) if self._may_change(i, tensor)]
@@ -82,20 +82,20 @@ class Guards:
 
     @property
     def changed(self) -> Mapping[int, bool]:
-        """What the region has changed, and whether without a trace in the version counter. It may wait for a device."""
-        if self._asked is not None:
-            same, self._asked = self._asked.same(), None
+        """The indices of changed tensors -> whether the version counter missed it. May wait for a device."""
+        if self._comparison is not None:
+            same, self._comparison = self._comparison.same(), None
             self._changed = {i: untraced for i, untraced in self._changed.items() if i not in same}
             self.copies = {i: copy for i, copy in self.copies.items() if i not in same}
         return self._changed
 
     @property
     def may_have_changed(self) -> Mapping[int, bool]:
-        """The same and perhaps more, without waiting."""
+        """A superset of ``changed``, without waiting for a device."""
         return self._changed
 
     def watch_gradients(self) -> None:
-        """Find out whether ``accumulated``."""
+        """Note the gradients now, so that ``close`` can set ``accumulated``."""
         self.grads = gradients(self.tensors)
 
     def _may_change(self, i: int, tensor: torch.Tensor) -> bool:
@@ -110,10 +110,11 @@ class Guards:
     def hand_over(
         self, hooks: Hooks, which: Callable[[torch.Tensor], bool] | None = None, to_region: Sequence[int] | None = None
     ) -> None:
-        """Let the saved-tensor hooks around the region keep these tensors, as they keep what autograd saves.
+        """Pass these tensors to the saved-tensor hooks around the region, as autograd does with what it saves.
 
-        Those of a region get them ``to_region``, by position: one tensor once for each use, as another run of that
-        region may find two tensors there, or one where there were two.
+        ``to_region``: the hooks are those of an outer region, and get the tensors at these indices, once for each use.
+        In another run of that region two uses may be two tensors, or two tensors one, and the count must not depend
+        on that.
         """
         kind = Handed if to_region is None else HandedToRegion
         packed: dict[int, Handed | HandedToRegion] = {}
@@ -123,7 +124,7 @@ class Guards:
         self.packed = packed
 
     def offload(self) -> None:
-        """Let what was computed wait in host memory, as long as nobody else keeps it on its device."""
+        """Move activations to host memory. Device memory is freed if no other reference keeps it alive."""
         self.hand_over((functools.partial(Offloaded, group=Group()), Offloaded.get), _is_activation)
 
     def is_as_before(self, i: int, tensor: torch.Tensor) -> bool:
@@ -131,17 +132,17 @@ class Guards:
         return same and (i not in self.sums or checksum(tensor) == self.sums[i])
 
     def find_changed(self) -> None:
-        """In the middle of the first run, for a recompute that a backward pass inside needs: from the copies."""
+        """Find changes in the middle of the first run, by the copies: a backward pass inside needs a recompute."""
         if self.copies:
             same = [now == before for now, before in zip(versions(self.tensors), self.versions)]
             copies = self.copies.items()
             self._changed = {i: same[i] for i, copy in copies if not same[i] or may_differ(self.tensors[i], copy)}
 
     def close(self) -> None:
-        """After the first run: let go of what isn't needed.
+        """End the first run: find the changed tensors and release what isn't needed.
 
         Raises:
-            MutationError: the region changed a tensor in place that has a history.
+            MutationError: the region changed a tensor in place that is not a leaf.
         """
         if self.grads is not None:
             self.accumulated = self.grads != gradients(self.tensors)
@@ -151,7 +152,7 @@ class Guards:
             self.as_they_were = not self.sums
             return
         changed: dict[int, bool] = {}
-        copies, asked = dict(self.copies), {}
+        copies, to_compare = dict(self.copies), {}
         for i, (tensor, version) in enumerate(zip(self.tensors, now)):
             assert tensor is not None
             if version == self.versions[i]:
@@ -160,14 +161,14 @@ class Guards:
                 elif tensor.device.type not in ("cpu", "meta"):
                     changed[i] = True
                     if can_be_asked(tensor):
-                        asked[i] = tensor, copies[i]
+                        to_compare[i] = tensor, copies[i]
                 elif may_differ(copies[i], tensor):
                     changed[i] = True
                 else:
                     del copies[i]
             elif not tensor.is_leaf:
                 raise MutationError(
-                    f"{self.name(i)} requires grad and was changed in place by the region, which can't be run again "
+                    f"{self.name(i)} requires grad and was changed in place by the region, which can't be recomputed "
                     f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
                 )
             else:
@@ -180,19 +181,19 @@ class Guards:
                 if isinstance(offloaded := self.packed[i].packed, Offloaded):
                     offloaded.settle()
         self._changed, self.copies = changed, copies
-        if asked:
-            self._asked = DeviceComparison(asked)
+        if to_compare:
+            self._comparison = DeviceComparison(to_compare)
         self.as_they_were = not (changed or self.copies or self.packed or self.sums)
 
     def forget_histories(self) -> None:
-        """Of captured tensors: theirs may lead to regions that ran before, which captured others, and so on."""
+        """Detach captured tensors: a history may lead to earlier regions, which captured tensors, and so on."""
         if not all(self.leaf):
             for i, tensor in enumerate(self.tensors):
                 if tensor is not None and not self.leaf[i]:
                     self.tensors[i] = alias(tensor)
 
     def roll_back(self) -> None:
-        """Give tensors that a first run has changed their old values and hooks, as that run is given up."""
+        """Restore values and hooks of tensors that a first run has changed, because that run is abandoned."""
         drop_gradient_hooks(self.tensors, self.first_hook)
         with torch.no_grad(), private.without_levels():
             for i, copy in self.copies.items():
@@ -203,7 +204,7 @@ class Guards:
     # --- for a recompute --------------------------------------------------------------------------------------------
 
     def get(self, i: int) -> torch.Tensor:
-        """The i-th tensor, as it was before the first run.
+        """Return the i-th tensor, as it was before the first run.
 
         Raises:
             MutationError: it has been changed since.
@@ -213,18 +214,18 @@ class Guards:
         return self.checked(i, self.tensors[i])
 
     def saved(self, i: int) -> torch.Tensor:
-        """The i-th tensor as autograd saved it: as autograd does, it ignores changes without a trace."""
+        """Return the i-th tensor as autograd saved it. Like autograd, ignore changes that versions don't show."""
         if not self.changed.get(i):
             return self.get(i)
         return self._unchanged(i, self.tensors[i])
 
     def checked(self, i: int, tensor: Any) -> torch.Tensor:
-        """``tensor``, which is or was the i-th, or its copy if the region itself changed it."""
+        """Return ``tensor``, which is or was the i-th, or a copy of the old value if the region changed it."""
         if i in self.changed:
             if i not in self.copies:
                 raise MutationError(
                     f"{self.name(i)} was changed in place by the region itself, and had not been copied before. "
-                    f"Run the forward again: from now on it is copied first. Or pass the region a copy."
+                    f"Run the forward again: from now on it is copied first. Or give the region a copy: `.clone()`."
                 )
             with private.without_levels():
                 copy = copied(self.copies[i])
@@ -244,7 +245,7 @@ class Guards:
         )
 
     def again(self, i: int) -> torch.Tensor:
-        """The i-th tensor for a recompute: cut from the graph that it came from, tangent included."""
+        """Return the i-th tensor for a recompute: cut from its autograd graph, with its tangent."""
         tensor = self.get(i)
         if self.duals and i in self.duals:
             primal, tangent = self.duals[i]
@@ -255,7 +256,7 @@ class Guards:
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
-        """What hooks around the region keep is asked for once, now."""
+        """Unpack what the hooks around the region have saved once, now, for all reads under this context."""
         packed = self.packed
         self.packed = {i: each if i in self.changed else AtHand(each.get()) for i, each in packed.items()}
         try:
@@ -264,13 +265,13 @@ class Guards:
             self.packed = packed
 
     def all_again(self) -> list[torch.Tensor]:
-        """All of them for a recompute."""
+        """Return all tensors for a recompute."""
         if self.packed or self.duals or self.changed or self.sums or versions(self.tensors) != self.versions:
             return [self.again(i) for i in range(len(self))]
         return list(map(cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
 
     def stale(self) -> dict[int, str]:
-        """The tensors that were changed since, by id, each with what to say if the recompute reads it."""
+        """Return the ids of tensors that were changed since, each with the message for a recompute that reads it."""
         return {
             id(tensor): self.message(i)
             for i, tensor in enumerate(self.tensors)
@@ -278,15 +279,15 @@ class Guards:
         }
 
     def captured_again(self, i: int) -> torch.Tensor:
-        """The same for a captured tensor: itself where that does no harm, so that its place needs no new value."""
+        """Return the i-th, a captured tensor: itself where possible, so that its variable needs no new value."""
         tensor = self.tensors[i]
         added_to = self.accumulated and self.requires_grad[i]
         if added_to or i in self.duals or i in self.packed or i in self.changed or tensor is None:
             return self.again(i)
-        if tensor.requires_grad is not self.requires_grad[i]:  # it was frozen since, or has no history any more
+        if tensor.requires_grad is not self.requires_grad[i]:  # it was frozen or detached since
             tensor = cut(tensor, self.requires_grad[i], self.leaf[i])
             if not self.leaf[i]:
-                self.tensors[i] = tensor  # by which ``stale`` knows it
+                self.tensors[i] = tensor  # ``stale`` looks it up by id
         return tensor
 
 

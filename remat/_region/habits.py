@@ -1,4 +1,4 @@
-"""What people write who come from JAX or from torch's checkpoint, and what to write instead."""
+"""Errors for options and calls that ``remat`` doesn't have, but JAX or torch's checkpoint has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from .._policy.policy import Policy
 
 _OPTIONS = {
-    "static_argnums": "is not needed, because arguments that aren't tensors just pass: leave it out",
+    "static_argnums": "is not needed, because arguments that aren't tensors are passed as they are: leave it out",
     "prevent_cse": "is not needed, because nothing merges a recompute with the forward: leave it out",
     "concrete": "is not needed, because Python control flow sees the values of tensors: leave it out",
     "use_reentrant": (
@@ -23,19 +23,19 @@ _OPTIONS = {
 
 
 def refuse(fn: Any, others: Sequence[Any], options: Mapping[str, Any]) -> NoReturn:
-    """Say what to write instead of ``remat(fn, *others, **options)``.
+    """Raise an error that names what to write instead of ``remat(fn, *others, **options)``.
 
     Raises:
-        TypeError: in any case.
+        TypeError: always.
     """
     name = getattr(fn, "__name__", "fn")
     if others and len(others) == 1 and not options and _is_policy(others[0]):
-        raise TypeError(f"A policy is a keyword, so pass it as `policy=`: `remat({name}, policy=...)`.")
+        raise TypeError(f"The policy is a keyword argument: `remat({name}, policy=...)`.")
     if others:
         instead = f"`remat({name})(x)`"
         if options:
             instead += ", or `remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch"
-        raise TypeError(f"remat takes the function alone, and returns one that takes the arguments: {instead}.")
+        raise TypeError(f"remat takes only the function, and returns one that takes the arguments: {instead}.")
     for option in options:
         if option in _OPTIONS:
             raise TypeError(f"`{option}` {_OPTIONS[option]}.")
@@ -47,19 +47,19 @@ def _is_policy(value: Any) -> bool:
 
 
 def check_returns(fn: Any) -> None:
-    """Whether a function has done its work when it returns.
+    """Check that a function has computed its result when it returns.
 
     Raises:
-        TypeError: it is a generator function, or an async one.
+        TypeError: it is a generator function or an async function.
     """
     fn = getattr(fn, "__func__", fn) if isinstance(fn, (classmethod, staticmethod)) else fn
     called = fn.forward if isinstance(fn, torch.nn.Module) and hasattr(fn, "forward") else fn
-    method = vars(type(called)).get("__call__")  # of an object that is called
-    for is_one, kind in _KINDS:
-        if is_one(called) or is_one(method):
+    method = vars(type(called)).get("__call__")  # for callable objects
+    for is_kind, kind in _KINDS:
+        if is_kind(called) or is_kind(method):
             raise TypeError(
-                f"remat takes functions that have done their work when they return, but "
-                f"{getattr(fn, '__name__', type(fn).__name__)} is {kind}. Make a region of what it calls."
+                f"remat takes functions that have computed their result when they return, but "
+                f"{getattr(fn, '__name__', type(fn).__name__)} is {kind}. Apply remat to a function that it calls."
             )
 
 

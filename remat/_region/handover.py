@@ -1,4 +1,4 @@
-"""Tensors that a region lets the saved-tensor hooks around it keep, as autograd does with what it saves."""
+"""Tensors that a region passes to the saved-tensor hooks around it, as autograd does with what it saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Handed:
-    """One such tensor. It may come back with other values, but it must be of the same kind."""
+    """A tensor that was passed to hooks. They may return other values, but not another shape, dtype or device."""
 
     __slots__ = ("_kind", "_stride", "_unpack", "packed")
 
@@ -28,42 +28,42 @@ class Handed:
         self._kind = fingerprint(tensor, "metadata")
         self._stride = _stride(tensor)
         version = private.version(tensor)
-        with torch.no_grad():  # as autograd does: what a hook computes is not saved in turn
+        with torch.no_grad():  # as in autograd: operations of a hook are not recorded
             self.packed = pack(tensor)
         if private.version(tensor) != version:
             raise MutationError(
                 f"The pack hook of the saved-tensor hooks around a region changed a tensor, {self._kind}, in place. "
-                f"This is an error without remat too: let the hook change a copy, `.clone()`."
+                f"The same program raises an error without remat: let the hook change a copy, `.clone()`."
             )
 
     def get(self) -> torch.Tensor:
-        """The tensor, for one reader.
+        """Unpack the tensor for one reader.
 
         Raises:
-            RematError: what the hooks give back can't stand for it.
+            RematError: the unpack hook returns another shape, dtype or device, or not a tensor.
         """
         running = current_scope() if _unpacks_once(self._unpack) else None
         if running is None:
             return self._unpacked()
-        if self not in running.unpacked:  # such hooks give it once in a pass, or in a group of them
+        if self not in running.unpacked:  # such hooks can be called once in a pass, or in a GraphExecGroup
             running.unpacked[self] = self._unpacked()
         return running.unpacked[self]
 
     def _unpacked(self) -> torch.Tensor:
-        with torch.no_grad(), unseen():  # the hooks are no part of the region, whose first run may still go on
+        with torch.no_grad(), unseen():  # the first run may still be going on, and hooks are not part of the region
             tensor = self._unpack(self.packed)
             found = fingerprint(tensor, "metadata") if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             if found != self._kind:
                 raise RematError(
-                    f"The saved-tensor hooks around a region were given a tensor {self._kind} and gave back {found}. "
-                    f"The region is run again from it, so it must have the shape, dtype and device that it had: let "
-                    f"the unpack hook convert it back, or the pack hook return it as it is."
+                    f"The saved-tensor hooks around a region packed a tensor {self._kind} and unpacked {found}. The "
+                    f"region is recomputed from it, so its shape, dtype and device must be those of the packed one: "
+                    f"let the unpack hook convert it back, or the pack hook return it unchanged."
                 )
             return tensor if self._stride is None else laid_out(tensor, self._stride)
 
 
 class HandedToRegion:
-    """The same where the hooks are those of a region around: they give back what they were given."""
+    """A tensor that was passed to the hooks of an outer region, which return it unchanged."""
 
     __slots__ = ("_unpack", "packed")
 
@@ -72,12 +72,12 @@ class HandedToRegion:
         self.packed = pack(tensor)
 
     def get(self) -> torch.Tensor:
-        """The tensor."""
+        """Unpack the tensor."""
         return self._unpack(self.packed)
 
 
 class AtHand:
-    """One that they have given back for a run of the region, and keep on keeping."""
+    """A tensor that is unpacked already, for one run of the region."""
 
     __slots__ = ("packed",)
 
@@ -85,16 +85,16 @@ class AtHand:
         self.packed = tensor
 
     def get(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor."""
         return self.packed
 
 
 def _unpacks_once(unpack: Any) -> bool:
-    """Whether a hook is that of ``torch.utils.checkpoint``, which raises when a tensor is asked for twice."""
+    """Whether a hook is from ``torch.utils.checkpoint``, which raises when a tensor is unpacked twice."""
     return getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None for a tensor that has none."""
+    """The strides of a plain tensor, else None."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and is_plain(tensor)
     return tensor.stride() if plain else None

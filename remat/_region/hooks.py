@@ -1,4 +1,4 @@
-"""The stack of saved-tensor hooks: who refuses to run under it, who forbids it; and hooks that recomputes leave."""
+"""The stack of saved-tensor hooks: where hooks are disabled or refused. Also gradient hooks that a run registers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _DISABLE = disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr
 
 
 class hooks_allowed:
-    """Lift the switch by which torch.func forbids saved-tensor hooks in a thread, and put it back.
+    """Within, saved-tensor hooks are allowed although torch.func has disabled them in this thread.
 
-    A user's own ``disable_saved_tensors_hooks`` is lifted only for a recompute, which has been promised.
+    With ``whoever_forbids`` also where the user has disabled them: a recompute must run wherever the backward does.
     """
 
     __slots__ = ("lifted", "whoever_forbids")
@@ -43,7 +43,7 @@ class hooks_allowed:
 
 @contextmanager
 def hooks_hidden() -> Iterator[None]:
-    """Take all saved-tensor hooks off the stack, and put them back: for what refuses to run under hooks."""
+    """Within, the stack of saved-tensor hooks is empty: for code that refuses to run under hooks."""
     hidden = []
     while (hooks := private.top_hooks(True)) is not None:
         hidden.append(hooks)
@@ -56,13 +56,13 @@ def hooks_hidden() -> Iterator[None]:
 
 
 def hooks_are_allowed() -> bool:
-    """Whether the user has not disabled saved-tensor hooks; torch.func does it too."""
+    """Whether saved-tensor hooks are enabled, or were disabled by torch.func only."""
     message = private.hooks_disabled_message()
     return message is None or _REFUSAL in message
 
 
 def check_hooks_are_allowed() -> None:
-    """Before anything has been changed.
+    """Check it before anything is changed.
 
     Raises:
         RematError: the user has disabled saved-tensor hooks.
@@ -70,18 +70,18 @@ def check_hooks_are_allowed() -> None:
     if not hooks_are_allowed():
         message = private.hooks_disabled_message()
         raise RematError(
-            f"Regions and `saved_residuals` work by saved-tensor hooks, which are disabled here with the message "
-            f"{message!r}. Call them outside of `disable_saved_tensors_hooks`, or the region as a plain function under "
-            f"`remat.disable_remat()`."
+            f"Regions and `saved_residuals` need saved-tensor hooks, which are disabled here with the message "
+            f"{message!r}. Call them outside of `disable_saved_tensors_hooks`, or call the region as a plain function "
+            f"under `remat.disable_remat()`."
         )
 
 
 def is_hooks_refusal(error: Exception) -> bool:
-    """Whether a region can't run under saved-tensor hooks: torch.func.grad, vjp, or the user can't disable them.
+    """Whether an error means that the function can't run under saved-tensor hooks.
 
-    The words of torch.func are known, whoever raises them again. Of the user's own the place is known. Nor can a region
-    under hooks enter a ``forward_ad`` level and run a backward pass inside: a recompute for it would enter the level
-    too, and torch has no levels in levels.
+    That is so if the function calls torch.func.grad, vjp or ``disable_saved_tensors_hooks``, or runs a backward pass in
+    a ``forward_ad`` level that it enters: the recompute would enter it too, and torch can't nest these levels. Errors
+    are recognized by torch's text, as they may be raised again elsewhere, or by the code that raises them.
     """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
@@ -92,7 +92,7 @@ def is_hooks_refusal(error: Exception) -> bool:
 
 
 def drop_gradient_hooks(tensors: Iterable[torch.Tensor | None], since: int) -> None:
-    """Take off the hooks that were registered on tensors since ``RemovableHandle.next_id`` had this value."""
+    """Remove the hooks that were registered on tensors since ``RemovableHandle.next_id`` had this value."""
     if RemovableHandle.next_id == since:
         return
     for tensor in tensors:

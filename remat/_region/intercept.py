@@ -1,7 +1,7 @@
-"""Captured tensors that have no place: found, and swapped for operands, where a torch function reads them.
+"""Captured tensors that no known variable holds: found, and swapped for operands, where a torch function reads them.
 
-A place is a spot in a closure, a module or the like. What is read from elsewhere, such as by a computed name, is seen
-only when it is used.
+The search of captured variables doesn't find all tensors, for example those read by a computed name. These are seen
+only when a torch function is called on them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .watch import GivenUp, Watch
 
 
 class Interceptor(TorchFunctionMode):
-    """Swaps captured tensors for operands; with a watch, gives the run up at one that is not known yet."""
+    """Swaps captured tensors for operands. With a watch, abandons the run at a captured tensor not known yet."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Interceptor(TorchFunctionMode):
         self.level: int | None = None
         self.watch = watch
         self.stale = stale or {}
-        self.stands_for = stands_for or {}  # operand id -> the tensor that the region was given; None in a recompute
+        self.stands_for = stands_for or {}  # operand id -> the caller's tensor; None in a recompute
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,7 +51,7 @@ class Interceptor(TorchFunctionMode):
             return self._hook(func, *args, **kwargs)
         watch = self.watch
         if watch is not None:
-            with own_work():  # a region around would take what the watch asks for the function's own question
+            with own_work():  # else interceptors of outer regions would see the watch's own calls
                 watch.calls(func, args, state.interceptors[-1].level or 0)
                 for tensor in args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs)):
                     if watch.is_captured(tensor):
@@ -77,7 +77,7 @@ class Interceptor(TorchFunctionMode):
             self.watch.unread = bool(self.unused & self.watch.region.guessed)
 
     def _hook(self, func: Any, operand: torch.Tensor, hook: Any) -> Any:
-        """A hook on an operand goes to the tensor that it stands for: it gets the gradient of all uses of that one."""
+        """Register a hook on the caller's tensor instead of the operand, so that it gets the whole gradient."""
         tensor = self.stands_for[id(operand)]
         if tensor is None:
             return RemovableHandle(OrderedDict())
@@ -86,7 +86,7 @@ class Interceptor(TorchFunctionMode):
         return func(tensor, hook)
 
     def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What an operand of a region inside of this one is here."""
+        """Return the tensor that an operand of an inner region is in this region."""
         if id(tensor) in self.swaps:
             return self._swap(tensor)
         if self.watch is not None and self.watch.is_captured(tensor):
@@ -97,7 +97,7 @@ class Interceptor(TorchFunctionMode):
         if self.unused - watch.region.guessed:
             raise CaptureError(
                 f"A region under torch.func reads a tensor of shape {tuple(tensor.shape)} that is neither an argument "
-                f"nor found in what the function captures, and it is another one each time. Pass it as an argument."
+                f"nor found in what the function captures, and it is a new tensor in each run. Pass it as an argument."
             )
         watch.region.adopt([tensor])
         raise GivenUp(watch.region)
@@ -113,19 +113,19 @@ class Interceptor(TorchFunctionMode):
 
 
 _TENSOR = {torch.Tensor}
-# What tensors that a region is given must get themselves: the gradients of others are those of the region alone.
+# These must be registered on the caller's tensors: the gradient of an operand contains only its uses in the region.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 
 def made_inside(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell all regions that run now that these tensors aren't captured."""
+    """Note in all regions that run now that these tensors aren't captured."""
     for interceptor in state.interceptors:
         if interceptor.watch is not None:
             interceptor.watch.made(tensors)
 
 
 def given_as(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that stands for this one outside of the regions that run for the first time under torch.func."""
+    """The caller's tensor for an operand, outside of all regions that run for the first time under torch.func."""
     for interceptor in reversed(state.interceptors):
         tensor = interceptor.stands_for.get(id(tensor), tensor)
     return tensor

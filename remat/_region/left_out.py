@@ -1,4 +1,4 @@
-"""Values that a recompute leaves out, as nothing needs them: a tensor stands for each, and to read it starts over."""
+"""Placeholders for values that a recompute skips because nothing needs them. Reading one restarts the recompute."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ class Layout(Protocol):
         """Its device."""
 
     def empty(self) -> torch.Tensor:
-        """A new tensor that lies so."""
+        """Return a new tensor with this layout."""
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same on a storage."""
+        """Return a tensor with this layout on a storage."""
 
 
 class Restart(BaseException):
-    """A recompute reads what it has left out. Not an Exception, so that user code lets it through."""
+    """A recompute reads a value that it has skipped. Not an Exception, so that user code doesn't catch it."""
 
 
 class LeftOut:
-    """The tensors that stand for such values, by their storages. None of them is kept alive."""
+    """The placeholders of one recompute, by their storages. References to them are weak."""
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref] = {}
         self._memory: dict[torch.device, torch.Tensor] = {}
         self._thread = threading.get_ident()
-        self.is_read = False  # something has read one
+        self.is_read = False  # a placeholder was read
 
     def __bool__(self) -> bool:
         return bool(self._storages)
 
     def stand_in(self, layout: Layout) -> torch.Tensor:
-        """A new tensor that stands for one. The large ones of a device lie in one memory: they are never written to.
+        """Return a new placeholder. Large ones on a device share one memory, since they are never written to.
 
-        They hold NaN: if one is read in a way that can't be seen, that shows.
+        They contain NaN, so that an undetected read shows in the result.
         """
         memory = self._memory_for(layout) if layout.nbytes >= _LARGE else None
         if type(memory) is torch.Tensor:
             tensor = layout.on(torch.from_dlpack(memory[: layout.nbytes]).untyped_storage())
-        else:  # that of a FakeTensor can't be shared
+        else:  # the memory of a FakeTensor can't be shared
             tensor = layout.empty().fill_(torch.nan)
         self.add(tensor)
         return tensor
@@ -71,34 +71,34 @@ class LeftOut:
         return memory
 
     def add(self, tensor: torch.Tensor) -> None:
-        """This tensor stands for one."""
+        """Make a tensor a placeholder."""
         storage = holder(tensor)
         self._storages[id(storage)] = weakref.ref(storage)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has no content."""
+        """Whether a tensor is a placeholder."""
         storage = holder(tensor)
         ref = self._storages.get(id(storage))
         return ref is not None and ref() is storage
 
     def is_full(self, tensor: torch.Tensor) -> None:
-        """It got its content in another way."""
+        """Note that a placeholder has been filled with its value."""
         if self.has(tensor):
             del self._storages[id(holder(tensor))]
 
     def read(self, read: Iterable[torch.Tensor]) -> None:
-        """These are read.
+        """Note that these tensors are read.
 
         Raises:
-            Restart: one of them has no content.
+            Restart: one of them is a placeholder.
         """
         if self._storages and any(map(self.has, read)):
             self.restart()
 
     def restart(self) -> None:
-        """Start over; what raises may become another exception on its way.
+        """Restart the recompute. `is_read` says so as well, since another exception may replace this one.
 
-        Another thread goes on without content until the recompute has ended: nobody may expect that it stops.
+        Another thread can't be stopped by an exception: it continues with placeholders until the recompute ends.
         """
         self.is_read = True
         if self.is_own_thread:
@@ -110,12 +110,12 @@ class LeftOut:
         return threading.get_ident() == self._thread
 
     def escaped(self, but: Iterable[torch.Tensor] = ()) -> bool:
-        """Whether somebody still holds one when the run has ended. ``but`` are those that nobody reads."""
+        """Whether a placeholder is still alive after the run, except for those in ``but``, which no code reads."""
         unread = {id(holder(tensor)) for tensor in but}
         return any(ref() is not None and key not in unread for key, ref in self._storages.items())
 
     def mark(self, result: Any) -> Any:
-        """Have those tensors of a result that have no content notice when torch hands out their memory."""
+        """Make the placeholders in a result `LeftOutTensor`s, which notice when torch exposes their memory."""
         if isinstance(result, torch.Tensor):
             return self._marked(result) if self._storages and self.has(result) else result
         if type(result) in (tuple, list):
@@ -124,14 +124,14 @@ class LeftOut:
 
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not torch.Tensor:
-            return tensor  # a FakeTensor has no content anyway
+            return tensor  # a FakeTensor has no data to expose
         marked = as_subclass(LeftOutTensor, tensor)
         marked.left_out = weakref.ref(self)
         return marked
 
 
 class LeftOutTensor(torch.Tensor):
-    """A tensor without content. The dispatcher sees operations on it, but not reads of its memory by these."""
+    """A placeholder. The dispatcher sees operations on it, but not reads of its memory by these methods."""
 
     left_out: weakref.ref[LeftOut]
     _READERS = frozenset(
@@ -142,7 +142,7 @@ class LeftOutTensor(torch.Tensor):
     )  # fmt: skip
 
     def check(self) -> None:
-        """Its content is read, in a way that the dispatcher doesn't see."""
+        """Note a read of its memory that the dispatcher doesn't see."""
         left_out = self.left_out()
         if left_out is not None:
             with without_overrides():
@@ -151,7 +151,7 @@ class LeftOutTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", None)
-        # Of the tensor that it is a method of, ``new_tensor`` reads dtype and device alone.
+        # Of its own tensor, ``new_tensor`` reads only dtype and device.
         read = [t for t in tensors((args[name == "new_tensor" :], kwargs)) if isinstance(t, LeftOutTensor)]
         for tensor in read:
             left_out = tensor.left_out()

@@ -1,6 +1,6 @@
-"""How the regions inside a region were lowered, in order: its recompute lowers them alike, whatever was learnt.
+"""The lowerings of the regions inside a region, in order: its recompute uses the same ones.
 
-The same for the choices of budgets that they knew: with others a recompute would save other tensors.
+The choices that budgets had made by then are recorded too: with other choices a recompute would save other tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Lowerings:
-    """Of one run of a region. The first run notes them in the list ``noted``, a recompute follows that list."""
+    """The inner lowerings of one run. The first run records them in the list ``noted``, a recompute follows it."""
 
     __slots__ = ("at", "follows", "noted")
 
@@ -22,7 +22,7 @@ class Lowerings:
         self.at = 0
 
     def next(self, own: Any) -> Any:
-        """What holds for the region that is called now, if it would be ``own`` elsewhere."""
+        """Return the lowering for the inner region that is called now: the recorded one, else ``own``."""
         if not self.follows:
             self.noted.append(own)
         elif self.at < len(self.noted):
@@ -31,25 +31,25 @@ class Lowerings:
         return own
 
     def go_back(self, at: int) -> None:
-        """What was called since is given up."""
+        """Go back to a position, since the calls after it are abandoned."""
         if not self.follows:
             del self.noted[at:]
         self.at = at
 
 
 def as_in_first_run(own: T) -> T:
-    """The same for all runs of regions around: the outermost is the one that may follow a list."""
+    """Apply `Lowerings.next` of all outer runs, the outermost first: only that one can follow a list."""
     for run in state.lowerings:
         own = run.next(own)
     return own
 
 
 def mark() -> list[tuple[Lowerings, int]]:
-    """Where the runs around are now, for `go_back`."""
+    """Return the positions of the outer runs, for `go_back`."""
     return [(run, run.at) for run in state.lowerings]
 
 
 def go_back(marks: list[tuple[Lowerings, int]]) -> None:
-    """What was called since then is given up."""
+    """Go back to these positions, since the calls after them are abandoned."""
     for run, at in marks:
         run.go_back(at)

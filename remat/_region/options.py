@@ -1,4 +1,4 @@
-"""How a region is run."""
+"""The options of a region."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ DeterminismCheck = Literal["metadata", "values", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a region is run; see :func:`remat.remat`."""
+    """The options of a region; see :func:`remat.remat`."""
 
     preserve_rng_state: bool = True
     determinism_check: str = "metadata"
     early_stop: bool = True
     debug: bool = False
     policy: Policy | None = None
-    contexts: Contexts | None = None  # the user's own, around the runs of one region
+    contexts: Contexts | None = None  # the user's context managers around the runs
     offload_inputs: bool = False  # to host memory, in plain autograd
-    read_inside: bool = False  # slots keep their values as long as the region runs, for backward passes inside of it
+    read_inside: bool = False  # slots own their values while the region runs, for backward passes inside it
     name: str = field(default="", compare=False)  # the path of the module in its model
     told: Told = field(default_factory=Told, compare=False, repr=False)
-    override: dict[str, Any] | None = field(default=None, compare=False, repr=False)  # what the call was under
+    override: dict[str, Any] | None = field(default=None, compare=False, repr=False)  # in effect at the call
 
     @property
     def may_leave_out(self) -> bool:
-        """Whether a recompute may skip what nothing needs: not where values are compared that nothing else needs."""
+        """Whether a recompute may skip values that nothing needs: not if all values are compared."""
         return self.determinism_check != "values"
 
     def overridden(self) -> Options:
-        """The options of a region that is called now."""
+        """The options of a region that is called now: these, with changes by ``override`` and torch's switches."""
         changes = {**private.checkpoint_switches(), **(state.override or {})}
         return replace(self, **changes, override=changes)
 
@@ -57,7 +57,7 @@ def checked_options(
     early_stop: Any = True,
     debug: Any = False,
 ) -> Options:
-    """The options of :func:`remat`, which says what they are and which errors there are."""
+    """Return the options of :func:`remat.remat`, or raise the errors that it documents."""
     for name, value in (
         ("preserve_rng_state", preserve_rng_state),
         ("early_stop", early_stop),
@@ -68,10 +68,10 @@ def checked_options(
     if determinism_check not in CHECKS:
         raise ValueError(f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.")
     if torch.compiler.is_compiling() and isinstance(policy, (list, FunctionType)):
-        pass  # Dynamo takes them for constants, and can't trace what becomes of them: `_compile` asks later
+        pass  # Dynamo treats these as constants and can't trace the conversion: `_compile` does it later
     elif policy is not None:
         policy = as_policy(policy)
-    # Dynamo can't trace the factory of a field.
+    # Dynamo can't trace the default factory of a field.
     return Options(preserve_rng_state, determinism_check, early_stop, debug, policy, told=Told())
 
 
@@ -85,15 +85,15 @@ def override(
 ) -> Iterator[None]:
     """Set options of every region that is called under this context, however it was made.
 
-    To debug a model, nothing has to be made anew. The context around a region's forward decides, wherever its backward
-    is, also of the regions that its recompute calls. An inner context comes before an outer one, and both before the
-    region's own options and torch's ``set_checkpoint_debug_enabled`` and ``set_checkpoint_early_stop``, which act on
-    every region too. Affects the current thread, and what a backward pass that it starts runs in the threads of
-    devices. What ``torch.compile`` compiles keeps the region's own options.
+    So a model can be debugged without wrapping it again. The context around a region's forward applies, wherever its
+    backward runs, and also to the regions that its recompute calls. An inner context takes precedence over an outer
+    one, and both over the region's own options and over torch's ``set_checkpoint_debug_enabled`` and
+    ``set_checkpoint_early_stop``, which apply to every region too. Affects the current thread, and the device threads
+    of backward passes that it starts. Regions that ``torch.compile`` compiles keep their own options.
 
     Args:
-        preserve_rng_state: give a recompute the random numbers of the forward. ``None`` leaves this option, and each of
-            those below, as it is.
+        preserve_rng_state: give a recompute the random numbers of the forward. ``None`` leaves this option unchanged,
+            and so for the options below.
         determinism_check: what is compared between the runs, as in :func:`remat.remat`.
         early_stop: end a recompute as soon as it has what the backward needs.
         debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.

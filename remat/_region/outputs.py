@@ -1,4 +1,4 @@
-"""What a region returns: which results are new tensors, and whether a recompute returns the same kind of thing."""
+"""The results of a region: which of them are new tensors, and whether a recompute returns matching ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _KINDS = {NEW: "a new tensor", OPERAND: "one of the inputs", VALUE: "not a tenso
 
 
 class Outputs:
-    """The structure of a result, found at the first run.
+    """The structure of a result, recorded in the first run.
 
-    A result that is an operand, or the same tensor as an earlier result, is not new: it never goes through an
+    A result that is an operand, or the same tensor as an earlier result, is not new: it never passes through an
     autograd Function, so that it keeps its identity and its history.
     """
 
@@ -31,17 +31,17 @@ class Outputs:
         self.prints: Sequence[Any] = ()
 
     def record(self, result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Take the result of the first run apart; returns its new tensors."""
+        """Flatten the result of the first run and return its new tensors."""
         leaves, self.spec = trees.flatten(result)
         self.entries, new = _sort(leaves, operands)
         self.prints = [fingerprint(t, self.options.determinism_check) for t in new]
         return new
 
     def compare(self, result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The new tensors of a later run.
+        """Return the new tensors of a recompute's result.
 
         Raises:
-            RecomputeMismatchError: the result differs from the first one in structure, or a tensor in its metadata.
+            RecomputeMismatchError: the result differs from the first one in structure, or a tensor in its fingerprint.
         """
         leaves, spec = trees.flatten(result)
         entries, new = _sort(leaves, operands)
@@ -51,40 +51,40 @@ class Outputs:
                 if now != before:
                     raise RecomputeMismatchError(
                         f"{self.name(i)} was {_KINDS[before]} in the region's forward and "
-                        f"{_KINDS[now]} when the region was run again. A region must do the same each time."
+                        f"{_KINDS[now]} in the recompute. A region's function must be deterministic."
                     )
             names = [i for i, (kind, _) in enumerate(entries) if kind == NEW]
             for i, tensor, before in zip(names, new, self.prints):
                 now = fingerprint(tensor, self.options.determinism_check)
                 if now != before:
                     raise RecomputeMismatchError(
-                        f"{self.name(i)} was {before} in the region's forward and {now} when the region was run "
-                        f"again. A region must do the same each time: look for a branch on changed Python state or "
-                        f"on a random value that isn't a torch generator's."
+                        f"{self.name(i)} was {before} in the region's forward and {now} in the recompute. A region's "
+                        f"function must be deterministic: look for a branch on changed Python state, or on a random "
+                        f"value that isn't drawn from one of torch's generators."
                     )
         return new
 
     def check_structure(self, result: Any) -> None:
-        """The check of the tree alone, where the result is of no other use."""
+        """Compare only the structure of a recompute's result with the first one."""
         if self.options.determinism_check != "none":
             self._check_tree(trees.flatten(result)[1])
 
     def _check_tree(self, spec: Any) -> None:
         if spec != self.spec:
             raise RecomputeMismatchError(
-                f"The region returned another tree when it was run again: "
-                f"{trees.describe_difference(self.spec, spec, 'output')} A region must return the same structure each "
-                f"time: look for a branch on Python state that changed between the runs."
+                f"The region returned another structure in the recompute: "
+                f"{trees.describe_difference(self.spec, spec, 'output')} A region's function must return the same "
+                f"structure in each run: look for a branch on Python state that changed between the runs."
             )
 
     def name(self, i: int) -> str:
         return trees.paths(self.spec, "output")[i]
 
     def build(self, new: Sequence[Any], operands: Sequence[Any]) -> Any:
-        """The result as the user gets it, from the new tensors and the operands as the caller knows them."""
+        """Build the result for the user from the new tensors and the caller's operands."""
         source = {NEW: new, OPERAND: operands}
         leaves = [value if kind == VALUE else source[kind][value] for kind, value in self.entries]
-        # Values of no further use could hold the region's own graph.
+        # Values that are not tensors are not needed any more, and could hold a reference to the region's own graph.
         self.entries = [(kind, None if kind == VALUE else value) for kind, value in self.entries]
         return trees.unflatten(self.spec, leaves)
 

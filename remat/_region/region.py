@@ -1,7 +1,7 @@
-"""A region: one call of a rematerialized function, with all that it takes to run it again.
+"""A region: one call of a rematerialized function, with all that a recompute needs.
 
-The tensors that a run is given from outside are its *operands*: the tensor leaves of the arguments and, under
-torch.func, captured tensors that a transform follows. All other captured tensors are the region's own to keep.
+The tensors that a run gets from outside are its *operands*: the tensor leaves of the arguments and, under torch.func,
+captured tensors that a transform follows. All other captured tensors are saved by the region itself.
 """
 
 from __future__ import annotations
@@ -53,29 +53,28 @@ class Region:
     ) -> None:
         self.fn, self.options, self.known = fn, options, known
         self.arguments, self.tensors = arguments, tensors
-        self.code, self.number = user_line(4)  # that has called it, for errors; one object less than the line
-        self.around = around  # the hooks around it; `restart` takes them back to here
-        self.found: Captured | None = None  # what the function captures
-        self.variables: Sequence[Variables] = ()  # that it reads
+        self.code, self.number = user_line(4)  # the user's line that called it; a `Line` would be one more object
+        self.around = around  # the hooks around it, with their positions at its start, for `restart`
+        self.found: Captured | None = None  # the result of `search`
+        self.variables: Sequence[Variables] = ()  # the variables that the function reads
         # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
-        self.captured: Sequence[torch.Tensor] = ()  # the operands beyond these
-        self.swapped: Sequence[torch.Tensor] = ()  # the first of these, without a place: swapped where they're read
-        self.guessed: frozenset[int] = (
-            frozenset()
-        )  # ids of those only inferred, as they were still there when a first run had ended
-        self.paths: Sequence[Path] = ()  # of the other captured tensors
-        self.ids: Sequence[int] = ()  # theirs, by which variables hold them
+        self.captured: Sequence[torch.Tensor] = ()  # captured tensors that are operands
+        self.swapped: Sequence[torch.Tensor] = ()  # the first of these, in no known variable: swapped where read
+        # Ids of swapped tensors that were only inferred to be captured, as they outlived a first run.
+        self.guessed: frozenset[int] = frozenset()
+        self.paths: Sequence[Path] = ()  # of the captured tensors in `consts`
+        self.ids: Sequence[int] = ()  # the ids of these, by which `variables` refer to them
         self.bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured tensor -> path, index of an operand
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
-        self.consts: Guards = NO_GUARDS
-        self.same: Sequence[tuple[int, int]] = ()  # of operands and captured tensors, those that are one
-        self.twice: Sequence[int] = ()  # operands that are another or a captured one below torch.func's levels
+        self.consts: Guards = NO_GUARDS  # captured tensors that are not operands
+        self.same: Sequence[tuple[int, int]] = ()  # pairs of operands and captured tensors that are one tensor
+        self.twice: Sequence[int] = ()  # operands that are another operand or a captured tensor below the levels
         self.overlaps: Sequence[Any] = ()  # groups of these tensors on one memory, which the region changed
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
         self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
-        self.hooked = False  # its first run has put hooks on what it was given
+        self.hooked = False  # its first run has registered hooks on operands
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
         self.record: Any = None  # of the first run under a policy, when it has ended
         self.arity = len(self.tensors)
@@ -89,8 +88,8 @@ class Region:
     def open(self, follow: Callable[[torch.Tensor], bool] | None = None, around: Around | None = None) -> None:
         """Record the ambient state and the captured tensors, as they are now.
 
-        Captured tensors for which ``follow`` is true become operands. The others are kept, by the hooks ``around`` if
-        these may: before the state is recorded, as hooks may draw random numbers.
+        Captured tensors for which ``follow`` is true become operands. The region saves the other captured tensors,
+        through the hooks ``around`` if they accept them. The state is recorded last, as hooks may draw random numbers.
         """
         found, generators = self.found or self.search(), self.arguments.generators()
         self._find_captured(found, generators, follow)
@@ -132,22 +131,22 @@ class Region:
         self.same = same(self.operands(), tensors)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make captured tensors that have no place operands: they are swapped wherever they are read."""
+        """Make captured tensors operands that no known variable holds: they are swapped wherever they are read."""
         self.swapped = [*self.swapped, *tensors]
 
     def operands(self) -> list[torch.Tensor]:
-        """The operands, as the caller of the region knows them."""
+        """Return the operands that the caller of the region passed."""
         return [*self.tensors, *self.captured]
 
     def forget(self) -> None:
-        """Let go of the operands, which whoever runs the region again brings, and of what it captured."""
+        """Release the operands, which the recompute gets from its caller, and the captured tensors."""
         self.tensors, self.captured = [], []
         if self.found is not None:
             self.found.let_go()
         self.found = self.around = None
 
     def name(self, i: int) -> str:
-        """What the i-th operand is called in an error."""
+        """The name of the i-th operand in errors."""
         if i < len(self.arguments.positions):
             return self.arguments.name(i)
         return next((f"captured {path}" for path, index in self.bindings.values() if index == i), "a captured tensor")
@@ -155,7 +154,7 @@ class Region:
     # --- running ----------------------------------------------------------------------------------------------------
 
     def call(self, operands: Sequence[torch.Tensor], mode: Any, log: Any = None, again: bool = False) -> Any:
-        """The function's own result, from these operands in the places of the arguments."""
+        """Call the function with these operands in place of the arguments."""
         args, kwargs = self.arguments.filled(operands)
         if state.interceptors:
             made_inside(operands)
@@ -188,7 +187,7 @@ class Region:
         return [*operands, *(tensor for tensor in self.consts.tensors if tensor is not None)]
 
     def call_again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
-        """The same once more: the ambient state and the captured tensors are those of the first run."""
+        """Recompute the result, with the ambient state and the captured tensors of the first run."""
         return self._again(apart(operands, self.twice), run)
 
     def _again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
@@ -208,9 +207,9 @@ class Region:
                 return self.call(operands, run.mode([*operands, *captured]), run.log, again=True)
 
     def run(self, operands: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
-        """The new tensors among the results; the other results are left in ``outputs``. For the func lowering."""
+        """Run or recompute for the func lowering. Return the new tensors; ``outputs`` records the other results."""
         if self.ran:
-            captured = twice_below(operands, operands, self.consts.tensors, self.same)  # levels may hide it at first
+            captured = twice_below(operands, operands, self.consts.tensors, self.same)  # levels may have hidden these
             operands = apart(operands, {*self.twice, *captured})
             result = run.carry_out(operands, partial(self._again, operands))
             return self.outputs.compare(result, operands)
@@ -222,7 +221,7 @@ class Region:
         return self.outputs.record(result, operands)
 
     def _bound_first(self, operands: Sequence[torch.Tensor]) -> Any:
-        """For a first run: captured tensors that a transform follows are operands."""
+        """For a first run: bind variables of captured tensors that a transform follows to the operands."""
         if not self.bindings:
             return nullcontext()
         return bound(self.variables, {**self._found(), **self._followed(operands)}, keep_changes=True)
@@ -231,22 +230,22 @@ class Region:
         return {key: operands[i] for key, (_, i) in self.bindings.items()}
 
     def _found(self) -> dict[int, torch.Tensor]:
-        """The captured tensors as they are, by their ids."""
+        """The captured tensors by their ids."""
         assert self.found is not None
         return {id(tensor): tensor for _, tensor in self.found.tensors}
 
     def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, watch: Any = None) -> Any:
         own = dict(zip(map(id, self.swapped), operands[len(self.arguments.positions) :])) if self.swapped else {}
-        # What it captures may have been changed, as long as it does not read it.
+        # A captured tensor may have been changed since, as long as the recompute does not read it.
         stale = self.consts.stale() if self.ran else {}
         if own or self.inherited or stale or watch is not None or self.hooked:
-            # A tensor may stand for another one too, on which no hook can be.
+            # Hooks can't be registered on tensors that don't require grad.
             stands_for = {id(t): outer for t, outer in zip(operands, given) if outer is None or outer.requires_grad}
             return Interceptor(own, self.inherited, watch, stale, stands_for)
         return None
 
     def restart(self) -> None:
-        """Undo what a first run that was given up has drawn from the generators."""
+        """Undo the effects of a first run that was abandoned, so that it can start again."""
         assert self.ambient is not None
         self.ambient.rewind()
         self.consts.roll_back()

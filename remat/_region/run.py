@@ -1,4 +1,4 @@
-"""What belongs to one run of a region. It is passed along with the operands, through all that transforms make of it."""
+"""The state of one run of a region. It is passed with the operands through all transformed versions of the region."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ T = TypeVar("T")
 
 
 class Run:
-    """A recompute of all that there is."""
+    """A full recompute, the base class of all runs."""
 
     __slots__ = ("log",)
 
-    recorder: Any = None  # notes the operations of a first run under a policy
-    replay: Any = None  # sees those of a recompute
+    recorder: Any = None  # records the operations of a first run under a policy
+    replay: Any = None  # the dispatch mode of a recompute under a policy
     watch: Any = None  # finds captured tensors that no variable leads to
-    starts_over = False  # it has read what it leaves out
+    starts_over = False  # it has read a value that it skips
 
     def __init__(self) -> None:
-        self.log: Any = None  # notes the operations for the user, or compares them
+        self.log: Any = None  # the operation log of ``debug=True``
 
     def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """The mode that sees the operations, if one has to. These tensors come from outside."""
+        """Return the dispatch mode for the run, or None. ``inputs`` come from outside of the region."""
         return None
 
     def escaped(self) -> bool:
-        """Whether somebody has what it left out when it has ended."""
+        """Whether a skipped value is still referenced after the run."""
         return False
 
     def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], T]) -> T:
-        """Recompute, by whichever runs that takes."""
+        """Recompute, in as many attempts as needed."""
         return go(self)
 
 

@@ -1,4 +1,4 @@
-"""Which tensors of a region are the same one, or lie on the same memory; in a recompute so do their stand-ins."""
+"""Tensors of a region that are the same tensor, or share memory. In a recompute their replacements do so too."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Extent = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the
 
 
 def same(given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """The tensors that are captured twice, or given and captured, each with the first captured one that is the same.
+    """Pairs of positions in ``[*given, *captured]`` that are one tensor.
 
-    Positions in ``[*given, *captured]``.
+    The second position is the first captured one, the first a given one or a later captured one.
     """
     first: dict[int, int] = {}
     places = [(i, first.setdefault(id(tensor), i)) for i, tensor in enumerate(captured, len(given))]
@@ -31,7 +31,7 @@ def same(given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> lis
 def twice_below(
     operands: Sequence[torch.Tensor], given: Sequence[torch.Tensor], captured: Sequence[Any], same: Sequence[tuple]
 ) -> list[int]:
-    """The operands that are an earlier or a captured one too below the levels, but not where they were given."""
+    """Operands that below the levels are an earlier operand or a captured tensor, but were not at the call."""
     first: dict[int, Any] = dict.fromkeys(map(id, captured))
     known = {i for i, _ in same}
     pairs = enumerate(zip(operands, given))
@@ -39,7 +39,7 @@ def twice_below(
 
 
 def apart(operands: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[torch.Tensor]:
-    """The operands, some as views, which autograd tells apart."""
+    """The operands, those in ``which`` as views, so that autograd distinguishes them."""
     if not which:
         return operands
     with unseen():
@@ -47,14 +47,14 @@ def apart(operands: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[
 
 
 class Overlap(NamedTuple):
-    """Tensors of ``[*given, *captured]`` that lie on the same part of a storage, which copies of them wouldn't."""
+    """Tensors of ``[*given, *captured]`` that share a part of a storage; separate copies of them would not."""
 
     extents: dict[int, Extent]
     operands: Guards
     consts: Guards
 
     def of_copies(self) -> dict[int, Extent]:
-        """Those that a recompute gets copies of."""
+        """The tensors of which a recompute gets copies."""
         first = len(self.operands)
         return {
             i: extent
@@ -64,11 +64,11 @@ class Overlap(NamedTuple):
 
 
 def overlapping(tensors: Sequence[Any], operands: Guards, consts: Guards) -> list[Overlap]:
-    """Of the tensors that these may have copies of. What has another dtype than the rest is not found."""
+    """Find overlaps of tensors that the guards may have copies of. Overlaps of different dtypes are not found."""
     changed = [*operands.may_have_changed, *(len(operands) + i for i in consts.may_have_changed)]
     spans: dict[Any, list[tuple[int, int, int]]] = {}
     extents: dict[int, Extent] = {}
-    storages = []  # that their ids stay theirs
+    storages = []  # kept alive, so that their ids stay valid
     for i in changed:
         tensor = tensors[i]
         if is_dense(tensor) and is_plain(tensor) and tensor.numel():
@@ -93,7 +93,7 @@ def as_before(
     same: Sequence[tuple[int, int]],
     overlaps: Sequence[Overlap],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors of a recompute: copies on one piece of memory where the tensors were, one where they were one."""
+    """The tensors of a recompute: copies share memory where the tensors did, and pairs in ``same`` are one tensor."""
     tensors = [*given, *captured]
     for overlap in overlaps:
         if len(group := overlap.of_copies()) > 1:

@@ -1,4 +1,4 @@
-"""What is remembered of tensors at a region's first run; and tensors for a recompute, as autograd saw them then."""
+"""Properties of tensors recorded at a region's first run, and tensors with these properties for a recompute."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .._core.parts import is_dual, is_in_graph
 
 
 def leafness(tensor: torch.Tensor) -> bool | None:
-    """Whether a tensor is a leaf; None for one that only says so."""
+    """Whether a tensor is a leaf; None if ``is_leaf`` is true but autograd doesn't follow the tensor."""
     return tensor.is_leaf and (not tensor.requires_grad or is_in_graph(tensor) or None)
 
 
 def cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.Tensor:
-    """What is not a leaf stays none: regions inside tell from it what to keep, in each run the same.
+    """Cut a tensor from its graph. A non-leaf stays a non-leaf, since inner regions decide by it what to save.
 
-    And what autograd doesn't follow, though it requires grad, is not followed: operations save less for its sake.
+    A tensor that autograd doesn't follow, though it requires grad, stays so: operations save less for it.
     """
     if not requires_grad:
         return tensor.detach() if tensor.requires_grad else tensor
@@ -34,7 +34,7 @@ def cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.T
 
 
 def tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:
-    """The primal and tangent of every dual tensor: they are gone when its level ends."""
+    """The primal and tangent of every dual tensor, which are freed when its level ends."""
     duals = {}
     for i, tensor in enumerate(tensors):
         if is_dual(tensor):
@@ -49,7 +49,7 @@ def gradients(tensors: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def versions(tensors: Sequence[Any]) -> list[int]:
-    """Their version counters."""
+    """The version counters of tensors."""
     try:
         return list(map(private.raw_version, tensors))
     except RuntimeError:

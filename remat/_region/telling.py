@@ -1,4 +1,4 @@
-"""What errors of a recompute tell: of which region they are, and where that was called."""
+"""Context for errors of a recompute: the name of the region, and the line that called it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ E = TypeVar("E", bound=Exception)
 
 
 def told(error: E, region: Any, recomputing: bool = True) -> E:
-    """The error with the region's name, the line that called it, and without frames of the package.
+    """Add the region's name and the line that called it to an error, and remove the package's frames.
 
-    ``recomputing`` says that the user's function was running: an error of its own gets a note.
+    ``recomputing``: the user's function was being recomputed, so an error that it raised gets a note.
     """
     root = region.root
     where = f"{_name(root)} called at {Line(root.code, root.number)}"
@@ -31,14 +31,14 @@ def told(error: E, region: Any, recomputing: bool = True) -> E:
 
 
 def without_internals(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of this package."""
-    kept = []
+    """Return a traceback without the frames of this package."""
+    entries = []
     while traceback is not None:
         if not _is_internal(traceback.tb_frame):
-            kept.append(traceback)
+            entries.append(traceback)
         traceback = traceback.tb_next
     result = None
-    for each in reversed(kept):
+    for each in reversed(entries):
         result = TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return result
 
@@ -48,7 +48,7 @@ def _is_internal(frame: FrameType) -> bool:
 
 
 def _name(root: Any) -> str:
-    """The function, or the class of the module with its path if the model is known."""
+    """The name of the function, or the class of the module and, after ``nn.apply``, its path in the model."""
     return f"{name_of(root.fn)} {root.options.name!r}" if root.options.name else name_of(root.fn)
 
 
@@ -62,7 +62,7 @@ _ARGUMENT = re.compile(r"argument (args|kwargs)\[('[^']*'|\d+)\]")
 
 
 def _argument(fn: Any, found: re.Match[str]) -> str:
-    """What the user's function calls an argument, instead of its position."""
+    """Name an argument by its parameter in the user's function, instead of its position."""
     kind, key = found[1], found[2]
     if kind == "kwargs":
         return f"argument {key.strip(chr(39))}"

@@ -1,6 +1,6 @@
-"""Recomputes take turns: autograd runs a thread for each device, and what a recompute puts back is the whole process's.
+"""Recomputes take turns: autograd runs a thread for each device, but a recompute changes state of the whole process.
 
-That is Python's and torch's CPU generator, and captured tensors in globals, containers and modules.
+That state is the CPU generators of Python and torch, and variables in globals, containers and modules.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from .._core.engine_call import nearest_engine_call
 
 _lock = threading.RLock()
-_holder: tuple[int, FrameType] | None = None  # the thread whose turn it is, and where that began
+_holder: tuple[int, FrameType] | None = None  # the thread whose turn it is, and the frame where it began
 
 
 class turn:
-    """Within, this thread alone recomputes.
+    """Within, only this thread recomputes.
 
-    But for recomputes whose function runs a backward pass: that may need the thread which waits here, so it goes on.
+    A thread doesn't wait for a recompute whose function runs a backward pass, which may need the waiting thread.
     """
 
     __slots__ = ("has_lock", "holder")

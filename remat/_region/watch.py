@@ -1,4 +1,4 @@
-"""What is watched for in a first run under torch.func, which is given up if it shows that it must be run otherwise."""
+"""Checks during a first run under torch.func, which is abandoned if they show that it must run in another way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._core.parts import is_followed_below, requires_grad_somewhere
 
 
 class GivenUp(BaseException):
-    """Gives a first run up, as the region now knows more. Not an Exception, so that user code lets it through."""
+    """Abandons a first run, as the region now knows more. Not an Exception, so that user code doesn't catch it."""
 
     def __init__(self, region: Any) -> None:
         super().__init__()
@@ -22,14 +22,14 @@ class GivenUp(BaseException):
 
 
 class Watch:
-    """What a first run must watch for: tensors that a transform follows, and that neither came in nor were made inside.
+    """Finds tensors that a transform follows and that are neither operands nor made inside: they are captured.
 
-    A wrapper of a level that isn't on the stack is surely captured. Otherwise an inner transform may have made it, out
-    of sight: inner levels have the numbers of the ones that were taken off the stack. What was made inside is gone when
-    the run is over, so what is still there is taken to be captured.
+    A wrapper of a level that isn't on the stack is certainly captured. Another one may have been made by an inner
+    transform, unseen: inner levels reuse the numbers of levels that were taken off the stack. Tensors made inside are
+    freed when the run has ended, so a tensor that is still alive is taken to be captured.
     """
 
-    __slots__ = ("asks", "cuts", "maps", "plain_too", "recorded", "region", "seen", "suspects", "unread", "wrappers")
+    __slots__ = ("cuts", "maps", "plain_too", "queries", "recorded", "region", "seen", "suspects", "unread", "wrappers")
 
     def __init__(
         self, region: Any, operands: list[torch.Tensor], inside: Sequence[torch.Tensor], plain_too: bool, recorded: bool
@@ -37,12 +37,12 @@ class Watch:
         self.region = region
         self.recorded = recorded  # plain autograd, or forward mode, differentiates below all levels
         self.cuts = self.maps = False  # see ``needs_order``
-        self.asks = False  # the function asks what autograd follows
+        self.queries = False  # the function queries what autograd follows
         self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
         self.seen: dict[int, weakref.ref] = {}
         self.made(inside)
         self.suspects: list[weakref.ref] = []  # made inside or captured
-        self.unread = False  # the run has not read all that was taken to be captured after another run
+        self.unread = False  # the run did not read all tensors that an earlier run took to be captured
         # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
         self.wrappers: set[int] = set()
         while operands := list(filter(private.is_wrapped, operands)):
@@ -53,11 +53,11 @@ class Watch:
         self.seen.update(zip(map(id, tensors), map(weakref.ref, tensors)))
 
     def calls(self, func: Any, args: Sequence[Any], level: int) -> None:
-        """The function calls a torch function, at this level."""
+        """Note that the function calls a torch function at a level."""
         if func is private.custom_function_call:
             self.maps = True
-        elif func in _ASKS:
-            self.asks = True
+        elif func in _QUERIES:
+            self.queries = True
         elif func in _BY_LEVEL and private.level_of(args[0]) <= level:
             self.cuts |= requires_grad_somewhere(args[0])
 
@@ -68,18 +68,18 @@ class Watch:
     def has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""
         inside = self._is_seen(tensor) and all(suspect() is not tensor for suspect in self.suspects)
-        # A dead wrapper may have had a tangent; of which kind its level was, it doesn't tell.
+        # A dead wrapper may have had a tangent: the kind of its level is unknown.
         dual = private.JVP in self.region.kinds and private.is_dead(tensor)
         return inside and (dual or requires_grad_somewhere(tensor))
 
     def tells_levels(self) -> bool:
-        """Whether the function asks what autograd follows, and is told of more than its innermost ``grad`` level does.
+        """Whether the function queries what autograd follows, and sees more than its innermost ``grad`` level follows.
 
-        For regions under such a level. Below all levels one graph stands for all of them and for autograd itself, each
-        of which may follow another operand. Without a region, only the innermost one is seen.
+        For regions under such a level. Below all levels there is one graph for all of them and for autograd itself, and
+        each of these may follow another operand. Without a region, the function sees only what the innermost follows.
         """
         kinds = self.region.kinds
-        if not self.asks:
+        if not self.queries:
             return False
         top = len(kinds) - kinds[::-1].index(private.GRAD)
         return any(is_followed_below(top, tensor) for tensor in self.region.operands())
@@ -88,9 +88,9 @@ class Watch:
         """Whether the result depends on which ``grad`` level differentiates what, and in which order.
 
         For regions under such a level. ``detach_`` and the like cut a tensor from the graph of the innermost level
-        alone, and hooks change the gradient of that level alone: where there is one graph only, that is the one. There
-        are two if a single level was put back, as a tape is below it. And an autograd Function has rules for both
-        ``vmap`` and gradients, and need not have one for the gradient of its ``vmap``.
+        only, and hooks change the gradient of that level only. With a single graph that makes no difference. There are
+        two graphs if a single level was restored, as a tape is below it. And an autograd Function has rules for
+        ``vmap`` and for gradients, but the gradient of its ``vmap`` rule may differ from its gradient rule.
         """
         kinds = self.region.kinds
         one_graph = len(kinds) == 1 and not self.recorded and not self.region.known.graded
@@ -115,18 +115,18 @@ class Watch:
         return False
 
     def remaining(self) -> list[torch.Tensor]:
-        """After the run: the tensors that were not known then, and are still there."""
-        if left := self._left():
-            wait_for_backward_threads(left)
-            del left
-        return self._left()
+        """After the run: the tensors that were not known then, and are still alive."""
+        if alive := self._alive_suspects():
+            wait_for_backward_threads(alive)
+            del alive
+        return self._alive_suspects()
 
-    def _left(self) -> list[torch.Tensor]:
+    def _alive_suspects(self) -> list[torch.Tensor]:
         found = [suspect() for suspect in self.suspects]
         return [tensor for tensor in found if tensor is not None and not private.is_dead(tensor)]
 
 
-# What acts on the graph of one level alone, and what has a rule for each kind of level.
+# Functions that act on the graph of one level only, and one that has a rule for each kind of level.
 _BY_LEVEL = {
     torch.detach_,
     torch.Tensor.detach_,
@@ -136,8 +136,8 @@ _BY_LEVEL = {
     torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     private.custom_function_call,
 }
-# What depends on which tensors autograd follows.
-_ASKS = {
+# Functions whose results depend on which tensors autograd follows.
+_QUERIES = {
     torch.autograd.grad,
     torch.autograd.backward,
     torch.Tensor.backward,
@@ -147,7 +147,7 @@ _ASKS = {
 
 
 def _chain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor, what it wraps, what that wraps, down to the plain tensor."""
+    """A tensor and all tensors that it wraps, down to the plain tensor."""
     chain = [tensor]
     while private.is_wrapped(chain[-1]):
         chain.append(private.unwrap_once(chain[-1]))

@@ -1,4 +1,4 @@
-"""What the trees of a loop must be: tensors alone, and the same from one step to the next."""
+"""Checks of the pytrees in a loop: all leaves are tensors, and each step returns the same structure and metadata."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._core import trees
 
 
 class Kind(NamedTuple):
-    """What a leaf is."""
+    """The shape, dtype and device of a leaf."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -23,7 +23,7 @@ class Kind(NamedTuple):
 
 
 class Trees:
-    """Trees with these leaves. ``what`` is the tree's name in errors."""
+    """The structure of a pytree and the kinds of its leaves. ``what`` is its name in errors."""
 
     __slots__ = ("kinds", "nbytes", "spec", "what")
 
@@ -33,28 +33,28 @@ class Trees:
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 raise TypeError(
-                    f"{self._name(i)} must be a tensor, got {leaf!r}: `torch.as_tensor` makes one of a number. What "
-                    f"steps don't change belongs into the function."
+                    f"{self._name(i)} must be a tensor, got {leaf!r}. Convert numbers with `torch.as_tensor`, and let "
+                    f"the step function capture values that steps don't change."
                 )
         self.kinds = [_kind(leaf) for leaf in leaves]
         self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
     def checked(self, tree: Any, number: int) -> list[torch.Tensor]:
-        """The leaves of the tree that the step of this number has returned.
+        """Return the leaves of the pytree that step ``number`` has returned.
 
         Raises:
-            ValueError: it is another one.
+            ValueError: its structure, or the kind of a leaf, is another one.
         """
         leaves, spec = trees.flatten(tree)
         if spec != self.spec:
             raise ValueError(
-                f"Step {number} changes the tree of {self.what}: "
-                f"{trees.describe_difference(self.spec, spec, self.what)} All steps must return the same."
+                f"Step {number} changes the structure of {self.what}: "
+                f"{trees.describe_difference(self.spec, spec, self.what)} It must not change."
             )
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds)):
             now = _kind(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
             if now != kind:
-                raise ValueError(f"Step {number} changes {self._name(i)} from {kind} to {now}. All must be the same.")
+                raise ValueError(f"Step {number} changes {self._name(i)} from {kind} to {now}. It must not change.")
         return leaves
 
     def _name(self, i: int) -> str:
@@ -66,7 +66,7 @@ def _kind(leaf: torch.Tensor) -> Kind:
 
 
 def checked_pair(pair: Any, number: int) -> tuple[Any, Any]:
-    """What a step has returned, a carry and a y."""
+    """Return the carry and the y that a step has returned."""
     if not isinstance(pair, tuple) or len(pair) != 2:
         got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else f"a {type(pair).__name__}"
         raise TypeError(
@@ -76,11 +76,11 @@ def checked_pair(pair: Any, number: int) -> tuple[Any, Any]:
 
 
 def checked_length(xs: Any, length: Any) -> int:
-    """The number of steps.
+    """Return the number of steps.
 
     Raises:
-        TypeError: ``length`` is no int, or a leaf of ``xs`` no tensor.
-        ValueError: it isn't known, is not that of all of ``xs``, or is 0.
+        TypeError: ``length`` is not an integer, or a leaf of ``xs`` is not a tensor.
+        ValueError: the number is unknown, less than 1, or differs from the length of a tensor in ``xs``.
     """
     if length is not None:
         length = _integer(length)
@@ -92,20 +92,20 @@ def checked_length(xs: Any, length: Any) -> int:
     lengths = [len(leaf) for leaf in leaves]
     if length is None:
         if not lengths:
-            raise ValueError("The number of steps isn't known: give `length`, or `xs` with a tensor.")
+            raise ValueError("The number of steps is unknown: pass `length`, or `xs` with at least one tensor.")
         length = lengths[0]
     for i, each in enumerate(lengths):
         if each != length:
             raise ValueError(
-                f"{_name(spec, i)} has {each} entries, and there are {length} steps: they must be as many."
+                f"{_name(spec, i)} has {each} entries, but there are {length} steps: the numbers must be equal."
             )
     if length < 1:
-        raise ValueError(f"A loop has at least one step, got {length}: with none it isn't known what `y` is.")
+        raise ValueError(f"A loop needs at least one step, got {length}: otherwise the structure of `y` is unknown.")
     return length
 
 
 def _integer(length: Any) -> int:
-    """It may be NumPy's, too."""
+    """Return an integer as an int; NumPy's are accepted too."""
     if not isinstance(length, (bool, torch.Tensor)) and hasattr(length, "__index__"):
         return index(length)
     raise TypeError(f"length must be an integer, got {length!r}.")

@@ -1,4 +1,4 @@
-"""``remat.scan``: a loop as regions of steps, within which are regions of fewer steps."""
+"""``remat.scan``: a loop as regions of several steps, which contain regions of fewer steps."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ def scan(
     checkpoints: int | str | float | None = None,
     policy: Any = None,
 ) -> tuple[C, Any]:
-    """Call ``step`` for one ``x`` after another, and keep few of the carries between forward and backward.
+    """Call ``step`` for one ``x`` after another, and save only a few of the carries for the backward.
 
-    The same as this loop, with the same values and derivatives, but in the memory of ``checkpoints`` carries and one
-    step::
+    Computes the same values and derivatives as this loop, but in the memory of ``checkpoints`` carries and one step::
 
         for i in range(length):
             carry, y = step(carry, x_i)
 
     Args:
-        step: called as ``step(carry, x)``; returns the next carry and ``y``, each any pytree of tensors. The next carry
-            has the structure, shapes, dtypes and devices of the one before. What ``step`` reads besides, tensors,
-            modules, random numbers, is treated as in a region of :func:`remat.remat`.
+        step: called as ``step(carry, x)``; returns the next carry and ``y``, each any pytree of tensors. All carries
+            have the same structure, shapes, dtypes and devices. Captured tensors, modules and random numbers are
+            handled as in a region of :func:`remat.remat`.
         carry: the first carry, any pytree of tensors.
         xs: a pytree of tensors of shape ``[length, ...]``: a step gets one entry of each. None: steps get None.
-        length: the number of steps; it may be left out if ``xs`` tells it.
-        checkpoints: how many carries are kept at most, beyond the first one, which is an input. An int, a text such as
-            ``"64MiB"`` (as many as fit), or a float in (0, 1], which is that part of all carries. By default about
+        length: the number of steps; optional if ``xs`` has tensors.
+        checkpoints: the highest number of saved carries, without the first one, which is an input. An int, a string
+            such as ``"64MiB"`` (as many as fit), or a float in (0, 1], a fraction of all carries. By default about
             the base-2 logarithm of ``length``.
-        policy: what may be kept of each step besides, of all of them at once, so that recomputes needn't compute it;
-            see :func:`remat.remat`. ``None`` keeps nothing.
+        policy: values of the steps that may be saved too, for all steps at the same time, so that they are not
+            recomputed; see :func:`remat.remat`. ``None`` saves none.
 
     Returns:
-        The last carry, and the ``y`` of all steps in the structure of one, with tensors of shape ``[length, ...]``.
+        The last carry, and the stacked ``y`` of all steps: in the structure of ``y``, tensors of shape
+        ``[length, ...]``.
 
     Raises:
-        TypeError: ``step`` is not callable, a leaf of a tree is no tensor, or an argument has the wrong type.
-        ValueError: ``xs`` and ``length`` don't fit together, there are no steps, a carry or ``y`` changes from one step
-            to the next, ``checkpoints`` is out of its range or so low that regions would nest too deep.
+        TypeError: ``step`` is not callable, a leaf is not a tensor, or an argument has the wrong type.
+        ValueError: ``xs`` and ``length`` don't agree, there are no steps, the structure or metadata of a carry or ``y``
+            changes between steps, ``checkpoints`` is out of its range, or so low that regions would nest too deep.
         PolicyError: ``policy`` is not a policy.
 
     Note:
-        A backward computes each step once more, and those that it has to start farther back for again: the least
-        possible number, by the binomial rule of Griewank and Walther's "revolve". Steps of the first forward
-        don't count. With the default that is 2.5 steps for each of 100, and 3.5 for each of 1,000.
+        The backward recomputes each step once, and some steps several times, since few carries are saved. The total is
+        the least possible, by the binomial schedule of Griewank and Walther's "revolve": with the default, 2.5 times
+        ``length`` for 100 steps, and 3.5 times for 1,000.
 
-        Under ``torch.func`` gradients of what all steps read are added up by regions, so they may differ in the last
-        places. ``torch.compile`` breaks its graph here; give it the step, ``scan(torch.compile(step), ...)``, which is
-        traced once, not once for each step.
+        Under ``torch.func``, gradients of tensors that all steps read are summed region by region, so they may differ
+        by rounding. ``torch.compile`` breaks its graph here; compile the step, ``scan(torch.compile(step), ...)``,
+        which is traced once, not once for each step.
 
     Example:
         >>> import torch
@@ -91,7 +91,7 @@ def scan(
     """
     if not callable(step):
         raise TypeError(f"step must be a function of a carry and an x, got {step!r}.")
-    options = replace(checked_options(policy), read_inside=True)  # a step may differentiate, at the end of many regions
+    options = replace(checked_options(policy), read_inside=True)  # a step may run a backward pass, inside many regions
     count = checked_length(xs, length)
     kinds = Trees(carry, "carry")
     spare = _spare(checkpoints, count, kinds)
@@ -102,7 +102,7 @@ def scan(
 
 
 def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
-    """How many carries may be kept beyond the first one."""
+    """The number of carries that may be saved, without the first one."""
     if checkpoints is None:
         return count.bit_length()
     if not isinstance(checkpoints, (bool, torch.Tensor)) and hasattr(checkpoints, "__index__"):
@@ -115,19 +115,19 @@ def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
 
 
 def _check_depth(count: int, spare: int, options: Options) -> None:
-    """Each region in another one takes some frames of Python, more of them where modes or transforms are around."""
+    """Check the recursion limit: each nested region takes some Python frames, more under modes or transforms."""
     has_modes = options.policy is not None or state.policies or state.override
     most = (sys.getrecursionlimit() - 200) // (30 if private.transforms_active() else 20 if has_modes else 10)
     if depth(count + 1, spare) > most:
         least = next(k for k in range(spare, count + 1) if depth(count + 1, k) <= most)
         raise ValueError(
-            f"With checkpoints={spare}, {depth(count + 1, spare)} regions of {count} steps would be in one another, "
-            f"more than Python's recursion limit allows. Give checkpoints of at least {least}."
+            f"With checkpoints={spare}, a loop of {count} steps needs {depth(count + 1, spare)} nested regions, more "
+            f"than Python's recursion limit allows. Use checkpoints of at least {least}."
         )
 
 
 class Loop(NamedTuple):
-    """What all segments share beside the step."""
+    """Objects that all segments share."""
 
     options: Options
     carry: Trees
@@ -137,7 +137,7 @@ class Loop(NamedTuple):
 def _in_regions(
     step: Callable, loop: Loop, sizes: Sequence[tuple[int, int]], start: int, carry: Any, xs: Any
 ) -> tuple[Any, list]:
-    """Some steps, in a region for each segment: the carry after them, and what stands for their ``y``."""
+    """Run steps, in a region for each segment. Return the carry after them, and tokens for each ``y``."""
     known, tokens = known_of(step), list[Any]()
     for (size, spare), part in zip(sizes, _split(xs, [size for size, _ in sizes])):
         run = partial(_run, step, loop, size, spare, start)
@@ -148,7 +148,7 @@ def _in_regions(
 
 
 def _run(step: Callable, loop: Loop, size: int, spare: int, start: int, carry: Any, xs: Any) -> tuple[Any, list]:
-    """One segment: its last step is the region's own, those before it are in regions inside."""
+    """Run one segment: its last step itself, the steps before it in inner regions."""
     first, last = _split(xs, [size - 1, 1]) if size > 1 else (None, xs)
     carry, tokens = _in_regions(step, loop, segments(size, spare), start, carry, first)
     number = start + size - 1
@@ -158,7 +158,7 @@ def _run(step: Callable, loop: Loop, size: int, spare: int, start: int, carry: A
 
 
 def _split(xs: Any, sizes: list[int]) -> list[Any]:
-    """The entries for each segment, by one operation for all of them, so that its gradient is one too."""
+    """Split into the entries for each segment, by a single operation, whose gradient is a single operation too."""
     if xs is None:
         return [None] * len(sizes)
     leaves, spec = trees.flatten(xs)
@@ -167,7 +167,7 @@ def _split(xs: Any, sizes: list[int]) -> list[Any]:
 
 
 def _entry(xs: Any) -> Any:
-    """The only one."""
+    """Return the only entry."""
     if xs is None:
         return None
     leaves, spec = trees.flatten(xs)

@@ -1,8 +1,8 @@
-"""The ``y`` of all steps: each is written to its place in the result, and only its gradient goes through the regions.
+"""The ``y`` of all steps: each is written to its place in the result, and only its gradient passes through the regions.
 
-Regions return *tokens* in place of values: tensors of the same shape that take no memory, with the history of what they
-stand for. They return the values under transforms, which have tensors of their own for each level, in a region with a
-policy, and where a ``y`` is sparse.
+Regions return *tokens* in place of values: tensors of the same shape without memory, with the autograd history of the
+values. They return the values themselves under transforms, which have other tensors at each level, in a region with a
+policy, and if a ``y`` is sparse.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class Results:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        # A region around with a policy must see where the result comes from, or its recompute leaves that out.
+        # An outer region with a policy must see where the result comes from, or its recompute would skip the steps.
         self._writes = not (private.transforms_active() or private.dual_level_active() or state.policies)
         self._is_open = True  # recomputes don't write
-        self._is_none = False  # steps return None for it
+        self._is_none = False  # steps return None for `y`
         self._kinds: Trees | None = None
         self._buffers: list[torch.Tensor] = []
 
     def add(self, number: int, y: Any) -> list[Any]:
-        """The ``y`` of a step: what the regions around return for its leaves."""
+        """Add the ``y`` of a step. Return the token or value of each leaf, which the outer regions return."""
         if y is None and self._kinds is None:
             self._is_none = True
             return []
         if self._is_none:
-            raise ValueError(f"Step {number} changes y from None to a {type(y).__name__}. All must be the same.")
+            raise ValueError(f"Step {number} changes y from None to a {type(y).__name__}. It must not change.")
         if self._kinds is None:
             self._kinds = Trees(y, "y")
             self._writes &= all(leaf.layout is torch.strided for leaf in trees.flatten(y)[0])
@@ -51,7 +51,7 @@ class Results:
         return [_Token.apply(leaf) if torch.is_grad_enabled() and leaf.requires_grad else None for leaf in leaves]
 
     def close(self, tokens: list[list[Any]]) -> Any:
-        """All steps have run: their results."""
+        """Return the result, after all steps have run."""
         self._is_open = False
         if self._kinds is None:
             return None
@@ -68,7 +68,7 @@ def _joined(buffer: torch.Tensor, column: tuple) -> torch.Tensor:
 
 
 class _Token(torch.autograd.Function):
-    """What has the history of a tensor and its shape, but no values."""
+    """Return a tensor with the history and shape of another one, but without values."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class _Token(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """The result, with the history of the tokens of these steps."""
+    """Return the result with the history of the tokens of these steps."""
 
     @staticmethod
     def forward(ctx: Any, buffer: list[torch.Tensor], numbers: list[int], *tokens: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Where a loop keeps its carry: the binomial rule, by which the fewest steps are computed again.
+"""Where a loop saves its carry: the binomial schedule, which recomputes the fewest steps.
 
-A run of ``count`` steps starts from a carry that is there, and may keep ``spare`` further ones. All steps but the last
-are divided into segments: each is a region, which keeps the carry that it starts from. The last step is the first one
-that a backward needs. When the backward comes to a segment, what the segments after it have kept is free again.
+A run of ``count`` steps starts from a carry that is saved already, and may save ``spare`` more. All steps but the last
+are divided into segments: each is a region, which saves the carry that it starts from. The last step is the first one
+that a backward needs. When the backward comes to a segment, the carries of the segments after it have been freed.
 
 After A. Griewank and A. Walther, "Algorithm 799: revolve", ACM Transactions on Mathematical Software 26, 2000.
 """
@@ -13,7 +13,7 @@ from math import comb
 
 
 def segments(count: int, spare: int) -> list[tuple[int, int]]:
-    """The segments before the last of ``count`` steps: of each how many steps, and how many carries it may keep."""
+    """Divide all steps but the last into segments: the number of steps of each, and of carries that it may save."""
     found = []
     while count > 1:
         size = _first(count, spare)
@@ -23,7 +23,7 @@ def segments(count: int, spare: int) -> list[tuple[int, int]]:
 
 
 def depth(count: int, spare: int) -> int:
-    """How many segments are in each other, and how often a step is computed again at most."""
+    """The number of nested segments, which is also the most times that a step is recomputed."""
     repeats = 0
     while _reach(spare + 1, repeats) < count:
         repeats += 1
@@ -31,7 +31,7 @@ def depth(count: int, spare: int) -> int:
 
 
 def recomputed(count: int, checkpoints: int) -> int:
-    """How many steps the backward of a loop of ``count`` steps computes again: the least possible number."""
+    """The number of steps that the backward of a loop of ``count`` steps recomputes: the least possible number."""
     repeats = depth(count + 1, checkpoints)
     return repeats * (count + 1) - _reach(checkpoints + 2, repeats - 1)
 
@@ -45,5 +45,5 @@ def _first(count: int, spare: int) -> int:
 
 
 def _reach(carries: int, repeats: int) -> int:
-    """How many steps can be reversed with so many carries, the first one among them, and so many repeats of a step."""
+    """The number of steps that can be reversed with so many carries, including the first, and repeats of a step."""
     return comb(carries + repeats, carries) if repeats >= 0 else 0

@@ -216,7 +216,7 @@ def test_under_a_transform_is_an_error() -> None:
 def test_what_cannot_be_checked_is_an_error() -> None:
     with pytest.raises(remat.PolicyError):
         remat.check(torch.sin, rand(3), policy="no such policy")
-    with pytest.raises(TypeError, match="apply takes a"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
         remat.check(torch.sin, rand(3), where=nn.Linear)
     with pytest.raises(ValueError, match="chooses none of the model's modules"):
         remat.check(nn.Tanh(), rand(3), where=nn.Linear)

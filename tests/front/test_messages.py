@@ -171,7 +171,7 @@ def layer(x: Tensor) -> Tensor:
 HABITS: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: remat.remat(layer, static_argnums=(1,)),
-        "`static_argnums` is not needed, because arguments that aren't tensors just pass: leave it out.",
+        "`static_argnums` is not needed, because arguments that aren't tensors are passed as they are: leave it out.",
     ),
     (
         lambda: remat.checkpoint(layer, prevent_cse=False),
@@ -192,21 +192,21 @@ HABITS: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: remat.remat(layer, policies.save_matmuls),
-        "A policy is a keyword, so pass it as `policy=`: `remat(layer, policy=...)`.",
+        "The policy is a keyword argument: `remat(layer, policy=...)`.",
     ),
     (
         lambda: remat.remat(layer, torch.ones(3)),
-        "remat takes the function alone, and returns one that takes the arguments: `remat(layer)(x)`.",
+        "remat takes only the function, and returns one that takes the arguments: `remat(layer)(x)`.",
     ),
     (
         lambda: remat.checkpoint(layer, torch.ones(3), use_reentrant=False),
-        "remat takes the function alone, and returns one that takes the arguments: `remat(layer)(x)`, or "
+        "remat takes only the function, and returns one that takes the arguments: `remat(layer)(x)`, or "
         "`remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch.",
     ),
     (lambda: remat.remat(layer, polcy=None), "remat has no option 'polcy'."),
     (
         lambda: remat.remat(nn.Linear(2, 2), torch.ones(3)),
-        "remat takes the function alone, and returns one that takes the arguments: `remat(fn)(x)`.",
+        "remat takes only the function, and returns one that takes the arguments: `remat(fn)(x)`.",
     ),
 ]
 
@@ -223,7 +223,7 @@ def test_the_names_of_jax() -> None:
     assert remat.checkpoint_policies is remat.policies
 
 
-# --- functions that return before they have done their work -----------------------------------------------------------
+# --- functions that return before they have computed their result -----------------------------------------------------
 
 
 def generator(x: Tensor) -> Iterator[Tensor]:
@@ -270,7 +270,8 @@ def test_generators_and_async_functions_are_refused(fn: Any, what: str) -> None:
     with pytest.raises(TypeError) as raised:
         remat.remat(fn)
     assert str(raised.value) == (
-        f"remat takes functions that have done their work when they return, but {what}. Make a region of what it calls."
+        f"remat takes functions that have computed their result when they return, but {what}. "
+        "Apply remat to a function that it calls."
     )
     if callable(fn):
         with pytest.raises(TypeError, match=what):

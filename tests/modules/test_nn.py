@@ -210,7 +210,7 @@ def test_errors() -> None:
         ("blocks.*", {}, TypeError, "where must be a type"),
         ((Block, "tail"), {}, TypeError, "where must be a type"),
         (None, {}, TypeError, "where must be a type"),
-        (nn.ModuleList, {}, TypeError, "the ModuleList 'blocks' has no forward: take the modules in it"),
+        (nn.ModuleList, {}, TypeError, "the ModuleList 'blocks' has no forward: use the modules in it"),
         (nn.Module, {}, TypeError, "has no forward"),
         (Block, {"policy": "dots"}, PolicyError, "dots"),
         (Block, {"early_stop": 1}, TypeError, "early_stop"),
@@ -264,7 +264,7 @@ def test_lazy_modules_are_refused(make: Callable) -> None:
 def test_torchscript_is_refused_and_may_be_inside() -> None:
     traced = torch.jit.trace(nn.Linear(4, 4).double(), X)
     model = nn.Sequential(Block().double(), nn.Sequential(traced, nn.Tanh()))
-    with pytest.raises(TypeError, match=r"'1\.0' is TorchScript: take the module that calls it"):
+    with pytest.raises(TypeError, match=r"'1\.0' is TorchScript: use the module that calls it"):
         remat.nn.apply(model, lambda name, module: name in ("0", "1.0"))
     assert type(model[0]) is Block
     expected = step(model)

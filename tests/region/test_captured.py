@@ -671,7 +671,7 @@ def test_large_buffer_changed_by_the_region(early_stop: bool) -> None:
         loss.backward()
     assert str(raised.value).partition("\n")[0] == (
         "captured self.total was changed in place by the region itself, and had not been copied before. "
-        "Run the forward again: from now on it is copied first. Or pass the region a copy."
+        "Run the forward again: from now on it is copied first. Or give the region a copy: `.clone()`."
     )  # fmt: skip
     assert module.total[0, 0] == 2 and x.grad is None
     for n in (3, 4):
@@ -712,7 +712,7 @@ def test_embedding_with_max_norm() -> None:
 # --- the region changes its own input ---------------------------------------------------------------
 
 BY_THE_REGION = (
-    " requires grad and was changed in place by the region, which can't be run again from the new value. Use the "
+    " requires grad and was changed in place by the region, which can't be recomputed from the new value. Use the "
     "out-of-place operation, or give the region a copy: `.clone()`."
 )  # fmt: skip
 

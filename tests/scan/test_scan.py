@@ -556,7 +556,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another tree": (
         lambda: remat.scan(lambda h, x: ([h[0]], None), [ONES, ONES], length=2),
         ValueError,
-        "Step 0 changes the tree of carry: carry was a list of 2 and is now a list of 1",
+        "Step 0 changes the structure of carry: carry was a list of 2 and is now a list of 1",
     ),
     "another y": (
         lambda: remat.scan(lambda h, x: (h + 1, h[: int(h[0])]), ONES, length=3),
@@ -571,19 +571,19 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a number": (
         lambda: remat.scan(lambda h, x: (h, None), (ONES, 3), length=2),
         TypeError,
-        r"carry\[1\] must be a tensor, got 3: `torch.as_tensor` makes one of a number",
+        r"carry\[1\] must be a tensor, got 3\. Convert numbers with `torch.as_tensor`",
     ),
     "other lengths": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, {"a": torch.ones(4), "b": torch.ones(5)}),
         ValueError,
-        r"xs\['b'\] has 5 entries, and there are 4 steps",
+        r"xs\['b'\] has 5 entries, but there are 4 steps",
     ),
     "another length": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, torch.ones(4), 5),
         ValueError,
-        "xs has 4 entries, and there are 5 steps",
+        "xs has 4 entries, but there are 5 steps",
     ),
-    "no length": (lambda: remat.scan(lambda h, x: (h, None), ONES), ValueError, "The number of steps isn't known"),
+    "no length": (lambda: remat.scan(lambda h, x: (h, None), ONES), ValueError, "The number of steps is unknown"),
     "a length that is none": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, length=2.0),
         TypeError,
@@ -608,7 +608,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "too deep": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, length=5000, checkpoints=1),
         ValueError,
-        r"With checkpoints=1, 99 regions of 5000 steps would be in one another, .* Give checkpoints of at least 2\.",
+        r"With checkpoints=1, a loop of 5000 steps needs 99 nested regions, .* Use checkpoints of at least 2\.",
     ),
     "a policy": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, length=3, policy=3),
