@@ -1,1 +1,1 @@
-"""What may be kept, as values: policies, names, operators."""
+"""Policies: which values a region may save, by operators, names and predicates."""

@@ -387,7 +387,7 @@ def test_so_it_does_under_transforms(transform: Callable) -> None:
         (lambda: policies.budget(2.0), "a part, more than 0 and at most 1; got 2.0"),
         (lambda: policies.budget("many"), "is a number and a unit"),
         (lambda: policies.budget(None), "must be a number of bytes"),
-        (lambda: policies.budget(1, cost="money"), "The cost of a budget is one of 'roofline', 'flops', 'time'"),
+        (lambda: policies.budget(1, cost="money"), "The cost of a budget must be one of 'roofline', 'flops', 'time'"),
         (lambda: policies.budget(1) | policies.save_matmuls, "can't be a part of another policy"),
         (lambda: policies.save_matmuls & policies.budget(1), "can't be a part of another policy"),
         (lambda: policies.offload(policies.budget(1)), "can't be a part of another policy"),
