@@ -1,1 +1,1 @@
-"""A policy at work: what a first run did, what is kept of it, and what a recompute runs."""
+"""Regions with a policy: the record of the first run, what is saved of it, and what a recompute executes."""
