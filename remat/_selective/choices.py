@@ -57,8 +57,8 @@ class Choices:
             del known.choices[next(iter(known.choices))]
         self._known: list[tuple[Tradeoff, Choice]] = known.choices.setdefault(policy, [])
         # The known programs that match so far. A recompute of an enclosing region gets the programs of its first run.
-        self._matching = as_in_first_run([] if _is_in_torch_checkpoint() else [*self._known])
-        self._earlier = policy.chosen  # a choice made earlier, as long as the operators match its program
+        self._matches = as_in_first_run([] if _is_in_torch_checkpoint() else [*self._known])
+        self._chosen = policy.chosen  # a choice made earlier, as long as the operators match its program
         self.so_far: frozenset[int] = frozenset()  # what a new program saves: one choice, as all may exceed the budget
         self._news = known.is_news
         self.costs: list[float] = []  # of the steps
@@ -67,31 +67,31 @@ class Choices:
 
     def verdict(self, number: int, key: tuple) -> Verdict | None:
         """Return SAVE if the results of this step are saved."""
-        if self._matching:
-            self.so_far = self._matching[0][1].steps
-        self._matching = [each for each in self._matching if number < len(each[0].keys) and each[0].keys[number] == key]
-        earlier = self._earlier
+        if self._matches:
+            self.so_far = self._matches[0][1].steps
+        self._matches = [each for each in self._matches if number < len(each[0].keys) and each[0].keys[number] == key]
+        earlier = self._chosen
         if earlier is not None and earlier.operators[number : number + 1] != (full_name(key[0]),):
-            self._drop_earlier(earlier)
-        chosen = [choice.steps for _, choice in self._matching] + ([] if self._earlier is None else [self._earlier.steps])
+            self._drop_chosen(earlier)
+        chosen = [choice.steps for _, choice in self._matches] + ([] if self._chosen is None else [self._chosen.steps])
         return Verdict.SAVE if any(number in steps for steps in chosen) else None
 
     def steps(self, program: Program) -> frozenset[int] | None:
         """Return the saved steps of the program that has run, or None if the program is new."""
         keys = tuple([step.key for step in program.steps])
-        known = next((choice for tradeoff, choice in self._matching if tradeoff.keys == keys), None)
+        known = next((choice for tradeoff, choice in self._matches if tradeoff.keys == keys), None)
         if known is not None:
             return known.steps
-        earlier = self._earlier
+        earlier = self._chosen
         if earlier is not None and len(keys) != len(earlier.operators):
-            self._drop_earlier(earlier)
-        return None if self._earlier is None else self._earlier.steps
+            self._drop_chosen(earlier)
+        return None if self._chosen is None else self._chosen.steps
 
-    def _drop_earlier(self, earlier: Chosen) -> None:
+    def _drop_chosen(self, earlier: Chosen) -> None:
         """Drop a choice that was made for another program. From the next run on this program has its own choice."""
-        self._earlier = None
+        self._chosen = None
         self.so_far = self.so_far or earlier.steps
-        if not self._matching and self._news(f"a choice for {len(earlier.operators)} operations"):
+        if not self._matches and self._news(f"a choice for {len(earlier.operators)} operations"):
             warn(
                 f"{self._policy!r} was made for another program: the function executes other operations here. What is "
                 f"saved is chosen again, for the same number of bytes. Call `remat.pareto` with arguments like those "
