@@ -1,1 +1,1 @@
-"""A budget in place of a policy: what a function, or a model, can keep, and what that costs."""
+"""Budgets instead of policies: what a function, or a model, can save, and what the recompute costs then."""

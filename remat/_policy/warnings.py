@@ -103,7 +103,7 @@ def unmatched(recording: Recording) -> Unmatched | None:
 
 _SHOWN = 8
 _OF_OPERATORS = (
-    "Functions such as torch.nn.functional.linear decompose into these operators. Save some of them, or give values "
+    "Save some of these operators (functions such as torch.nn.functional.linear decompose into others), or give values "
     "names with remat.checkpoint_name and use policies.save_only_these_names."
 )
 _OF_FUNCTIONS = (

@@ -432,7 +432,7 @@ def test_texts() -> None:
     assert policies.budget("1KiB").nbytes(0) == 1024 and policies.budget("1.5kB").nbytes(0) == 1500
     assert policies.budget(0.5).nbytes(100) == 50
     svg = remat.pareto(chain, X.clone().requires_grad_()).to_svg()
-    assert svg.startswith("<svg") and "bytes kept" in svg
+    assert svg.startswith("<svg") and "bytes saved" in svg
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ def test_it_leaves_everything_as_it_was() -> None:
     state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     classes = [type(module) for module in model.modules()]
     with pytest.raises(
-        remat.RematError, match=r"takes .* at least, where the chosen submodules keep nothing, and the budget is 1 B"
+        remat.RematError, match=r"takes at least .*, even if the chosen submodules save nothing, but the budget is 1 B"
     ):
         remat.nn.budget(model, LAYER, 1, BATCH, loss=squared)
     assert [type(module) for module in model.modules()] == classes
