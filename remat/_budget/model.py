@@ -89,22 +89,22 @@ class _Trace(PeakMemory):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[nn.Module] = []
-        self.there = 0
+        self.count = 0
         self._backward = False
-        self.most: dict[tuple[int, bool], int] = {}  # the peak, by the number and whether it is the backward pass
+        self.peaks: dict[tuple[int, bool], int] = {}  # the peak, by the number and whether it is the backward pass
         self._depth = 0
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         super().after(func, args, kwargs, result)
-        moment = self.there, self._backward
-        self.most[moment] = max(self.most.get(moment, 0), self.total)
+        moment = self.count, self._backward
+        self.peaks[moment] = max(self.peaks.get(moment, 0), self.total)
 
     def starts(self, module: nn.Module, args: Any) -> None:
         """Count a call that starts: a forward pre-hook."""
         self._depth += 1
         if self._depth == 1:  # blocks inside of a block are a part of it
             self.calls.append(module)
-            self.there = len(self.calls)
+            self.count = len(self.calls)
 
     def ends(self, module: nn.Module, args: Any, result: Any) -> None:
         """Have the backward pass show when it reaches this call: a forward hook."""
@@ -116,7 +116,7 @@ class _Trace(PeakMemory):
                     leaf.register_hook(lambda _: self._in_backward(before))
 
     def _in_backward(self, before: int) -> None:
-        self.there, self._backward = before, True
+        self.count, self._backward = before, True
 
 
 def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], budget: Budget) -> BlockBudget:
@@ -139,7 +139,7 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
     least = _agreed(trace.peak)
     if least > amount:
         called = [names[module] for module in trace.calls]
-        raise RematError(_too_little(amount, least, *max(trace.most, key=trace.most.__getitem__), called))
+        raise RematError(_too_little(amount, least, *max(trace.peaks, key=trace.peaks.__getitem__), called))
     tradeoffs = {module: known_of(module).choices.pop(nothing, []) for module in dict.fromkeys(trace.calls)}
     blocks = {module: found[-1][0] for module, found in tradeoffs.items() if found}
     plan, peak = _fitting(program, trace, blocks, amount, budget)
@@ -160,7 +160,7 @@ def _fitting(
     nothing = _agreed_plan({module: each[0] for module, each in options.items()})
     best, aim, tried = (nothing, _agreed(trace.peak)), amount, [nothing]
     for _ in range(_ROUNDS):
-        plan = _agreed_plan(planned(trace.calls, options, trace.most, aim) or nothing)
+        plan = _agreed_plan(planned(trace.calls, options, trace.peaks, aim) or nothing)
         if plan in tried:
             break
         tried.append(plan)
@@ -182,7 +182,7 @@ def _cost(plan: Plan) -> float:
 def planned(
     calls: Sequence[nn.Module],
     options: Mapping[nn.Module, Sequence[Choice]],
-    most: Mapping[tuple[int, bool], int],
+    peaks: Mapping[tuple[int, bool], int],
     amount: int,
 ) -> Plan | None:
     """Return the plan with the least cost whose memory stays within the amount at each moment, or None."""
@@ -193,9 +193,9 @@ def planned(
     ways: list[tuple[int, float, Any]] = [(0, 0.0, None)]
     for module, start, end in zip(order, starts, starts[1:]):
         counts = range(start + 1, end + 1)
-        limit = amount - max(most.get((count, False), 0) for count in counts)
-        later = amount - max([0, *(most.get((count, True), 0) for count in counts if count < end)])
-        own = amount - most.get((start, True), 0)  # in the block's own backward pass
+        limit = amount - max(peaks.get((count, False), 0) for count in counts)
+        later = amount - max([0, *(peaks.get((count, True), 0) for count in counts if count < end)])
+        own = amount - peaks.get((start, True), 0)  # in the block's own backward pass
         ways = [
             (nbytes + times[module] * choice.nbytes, cost + times[module] * choice.cost, (choice, before))
             for nbytes, cost, before in ways
@@ -261,11 +261,11 @@ def _saved(name: str, tradeoff: Tradeoff, choice: Choice) -> Kept:
     return Kept(name, choice.nbytes, choice.cost, choice.flops, tuple(operators[i] for i in sorted(choice.steps)))
 
 
-def _too_little(amount: int, least: int, there: int, in_backward: bool, names: Sequence[str]) -> str:
+def _too_little(amount: int, least: int, count: int, in_backward: bool, names: Sequence[str]) -> str:
     if in_backward:
-        place = f"in the backward pass of {names[there]!r}, or of modules before it"
+        place = f"in the backward pass of {names[count]!r}, or of modules before it"
     else:
-        place = f"in or after {names[there - 1]!r}" if there else "before the first of the chosen submodules"
+        place = f"in or after {names[count - 1]!r}" if count else "before the first of the chosen submodules"
     return (
         f"A step of this model takes at least {size_text(least)}, even if the chosen submodules save nothing, but the "
         f"budget is {size_text(amount)}. The peak is {place}. Choose smaller submodules, a smaller batch, or a budget "

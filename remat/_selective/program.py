@@ -33,7 +33,7 @@ class Step:
         self.key, self.outs, self.result = entry.key, entry.outs, entry.result
         self.func = self.key[0]
         self.facts = facts_of(self.func)
-        # The values whose content it needs. If no step can be skipped, all operands exist anyway, at best restored.
+        # The values whose content it needs. If no step can be skipped, all operands count: better restored than run.
         self.reads = () if self.facts.reads_nothing and lazy else entry.reads
         self.draws = self.key[1] is not None
         # It changes its operands, so if it runs for one of its results, it runs for all.

@@ -274,13 +274,13 @@ class Recording:
         if self.in_region:
             return
         keep, count = self.keep, len(self.log)
-        there = {value for value in self.storages.values() if value not in keep.held}
+        alive = {value for value in self.storages.values() if value not in keep.held}
         saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
-        available = {value for value in self.log.saveable if value in there} | keep.there()
+        available = {value for value in self.log.saveable if value in alive} | keep.there()
         program = Program(self.log) if self._last is None else self._last.program(self.log)
         # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
         leave = can_be_left if program.lazy and not self.known.compiles else always
-        keep.drop(program.plan([*there, *saved, *self.saves.above], count, available, leave).used)
+        keep.drop(program.plan([*alive, *saved, *self.saves.above], count, available, leave).used)
         keep.enough = len(keep.held) + max(4, len(keep.held), count // 16)
 
     # --- the end ------------------------------------------------------------------------------------------------------
