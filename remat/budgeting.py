@@ -1,4 +1,4 @@
-"""What a function can keep for how much memory."""
+"""The trade-off between the memory that a function saves and the cost of its recompute."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["Curve", "Point", "pareto"]
 
 
 def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwargs: Any) -> Curve:
-    """What ``fn(*args, **kwargs)`` can keep as a region, and what its recompute costs then.
+    """Return what ``fn(*args, **kwargs)`` can save as a region, and what its recompute costs then.
 
-    It runs ``fn`` once, and no backward; buffers, generators and the state of modules are put back. ``fn`` is
-    differentiated by what requires grad; if nothing does, by all floating-point arguments.
+    ``fn`` runs once, without a backward pass. Buffers, generators and the state of modules are restored. ``fn`` is
+    differentiated with respect to tensors that require grad; if none does, to all floating-point arguments.
 
     Args:
         fn: the function or module, without :func:`remat.remat` around it.
-        *args: its arguments, any pytrees.
+        *args: arguments of ``fn``, any pytrees.
         cost: what an operation costs when it is recomputed. ``"roofline"``: microseconds by its FLOPs and the bytes
             that it moves, the same on every run. ``"flops"``: FLOPs of matrix products, convolutions and attention.
             ``"time"``: microseconds as measured. Or a function ``(op, args, kwargs, result)`` that returns a number.
-        **kwargs: its keyword arguments.
+        **kwargs: keyword arguments of ``fn``.
 
     Returns:
-        The curve. Print it, look at its ``points``, or take a policy from it: ``curve.at("64MiB")``.
+        The curve. It can be printed, ``points`` has the choices, and ``at("64MiB")`` returns a policy.
 
     Raises:
         RematError: nothing in ``fn`` is differentiated, or it calls ``torch.func`` transforms itself.
@@ -47,10 +47,10 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         >>> x, w = torch.ones(64, 32), torch.ones(32, 32)
         >>> curve = remat.pareto(f, x, w, cost="flops")
         >>> print(curve)
-          kept  of all  cost, FLOP   recomputed  operations kept
-           0 B      0%     262,144  262.1 kFLOP           0 of 5
-         8 KiB     50%     131,072  131.1 kFLOP           1 of 5
-        16 KiB    100%           0            0           2 of 5
+         saved  of all  cost, FLOP   recomputed  operations saved
+           0 B      0%     262,144  262.1 kFLOP            0 of 5
+         8 KiB     50%     131,072  131.1 kFLOP            1 of 5
+        16 KiB    100%           0            0            2 of 5
         >>> [(point.nbytes, point.flops) for point in curve.points]
         [(0, 262144), (8192, 131072), (16384, 0)]
         >>> g = remat.remat(f, policy=curve.at("8KiB"))
@@ -63,7 +63,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         subject.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), operands)
     if not follows or not known.choices.get(policy):
         raise RematError(
-            "There is nothing to choose: the function differentiates nothing by its arguments or captured tensors, or "
-            "calls torch.func transforms itself."
+            "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
+            "captured tensors, or the function calls torch.func transforms itself."
         )
     return curve_of(known.choices[policy][-1][0], cost)

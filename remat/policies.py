@@ -1,8 +1,8 @@
-"""What a rematerialized function may keep beyond its inputs.
+"""Policies: which values a checkpointed region may save in addition to its inputs.
 
-Every policy is a value that can be compared, hashed, pickled and printed. They are put together by ``p | q``, ``p & q``
-and ``~p``. What may be kept is kept only if the backward needs it. The names are those of ``jax.checkpoint_policies``
-where that has one, often beside one that says it in torch's words.
+A policy is an object that can be compared, hashed, pickled and printed. ``p | q``, ``p & q`` and ``~p`` combine
+policies. A value is saved only if its policy allows it and the backward pass uses it. Policies that exist in
+``jax.checkpoint_policies`` have their JAX names here, and some also have a name in PyTorch's terms.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ save_attention: Policy = _Preset(Ops(ATTENTION), "save_attention")
 #: Saves the results of convolutions.
 save_convolutions: Policy = _Preset(Ops(CONVOLUTIONS), "save_convolutions")
 #: Saves the results of functional collectives, so that nothing is communicated again. ``torch.distributed.all_reduce``
-#: and the others that write into their arguments have no results.
+#: and other collectives that write into their arguments have no results.
 save_collectives: Policy = _Preset(Ops(COLLECTIVES), "save_collectives")
 
 
 def save_ops(*ops: Any) -> Policy:
-    """Keep what some operators make.
+    """Save the results of the given operators.
 
     Args:
-        ops: overloads (``torch.ops.aten.mm.default``), packets of them (``torch.ops.aten.mm``), which stand for all
-            their overloads, higher-order operators, functions made by ``torch.library.custom_op``, or names such as
+        ops: overloads (``torch.ops.aten.mm.default``), overload packets (``torch.ops.aten.mm``), which mean all their
+            overloads, higher-order operators, functions made by ``torch.library.custom_op``, or names such as
             ``"aten.mm"``.
 
     Raises:
-        PolicyError: there is no such operator; it is a composite such as ``aten.linear``, which becomes other
-            operators before a policy sees it; or it makes views alone, as ``aten.t``, so there is nothing to keep.
+        PolicyError: there is no such operator; it is a composite such as ``aten.linear``, which decomposes into
+            other operators before a policy sees it; or it only returns views, as ``aten.t``, so nothing can be saved.
 
-    A list, which may stand for this policy, may have such views among its operators, as torch's may.
+    A list of operators means the same policy. It may also contain operators that return views, as torch's lists may.
 
     Example:
         >>> import torch
@@ -102,13 +102,13 @@ def save_ops(*ops: Any) -> Policy:
 
 
 def save_only_these_names(*names: str) -> Policy:
-    """Keep the values that ``checkpoint_name`` gave one of these names.
+    """Save the values that ``checkpoint_name`` gave one of these names.
 
     Args:
-        names: names, in which ``*`` stands for any characters.
+        names: names, in which ``*`` matches any characters.
 
     Raises:
-        PolicyError: something else than a string, or an empty one.
+        PolicyError: a name is not a string, or is empty.
 
     Example:
         >>> from remat import policies
@@ -119,13 +119,13 @@ def save_only_these_names(*names: str) -> Policy:
 
 
 def save_any_names_but_these(*names: str) -> Policy:
-    """Keep the values that have names, except those with one of these.
+    """Save the values that have names, except those with one of these names.
 
     Args:
-        names: names, in which ``*`` stands for any characters.
+        names: names, in which ``*`` matches any characters.
 
     Raises:
-        PolicyError: something else than a string, or an empty one.
+        PolicyError: a name is not a string, or is empty.
 
     Example:
         >>> from remat import policies
@@ -136,33 +136,33 @@ def save_any_names_but_these(*names: str) -> Policy:
 
 
 def save_anything_except_these_names(*names: str) -> Policy:
-    """Keep every value, except those with one of these names.
+    """Save every value, except those with one of these names.
 
     Args:
-        names: names, in which ``*`` stands for any characters.
+        names: names, in which ``*`` matches any characters.
 
     Raises:
-        PolicyError: something else than a string, or an empty one.
+        PolicyError: a name is not a string, or is empty.
 
     Example:
         >>> from remat import policies
         >>> policies.save_anything_except_these_names("scores")
         policies.save_anything_except_these_names('scores')
 
-    In JAX naming makes a second value, and the first one, which has no name, is still kept. Here there is one value.
+    In JAX ``checkpoint_name`` returns a second value, and the unnamed first one is still saved. Here they are the same.
     """
     return Names("save_anything_except_these_names", names)
 
 
 def save_if(predicate: Callable[..., Any]) -> Policy:
-    """Keep the values for which a function says so, as in torch's selective checkpoint.
+    """Save the values that a function accepts, as in torch's selective checkpoint.
 
     Args:
-        predicate: ``(ctx, op, *args, **kwargs)``, the context, the operator and what it was called with, returns a
-            bool or a ``torch.utils.checkpoint.CheckpointPolicy``.
+        predicate: a function of the context, the operator and the operator's arguments,
+            ``(ctx, op, *args, **kwargs)``. It returns a bool or a ``torch.utils.checkpoint.CheckpointPolicy``.
 
     Raises:
-        PolicyError: it can't be called so.
+        PolicyError: ``predicate`` can't be called with these arguments.
 
     Example:
         >>> import torch
@@ -176,14 +176,14 @@ def save_if(predicate: Callable[..., Any]) -> Policy:
 
 
 def offload(policy: PolicyLike, to: str = "cpu") -> Policy:
-    """Keep what a policy keeps in host memory instead of on the device.
+    """Save what a policy saves in host memory instead of on the device.
 
     Args:
-        policy: a policy, or what is taken for one.
-        to: ``"cpu"``, or ``"pinned_host"``, which is JAX's word for it.
+        policy: a policy, or anything that is accepted as a policy.
+        to: ``"cpu"``, or ``"pinned_host"``, which is JAX's name for it.
 
     Raises:
-        PolicyError: another place.
+        PolicyError: ``to`` is something else.
 
     Example:
         >>> from remat import policies
@@ -191,7 +191,7 @@ def offload(policy: PolicyLike, to: str = "cpu") -> Policy:
         policies.offload(policies.save_attention) | policies.save_only_these_names('q')
     """
     if str(to) not in ("cpu", "pinned_host"):
-        raise PolicyError(f"Values are offloaded to 'cpu' (in JAX's words 'pinned_host'), not to {to!r}.")
+        raise PolicyError(f"Values can be offloaded only to 'cpu' (JAX's name is 'pinned_host'); got {to!r}.")
     return Offload(as_policy(policy))
 
 
@@ -202,18 +202,18 @@ def save_and_offload_only_these_names(
     offload_src: str = "device",
     offload_dst: str = "cpu",
 ) -> Policy:
-    """Keep the values with some names on the device, and those with others in host memory.
+    """Save values with some names on the device, and values with other names in host memory.
 
     It is ``save_only_these_names(...) | offload(save_only_these_names(...))`` with JAX's keywords.
 
     Args:
-        names_which_can_be_saved: names, in which ``*`` stands for any characters.
+        names_which_can_be_saved: names, in which ``*`` matches any characters.
         names_which_can_be_offloaded: the same.
         offload_src: ``"device"``.
         offload_dst: ``"cpu"``, or ``"pinned_host"``.
 
     Raises:
-        PolicyError: a name is in both, or is not one.
+        PolicyError: a name is in both lists, is not a string, or is empty; or one of the other arguments is invalid.
 
     Example:
         >>> from remat import policies
@@ -225,7 +225,7 @@ def save_and_offload_only_these_names(
     _check_source(offload_src)
     for names in (names_which_can_be_saved, names_which_can_be_offloaded):
         if isinstance(names, str):
-            raise PolicyError(f"Names are given in a list: [{names!r}], not {names!r}.")
+            raise PolicyError(f"Names must be passed as a list: [{names!r}] instead of {names!r}.")
     saved, offloaded = tuple(names_which_can_be_saved), tuple(names_which_can_be_offloaded)
     if twice := [name for name in saved if name in offloaded]:
         raise PolicyError(f"A value can't be both saved and offloaded: {', '.join(map(repr, twice))}.")
@@ -233,14 +233,14 @@ def save_and_offload_only_these_names(
 
 
 def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "cpu") -> Policy:
-    """Keep the results of products with weights in host memory: JAX's name for an ``offload``.
+    """Save the results of products with weights in host memory: ``offload(save_matmuls_without_batch_dims)`` in JAX.
 
     Args:
         offload_src: ``"device"``.
         offload_dst: ``"cpu"``, or ``"pinned_host"``.
 
     Raises:
-        PolicyError: other places.
+        PolicyError: one of the arguments is something else.
 
     Example:
         >>> from remat import policies
@@ -252,21 +252,21 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
 
 
 def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roofline") -> Policy:
-    """Keep so many bytes of a region, of what saves the most recomputation.
+    """Save at most this many bytes of a region, chosen to minimize the cost of the recompute.
 
-    What is kept is chosen when a region has run for the first time, for all later calls that do the same operations on
-    the same shapes; the first keeps nothing. It is the best choice there is. :func:`remat.pareto` shows them all.
+    The first call of a region saves nothing. The values are chosen at its end, for all later calls that execute the
+    same operations on the same shapes, optimally unless the region is long. :func:`remat.pareto` lists all choices.
 
     Args:
-        amount: bytes, a text such as ``"64MiB"``, or a float in (0, 1], which is that part of what the region keeps
-            without remat. Inputs, captured tensors and results of the region are not counted.
-        cost: what an operation costs: ``"roofline"``, by its FLOPs and the bytes that it moves, ``"flops"``,
+        amount: bytes, a string such as ``"64MiB"``, or a float in (0, 1], a fraction of what the region saves without
+            remat. Inputs, captured tensors and results of the region are not counted.
+        cost: what an operation costs: ``"roofline"``, from its FLOPs and the bytes that it moves, ``"flops"``,
             ``"time"``, as measured, or a function ``(op, args, kwargs, result)`` that returns a number.
 
     Raises:
-        PolicyError: the amount or the cost is none of these; or a budget is made a part of another policy.
+        PolicyError: ``amount`` or ``cost`` is none of these; or the budget is combined with another policy.
 
-    Regions inside of one with a budget are plain calls. A budget inside of a region with a policy has no effect.
+    Regions inside a region with a budget are plain calls. A budget inside a region with a policy has no effect.
 
     Example:
         >>> import torch
@@ -278,14 +278,14 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
 
 
 def save_from_both_policies(p: PolicyLike, q: PolicyLike, /) -> Policy:
-    """Keep what either of two policies keeps: JAX's name for ``p | q``.
+    """Save what either of two policies saves: JAX's name for ``p | q``.
 
     Args:
-        p: a policy, or what is taken for one.
+        p: a policy, or anything that is accepted as a policy.
         q: the same.
 
     Raises:
-        PolicyError: one saves what the other offloads.
+        PolicyError: one policy saves a value that the other offloads.
 
     Example:
         >>> from remat import policies
@@ -297,4 +297,4 @@ def save_from_both_policies(p: PolicyLike, q: PolicyLike, /) -> Policy:
 
 def _check_source(offload_src: str) -> None:
     if offload_src != "device":
-        raise PolicyError(f"Values are offloaded from the 'device', not from {offload_src!r}.")
+        raise PolicyError(f"Values can be offloaded only from 'device'; got {offload_src!r}.")

@@ -1,4 +1,4 @@
-"""What a function can keep, and what its recompute costs then."""
+"""The curve of a function's choices: what it can save, and what its recompute costs then."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .._selective.choices import Tradeoff
 
 @dataclass(frozen=True)
 class Point:
-    """One choice.
+    """One choice of what to save.
 
     Attributes:
-        nbytes: what is kept beyond inputs, captured tensors and results.
-        cost: what the operations cost that are recomputed, in the units of the curve.
-        flops: their floating-point operations.
-        kept: the operations whose results are kept, each with the user's line that calls it.
-        steps: their numbers.
+        nbytes: the saved bytes, without inputs, captured tensors and results.
+        cost: the cost of the operations that are recomputed, in the units of the curve.
+        flops: the floating-point operations that are recomputed.
+        kept: the operations whose results are saved, each with the user's line that calls it.
+        steps: the numbers of these operations.
     """
 
     nbytes: int
@@ -35,13 +35,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """The choices for one program that no other beats in both bytes and cost, the one that keeps the least first.
+    """The Pareto-optimal choices for one program: no other choice has both fewer bytes and a lower cost.
 
     Attributes:
-        points: the choices.
-        whole: the bytes that are kept without rematerialization.
-        cost: in what the cost is told: ``"roofline"`` and ``"time"`` are microseconds, ``"flops"`` are FLOPs.
-        is_exact: whether these are all there are. Of very long programs they are the corners of the convex hull.
+        points: the choices, by increasing bytes.
+        whole: the bytes that are saved without rematerialization.
+        cost: what the cost was computed by. ``"roofline"`` and ``"time"`` are microseconds, ``"flops"`` are FLOPs.
+        is_exact: whether ``points`` is complete. For very long programs it has only the corners of the convex hull.
         operators: the operations of the program.
     """
 
@@ -52,16 +52,16 @@ class Curve:
     operators: tuple[str, ...] = field(repr=False)
 
     def at(self, amount: int | str | float) -> Budget:
-        """The policy that keeps the best choice within an amount of memory.
+        """Return the policy of the best choice within an amount of memory.
 
         Args:
-            amount: bytes, a text such as ``"64MiB"``, or a float in (0, 1], which is that part of ``whole``.
+            amount: bytes, a string such as ``"64MiB"``, or a float in (0, 1], a fraction of ``whole``.
 
         Returns:
-            A policy, which can be pickled. For a program with other operations it warns once, and chooses anew.
+            A policy, which can be pickled. For a program with other operations it warns once, and chooses again.
 
         Raises:
-            PolicyError: ``amount`` is none.
+            PolicyError: ``amount`` is none of these.
         """
         budget = Budget(amount, self.cost)
         most = budget.nbytes(self.whole)
@@ -79,14 +79,14 @@ class Curve:
             )
             for point in self.points
         ]
-        head = ("kept", "of all", f"cost{_UNITS.get(str(self.cost), '')}", "recomputed", "operations kept")
+        head = ("saved", "of all", f"cost{_UNITS.get(str(self.cost), '')}", "recomputed", "operations saved")
         lines = aligned([head, *rows])
         return "\n".join(lines if self.is_exact else [*lines, "(the corners of the convex hull)"])
 
     def to_svg(self) -> str:
-        """The curve as a picture: bytes kept, and cost."""
+        """Return the curve as an SVG picture, with saved bytes on the x axis and cost on the y axis."""
         marks = [Mark("", point.nbytes, point.cost, 1, _hint(point)) for point in self.points]
-        x = Axis("bytes kept", size_text, 1024)
+        x = Axis("bytes saved", size_text, 1024)
         y = Axis(f"cost of the recompute{_UNITS.get(str(self.cost), '')}", lambda cost: f"{cost:,.0f}")
         return standalone(scatter(marks, x, y))
 
@@ -102,11 +102,11 @@ def _hint(point: Point) -> str:
 
 
 def curve_of(tradeoff: Tradeoff, cost: Any) -> Curve:
-    """The curve of a program, from what can be chosen for it."""
+    """Return the curve of a program, from the choices for it."""
     operators = tuple(full_name(key[0]) for key in tradeoff.keys)
 
-    def kept(steps: frozenset[int]) -> tuple[str, ...]:
+    def ops(steps: frozenset[int]) -> tuple[str, ...]:
         return tuple(f"{operators[number]} at {tradeoff.lines[number]}" for number in sorted(steps))
 
-    points = tuple(Point(each.nbytes, each.cost, each.flops, kept(each.steps), each.steps) for each in tradeoff.options)
+    points = tuple(Point(each.nbytes, each.cost, each.flops, ops(each.steps), each.steps) for each in tradeoff.options)
     return Curve(points, tradeoff.whole, cost, tradeoff.is_exact, operators)

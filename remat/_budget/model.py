@@ -1,8 +1,8 @@
-"""One budget for a model: which of its blocks keep what, so that the peak of a training step stays below it.
+"""One budget for a model: what each block saves, so that the peak of a training step stays below the budget.
 
-The model runs once with blocks that keep nothing. How much memory is alive at each moment is known then, and how many
-blocks have run at it, whose kept values come on top. So each moment limits what the first few blocks keep together, and
-early blocks less than late ones only where the backward of the early ones is the peak.
+The model runs once with blocks that save nothing. This shows how much memory is alive at each moment, and how many
+blocks have run by then, whose saved values would be added. So each moment limits what the blocks that have run save
+together. Late blocks can save more, as their values are freed before the backward pass of early blocks.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .._selective.tradeoff import Choice, best_of
 from ..errors import RematError
 
 Plan = Mapping[nn.Module, Choice]
-_ROUNDS = 8  # of plans that are tried
-_WAYS = 500  # that are gone on with at each block
+_ROUNDS = 8  # the most plans that are tried
+_WAYS = 500  # the most ways that are continued at each block
 
 
 class Kept(NamedTuple):
-    """What one block keeps, and what it recomputes of a step."""
+    """What one block saves, and what it recomputes."""
 
     name: str
     nbytes: int
@@ -50,11 +50,11 @@ class BlockBudget:
     """What :func:`remat.nn.budget` has chosen.
 
     Attributes:
-        amount: the bytes that were to be kept to.
-        peak: the peak of a step with this choice, as measured.
-        least: the same where the blocks keep nothing.
-        without: the same without rematerialization.
-        blocks: what each block keeps.
+        amount: the budget in bytes.
+        peak: the measured peak of a step with this choice.
+        least: the measured peak of a step if the blocks save nothing.
+        without: the measured peak of a step without rematerialization.
+        blocks: what each block saves.
     """
 
     amount: int
@@ -70,44 +70,44 @@ class BlockBudget:
 
     def __str__(self) -> str:
         rows = [(b.name, size_text(b.nbytes), flops_text(b.flops), f"{len(b.operators)}") for b in self.blocks]
-        head = ("block", "keeps", "recomputes", "operations kept")
+        head = ("block", "saves", "recomputes", "operations saved")
         return "\n".join(
             [
                 *aligned([head, *rows], left=1),
                 f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat, "
-                f"{size_text(self.least)} where nothing is kept",
+                f"{size_text(self.least)} if nothing is saved",
             ]
         )
 
 
 class _Trace(PeakMemory):
-    """The most that was alive, by how many calls of blocks have left something behind for the backward.
+    """The peak memory, by the number of block calls whose saved values are alive.
 
-    In the backward these are those before the one that runs, which recomputes all that it saves at once.
+    In the backward pass these are the calls before the current one, whose own values the recompute makes anyway.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[nn.Module] = []
-        self.there = 0
+        self.count = 0
         self._backward = False
-        self.most: dict[tuple[int, bool], int] = {}  # by that number, and whether it was in the backward
+        self.peaks: dict[tuple[int, bool], int] = {}  # the peak, by the number and whether it is the backward pass
         self._depth = 0
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         super().after(func, args, kwargs, result)
-        moment = self.there, self._backward
-        self.most[moment] = max(self.most.get(moment, 0), self.total)
+        moment = self.count, self._backward
+        self.peaks[moment] = max(self.peaks.get(moment, 0), self.total)
 
     def starts(self, module: nn.Module, args: Any) -> None:
-        """A forward pre-hook."""
+        """Count a call that starts: a forward pre-hook."""
         self._depth += 1
-        if self._depth == 1:  # those inside of it are a part of it
+        if self._depth == 1:  # blocks inside of a block are a part of it
             self.calls.append(module)
-            self.there = len(self.calls)
+            self.count = len(self.calls)
 
     def ends(self, module: nn.Module, args: Any, result: Any) -> None:
-        """A forward hook."""
+        """Have the backward pass show when it reaches this call: a forward hook."""
         self._depth -= 1
         if self._depth == 0:
             before = len(self.calls) - 1
@@ -116,14 +116,14 @@ class _Trace(PeakMemory):
                     leaf.register_hook(lambda _: self._in_backward(before))
 
     def _in_backward(self, before: int) -> None:
-        self.there, self._backward = before, True
+        self.count, self._backward = before, True
 
 
 def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], budget: Budget) -> BlockBudget:
-    """Make the modules regions that keep what the budget allows.
+    """Make the modules regions that save what the budget allows.
 
     Raises:
-        RematError: it allows less than the model needs where they keep nothing. Nothing is changed then.
+        RematError: the model needs more than the budget even if the modules save nothing. No module is changed then.
     """
     names = {module: name for name, module in named}
     with _measured(program) as trace, disable_remat():
@@ -139,28 +139,28 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
     least = _agreed(trace.peak)
     if least > amount:
         called = [names[module] for module in trace.calls]
-        raise RematError(_too_little(amount, least, *max(trace.most, key=trace.most.__getitem__), called))
+        raise RematError(_too_little(amount, least, *max(trace.peaks, key=trace.peaks.__getitem__), called))
     tradeoffs = {module: known_of(module).choices.pop(nothing, []) for module in dict.fromkeys(trace.calls)}
     blocks = {module: found[-1][0] for module, found in tradeoffs.items() if found}
     plan, peak = _fitting(program, trace, blocks, amount, budget)
     for module in names:
         change_in_place(module, _options(plan, blocks, budget).get(module, Options(policy=budget)))
-    kept = [_kept(names[module], blocks[module], choice) for module, choice in plan.items()]
-    return BlockBudget(amount, peak, least, without, tuple(kept))
+    saved = [_saved(names[module], blocks[module], choice) for module, choice in plan.items()]
+    return BlockBudget(amount, peak, least, without, tuple(saved))
 
 
 def _fitting(
     program: Program, trace: _Trace, blocks: Mapping[nn.Module, Tradeoff], amount: int, budget: Budget
 ) -> tuple[Plan, int]:
-    """The best plan that keeps to the amount when it runs, and its peak.
+    """Return the best plan whose measured peak is within the amount, and this peak.
 
-    What is predicted is more than what is there, as a rule, and never much less: the aim moves by what a run shows.
+    The predicted peak is mostly too high, and never much too low. Each run corrects the aim by the measured error.
     """
     options = {module: tradeoff.options for module, tradeoff in blocks.items()}
     nothing = _agreed_plan({module: each[0] for module, each in options.items()})
     best, aim, tried = (nothing, _agreed(trace.peak)), amount, [nothing]
     for _ in range(_ROUNDS):
-        plan = _agreed_plan(planned(trace.calls, options, trace.most, aim) or nothing)
+        plan = _agreed_plan(planned(trace.calls, options, trace.peaks, aim) or nothing)
         if plan in tried:
             break
         tried.append(plan)
@@ -182,10 +182,10 @@ def _cost(plan: Plan) -> float:
 def planned(
     calls: Sequence[nn.Module],
     options: Mapping[nn.Module, Sequence[Choice]],
-    most: Mapping[tuple[int, bool], int],
+    peaks: Mapping[tuple[int, bool], int],
     amount: int,
 ) -> Plan | None:
-    """The choice of all blocks that costs the least, if what is alive at each moment stays below the amount."""
+    """Return the plan with the least cost whose memory stays within the amount at each moment, or None."""
     times = Counter(calls)
     first = {module: i for i, module in reversed(list(enumerate(calls)))}
     order = [module for module in dict.fromkeys(calls) if module in options]
@@ -193,9 +193,9 @@ def planned(
     ways: list[tuple[int, float, Any]] = [(0, 0.0, None)]
     for module, start, end in zip(order, starts, starts[1:]):
         counts = range(start + 1, end + 1)
-        limit = amount - max(most.get((count, False), 0) for count in counts)
-        later = amount - max([0, *(most.get((count, True), 0) for count in counts if count < end)])
-        own = amount - most.get((start, True), 0)  # in its own backward
+        limit = amount - max(peaks.get((count, False), 0) for count in counts)
+        later = amount - max([0, *(peaks.get((count, True), 0) for count in counts if count < end)])
+        own = amount - peaks.get((start, True), 0)  # in the block's own backward pass
         ways = [
             (nbytes + times[module] * choice.nbytes, cost + times[module] * choice.cost, (choice, before))
             for nbytes, cost, before in ways
@@ -213,7 +213,7 @@ def planned(
 
 
 def _thinned(ways: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:
-    """Those that no other beats; of very many the best in each of many equal parts."""
+    """Return the Pareto-optimal ways. Of too many, return the cheapest in each of many equal ranges of bytes."""
     found = best_of(ways)
     if len(found) <= _WAYS:
         return found
@@ -223,7 +223,7 @@ def _thinned(ways: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]
 
 @contextmanager
 def _measured(program: Program) -> Iterator[_Trace]:
-    """Within, a run of the program is measured; after it, all that it has changed is put back."""
+    """Measure the peak memory within the context, and restore at its end what the program has changed."""
     trace = _Trace()
     with program.subject.preserved(), gc_disabled(), trace:
         yield trace
@@ -231,7 +231,7 @@ def _measured(program: Program) -> Iterator[_Trace]:
 
 @contextmanager
 def _regions(options: Mapping[nn.Module, Options]) -> Iterator[None]:
-    """Within, these modules are regions."""
+    """Make these modules regions within the context."""
     before = [(module, type(module), module.__dict__.get(IN_PLACE)) for module in options]
     try:
         for module, each in options.items():
@@ -256,25 +256,25 @@ def _operators(tradeoff: Tradeoff) -> tuple[str, ...]:
     return tuple(full_name(key[0]) for key in tradeoff.keys)
 
 
-def _kept(name: str, tradeoff: Tradeoff, choice: Choice) -> Kept:
+def _saved(name: str, tradeoff: Tradeoff, choice: Choice) -> Kept:
     operators = _operators(tradeoff)
     return Kept(name, choice.nbytes, choice.cost, choice.flops, tuple(operators[i] for i in sorted(choice.steps)))
 
 
-def _too_little(amount: int, least: int, there: int, in_backward: bool, names: Sequence[str]) -> str:
+def _too_little(amount: int, least: int, count: int, in_backward: bool, names: Sequence[str]) -> str:
     if in_backward:
-        place = f"in the backward of {names[there]!r}, or of what is before it"
+        place = f"in the backward pass of {names[count]!r}, or of modules before it"
     else:
-        place = f"in or after {names[there - 1]!r}" if there else "before the first of them"
+        place = f"in or after {names[count - 1]!r}" if count else "before the first of the chosen submodules"
     return (
-        f"A step of this model takes {size_text(least)} at least, where the chosen submodules keep nothing, and the "
-        f"budget is {size_text(amount)}. The peak is {place}: choose smaller submodules, a smaller batch, or a budget "
+        f"A step of this model takes at least {size_text(least)}, even if the chosen submodules save nothing, but the "
+        f"budget is {size_text(amount)}. The peak is {place}. Choose smaller submodules, a smaller batch, or a budget "
         f"of {least} bytes or more."
     )
 
 
 def _agreed(value: Any) -> Any:
-    """The value of the first process of a distributed job: with other plans they would wait for each other."""
+    """Return the value of a distributed job's first process, as processes with different plans would deadlock."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return value

@@ -1,4 +1,4 @@
-"""A budget as a policy: how much memory a region may keep, in place of what."""
+"""A budget as a policy: how many bytes a region may save, instead of which values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COSTS = ("roofline", "flops", "time")
 
 
 class Chosen(NamedTuple):
-    """A choice that was made before: the operators of its program, by their names, and the steps to keep."""
+    """A choice made earlier: the names of its program's operators, and the steps whose results are saved."""
 
     operators: tuple[str, ...]
     steps: frozenset[int]
@@ -23,7 +23,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget(Policy):
-    """So many bytes may be kept, of whatever saves the most recomputation. It decides alone."""
+    """The policy that saves at most ``amount``, chosen to minimize the recompute. It can't be combined with others."""
 
     amount: int | str | float
     cost: str | Callable = "roofline"
@@ -36,15 +36,15 @@ class Budget(Policy):
         self.nbytes(0)
         if not callable(self.cost) and self.cost not in COSTS:
             raise PolicyError(
-                f"The cost of a budget is one of {', '.join(map(repr, COSTS))}, or a function of an operator, its "
-                f"arguments, its keyword arguments and its result; got {self.cost!r}."
+                f"The cost of a budget must be one of {', '.join(map(repr, COSTS))}, or a function "
+                f"`(op, args, kwargs, result)`; got {self.cost!r}."
             )
 
     def nbytes(self, whole: int) -> int:
-        """The bytes that may be kept of a region that keeps so many without remat.
+        """Return how many bytes a region may save if it saves ``whole`` bytes without remat.
 
         Raises:
-            PolicyError: the amount is none.
+            PolicyError: the amount is invalid.
         """
         try:
             return as_bytes(self.amount, whole, "The amount of a budget")

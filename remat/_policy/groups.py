@@ -1,6 +1,6 @@
-"""The groups of operators that policies speak of.
+"""The groups of operators that the presets in ``remat.policies`` save.
 
-They go by name, so that they also hold operators that this torch doesn't have or that a package registers later.
+They are sets of names, so they may contain operators that this torch lacks or that a package registers later.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 
 def named(names: str, library: str = "aten") -> frozenset[str]:
-    """The operators of a library that have these names."""
+    """Return the qualified names of a library's operators."""
     return frozenset(f"{library}::{name}" for name in names.split())
 
 
-# `aten::linear` and `aten::matmul` are for nested tensors, `_grouped_mm` is the linear layer of experts.
+# Nested tensors execute `aten::linear` and `aten::matmul`; mixture-of-experts layers execute `_grouped_mm`.
 MATMULS_WITHOUT_BATCH_DIMS = (
     named(
         """
@@ -34,7 +34,7 @@ MATMULS_WITHOUT_BATCH_DIMS = (
     | {"onednn::qlinear_pointwise", "onednn::linear_dynamic_fp16", "onednn::linear_relu_dynamic_fp16"}
 )
 
-# The composites among them are for inference mode, in which operators don't decompose.
+# Composites such as `conv2d` are listed for inference mode, in which operators don't decompose.
 CONVOLUTIONS = (
     named(
         """
@@ -81,7 +81,7 @@ ATTENTION = named(
     "xformers_flash3::flash_fwd",
 }
 
-# Those of `torch.distributed` itself write into their arguments: there is no output to keep.
+# The collectives of `torch.distributed` itself write into their arguments, so they have no output to save.
 _COLLECTIVES = """
     all_reduce all_reduce_coalesced all_gather_into_tensor all_gather_into_tensor_coalesced reduce_scatter_tensor
     reduce_scatter_tensor_coalesced all_to_all_single broadcast wait_tensor _wrap_tensor_autograd
@@ -94,9 +94,9 @@ COLLECTIVES = (
 
 
 def is_unbatched_einsum(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether a ``bmm`` is how ``torch.einsum`` computes a product of two matrices: with a batch dimension of size 1.
+    """Whether this is a ``bmm`` with batch size 1 by which ``torch.einsum`` multiplies two matrices.
 
-    Its arguments are as those of a user's own ``bmm``. Only the Python function that called it tells them apart.
+    Its arguments look like those of a user's own ``bmm``, so the call stack is searched for ``torch.einsum``.
     """
     if not args or args[0].shape[0] != 1:
         return False

@@ -1,4 +1,4 @@
-"""A policy at work: asked about each operation, as far as possible once for all of its calls."""
+"""The evaluation of a policy for each operation, cached across calls where the policy has no predicates."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch.utils.checkpoint import SelectiveCheckpointContext
 from .._core.facts import Facts
 from .verdict import Rule, Verdict
 
-Question: TypeAlias = tuple[Any, Any, tuple, dict]  # what a policy is asked: a context, the operation, its arguments
+Question: TypeAlias = tuple[Any, Any, tuple, dict]  # a predicate's arguments: context, operator, args, kwargs
 
 
 class Judge:
-    """What a policy says of the values of regions."""
+    """A policy together with a cache of its verdicts."""
 
     def __init__(self, policy: Rule) -> None:
         self.policy = policy
         self.judges_names = policy.judges_names
         self.asks = policy.asks
-        # The verdict on all unnamed values that an operation makes, if there is one; and on values with names.
+        # The verdict on every unnamed value that an operator makes, or None if a predicate decides each time.
         self.verdict_for: Callable[[Facts], Verdict | None] = cache(lambda facts: policy.verdict_for(facts.func))
         self._named: Callable[[Any, frozenset[str]], Verdict]
         self._named = cache(lambda op, names: policy.judge(None, op, (), {}, names))
 
     def on(self, question: Question, names: frozenset[str] = frozenset()) -> Verdict:
-        """The verdict on a value with these names. Without predicates, the context and the arguments are not wanted."""
+        """Return the verdict on a value with these names. Only predicates read the context and the arguments."""
         if self.asks:
             return self.policy.judge(*question, names)
         return self._named(question[1], names)
 
 
 def judge_of(policy: Rule) -> Judge:
-    """The judge of a policy. One with predicates, which may hold tensors, may be made for one region alone."""
+    """Return the judge of a policy. It is not cached for predicates, as these may hold references to tensors."""
     return Judge(policy) if policy.asks else _remembered(policy)
 
 
@@ -42,7 +42,7 @@ _remembered = lru_cache(maxsize=256)(Judge)
 
 
 def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
-    """What predicates are asked about a call; torch 2.11 knows no ``op_output``."""
+    """Return the arguments for predicates about a call. In torch 2.11 the context has no ``op_output``."""
     try:
         return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs
     except TypeError:

@@ -1,4 +1,4 @@
-"""Names for values, and the policies that choose by them what is kept."""
+"""Names of values, and the policies that select values by name."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["checkpoint_name"]
 
 
 def checkpoint_name(x: T, name: str) -> T:
-    """Give a value a name, by which a policy may keep it.
+    """Give a value a name, so that a policy can select it.
 
-    It returns ``x`` itself, everywhere. In a region with a policy such as ``policies.save_only_these_names("hidden")``
-    the operation that made the value is not recomputed, whoever reads the value, and under whichever alias. Elsewhere
-    the name means nothing.
+    Inside and outside of regions, ``x`` itself is returned. In a region with a policy such as
+    ``policies.save_only_these_names("hidden")`` the operation that computed the value is not recomputed, whichever
+    operation reads the value and through whichever alias. Elsewhere the name has no effect.
 
     Args:
         x: a tensor, or any pytree: each tensor in it gets the name.
-        name: any text. A value may have several names, and a name several values.
+        name: any string. A value may have several names, and several values may have the same name.
 
     Returns:
         ``x``, the same object.
@@ -38,8 +38,8 @@ def checkpoint_name(x: T, name: str) -> T:
         TypeError: ``name`` is not a string.
 
     Note:
-        A view shares the memory of what it is a view of, so a name on a part of a value keeps the whole of it; name a
-        copy of the part to keep that alone.
+        A view shares memory with its base, so naming a view of a part of a value saves the whole value. To save only
+        the part, name a copy of it.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ def checkpoint_name(x: T, name: str) -> T:
     After ``jax.ad_checkpoint.checkpoint_name``.
     """
     if not isinstance(name, str):
-        raise TypeError(f"checkpoint_name takes a value and its name, a string; got the name {name!r}.")
+        raise TypeError(f"checkpoint_name(x, name): the name must be a string; got {name!r}.")
     if torch.compiler.is_compiling():
         return _named_in_trace(x, name) if guarded.traced is not None and guarded.traced.judges_names else x
     if state.recordings:
@@ -67,11 +67,11 @@ def checkpoint_name(x: T, name: str) -> T:
     return x
 
 
-NAME = "remat.name"  # by which a trace has the name of an alias
+NAME = "remat.name"  # the key under which a trace annotates an alias with its name
 
 
 def _named_in_trace(x: T, name: str) -> T:
-    """For Dynamo, aliases that say their name; `_compile/tags.py` finds what they are aliases of."""
+    """Return aliases that are annotated with the name, for Dynamo. `_compile/tags.py` resolves them to the values."""
     with torch.fx.traceback.annotate({NAME: name}):
         return private_compile.tree_map(
             lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x
@@ -79,23 +79,23 @@ def _named_in_trace(x: T, name: str) -> T:
 
 
 def is_named(name: str, pattern: str) -> bool:
-    """Whether a name is the one that a policy mentions, in which ``*`` stands for any text."""
+    """Whether a name matches a policy's pattern, in which ``*`` matches any characters."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
 
 
 @dataclass(frozen=True)
 class Names(Policy):
-    """Values by their names: how unnamed ones, those with a name that matches, and the other named ones fare."""
+    """A policy that selects values by name. Its kind determines the verdicts on matching, other and unnamed values."""
 
     kind: str
     patterns: tuple[str, ...] = field(compare=False)
-    key: frozenset[str] = field(init=False)  # their order is for reading only
+    key: frozenset[str] = field(init=False)  # the order of the patterns doesn't affect equality
 
     def __post_init__(self) -> None:
         for pattern in self.patterns:
             if not isinstance(pattern, str) or not pattern:
                 raise PolicyError(
-                    f"policies.{self.kind} takes names, which are strings that aren't empty, as in "
+                    f"policies.{self.kind} takes names as nonempty strings, as in "
                     f"`policies.{self.kind}('q', 'k*')`; got {pattern!r}."
                 )
         object.__setattr__(self, "key", frozenset(self.patterns))
@@ -120,7 +120,7 @@ class Names(Policy):
     mentioned_names = property(lambda self: self.patterns)
 
 
-_KINDS = {
+_KINDS = {  # the verdicts on unnamed values, values with a matching name, and other named values
     "save_only_these_names": (RECOMPUTE, SAVE, RECOMPUTE),
     "save_any_names_but_these": (RECOMPUTE, RECOMPUTE, SAVE),
     "save_anything_except_these_names": (SAVE, RECOMPUTE, SAVE),

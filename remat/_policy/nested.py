@@ -1,4 +1,4 @@
-"""Policies of nested regions: what the outer policy keeps is kept, and beyond that what the inner one keeps."""
+"""Policies of nested regions: a nested region may save what the outer policy or its own policy saves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .verdict import RECOMPUTE, Ask, Verdict, Verdicts
 
 @dataclass(frozen=True)
 class Within(Policy):
-    """The policy of a region inside of others.
+    """The policy of a region inside another region with a policy.
 
-    What the inner policy alone lets be kept is handed to the outer region, which keeps it no longer than its own run.
+    A value that only the inner policy saves is handed to the outer region, which releases it when its run ends.
     """
 
     outer: Policy
@@ -31,7 +31,7 @@ class Within(Policy):
 
 
 def within(outer: Policy | None, policy: Policy) -> Policy:
-    """The policy of a region with this one that is called inside of one with the policy ``outer``."""
+    """Return the effective policy of a region with ``policy`` that is called inside a region with policy ``outer``."""
     if outer is None or outer == policy:
         return policy
     return outer if policy.saves_nothing else Within(outer, policy)

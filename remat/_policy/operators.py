@@ -1,7 +1,7 @@
-"""Which operators a user means.
+"""The resolution of what users write to operators.
 
 A policy sees the operators that reach a dispatch mode. Many that users write, such as ``linear``, never do: they are
-composites, and become other operators first.
+composites, and decompose into other operators first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .groups import named
 
 Op = Any  # an OpOverload or a HigherOrderOperator
 
-# What to say instead of a composite.
+# What error messages suggest instead of a composite.
 _INSTEAD = {
     "policies.save_matmuls": named(
         "linear matmul linalg_matmul einsum inner tensordot chain_matmul linalg_multi_dot bilinear"
@@ -33,13 +33,11 @@ _INSTEAD = {
     "'aten.native_group_norm'": named("group_norm"),
     "'aten.native_batch_norm' and 'aten.cudnn_batch_norm'": named("batch_norm"),
 }
-_OTHERWISE = (
-    "the operators that it is made of, or name its result with checkpoint_name and use policies.save_only_these_names"
-)
+_OTHERWISE = "the operators that it decomposes into, or policies.save_only_these_names with a checkpoint_name"
 
 
 def packet_name(op: Op) -> str:
-    """``aten::mm`` of every overload of ``aten.mm``, and of that name itself."""
+    """Return the name of an operator's packet: ``aten::mm`` for every overload of ``aten.mm``, and for ``aten::mm``."""
     if isinstance(op, str):
         return op
     name = op.name().partition(".")[0]
@@ -47,12 +45,12 @@ def packet_name(op: Op) -> str:
 
 
 def full_name(op: Op) -> str:
-    """The name that `find` takes back: ``aten.mm.default``."""
+    """Return the full name of an operator, such as ``aten.mm.default``, which `find` accepts."""
     return f"{op.namespace}.{op.name()}" if isinstance(op, private.HigherOrderOperator) else str(op)
 
 
 def expressions(ops: frozenset[Op]) -> list[str]:
-    """The operators as Python expressions, a packet where all that is in it is there."""
+    """Return the operators as Python expressions. A complete set of overloads is shown as its packet."""
     out, rest = [], set(ops)
     for op in sorted(ops, key=full_name):
         if op not in rest:
@@ -71,45 +69,45 @@ _BACKENDS = "CPU", "CUDA", "MPS", "XPU", "HPU", "MTIA", "PrivateUse1"
 
 
 def reaches_dispatch(op: Any) -> bool:
-    """Whether a dispatch mode sees an operator, rather than the others that it becomes first.
+    """Whether a dispatch mode sees an operator, rather than the operators that it decomposes into.
 
-    One with a composite kernel alone is never seen. Kernels for nested tensors, as of ``aten.linear``, don't count.
+    An operator with only a composite kernel is never seen. Kernels for nested tensors (``aten.linear``) are ignored.
     """
     try:
         is_composite = private.has_kernel(op.name(), "CompositeImplicitAutograd")
         return not is_composite or any(private.has_kernel(op.name(), backend) for backend in _BACKENDS)
-    except RuntimeError:  # an operator on numbers and lists, which the dispatcher doesn't have
+    except RuntimeError:  # the dispatcher has no operators on numbers and lists
         return False
 
 
 def find(name: str) -> Any:
-    """What stands under a name: an overload, a packet of overloads, or a higher-order operator.
+    """Look up a name: an overload, an overload packet, or a higher-order operator.
 
     Raises:
-        PolicyError: nothing does; the message has the nearest names.
+        PolicyError: there is no such operator; the message has the nearest names.
     """
     found = _lookup(name)
     if found is None:
         raise PolicyError(
             f"There is no operator {name!r}.{_nearest(name)} Operators are written 'aten.mm' or 'aten.mm.default'; if "
-            f"a package registers it, import that first. Names given by checkpoint_name go into "
+            f"a package registers the operator, import the package first. For names given by checkpoint_name use "
             f"policies.save_only_these_names."
         )
     return found
 
 
 def resolve(op: Any) -> frozenset[Op]:
-    """The operators that a user means: an overload, all overloads of a packet, or what has that name.
+    """Return the operators that an argument refers to: an overload, or all overloads of a packet.
 
     Args:
         op: an ``OpOverload``, ``OpOverloadPacket`` or ``HigherOrderOperator``, a function made by
             ``torch.library.custom_op``, or a name such as ``"aten.mm"``, ``"aten::mm"`` or ``"aten.mm.default"``.
 
     Returns:
-        Those of them that reach a policy.
+        The overloads that reach a policy.
 
     Raises:
-        PolicyError: there is no such operator, or it becomes others before a policy sees it.
+        PolicyError: there is no such operator, or it decomposes into others before a policy sees it.
 
     Example:
         >>> sorted(map(str, resolve("aten::bmm")))[:2]
@@ -130,23 +128,23 @@ def resolve(op: Any) -> frozenset[Op]:
 
 
 def makers_of(op: Any) -> frozenset[Op]:
-    """The same of an operator that makes values.
+    """Return the operators that an argument refers to, without those that only return views.
 
     Raises:
-        PolicyError: or it makes views alone, which a policy isn't asked about.
+        PolicyError: as in `resolve`, or no operator is left.
     """
     ops = frozenset(each for each in resolve(op) if not facts_of(each).views)
     if not ops:
         raise PolicyError(
-            f"{find(op) if isinstance(op, str) else op} makes views alone, which lie on the memory of what they are "
-            f"views of: there is nothing to save. Save the operators that make the values, or give the view a name "
-            f"with checkpoint_name and use policies.save_only_these_names, which keeps what it is a view of."
+            f"{find(op) if isinstance(op, str) else op} only returns views, which share memory with their base, so "
+            f"there is nothing to save. Save the operator that computes the base, or give the view a name with "
+            f"checkpoint_name and use policies.save_only_these_names, which saves the base."
         )
     return ops
 
 
 def _reaching(packet: Any) -> frozenset[Op]:
-    """The overloads that reach a policy; those that write into an argument don't make a composite less of one."""
+    """Return the overloads that reach a policy: none if only ``out=`` overloads do, as for some composites."""
     ops = frozenset(op for name in packet.overloads() if reaches_dispatch(op := getattr(packet, name)))
     return ops if any(not full_name(op).endswith((".out", "_out")) for op in ops) else frozenset()
 
@@ -174,13 +172,13 @@ def _about_composite(op: Op) -> str:
     name = str(packet).replace(".", "::")
     instead = next((use for use, names in _INSTEAD.items() if name in names), _OTHERWISE)
     return (
-        f"{op} is a composite: it becomes other operators before a policy sees it, and only those can be saved. "
-        f"Use {instead}."
+        f"{op} is a composite: it decomposes into other operators before a policy sees it, and only the results of "
+        f"these can be saved. Use {instead}."
     )
 
 
 def operator_like(value: Any) -> str:
-    """A hint at the operator that a function such as ``torch.mm`` calls."""
+    """Return a hint at the operator that a function such as ``torch.mm`` calls."""
     name = getattr(value, "__name__", None)
     packet = _lookup(f"aten.{name}") if callable(value) and isinstance(name, str) else None
     if packet is None:

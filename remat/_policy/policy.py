@@ -1,4 +1,4 @@
-"""Policies as values: what they are made of, how they are combined, and what users may give for one."""
+"""Policies: their classes, how they are combined, and the conversion of other arguments to policies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from .verdict import OFFLOAD, RECOMPUTE, SAVE, Ask, Rule, Verdict, Verdicts, unk
 
 
 class Policy(Rule):
-    """What a region may keep between its forward and its backward. The policies are made by ``remat.policies``.
+    """Which values a region may save between its forward and its backward pass. ``remat.policies`` has all policies.
 
-    Policies are values: they compare equal by what they say, can be hashed, pickled and copied, and print as the
-    expression that makes them. ``p | q`` keeps what either keeps, ``p & q`` what both keep (``q`` is asked only about
-    what ``p`` keeps), and ``~p`` saves what ``p`` does not keep. Where one side would save a value and the other
-    offload it, that is an error.
+    Policies can be compared, hashed, pickled and copied, and print as the expression that creates them. ``p | q``
+    saves what either policy saves, ``p & q`` what both save (``q`` judges only values that ``p`` saves), and ``~p``
+    saves what ``p`` does not save. If one side would save a value and the other would offload it, that is an error.
 
     Example:
         >>> import torch
@@ -33,7 +32,7 @@ class Policy(Rule):
         ~policies.save_attention & policies.save_ops(torch.ops.aten.mm)
     """
 
-    _binds = 3  # how tightly its expression holds together
+    _binds = 3  # the precedence of its expression
 
     def __or__(self, other: PolicyLike) -> Policy:
         return Either(self, as_policy(other))
@@ -51,12 +50,12 @@ class Policy(Rule):
         return Opposite(self)
 
 
-# --- leaves; those of names are in `names.py` ---------------------------------------------------------------------
+# --- leaves; policies of names are in `names.py` ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ops(Policy):
-    """What some operators make, or all overloads of a name such as ``aten::mm``."""
+    """Saves the results of operators. A name such as ``aten::mm`` means all its overloads."""
 
     ops: frozenset[Any]
 
@@ -78,9 +77,9 @@ class Ops(Policy):
 
 @dataclass(frozen=True)
 class If(Policy):
-    """What a predicate says."""
+    """Saves the values that a predicate accepts."""
 
-    predicate: Callable[..., Any] = field(hash=False)  # an object that is called needn't have one
+    predicate: Callable[..., Any] = field(hash=False)  # a callable object may not be hashable
 
     asks = has_predicate = True
     ignores_operators = False
@@ -97,7 +96,7 @@ class If(Policy):
 
 # --- trees --------------------------------------------------------------------------------------------------------
 
-_OTHER = "any other operator"  # one that no policy mentions
+_OTHER = "any other operator"  # an operator that no policy mentions
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class _Pair(Policy):
     _remedy: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Try the policy on what it mentions, and on what it doesn't: that raises if the sides are in conflict."""
+        """Evaluate the policy for the operators and names it mentions, and for others: a conflict raises an error."""
         _check_parts(self)
         for op in (*self.mentioned_ops, _OTHER):
             self.verdict_for(op)
@@ -122,18 +121,18 @@ class _Pair(Policy):
     @staticmethod
     @abstractmethod
     def _join(a: Verdict, b: Verdict) -> Verdict:
-        """The verdict on a value by those of the two sides."""
+        """Return the verdict on a value from the verdicts of the two sides."""
 
     def _possible(self, named: bool) -> Verdicts:
         pairs = itertools.product(self.left._possible(named), self.right._possible(named))
-        return frozenset(self._join(a, b) for a, b in pairs)  # as torch 2.11 can trace it
+        return frozenset(self._join(a, b) for a, b in pairs)  # torch 2.11 can trace this expression
 
     def _parts(self) -> tuple[Policy, ...]:
         return (self.left, self.right)
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         a = self.left._evaluate(op, names, ask)
-        if a is RECOMPUTE and self._join(a, SAVE) is a:  # whatever the other one says
+        if a is RECOMPUTE and self._join(a, SAVE) is a:  # whatever the verdict of the other side is
             return a
         b = self.right._evaluate(op, names, ask)
         if {a, b} == {SAVE, OFFLOAD}:
@@ -147,11 +146,11 @@ class _Pair(Policy):
 
 
 class Either(_Pair):
-    """What one of two policies keeps."""
+    """Saves what either of two policies saves."""
 
     _binds = 0
     _sign = "|"
-    _remedy = "To offload it, exclude it from the first: `(p & ~q) | q`."
+    _remedy = "To offload it, exclude it from p: `(p & ~q) | q`."
 
     @staticmethod
     def _join(a: Verdict, b: Verdict) -> Verdict:
@@ -159,11 +158,11 @@ class Either(_Pair):
 
 
 class Both(_Pair):
-    """What both of two policies keep. The second is asked only about what the first keeps."""
+    """Saves what both of two policies save. The second judges only values that the first saves."""
 
     _binds = 1
     _sign = "&"
-    _remedy = "To offload what both keep, write `policies.offload(p) & q`."
+    _remedy = "To offload what both save, write `policies.offload(p) & q`."
 
     @staticmethod
     def _join(a: Verdict, b: Verdict) -> Verdict:
@@ -193,7 +192,7 @@ class _Turned(Policy):
 
 
 class Opposite(_Turned):
-    """What a policy does not keep."""
+    """Saves what a policy does not save."""
 
     _binds = 2
 
@@ -206,7 +205,7 @@ class Opposite(_Turned):
 
 
 class Offload(_Turned):
-    """What a policy keeps, in host memory."""
+    """Saves in host memory what a policy saves."""
 
     @staticmethod
     def _turn(verdict: Verdict) -> Verdict:
@@ -218,11 +217,11 @@ class Offload(_Turned):
 
 @dataclass(frozen=True)
 class Preset(_Turned):
-    """What a policy keeps, under the name that it has in ``remat.policies``."""
+    """A policy with a name in ``remat.policies``."""
 
     name: str
 
-    has_predicate = False  # of a user
+    has_predicate = False  # a predicate in a preset is not the user's
 
     @staticmethod
     def _turn(verdict: Verdict) -> Verdict:
@@ -235,38 +234,38 @@ class Preset(_Turned):
         return self.name
 
 
-#: What is accepted as a policy, namely one of ``remat.policies``, operators in a list, a tuple or a set, a function as
-#: torch's selective checkpoint takes it, or None, which saves nothing.
+#: What is accepted as a policy: one of ``remat.policies``, operators in a list, tuple or set, a function as in
+#: torch's selective checkpoint, or None, which saves nothing.
 PolicyLike: TypeAlias = (
     "Policy | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | Callable[..., bool | CheckpointPolicy] | None"
 )
-Preset.__module__ = "remat.policies"  # where pickle finds them, by their names as it finds functions
+Preset.__module__ = "remat.policies"  # where pickle looks up presets, by their names
 
 
 def _check_parts(policy: Policy) -> None:
     for part in policy._parts():
         if part.by_step:
-            raise PolicyError(f"A budget decides alone what is kept: {part!r} can't be a part of another policy.")
+            raise PolicyError(f"A budget can't be combined with another policy: {part!r} decides alone what is saved.")
 
 
 def _bracketed(policy: Policy, binds: int) -> str:
     return repr(policy) if policy._binds >= binds else f"({policy!r})"
 
 
-# --- what users give ----------------------------------------------------------------------------------------------
+# --- conversion ---------------------------------------------------------------------------------------------------
 
 NOTHING = Preset(Ops(frozenset()), "nothing_saveable")
 
 
 def as_policy(value: Any) -> Policy:
-    """The policy that a user means by what is given where a policy is wanted.
+    """Convert an argument to a policy.
 
     Args:
-        value: a policy, None (nothing is kept), operators in a list, tuple or set, or a function with the signature
+        value: a policy, None (nothing is saved), operators in a list, tuple or set, or a function with the signature
             of torch's selective checkpoint, ``(ctx, op, *args, **kwargs) -> bool | CheckpointPolicy``.
 
     Raises:
-        PolicyError: it is none of these; the message says what was expected.
+        PolicyError: ``value`` is none of these; the message says what was expected.
 
     Example:
         >>> as_policy(None)
@@ -284,7 +283,7 @@ def as_policy(value: Any) -> Policy:
 
 
 def saving(ops: Iterable[Any], resolve: Callable[[Any], frozenset[Any]] = operators.resolve) -> Ops:
-    """The policy that saves what these operators make, in whichever way they are written."""
+    """Return the policy that saves the results of these operators, however they are written."""
     if any(isinstance(op, Policy) for op in ops):
-        raise PolicyError(f"Policies are put together by `p | q` and `p & q`, not in a list: {ops!r}.")
+        raise PolicyError(f"A list can't contain policies: combine them by `p | q` or `p & q`; got {ops!r}.")
     return Ops(frozenset().union(*map(resolve, ops)))

@@ -1,4 +1,4 @@
-"""Which functions can be policies, and what to say of all else that is given for one."""
+"""The check that a user's function can be a policy, and the error messages for anything else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPECTED = (
     "list of operators, or a function `(ctx, op, *args, **kwargs)` that returns a bool or a "
     "torch.utils.checkpoint.CheckpointPolicy"
 )
-# What `remat.policies` has, for hints.
+# The public names of `remat.policies`, for hints.
 _CONSTANTS = """
     checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable dots_with_no_batch_dims_saveable
     everything_saveable nothing_saveable save_attention save_collectives save_convolutions save_matmuls
@@ -32,32 +32,32 @@ PUBLIC_NAMES = sorted((_CONSTANTS + _CONSTRUCTORS).split())
 
 
 def checked_predicate(value: Any) -> Callable:
-    """What can be called with a context, an operator and its arguments.
+    """Return ``value`` if it can be called with a context, an operator and the operator's arguments.
 
     Raises:
-        PolicyError: it can't be; the message says what was expected.
+        PolicyError: it can't be called so; the message says what was expected.
     """
-    function = getattr(value, "func", value)  # of a partial
+    function = getattr(value, "func", value)  # the function of a functools.partial
     if isinstance(private.overload_of(value), private.OPERATORS):
         raise PolicyError(f"{_EXPECTED}. For one operator write `policies.save_ops(...)`; got {value!r}.")
     if not callable(value) or isinstance(value, (type, torch.nn.Module)):
         raise PolicyError(f"{_EXPECTED}; got {value!r}.{_nearest(value) if isinstance(value, str) else ''}")
     name = getattr(function, "__name__", "")
     if getattr(function, "__module__", None) == "remat.policies" and name in PUBLIC_NAMES:
-        raise PolicyError(f"policies.{name} makes policies: call it, as in `policies.{name}(...)`.")
+        raise PolicyError(f"policies.{name} returns a policy: call it, as in `policies.{name}(...)`.")
     if function is torch.utils.checkpoint.create_selective_checkpoint_contexts:
         raise PolicyError(f"{_EXPECTED}; give the function or list itself, without {function.__name__}.")
     if (getattr(value, "__module__", None) or "").partition(".")[0] == "jax":
         raise PolicyError(f"{_EXPECTED}; got JAX's {value!r}.{_nearest(name)}")
     try:
-        inspect.signature(value).bind(*range(9))  # a context, an operator and any number of its arguments
+        inspect.signature(value).bind(*range(9))  # a context, an operator and several arguments of the operator
         fits = True
-    except ValueError:  # written in C
+    except ValueError:  # functions written in C may have no signature
         fits = not operators.operator_like(value)
     except TypeError:
         fits = False
     if not fits:
-        raise PolicyError(f"{_EXPECTED}; {value!r} can't be called with these arguments.")
+        raise PolicyError(f"{_EXPECTED}; {value!r} can't be called with `(ctx, op, *args, **kwargs)`.")
     return value
 
 

@@ -1,7 +1,7 @@
-"""Verdicts: what becomes of a value between forward and backward, by which rule, and by a user's predicate.
+"""Verdicts (a value is recomputed, saved or offloaded) and rules, which return verdicts on values.
 
-A rule is evaluated in two ways: for good, when predicates are asked, and in advance, when what they would say is
-unknown (``None``). What is known in advance can be cached, and shows contradictions when a policy is made.
+A rule is evaluated in two ways. For a value of a region, predicates are called. In advance, the verdicts of predicates
+are unknown (``None``). Verdicts known in advance can be cached, and reveal contradictions when a policy is created.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import PolicyError
 
 
 class Verdict(enum.Enum):
-    """What becomes of a value between forward and backward."""
+    """What happens to a value between the forward pass and the backward pass."""
 
     RECOMPUTE = "recompute"
     SAVE = "save"
@@ -27,105 +27,105 @@ class Verdict(enum.Enum):
 
 RECOMPUTE, SAVE, OFFLOAD = Verdict.RECOMPUTE, Verdict.SAVE, Verdict.OFFLOAD
 Verdicts = frozenset[Verdict]
-Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # takes a predicate
+Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # calls a predicate, or returns None where it is unknown
 
 
 class Rule(ABC):
-    """What says of every value in a region whether it may be kept, and what is certain of all values."""
+    """The base class of policies: it returns a verdict on every value, and what is certain about all values."""
 
-    by_step = False  # what is kept is chosen when a first run has ended, for the next one that does the same
+    by_step = False  # whether a first run, when it ends, chooses the saved steps for later runs of the same program
 
     @abstractmethod
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
-        """The verdict on a value, or None where it hangs on a predicate for which ``ask`` has none."""
+        """Return the verdict on a value, or None where it depends on a predicate for which ``ask`` returns None."""
 
     @abstractmethod
     def _possible(self, named: bool) -> Verdicts:
-        """The verdicts that values with names, or those without, may get."""
+        """Return the verdicts that named values, or unnamed values, may get."""
 
     def _parts(self) -> tuple[Rule, ...]:
-        """The rules that it is made of."""
+        """Return the rules that this rule combines."""
         return ()
 
     def judge(
         self, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str]
     ) -> Verdict:
-        """The verdict on a value.
+        """Return the verdict on a value.
 
         Args:
-            ctx: passed on to predicates.
-            op: the operator that made it, an ``OpOverload`` or a ``HigherOrderOperator``.
-            args: the positional arguments of that.
-            kwargs: its keyword arguments.
-            names: the names that the value was given with ``checkpoint_name`` so far.
+            ctx: the context for predicates.
+            op: the operator that computed the value, an ``OpOverload`` or a ``HigherOrderOperator``.
+            args: the operator's positional arguments.
+            kwargs: the operator's keyword arguments.
+            names: the names that ``checkpoint_name`` has given to the value so far.
 
         Raises:
-            PolicyError: the value would be both saved and offloaded, or a predicate gave an answer that is none.
+            PolicyError: the value would be both saved and offloaded, or a predicate returned an invalid answer.
         """
         verdict = self._evaluate(op, names, lambda predicate: _answer(predicate, ctx, op, args, kwargs))
         assert verdict is not None
         return verdict
 
     def verdict_for(self, op: Any) -> Verdict | None:
-        """The verdict on every unnamed value that ``op`` makes, or None where a predicate must be asked each time."""
+        """Return the verdict on every unnamed result of ``op``, or None where a predicate decides in each call."""
         return self._evaluate(op, frozenset(), unknown)
 
     @cached_property
     def asks(self) -> bool:
-        """Whether the arguments of operations matter, which predicates are asked about."""
+        """Whether predicates must be called with the arguments of each operation."""
         return any(part.asks for part in self._parts())
 
     @property
     def has_predicate(self) -> bool:
-        """Whether a user's function is a part of it."""
+        """Whether the rule contains a user's function."""
         return any(part.has_predicate for part in self._parts())
 
     @property
     def ignores_operators(self) -> bool:
-        """Whether operators don't matter."""
+        """Whether verdicts don't depend on operators."""
         return all(part.ignores_operators for part in self._parts())
 
     @property
     def judges_names(self) -> bool:
-        """Whether the names of a value may matter, also where it mentions none."""
+        """Whether verdicts may depend on names, even if the rule mentions no name."""
         return any(part.judges_names for part in self._parts())
 
     @property
     def saves_everything(self) -> bool:
-        """Whether every value is saved, for certain."""
+        """Whether every value is certainly saved."""
         return self._possible(named=False) | self._possible(named=True) == {SAVE}
 
     @cached_property
     def saves_nothing(self) -> bool:
-        """Whether no value is ever kept."""
+        """Whether no value is ever saved or offloaded."""
         return self._possible(named=False) | self._possible(named=True) == {RECOMPUTE}
 
     @property
     def mentioned_names(self) -> tuple[str, ...]:
-        """The patterns of names that it mentions, in order, each once."""
+        """The patterns of names that the rule mentions, in order, without duplicates."""
         return tuple(dict.fromkeys(name for part in self._parts() for name in part.mentioned_names))
 
     @property
     def mentioned_ops(self) -> Collection[Any]:
-        """The operators that it mentions, or their names."""
+        """The operators that the rule mentions, or their names."""
         return {op for part in self._parts() for op in part.mentioned_ops}
 
 
 def unknown(predicate: Callable) -> None:
-    """The verdict of a predicate before it is asked."""
+    """Return None, the verdict of any predicate in advance."""
     return None
 
 
 def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
-    """The verdict of a predicate, which returns a bool or one of torch's policies.
+    """Call a predicate, which returns a bool or a ``CheckpointPolicy``, and return its verdict.
 
     Raises:
-        PolicyError: it returns something else.
+        PolicyError: the predicate returns something else.
     """
     found = predicate(ctx, op, *args, **kwargs)
     if isinstance(found, bool):
         return Verdict.SAVE if found else Verdict.RECOMPUTE
-    if isinstance(found, CheckpointPolicy):  # by name, for not every torch can offload
+    if isinstance(found, CheckpointPolicy):  # converted by name, as older versions of torch have no offloading
         return Verdict[found.name.partition("_")[2].removeprefix("CPU_")]
     raise PolicyError(
         f"A predicate must return True, False or a torch.utils.checkpoint.CheckpointPolicy; "

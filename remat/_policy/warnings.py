@@ -1,4 +1,4 @@
-"""Warnings of policies that keep nothing: names that no value has, operators that don't run."""
+"""Warnings about policies that save nothing: names that no value has, operators that are not executed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Told:
-    """What users were told of a policy, by any of the functions or modules that were given it together."""
+    """The warnings already given about a policy, shared by all functions or modules that got it in one call."""
 
     silenced = False
 
     def __init__(self) -> None:
-        self.names: set[str] = set()  # that no value has
-        self.operators = False  # that it has matched none; true also if it has matched one, or needn't
+        self.names: set[str] = set()  # names that were warned about
+        self.operators = False  # whether no (further) warning about unmatched operators is due
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Within, nobody is warned by any region, nor counts as warned."""
+    """Within the context, no region warns, and no warning counts as given."""
     before, Told.silenced = Told.silenced, True
     try:
         yield
@@ -37,7 +37,7 @@ def silenced() -> Iterator[None]:
 
 
 def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, known: Known) -> None:
-    """Warn of the names that a policy mentions and that no value has, of the region that has just run."""
+    """Warn of the names that a policy mentions but that no value of the region has, after the region's first run."""
     if Told.silenced:
         return
     given = sorted(given)
@@ -48,16 +48,16 @@ def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, kn
         if known.is_news(pattern):
             near = difflib.get_close_matches(pattern, given, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            seen = f"values named {', '.join(map(repr, given))}" if given else "no named values at all"
+            seen = f"Values were named {', '.join(map(repr, given))}" if given else "There were no named values"
             warn(
-                f"The policy of a rematerialized function mentions the name {pattern!r}, which no value has: there "
-                f"were {seen}.{hint} Names are given with remat.checkpoint_name(x, name).",
+                f"The policy of a rematerialized function mentions the name {pattern!r}, but no value has this name. "
+                f"{seen}.{hint} Values get names from remat.checkpoint_name(x, name).",
                 user_line(),
             )
 
 
 class Unmatched:
-    """A region whose policy has matched no operator. Users are told in the backward, as other calls may match one."""
+    """A region whose policy has matched no operator. It warns in the backward pass, as later calls may match one."""
 
     __slots__ = ("known", "line", "operators", "policy", "told")
 
@@ -67,7 +67,7 @@ class Unmatched:
         self.line = user_line()
 
     def warn(self) -> None:
-        """Warn, unless another call has matched one, or the user was told."""
+        """Warn, unless another call has matched an operator or this warning was given before."""
         if self.told.operators or Told.silenced:
             return
         self.told.operators = True
@@ -75,21 +75,21 @@ class Unmatched:
             return
         shown, more = self.operators[:_SHOWN], len(self.operators) - _SHOWN
         warn(
-            f"The policy {self.policy!r} of a rematerialized function has matched none of the operators that ran, so "
-            f"that nothing is kept by it: {', '.join(shown)}{f' and {more} others' if more > 0 else ''}. "
+            f"The policy {self.policy!r} of a rematerialized function saves nothing, because it has matched none of "
+            f"the operators that were executed: {', '.join(shown)}{f' and {more} others' if more > 0 else ''}. "
             f"{_OF_FUNCTIONS if self.policy.has_predicate else _OF_OPERATORS}",
             self.line,
         )
 
 
 def unmatched(recording: Recording) -> Unmatched | None:
-    """The region that has just run, if its own policy judges operators and has matched none that ran."""
+    """Return the region that has just run, if its own policy judges operators and has matched none of them."""
     own, told = recording.own, recording.told
     if told.operators or own.ignores_operators or not recording.log:
         return None
     if own.asks:
         if own is not recording.policy:
-            return None  # the policy of a region around may have spared predicates the question
+            return None  # the outer region's policy may have decided, so that the predicates were not called
         matches = bool(recording.log.saveable)
     else:
         verdicts = [own.verdict_for(entry.key[0]) for entry in recording.log.entries]
@@ -103,10 +103,10 @@ def unmatched(recording: Recording) -> Unmatched | None:
 
 _SHOWN = 8
 _OF_OPERATORS = (
-    "Let it save some of these, which is what functions such as torch.nn.functional.linear become, or give values "
+    "Save some of these operators (functions such as torch.nn.functional.linear decompose into others), or give values "
     "names with remat.checkpoint_name and use policies.save_only_these_names."
 )
 _OF_FUNCTIONS = (
-    "A function that is a policy is called as (ctx, op, *args, **kwargs), as in torch's selective checkpoint. In one "
-    "written for JAX, (prim, *avals, **params), `prim` is a context here and the operator comes after it."
+    "A predicate is called as (ctx, op, *args, **kwargs), as in torch's selective checkpoint. If it is written for "
+    "JAX, as (prim, *avals, **params), `prim` gets the context, and the operator is the next argument."
 )

@@ -1,4 +1,4 @@
-"""The runs of a recompute under a policy: by a plan, and in full if that has read what the plan leaves out."""
+"""The attempts of a recompute under a policy: first by a plan, then in full if a skipped value was read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Attempt(Run):
-    """One such run."""
+    """One attempt of a recompute."""
 
     __slots__ = ("last", "plan", "record", "replay", "whole")
 
@@ -28,8 +28,8 @@ class Attempt(Run):
         super().__init__()
         self.record = record
         self.plan = record.whole_plan() if plan is None else plan
-        self.whole = plan is None  # it leaves out nothing
-        self.last = last  # what is kept for it alone need not stay
+        self.whole = plan is None  # it skips no step
+        self.last = last  # values that are saved only for the recompute can be released as they are restored
         self.replay: Replay | None = None
 
     def mode(self, inputs: Sequence[torch.Tensor]) -> Replay:
@@ -41,7 +41,7 @@ class Attempt(Run):
         return self.replay is not None and self.replay.left_out.is_read
 
     def escaped(self, result: Any = None) -> bool:
-        """Whether somebody has what it left out, other than its result."""
+        """Whether placeholders of skipped values are still alive, other than those in the result."""
         return self.replay is not None and self.replay.escaped(result)
 
 
@@ -59,7 +59,7 @@ class Recompute(Run):
         if record is None:
             return go(self)
         around, marks = Around(), mark()
-        # A second attempt would find operands that the first one has changed.
+        # If the region overwrites its operands, a second attempt would get operands that the first has changed.
         changes = not record.program.overwritten.isdisjoint(record.inputs[: len(all_parts([*operands]))])
         attempt = Attempt(record, record.plan() if self.root.options.may_leave_out and not changes else None)
         attempt.log = self.log

@@ -1,4 +1,4 @@
-"""What an operation costs when it is recomputed: by FLOPs and bytes that are moved, by the clock, or as users say."""
+"""What recomputing an operation costs: by FLOPs and bytes moved, as measured, or by a user's function."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..errors import PolicyError
 
 Cost = Callable[[Any, tuple, dict, Any], float]  # of one call: the operator, its arguments, its result
 
-# What kinds of devices do in a second, about: FLOPs, bytes. The ratio alone matters.
+# Approximate FLOPs and bytes per second of each kind of device. Only the ratio matters.
 _ROOFLINES = {"cpu": (50e9, 20e9), "cuda": (100e12, 2e12), "mps": (5e12, 200e9), "xpu": (50e12, 1e12)}
 _REPEATS = 3
 
 
 def cost_of(cost: str | Cost, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any) -> float:
-    """What this call costs: FLOPs, microseconds, or what a function of a user's returns."""
+    """Return the cost of this call: FLOPs, microseconds, or the result of the user's function."""
     if callable(cost):
-        return _told(cost, func, args, kwargs, result)
+        return _by_function(cost, func, args, kwargs, result)
     if facts.makes_nothing:
         return 0.0
     if cost == "flops":
@@ -35,27 +35,27 @@ def cost_of(cost: str | Cost, func: Any, facts: Facts, args: tuple, kwargs: dict
     return _roofline(func, args, kwargs, result)
 
 
-def _told(cost: Cost, func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-    """What a function of a user's returns.
+def _by_function(cost: Cost, func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+    """Return what the user's function returns.
 
     Raises:
-        PolicyError: it returns no cost, or raises a TypeError, which Python's operators would take for their own.
+        PolicyError: the function returns an invalid cost, or raises a TypeError, which binary operators would hide.
     """
     try:
         with unseen(), torch.no_grad():
             number = float(cost(func, args, kwargs, result))
     except TypeError as error:
-        raise PolicyError(f"The cost function of a budget fails for {func}: {error}") from error
+        raise PolicyError(f"The cost function of a budget failed for {func}: {error}") from error
     if not 0 <= number < math.inf:
         raise PolicyError(
-            f"The cost function of a budget must return a finite number that isn't negative; for {func} it returned "
+            f"The cost function of a budget must return a finite number that is not negative; for {func} it returned "
             f"{number}."
         )
     return number
 
 
 def _roofline(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-    """Microseconds, if a device does nothing but compute, or nothing but move data, whichever takes longer."""
+    """Return the microseconds of the computation or of the memory traffic, whichever takes longer."""
     touched = tensors((args, kwargs, result))
     kind = next((tensor.device.type for tensor in touched), "cpu")
     per_second, bandwidth = _ROOFLINES.get(kind, _ROOFLINES["cuda"])
@@ -64,7 +64,7 @@ def _roofline(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 def _measured(func: Any, args: tuple, kwargs: dict) -> float:
-    """Microseconds, the least of a few runs. What draws or writes is left alone, so that nothing changes."""
+    """Return the shortest of a few runs in microseconds. The caller excludes operations that draw or write."""
     devices = {tensor.device for tensor in tensors((args, kwargs))} - {torch.device("cpu")}
     best = float("inf")
     with unseen(), torch.no_grad():

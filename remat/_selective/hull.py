@@ -1,8 +1,8 @@
-"""The same for programs that are too long for all choices: those that are best for some price of a byte.
+"""The choices for programs that are too long for an exact search: those that are optimal for some price of a byte.
 
-For a fixed price the best choice is a minimum cut. Its nodes are values that are needed and steps that run; an edge
-costs what keeping the value does, or running the step, and one that can't be cut says that one thing takes another.
-What is found are the corners of the convex hull of all choices. Between two of them there may be better ones.
+For a fixed price the optimal choice is a minimum cut. The nodes are values that are needed and steps that run. Cutting
+an edge costs what saving the value, or running the step, costs. An edge that can't be cut expresses a dependency.
+The result is the corners of the convex hull of all choices. Between two corners there may be further optimal choices.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from .tradeoff import Choice, Problem
 
-_CUTS = 48  # at most, which bounds the time
+_CUTS = 48  # the most minimum cuts that are computed, which bounds the time
 _NEVER = float("inf")
 
 
 def hull(problem: Problem) -> list[Choice]:
-    """The choices that are best for some price, the one that keeps the least first."""
+    """Return the choices that are optimal for some price, by increasing bytes."""
     ends = _best(problem, 0.0), _best(problem, None)
     found, left = [*ends], _CUTS
     spans = deque([ends])
@@ -39,7 +39,7 @@ def _priced(choice: Choice, price: float) -> float:
 
 
 def _best(problem: Problem, price: float | None) -> Choice:
-    """The best choice at this price of a byte, in units of the cost; None is a price at which nothing is kept."""
+    """Return the optimal choice at this price of a byte, in units of the cost. At the price None nothing is saved."""
     graph = _Graph()
     steps = problem.steps
     made = {value: step for step in steps for value in step.outs}
@@ -55,7 +55,7 @@ def _best(problem: Problem, price: float | None) -> Choice:
         for value in step.outs:
             keepable = value in problem.keepable
             graph.edge(("need", value), runs, per_byte * problem.sizes[value] if keepable else _NEVER)
-        if step.is_whole:  # its results are kept together
+        if step.is_whole:  # its results are saved together
             for value, other in zip(step.outs, step.outs[1:]):
                 graph.edge(("need", value), ("need", other), _NEVER)
                 graph.edge(("need", other), ("need", value), _NEVER)
@@ -66,7 +66,7 @@ def _best(problem: Problem, price: float | None) -> Choice:
     stays, reached = sorted(problem.stays), None
     for number in stays:
         if steps[number].draws and problem.roots.keys().isdisjoint(steps[number].outs):
-            graph.edge(("reach", number), ("run", number), _NEVER)  # what is kept of it may be of no use
+            graph.edge(("reach", number), ("run", number), _NEVER)  # its results, if not needed, aren't saved
         for value in steps[number].outs:
             graph.edge(("reach", number), ("need", value), _NEVER)
         if reached is not None:
@@ -79,17 +79,17 @@ def _best(problem: Problem, price: float | None) -> Choice:
             if before:
                 graph.edge(("run", made[value].number), ("reach", before[-1]), _NEVER)
     chosen = graph.on_the_side_of_the_source()
-    kept = {value for value, step in made.items() if ("need", value) in chosen and ("run", step.number) not in chosen}
+    saved = {value for value, step in made.items() if ("need", value) in chosen and ("run", step.number) not in chosen}
     cost = sum(problem.costs[step.number] for step in steps if ("run", step.number) in chosen)
-    numbers = frozenset(made[value].number for value in kept)
-    return Choice(sum(problem.sizes[value] for value in kept), cost, numbers)
+    numbers = frozenset(made[value].number for value in saved)
+    return Choice(sum(problem.sizes[value] for value in saved), cost, numbers)
 
 
 _SOURCE, _SINK = "source", "sink"
 
 
 class _Graph:
-    """A network, whose minimum cut is found by Dinic's algorithm."""
+    """A flow network, and Dinic's algorithm for its minimum cut."""
 
     def __init__(self) -> None:
         self._capacity: dict[Any, dict[Any, float]] = defaultdict(dict)
@@ -100,7 +100,7 @@ class _Graph:
         self._capacity[end].setdefault(start, 0.0)
 
     def on_the_side_of_the_source(self) -> set[Any]:
-        """The nodes that the source still reaches when the flow is as large as it can be."""
+        """Maximize the flow, and return the nodes that the source still reaches in the residual network."""
         while _SINK in (levels := self._levels()):
             edges = {node: iter(ends) for node, ends in self._capacity.items()}
             while self._push(levels, edges):
@@ -118,7 +118,7 @@ class _Graph:
         return levels
 
     def _push(self, levels: dict[Any, int], edges: dict[Any, Any]) -> bool:
-        """One path to the sink, by edges that lead a level on: whether there was one."""
+        """Augment the flow along one path of edges to the next level. Return whether there was such a path."""
         path = [_SOURCE]
         while path[-1] != _SINK:
             node = path[-1]

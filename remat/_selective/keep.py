@@ -1,7 +1,7 @@
-"""What is kept of a first run under a policy.
+"""The values of a first run that a policy saves.
 
-A value may be kept if the policy says so, and is if it is needed: because autograd saved it, or because an operation
-that has to be recomputed reads it. Until the region ends that isn't known, so what may turn out to be needed is held.
+A value is saved if the policy allows it and the value is needed: autograd saved it, or an operation that must be
+recomputed reads it. This is known only when the region ends. Until then, `held` keeps the candidates alive.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from .residual import Residual
 
 
 class Keep:
-    """The values of a log that are held, and those that are kept."""
+    """The values of a log that are saved, and the candidates that may have to be saved."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
-        self.hooks: Hooks | None = None  # those around the region, which keep what it keeps
-        self.held: dict[int, torch.Tensor] = {}
-        self.enough = 12  # held values, before the next look which of them are needed
-        # What is kept, as long as somebody owns it: slots; and this, in the first run all of it, then what is needed.
+        self.hooks: Hooks | None = None  # saved-tensor hooks around the region, which save its residuals
+        self.held: dict[int, torch.Tensor] = {}  # the candidates
+        self.enough = 12  # candidates, before the next check which of them are needed
+        # Residuals live as long as slots, or `_owned`, own them: all of the first run, then the ones a recompute reads.
         self._residuals: weakref.WeakValueDictionary[int, Residual] = weakref.WeakValueDictionary()
         self._owned: dict[int, Residual] = {}
         self._group: Group | None = None
 
     def hold(self, value: int, tensor: torch.Tensor) -> None:
-        """It may have to be kept, if the policy says so."""
+        """Make a value a candidate, if the policy allows it to be saved."""
         if value not in self.log.saveable:
             self.held.pop(value, None)
         elif value not in self.log.overwritten and value not in self.held:
             self.held[value] = tensor
 
     def kept(self, value: int) -> Residual | None:
-        """What is kept of a value, if it still is."""
+        """Return the residual of a value, or None if the value is not saved or its residual was freed."""
         return self._residuals.get(value)
 
     def keep(self, value: int, tensor: torch.Tensor, form: tuple | None = None) -> Residual:
-        """Keep a value, for whoever owns what this returns: ``tensor`` is on its storage, in this form."""
+        """Save a value, as long as the returned residual lives. ``tensor`` is on its storage, in this form."""
         residual = self._residuals.get(value)
         if residual is None:
             log = self.log
@@ -59,68 +59,68 @@ class Keep:
         return residual
 
     def of_slot(self, value: int | None) -> Residual | None:
-        """What is kept of a value that autograd saved, once the first run has ended."""
+        """Return the residual of a value that autograd saved, when the first run has ended."""
         if value is None:
             return None
         if value in self.held and value not in self._owned:
-            self.keep(value, self.held[value])  # it was saved before it got its name
+            self.keep(value, self.held[value])  # autograd saved it before it got its name
         return self._owned.get(value)
 
     def before_writing(self, value: int) -> None:
-        """Its storage is about to get another value."""
+        """Prepare the residual of a value whose storage is about to be overwritten."""
         if value in self._owned:
             self._owned[value].before_writing()
 
     def is_overwritten(self, value: int) -> None:
-        """Its storage has got another value."""
+        """Remove the residual of a value whose storage was overwritten."""
         residual = self._residuals.pop(value, None)
         if residual is not None:
             residual.settle()
 
     def drop(self, values: Collection[int]) -> None:
-        """Of the held values these alone are needed. Another one is held again when it is read."""
+        """Drop all candidates except these values. A dropped value becomes a candidate again when it is read."""
         for value in [value for value in self.held if value not in values]:
             del self.held[value]
 
     def there(self) -> set[int]:
-        """What is held, or kept as long as somebody owns it."""
+        """Return the candidates and the values whose residuals are alive."""
         return {*self.held, *self._residuals.keys()}
 
     def close(self, needed: Collection[int]) -> None:
-        """The first run has ended: own what more than slots need, and let go of the rest."""
+        """Own the residuals that a recompute needs, and release all others, when the first run has ended."""
         owned = {value: self.kept(value) or self.keep(value, self.held[value]) for value in sorted(needed)}
         self.let_go()
         self._owned = owned
-        del self.log  # of the first run alone
+        del self.log  # only the first run needs it
 
     def let_go(self) -> None:
-        """Drop what is only held: it has a history, which may lead to here."""
+        """Drop the candidates, whose autograd history may lead back to this object, and all owned residuals."""
         self.held.clear()
         for residual in self._owned.values():
             residual.settle()
         self._owned.clear()
 
     def forget(self, value: int) -> None:
-        """It is not kept after all."""
+        """Drop a value that is not to be saved after all."""
         for each in (self.held, self._owned, self._residuals):
             each.pop(value, None)
 
     def release(self, value: int) -> None:
-        """The last recompute has it."""
+        """Drop the residual of a value that the last recompute has restored."""
         self._owned.pop(value, None)
 
     @property
     def nbytes(self) -> int:
-        """What it takes here, of what more than slots need."""
+        """The bytes on the device of the residuals that a recompute needs."""
         return sum(residual.nbytes for residual in self._owned.values())
 
     def own(self, values: Collection[int]) -> None:
-        """The slots will be gone: keep what they own."""
+        """Own the residuals of these values, which only slots own so far, before the slots are freed."""
         self._owned.update((value, residual) for value in values if (residual := self.kept(value)) is not None)
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
-        """What hooks around the region keep is asked for once, now."""
+        """Within the context, have the residuals that hooks or host memory save at hand. They are fetched on entry."""
         far = [residual for residual in self._residuals.values() if residual.is_elsewhere]
         for residual in far:
             residual.come()

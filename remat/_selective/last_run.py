@@ -1,6 +1,6 @@
-"""The last run of a function under a policy: while the next one does the same, it is compared with that, not analysed.
+"""The last run of a function under a policy: operations are compared with it, which is faster than to analyse them.
 
-What is taken over from it changes nothing but the time that takes.
+The comparison only saves time. It doesn't change the log.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from .log import Entry, Log
 from .program import Program
 from .storages import Storages
 
-_PROGRAMS = 16  # of one function, for which a program is remembered
+_PROGRAMS = 16  # remembered for one function, one for each of its policies
 
 
 class LastRun:
-    """What such runs remember, by what judges for their policies."""
+    """The comparison of a run with the program of the last one. ``programs`` are those of the function, by judge."""
 
     def __init__(self, programs: dict[Any, Program], judge: Any) -> None:
         self._programs, self._judge = programs, judge
-        self._program = programs.get(judge)  # None as soon as this run does something else
+        self._program = programs.get(judge)  # None as soon as this run differs from it
 
     def entry(
         self, number: int, storages: Storages, func: Any, args: tuple, kwargs: dict, result: Any, read: list
     ) -> Entry | None:
-        """What an operation did, if it is simple and did what came next in the last run; adds what it has read."""
+        """Return the entry of an operation that is simple and equal to the last run's next one; extend ``read``."""
         step = None if self._program is None else self._program.step(number)
         if step is None or step.func is not func or not step.is_simple or not storages.is_call_of(step, args, kwargs):
             return None
@@ -42,25 +42,25 @@ class LastRun:
         ):
             return None
         tensor, storage, _ = new[0]
-        storages.add((tensor, storage, step.result.form), storages.number())  # the form that is there already
+        storages.add((tensor, storage, step.result.form), storages.number())  # reuse the step's equal form
         read += operands
         return step.entry
 
     def compare(self, number: int, entry: Entry) -> None:
-        """Another operation has done this."""
+        """Compare the entry of an operation that `entry` has not recognized."""
         if self._program is not None and not self._program.starts_with(number, entry):
             self._program = None
 
     def line(self, number: int) -> Line | None:
-        """Where the operation was called, as far as this run has done the same."""
+        """Return the line that called this operation in the last run, or None if this run differs from it."""
         return None if self._program is None else self._program.log.lines[number]
 
     def program(self, log: Log) -> Program:
-        """What follows from the log of this run so far: known if it is that of the last one."""
+        """Return the program of this run so far. It is the last run's if the two have not differed."""
         return Program(log) if self._program is None else self._program
 
     def close(self, log: Log) -> Program:
-        """The same when the run has ended, to be remembered."""
+        """Return the program of this run, which has ended, and remember it."""
         if self._program is not None and self._program.is_of(log):
             return self._program
         program = Program(log)

@@ -1,4 +1,4 @@
-"""The log of a first run under a policy: what each operation did, in numbers."""
+"""The log of a first run under a policy: the operations, with numbers for the values that they read and made."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from .values import Layout, layouts
 
 
 class Entry(NamedTuple):
-    """What an operation of a first run did."""
+    """The record of one operation of a first run."""
 
-    key: tuple  # equal for operations that make the same result
-    reads: tuple[int, ...]  # the values that it read,
-    outs: tuple[int, ...]  # those that it made, of new storages, then of those that it wrote to,
-    overwritten: tuple[int, ...]  # those that it overwrote,
-    tracked: tuple[int, ...]  # and those of its own that are differentiated
-    result: Any  # a description
-    under: tuple[bool, bool]  # whether it read what requires grad, whether grad mode was on
-    verdict: Verdict | None  # what becomes of what it made, as long as that has no names
+    key: tuple  # equal for operations that compute the same result
+    reads: tuple[int, ...]  # the values that it read
+    outs: tuple[int, ...]  # the values that it made: in new storages, then in storages that it wrote to
+    overwritten: tuple[int, ...]  # the values that it overwrote
+    tracked: tuple[int, ...]  # the values in `outs` that are differentiated
+    result: Any  # the description of its result
+    under: tuple[bool, bool]  # whether an operand required grad, whether grad mode was on
+    verdict: Verdict | None  # the verdict on its results as long as they have no names
 
     @property
     def holds(self) -> bool:
-        """Whether what may be kept of its inputs may be needed: it isn't kept itself, or only if something reads it."""
+        """Whether its operands may have to be saved: its results can't be saved, or only if something reads them."""
         return self.verdict is None or not self.tracked
 
 
 class Log:
-    """What the operations did, and what is known of the values that they made."""
+    """The entries of all operations, and what is known about the values that they made."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.lines: dict[int, Line] = {}  # for operations, where they were called
-        self.made: dict[int, int] = {}  # for each value that an operation made, which one
-        self.saveable: dict[int, Verdict] = {}  # what the policy lets be kept
+        self.lines: dict[int, Line] = {}  # the lines that called the operations
+        self.made: dict[int, int] = {}  # for each value the number of the operation that made it
+        self.saveable: dict[int, Verdict] = {}  # the values that the policy allows to be saved
         self.overwritten: set[int] = set()
-        self.exposed: set[int] = set()  # detached values: Python may read these where no mode sees it
+        self.exposed: set[int] = set()  # detached values, which Python can read without a dispatch mode seeing it
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def append(self, entry: Entry) -> None:
-        """Another operation has run."""
+        """Add the entry of the next operation."""
         number, verdict = len(self.entries), entry.verdict
         for value in entry.outs:
             self.made[value] = number
@@ -53,16 +53,16 @@ class Log:
         self.entries.append(entry)
 
     def maker(self, value: int) -> Entry:
-        """The operation that made a value."""
+        """Return the operation that made a value."""
         return self.entries[self.made[value]]
 
     def layout(self, value: int) -> Layout | None:
-        """How the tensor lies as which a value was made, if that can be described."""
+        """Return the layout of the result that a value was made as, or None if the result can't be described."""
         maker = self.maker(value)
         return next((layout for layout in layouts(maker.result) if maker.outs[layout.i] == value), None)
 
     def decide(self, value: int, verdict: Verdict) -> None:
-        """What becomes of a value that has got a name."""
+        """Set the verdict on a value that has got a name."""
         if verdict is not Verdict.RECOMPUTE:
             self.saveable[value] = verdict
         else:

@@ -1,4 +1,4 @@
-"""What a recompute runs, and which kept values it needs: what no derivative needs is not kept and not run."""
+"""Plans: which steps a recompute runs, and which saved values it needs. Steps that no derivative needs are skipped."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from .program import Step
 
 
-Leave: TypeAlias = "Callable[[Step], bool]"  # whether a step that nothing needs may be left out
+Leave: TypeAlias = "Callable[[Step], bool]"  # whether a step may be skipped if nothing needs its results
 
 
 class Plan(NamedTuple):
-    """The numbers of the steps that run, those of the steps that are given kept values, and these values."""
+    """The numbers of the steps that run, of the steps that are restored from saved values, and of these values."""
 
     run: set[int]
     given: set[int]
@@ -29,9 +29,9 @@ def plan(
     available: Collection[int],
     may_be_left: Leave,
 ) -> Plan:
-    """What it takes to have the ``roots`` again, if the ``available`` values need not be made.
+    """Plan a recompute of the ``roots``, where the ``available`` values are saved.
 
-    What nothing needs runs nevertheless if ``may_be_left`` says no of it. ``dispensable`` values can be left out.
+    A step whose results nothing needs is skipped if ``may_be_left`` allows it. ``dispensable`` values can be skipped.
     """
     needed = set(roots)
     result = Plan(set(), set(), set())
@@ -41,14 +41,14 @@ def plan(
         if not wanted and may_be_left(step):
             continue
         draws = step.draws
-        # What changes its arguments must do so as a whole; else what can be left out need not be there.
+        # A step that changes its arguments is restored as a whole. Of others, unneeded dispensable results are skipped.
         in_part = (wanted or draws) and not step.is_whole
         whole = [value for value in step.outs if not in_part or value in needed or value not in dispensable]
         given = step.result is not UNTOLD and all(value in available for value in whole)
         given = given and any(value in available for value in step.outs)
         if given and (wanted or not draws):
             result.used.update(whole)
-        # Generators must move as in the first run, as long as something still draws from them.
+        # Generators must advance as in the first run if a later step draws from them.
         must_draw = draws and draws_later
         if given and not must_draw:
             result.given.add(step.number)
@@ -60,15 +60,15 @@ def plan(
 
 
 def always(step: Step) -> bool:
-    """Whatever nothing needs is left."""
+    """Skip every step whose results nothing needs."""
     return True
 
 
 def never(step: Step) -> bool:
-    """What may have an effect that can't be seen runs."""
+    """Skip no step, as it may have an effect that can't be seen."""
     return False
 
 
 def can_be_left(step: Step) -> bool:
-    """What nothing seems to need is left, if it would show that something does."""
+    """Skip a step if a read of its placeholder results would be detected."""
     return step.can_be_left

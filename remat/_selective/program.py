@@ -1,7 +1,7 @@
-"""Programs: what the first run of a region did, in numbers, and what follows from that.
+"""Programs: the log of a region's first run, and what is derived from it.
 
-A first run only writes a log. What follows from a log (which values change later, what can be left out, which
-operations a recompute runs) is the same for equal logs, so that of the last log is found once.
+A first run only writes a log. Everything else (which values are overwritten, which steps can be skipped, which steps a
+recompute runs) is a function of the log, so it is computed once for equal logs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .values import UNTOLD, Layout
 
 
 class Step:
-    """An operation of a first run that made or changed a value; views aren't noted."""
+    """An operation of a first run that made or changed a value. Operations that only return views are not steps."""
 
     __slots__ = (
         "can_be_left", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "is_whole", "key",
@@ -33,10 +33,10 @@ class Step:
         self.key, self.outs, self.result = entry.key, entry.outs, entry.result
         self.func = self.key[0]
         self.facts = facts_of(self.func)
-        # Whose content it needs. Where nothing can be left out, it is there in any case, and best by being kept.
+        # The values whose content it needs. If no step can be skipped, all operands count: better restored than run.
         self.reads = () if self.facts.reads_nothing and lazy else entry.reads
         self.draws = self.key[1] is not None
-        # It changes what it reads: if it runs for one of its results, then for all.
+        # It changes its operands, so if it runs for one of its results, it runs for all.
         self.is_whole = bool(self.facts.writes) and not self.facts.updates_statistics
         self.operands: list[tuple[int, int, tuple | None]] = []  # position, value, form
         self.constants: list[tuple[int, Any]] = []  # position, pattern
@@ -48,7 +48,7 @@ class Step:
             else:
                 self.constants.append((self.count, item))
             self.count += 1
-        # It has tensors for arguments, and else constants; it makes a tensor, and does nothing else.
+        # A simple step has only tensors and constants as arguments, returns one new tensor, and has no other effect.
         acts = self.facts.writes or self.facts.observes or self.facts.foreign or self.draws
         self.is_simple = (
             not acts
@@ -56,20 +56,20 @@ class Step:
             and type(self.func) is OpOverload
             and len(self.operands) == len(entry.reads)
         )
-        self.can_be_left = False  # where nothing seems to need it; that something reads it would show
+        self.can_be_left = False  # whether it can be skipped if nothing needs it: a read of its results is detected
 
 
 class Program:
-    """A log, and what follows from it."""
+    """A log, and what is derived from it."""
 
     def __init__(self, log: Log) -> None:
         self.log, entries = log, log.entries
-        self.lazy = all(entry.under[1] for entry in entries)  # else user code reads tensors in ways that can't be seen
+        self.lazy = all(entry.under[1] for entry in entries)  # under no_grad user code can read tensors undetected
         self.steps = [Step(number, entry, self.lazy) for number, entry in enumerate(entries)]
         self.overwritten = {*log.overwritten}
-        if self.overwritten:  # a recompute may take any of equal steps for the one whose result it then overwrites
+        if self.overwritten:  # a recompute may match any of several equal steps, and overwrite the result of that step
             self.overwritten |= self._equal_to(self.overwritten)
-        # If not differentiated, or detached, user code may read it in ways that can't be seen.
+        # User code can read a value undetected if it is not differentiated, or is detached.
         self.dispensable = {value for entry in entries for value in entry.tracked if value not in log.exposed}
         for step in self.steps:
             step.can_be_left = (
@@ -82,41 +82,41 @@ class Program:
         self._plans: dict[tuple, Plan] = {}
 
     def _equal_to(self, values: Collection[int]) -> set[int]:
-        """The values that are computed as these are, by the same operations in the same way."""
+        """Return the values that are computed by the same operations on the same values as these values."""
         first: dict[tuple, tuple[int, ...]] = {}
-        same: dict[int, int] = {}  # the first value of those that are
+        same: dict[int, int] = {}  # for each value the first of all values that are computed so
         for step in self.steps:
             same.update(zip(step.outs, first.setdefault(_renamed(step.key, same), step.outs)))
         wanted = {same.get(value, value) for value in values}
         return {value for value, each in same.items() if each in wanted}
 
     def step(self, number: int) -> Step | None:
-        """The step of this number, if there are as many."""
+        """Return the step with this number, or None if there are fewer steps."""
         return self.steps[number] if number < len(self.steps) else None
 
     def starts_with(self, number: int, entry: Entry) -> bool:
-        """Whether this is what its operation of this number did."""
+        """Whether the step with this number has this entry."""
         return number < len(self.steps) and self.steps[number].entry == entry
 
     def is_of(self, log: Log) -> bool:
-        """Whether it is what follows from this log."""
+        """Whether this log is equal to the program's."""
         return self.log.entries == log.entries and self.log.exposed == log.exposed
 
     @functools.cached_property
     def makers(self) -> frozenset[Facts]:
-        """The operations that are steps."""
+        """The operations of the steps."""
         return frozenset(step.facts for step in self.steps)
 
     @functools.cached_property
     def by_key(self) -> dict[tuple, list[Step]]:
-        """The steps by their keys."""
+        """The steps, by their keys."""
         found: dict[tuple, list[Step]] = {}
         for step in self.steps:
             found.setdefault(step.key, []).append(step)
         return found
 
     def plan(self, roots: Collection[int], end: int, available: Collection[int], leave: Leave) -> Plan:
-        """What it takes to have these values again after the first ``end`` steps."""
+        """Return the plan of a recompute of these values, which ends after the first ``end`` steps."""
         question = frozenset(roots), end, frozenset(available), leave
         found = self._plans.get(question)
         if found is None:
@@ -127,12 +127,12 @@ class Program:
 
     @property
     def lasts(self) -> bool:
-        """Whether it may be remembered: it has plain values alone, and not a function that holds who knows what."""
+        """Whether it can be remembered: its keys have only plain values, and no functions, which may own tensors."""
         return all(isinstance(step.func, OpOverload) and _is_plain(step.key[1:]) for step in self.steps)
 
 
 def _renamed(key: tuple, names: dict[int, int]) -> tuple:
-    """A key, equal for calls that make the same result, with other numbers for the values."""
+    """Return a step's key with the numbers of its values replaced."""
     renamed, rest = [*key[:2], _renamed_in(key[2], names)], iter(key[3:])
     for item in rest:
         renamed += (names.get(item, item), next(rest)) if type(item) is int else (_renamed_in(item, names),)
@@ -142,7 +142,7 @@ def _renamed(key: tuple, names: dict[int, int]) -> tuple:
 def _renamed_in(pattern: Any, names: dict[int, int]) -> Any:
     if not isinstance(pattern, tuple):
         return pattern
-    if len(pattern) == 2 and type(pattern[0]) is int:  # of a tensor
+    if len(pattern) == 2 and type(pattern[0]) is int:  # the pattern of a tensor
         return names.get(pattern[0], pattern[0]), pattern[1]
     return tuple([_renamed_in(item, names) for item in pattern])
 

@@ -1,4 +1,4 @@
-"""The record of a first run under a policy: what ran, and what is kept of it. It says what a recompute has to run."""
+"""The record of a first run under a policy: its program and its residuals, from which recomputes are planned."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .saves import Source
 
 
 class Record:
-    """What is known of a region's first run when it has ended.
+    """The record of a region's first run, made when the run has ended.
 
-    Where the slots tell nothing, as there were none, whatever has to be recomputed may be needed.
+    ``slots_tell`` is False if there were no slots. Then it isn't known which values the backward pass needs.
     """
 
     def __init__(self, recording: Recording, slots_tell: bool) -> None:
@@ -27,27 +27,27 @@ class Record:
         self.program = recording.program()
         self._slots_tell = slots_tell
         self._end = len(recording.log)
-        self._wanted = [*recording.saves.above]  # the values that autograd saved
+        self._wanted = [*recording.saves.above]  # the values that autograd saved: a full recompute makes them
         self._unmatched = unmatched(recording)
         warn_of_names(recording.own.mentioned_names, recording.named, recording.told, recording.known)
         roots = recording.saves.roots(self._end, self.keep.hooks is not None)
         steps = None if recording.choices is None else recording.choices.steps(self.program)
         if recording.choices is not None:
-            _keep_only(recording, recording.choices.so_far if steps is None else steps)
-        complete = self._decide_what_is_kept(recording)
+            _save_only(recording, recording.choices.so_far if steps is None else steps)
+        complete = self._decide_what_is_saved(recording)
         if recording.choices is not None and steps is None:
             recording.choices.close(recording.log, self.program, roots, recording.results, slots_tell and self._is_lazy)
-        # A recompute brings its own inputs.
+        # A recompute gets the inputs as arguments.
         self.storages = recording.storages.outside({*recording.log.made, *self.inputs})
-        if complete:  # nothing will be recomputed at first order
+        if complete:  # a first-order backward pass recomputes nothing, so that copies of constants aren't needed
             self.storages.constants = dict.fromkeys(self.storages.constants)
 
-    def _decide_what_is_kept(self, recording: Recording) -> bool:
-        """Keep what is needed, and let go of the rest. Returns whether that is all that autograd saved."""
+    def _decide_what_is_saved(self, recording: Recording) -> bool:
+        """Save the needed values, and release the candidates. Return whether all that autograd saved is saved."""
         above, missing = self._wanted[:], list[Source]()
         for slot, source in recording.saves.slots():
             if slot is None and self.keep.hooks is None:
-                continue  # else what is handed over must not depend on it
+                continue  # what is handed to outer hooks, however, must not depend on which slots are alive
             residual = self.keep.of_slot(source.value)
             if residual is None:
                 missing.append(source)
@@ -57,7 +57,7 @@ class Record:
                 slot.residual = residual
         needed = [value for source in missing for value in source.values]
         end = max((source.after for source in missing), default=0) if self._slots_tell and not above else self._end
-        # A recompute leaves out none of what isn't lazy, which may be a lot.
+        # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
         leave = (can_be_left if self._is_lazy else always) if self._slots_tell else never
         self.keep.close(self.program.plan([*above, *needed], end, self.keep.there(), leave).used)
         self._wanted += needed
@@ -65,31 +65,31 @@ class Record:
 
     @property
     def _is_lazy(self) -> bool:
-        """Whether what seems dead may be left out; what is compiled may read it in ways that can't be seen."""
+        """Whether steps that nothing seems to need can be skipped: compiled code may read their results undetected."""
         return self.program.lazy and not self.known.compiles
 
     # --- recomputes ---------------------------------------------------------------------------------------------------
 
     def kept(self, value: int) -> Residual | None:
-        """What is kept of a value, if it still is."""
+        """Return the residual of a value, or None if the value is not saved or its residual was freed."""
         return self.keep.kept(value)
 
     def keep_all(self) -> None:
-        """The slots will be gone: keep what they own."""
+        """Own the residuals that only slots own so far, before the slots are freed."""
         self.keep.own(self._wanted)
 
     def at_hand(self) -> AbstractContextManager[None]:
-        """What hooks around the region keep is asked for once, now."""
+        """Within the context, have the residuals that hooks or host memory save at hand. They are fetched on entry."""
         return self.keep.at_hand()
 
     def in_backward(self) -> None:
-        """A backward has begun."""
+        """Give the warning about unmatched operators, as a backward pass has begun."""
         if self._unmatched is not None:
             self._unmatched.warn()
             self._unmatched = None
 
     def plan(self, slots: Iterable[Any] | None = None) -> Plan:
-        """What a recompute runs to fill these slots, or all that there were."""
+        """Return the plan of a recompute that fills these slots, or all slots of the first run."""
         leave: Leave = can_be_left if self._slots_tell and self._is_lazy else never
         if slots is None:
             return self.program.plan(self._wanted, self._end, self.keep.there(), leave)
@@ -99,12 +99,12 @@ class Record:
         return self.program.plan(roots, end, self.keep.there(), leave)
 
     def whole_plan(self) -> Plan:
-        """The same with nothing left out."""
+        """Return the plan of a recompute of all values that autograd saved, in which no step is skipped."""
         return self.program.plan(self._wanted, self._end, self.keep.there(), never)
 
 
-def _keep_only(recording: Recording, steps: Collection[int]) -> None:
-    """What other steps have made is not kept."""
+def _save_only(recording: Recording, steps: Collection[int]) -> None:
+    """Drop what was saved of all other steps."""
     log = recording.log
     for value in [value for value in log.saveable if log.made[value] not in steps]:
         del log.saveable[value]

@@ -1,4 +1,4 @@
-"""The mode under which a region runs for the first time, if it has a policy."""
+"""The dispatch mode of a region's first run under a policy."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .recording import Recording
 
 
 class RegionMode(DispatchMode):
-    """One that sees the operations of a region with a policy."""
+    """The base class of the dispatch modes of a region with a policy."""
 
     def __init__(self, policy: Policy, known: Known, drawing: set[Facts]) -> None:
         super().__init__()
         self._policy, self._known = policy, known
-        self._drawing = drawing  # operations of other libraries that were seen to draw random numbers
-        self.number = 0  # how many regions around have a record
-        self.draws = 0
+        self._drawing = drawing  # operations of other libraries that have drawn random numbers
+        self.number = 0  # of enclosing regions in a first run under a policy
+        self.draws = 0  # operations so far that have drawn random numbers
         self.ranges = Ranges()
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
@@ -37,7 +37,7 @@ class RegionMode(DispatchMode):
         return self._known.compiles
 
     def draw(self, facts: Facts, args: tuple, kwargs: dict) -> int | None:
-        """The number of an operation among those that draw random numbers, None if it does not."""
+        """Return the index of an operation among those that draw random numbers, or None if it does not draw."""
         if facts not in self._drawing and not facts.draws(args, kwargs):
             return None
         self.draws += 1
@@ -54,23 +54,23 @@ class RegionMode(DispatchMode):
 
 
 class Recorder(RegionMode):
-    """Notes the operations of a first run."""
+    """The dispatch mode of a first run, which records the operations."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(recording.policy, recording.known, recording.drawing)
         self.recording = recording
-        self.entered = False  # an operation on tensors made of others, which has been met
+        self.entered = False  # whether an operation on wrapper subclasses has been seen and is dispatched again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         recording, facts, kwargs = self.recording, facts_of(func), kwargs or {}
         if types and is_wrapper_call(types):
-            return self._on_others(func, facts, args, kwargs)
+            return self._on_wrappers(func, facts, args, kwargs)
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
         if self.number < state.filling or state.unseen or self.ranges:
             return func(*args, **kwargs)
         generators = None
-        if facts.writes or facts.foreign:  # to what may be needed; or it may draw without saying so
+        if facts.writes or facts.foreign:  # it overwrites values that may be needed, or may draw without a tag for it
             with without_torch_function():
                 recording.before_writing(facts, args, kwargs)
                 if facts.foreign and not is_capturing():
@@ -82,15 +82,15 @@ class Recorder(RegionMode):
             recording.ran(func, facts, args, kwargs, result, self.draw(facts, args, kwargs))
         return result
 
-    def _on_others(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
-        """An operation on tensors that are made of others: what it runs on these comes by, and is what is noted."""
+    def _on_wrappers(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
+        """Execute an operation on wrapper subclasses, and record the operations that it executes on inner tensors."""
         if self.entered or self.number < state.filling or state.unseen or self.ranges:
             self.entered = False
             return NotImplemented
         recording, self.entered = self.recording, True
         start = len(recording.log)
         recording.around.append(facts)
-        DispatchMode.__enter__(self)  # else what it runs would pass this mode
+        DispatchMode.__enter__(self)  # else this mode would not see the operations on inner tensors
         try:
             result = func(*args, **kwargs)
         finally:
@@ -113,29 +113,29 @@ class Recorder(RegionMode):
         state.recordings = state.recordings[:-1]
 
     def bind(self, operands: Iterable[torch.Tensor]) -> None:
-        """Note what comes in."""
+        """Record the inputs."""
         self.recording.bind(operands)
 
     def close(self, results: Iterable[torch.Tensor], slots_tell: bool = True) -> Record:
-        """The first run has ended: the record of it. Without slots it isn't known what autograd has saved."""
+        """Return the record of the first run, which has ended. ``slots_tell`` is False if there were no slots."""
         recording = self.recording
         recording.results = {recording.storages.find(part) for tensor in results for part in parts(tensor)}
-        del self.recording  # it refers to what the operations read
+        del self.recording  # it has references to operands
         try:
             return Record(recording, slots_tell)
-        except BaseException:  # the recompute of a region around may end here
+        except BaseException:  # the recompute of an enclosing region may be stopped here
             recording.let_go()
             raise
 
 
 def recorder_for(region: Any) -> Recorder | None:
-    """What notes the first run of a region that is about to run, unless it keeps nothing."""
+    """Return the recorder of a region that is about to run, or None if the region saves only its inputs."""
     own, outer = region.options.policy, state.policies
     if own is None and not outer:
         return None
     own = own or as_policy(None)
     if outer and own.by_step:
-        own = as_policy(None)  # the region around decides
+        own = as_policy(None)  # the enclosing region's policy decides
     policy = within(outer[-1] if outer else None, own)
     tensors = *region.operands(), *region.consts.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):

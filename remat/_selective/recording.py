@@ -1,4 +1,4 @@
-"""Notes a first run under a policy while it goes on: what runs, what autograd saves, what is named and what is kept."""
+"""The recording of a first run under a policy: its operations, and what is saved by autograd, named and a candidate."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ DETACH = torch.ops.aten.detach.default
 
 
 class Recording:
-    """What is noted of a region's first run while it goes on."""
+    """The state of a region's first run while it executes."""
 
     def __init__(self, policy: Policy, known: Known, own: Policy, told: Told) -> None:
         self.policy = policy
         self.known = known
-        self.own, self.told = own, told  # the region's own policy, without that of a region around
-        self.in_region = False  # the hooks around are those of a region
+        self.own, self.told = own, told  # the region's own policy, without those of enclosing regions
+        self.in_region = False  # whether the hooks around belong to an enclosing region
         self.storages = Storages()
         self.log = Log()
         self.keep = Keep(self.log)
         self.inputs: list[int] = []  # the values of the operands and the captured tensors
-        self.results: set[int | None] = set()  # the values of what the region returns, when it has ended
+        self.results: set[int | None] = set()  # the values of the region's results, when it has ended
         self.saves = Saves()
-        self.names: dict[int, dict[str, Line]] = {}  # those of values
+        self.names: dict[int, dict[str, Line]] = {}  # the names of each value
         self.named: dict[str, Line] = {}  # all names that were given in the region
-        self.drawing: set[Facts] = set()  # operations of other libraries that were seen to draw random numbers
-        self.views: set[Facts] = set()  # those that made views alone at times, which are no steps
+        self.drawing: set[Facts] = set()  # operations of other libraries that have drawn random numbers
+        self.views: set[Facts] = set()  # operations of which a call only returned views, so that it is not a step
         self.choices = Choices(policy, known) if isinstance(policy, Budget) else None
         self._judge = judge_of(policy)
         self._last: LastRun | None = None
-        self._flags = False  # tensors themselves say whether they are differentiated, there are no levels above
-        self._questions: dict[int, Question] = {}  # for predicates, once more if a value gets a name
-        self.around: list[Facts] = []  # operations on tensors made of others, which run those that come by
-        self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several, if one gets a name
+        self._flags = False  # whether `requires_grad` shows what is differentiated, as no levels are above
+        self._questions: dict[int, Question] = {}  # arguments for predicates, if they are called again with names
+        self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
+        self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several results
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Note which values come in."""
+        """Record the values of the inputs."""
         for tensor in inputs:
             wrapped = is_wrapped(tensor)
             for part in parts(tensor):
@@ -68,14 +68,14 @@ class Recording:
                     self.storages.tracked.add(value)
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
-        # A predicate may be made for this run alone.
+        # A policy with predicates is not compared, as its predicate may be a new object in each call.
         if self._flags and not (self._judge.asks or self.choices):
             self._last = LastRun(self.known.programs, self._judge)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
-        """An operation is about to write: copy what must not be lost."""
+        """Copy values that an operation is about to overwrite if they may have to be saved."""
         held = self.keep.held
         for tensor in facts.written(args, kwargs):
             value = self.storages.get(tensor)
@@ -86,7 +86,7 @@ class Recording:
                     held[value] = as_bytes(tensor).clone()
 
     def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
-        """An operation has run, the ``draw``-th of those that draw random numbers."""
+        """Record an operation that has run. ``draw`` is its index among those that draw random numbers."""
         number, read = len(self.log), list[torch.Tensor]()
         last = self._last
         entry = last.entry(number, self.storages, func, args, kwargs, result, read) if last is not None else None
@@ -109,19 +109,19 @@ class Recording:
                 if value in self.log.saveable:
                     self.keep.hold(value, tensor)
         if len(self.keep.held) >= self.keep.enough:
-            self._let_go_of_unneeded()
+            self._drop_unneeded()
 
     def _entry(
         self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list
     ) -> Entry | None:
-        """What the operation did; None if it made views alone. Adds the tensors that it has read."""
+        """Return the entry of an operation, or None if it only returned views; add the tensors that it has read."""
         storages, reads = self.storages, list[int]()
         count, new = storages.count, storages.new(result)
         acts = facts.writes or facts.observes
         if new or acts:
             key = storages.key(facts.func, draw, args, kwargs, reads, read)
             if count != storages.count:
-                new = storages.new(result)  # it may be a view of what is known only now
+                new = storages.new(result)  # the result may be a view of an argument that was unknown until now
         if not new and not acts:
             return None
         number = len(self.log)
@@ -148,7 +148,7 @@ class Recording:
         return Entry(key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, under, verdict)
 
     def _verdict(self, number: int, facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
-        """What becomes of the values that an operation has made, if they may be kept."""
+        """Return the verdict on the results of an operation, or None if they are recomputed."""
         verdict = self._judge.verdict_for(facts)
         if self._judge.asks:
             asked = question(facts.func, args, kwargs, result)
@@ -159,7 +159,7 @@ class Recording:
         return None if verdict is Verdict.RECOMPUTE else verdict
 
     def _overwrite(self, written: list[torch.Tensor], tracked: bool, outs: list[int], all_tracked: list[int]) -> tuple:
-        """An operation wrote to these: their storages hold new values. Returns those of before."""
+        """Number the new values of storages that an operation wrote to. Return the overwritten values."""
         storages = self.storages
         before = tuple([storages.get(tensor) for tensor in written])
         for value, tensor in zip(before, written):
@@ -180,7 +180,7 @@ class Recording:
             self.storages.forget(args[0])
 
     def ran_around(self, facts: Facts, args: tuple, kwargs: dict, result: Any, start: int) -> None:
-        """An operation on tensors made of others has run, by the steps since ``start``: its results are judged too."""
+        """Judge the results of an operation on wrapper subclasses, which has executed the steps since ``start``."""
         log = self.log
         found = [part for tensor in tensors((result, facts.written(args, kwargs))) for part in parts(tensor)]
         values = [value for part in found if (value := self.storages.find(part)) is not None]
@@ -202,7 +202,7 @@ class Recording:
     # --- what autograd saves ------------------------------------------------------------------------------------------
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
-        """Autograd saved a tensor, and a slot stands for it: if it may be kept, the slot keeps it."""
+        """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
         log, after = self.log, len(self.log)
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
         if value is not None and form is not None and is_as_it_lies(form):
@@ -216,10 +216,10 @@ class Recording:
             found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
             self.saves.add(slot, Source(tuple([value for value, _ in found]), None, after))
             for each in found:
-                self.keep.hold(*each)  # the function itself makes of it what was saved
+                self.keep.hold(*each)  # a recompute makes the saved tensor from these values
 
     def needs(self, tensor: torch.Tensor) -> None:
-        """Autograd at a level of torch.func saved a tensor, and will in a recompute."""
+        """Record that autograd saved a tensor at a torch.func level, as it will again in a recompute."""
         for part in parts(tensor):
             value = self.storages.find(part)
             if value is not None:
@@ -229,14 +229,14 @@ class Recording:
     # --- names --------------------------------------------------------------------------------------------------------
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
-        """A tensor of the region was named."""
+        """Record the name of a tensor."""
         self.named.setdefault(name, line)
         log, held = self.log, self.keep.held
         for part in parts(tensor):
             value = self.storages.find(part)
             made = None if value is None else log.made.get(value)
             if value is None or made is None:
-                continue  # it was there before
+                continue  # the value is not made in the region
             self.names.setdefault(value, {}).setdefault(name, line)
             log.lines.setdefault(made, line)
             entry, verdict = log.entries[made], log.saveable.get(value, Verdict.RECOMPUTE)
@@ -250,14 +250,14 @@ class Recording:
             for operand in entry.reads:
                 if operand in held and not self._is_read(operand):
                     del held[operand]
-            # Otherwise the operation would have to run for its other results.
+            # Otherwise the operation would have to be recomputed for its other results.
             for sibling in entry.outs if value in log.saveable else ():
                 if sibling not in log.saveable and sibling not in self.names and sibling in self._siblings:
                     log.decide(sibling, verdict)
                     self.keep.hold(sibling, self._siblings[sibling])
 
     def _is_read(self, value: int) -> bool:
-        """Whether autograd has saved a value, or an operation has read it that may have to be recomputed."""
+        """Whether autograd has saved a value, or an operation that may be recomputed has read it."""
         log, made = self.log, self.log.made[value]
         for entry in log.entries[made + 1 :]:
             if value in entry.reads and not (entry.tracked and all(out in log.saveable for out in entry.outs)):
@@ -266,31 +266,31 @@ class Recording:
 
     # --- what is needed -----------------------------------------------------------------------------------------------
 
-    def _let_go_of_unneeded(self) -> None:
-        """In the middle of a run: of what has been read, and whose readers have made nothing that is still there.
+    def _drop_unneeded(self) -> None:
+        """Drop candidates, in the middle of a run, that no living value and no saved tensor needs.
 
-        What is handed to a region around must not depend on what is still there.
+        Inside another region nothing is dropped: what is handed to it must not depend on what is alive.
         """
         if self.in_region:
             return
         keep, count = self.keep, len(self.log)
-        there = {value for value in self.storages.values() if value not in keep.held}
+        alive = {value for value in self.storages.values() if value not in keep.held}
         saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
-        available = {value for value in self.log.saveable if value in there} | keep.there()
+        available = {value for value in self.log.saveable if value in alive} | keep.there()
         program = Program(self.log) if self._last is None else self._last.program(self.log)
-        # A recompute leaves out none of what isn't lazy, which may be a lot.
+        # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
         leave = can_be_left if program.lazy and not self.known.compiles else always
-        keep.drop(program.plan([*there, *saved, *self.saves.above], count, available, leave).used)
+        keep.drop(program.plan([*alive, *saved, *self.saves.above], count, available, leave).used)
         keep.enough = len(keep.held) + max(4, len(keep.held), count // 16)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def program(self) -> Program:
-        """What follows from the log."""
+        """Return the program of the log, which is complete."""
         return Program(self.log) if self._last is None else self._last.close(self.log)
 
     def let_go(self) -> None:
-        """Drop what is only held: it has a history, which may lead to here."""
+        """Drop all references to tensors, whose autograd history may lead back to this object."""
         self.keep.let_go()
         self._siblings.clear()
         self._questions.clear()

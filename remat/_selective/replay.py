@@ -1,7 +1,7 @@
-"""The operations of a recompute: given what was kept, left out where nothing needs them, or run.
+"""The operations of a recompute: each is restored from saved values, skipped if nothing needs its result, or run.
 
-An operation is given kept values only where it is the same function of the same values as the one that made them. If
-one that was left out is needed after all, the recompute starts over, and leaves out nothing.
+An operation is restored only from the values of a step that is the same function of the same values. If the result of a
+skipped operation is needed after all, the recompute starts over, and skips nothing.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .values import Argument, Layout
 
 
 class Replay(RegionMode):
-    """Goes through the operations of a recompute, beside the steps of the first run."""
+    """The dispatch mode of a recompute, which matches operations with the steps of the first run."""
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool, last: bool) -> None:
         super().__init__(record.policy, record.known, record.drawing)
         self.record = record
         self.plan = plan
-        self.whole = whole  # it leaves out nothing
-        self.last = last  # what is kept for this recompute alone need not stay
-        self.position = 0  # of the step that should come next; those before came, or were left out
+        self.whole = whole  # it skips no step
+        self.last = last  # values that are saved only for this recompute can be released as they are restored
+        self.position = 0  # of the step that is expected next
         self.left_out = LeftOut()
-        self.has_not_drawn = False  # an operation that draws random numbers was given what it has drawn
+        self.has_not_drawn = False  # whether an operation that draws random numbers was restored, so drew none
         self.storages = record.storages.copy()
-        # What is kept, for the given steps, as far as it must be brought here first.
+        # The values of the restored steps that must be fetched first.
         self.brought: dict[int, torch.Tensor] = {}
         with without_torch_function():
             for value in [value for number in sorted(self.plan.given) for value in record.program.steps[number].outs]:
                 residual = record.kept(value)
                 if residual is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
-            self.home = streams_for(self.brought.values())  # it came for these streams
+            self.home = streams_for(self.brought.values())  # the streams that they were fetched for
         for value, part in zip(record.inputs, all_parts([*inputs])):
             self.storages.bind(part, value)
 
@@ -57,7 +57,7 @@ class Replay(RegionMode):
             return NotImplemented
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
-        filling = self.number < state.filling  # a region inside, in its first run, is recomputed: it's in no log
+        filling = self.number < state.filling  # a region inside is recomputed, which the first run's log doesn't have
         if filling:
             with without_torch_function():
                 self.left_out.read(tensors((args, kwargs)))
@@ -70,13 +70,13 @@ class Replay(RegionMode):
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
             draw, read = self.draw(facts, args, kwargs), list[torch.Tensor]()
-            step = self._same(func, draw, args, kwargs, read)
+            step = self._step_of(func, draw, args, kwargs, read)
             if step is not None:
                 if step.number in self.plan.given and not (self.whole and step.draws):
-                    return self._give(step, args, kwargs, read)
+                    return self._restore(step, args, kwargs, read)
                 if step.can_be_left and step.number not in self.plan.run:
                     with unseen():
-                        return self._make_up(step, args, kwargs, read, [None] * len(step.outs))
+                        return self._rebuild(step, args, kwargs, read, [None] * len(step.outs))
             if draw is not None and self.has_not_drawn:
                 self.left_out.restart()
             if not facts.reads_nothing:
@@ -97,17 +97,17 @@ class Replay(RegionMode):
         return result
 
     def _check_writes(self, written: list[torch.Tensor]) -> None:
-        """What was given and is not overwritten in the first run, is the kept tensor itself."""
+        """Raise an error for a write to the saved tensor itself. Values that the first run overwrites are copies."""
         for tensor in written:
             value = self.storages.find(tensor)
             if value is not None and value not in self.record.program.overwritten and self.record.kept(value):
                 raise RecomputeMismatchError(
-                    "The region changes a tensor in place when it is run again, which it did not change in its "
-                    "forward. A region must do the same each time: look for Python state that changed between the runs."
+                    "The region changed a tensor in place in the recompute, but not in its first run. A region's "
+                    "function must be deterministic: look for Python state that changed between the runs."
                 )
 
     def _view(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
-        """In the first run this operation made views alone, which tensors without content have too."""
+        """Execute an operation that only returned views in the first run. It can be applied to placeholders, too."""
         result = func(*args, **kwargs)
         with without_torch_function():
             if facts.reshapes:
@@ -117,10 +117,10 @@ class Replay(RegionMode):
             self.left_out.read(tensors((args, kwargs)))
         return func(*args, **kwargs)
 
-    # --- which step it is ---------------------------------------------------------------------------------------------
+    # --- matching -----------------------------------------------------------------------------------------------------
 
-    def _same(self, func: Any, draw: int | None, args: tuple, kwargs: dict, read: list) -> Step | None:
-        """The step of the first run that is the same function of the same values."""
+    def _step_of(self, func: Any, draw: int | None, args: tuple, kwargs: dict, read: list) -> Step | None:
+        """Return the step of the first run that is the same function of the same values, or None."""
         program, reads = self.record.program, list[int]()
         step = program.step(self.position)
         if step is not None and step.func is func and step.is_simple and self.storages.is_call_of(step, args, kwargs):
@@ -129,7 +129,7 @@ class Replay(RegionMode):
             return step
         key = self.storages.key(func, draw, args, kwargs, reads, read)
         if step is not None and step.func is func:
-            if step.key != key and self._stand_in(step, reads, read):
+            if step.key != key and self._match_constants(step, reads, read):
                 key = self.storages.key(func, draw, args, kwargs, [], [])
             if step.key == key:
                 self.position += 1
@@ -141,8 +141,8 @@ class Replay(RegionMode):
         self.position = step.number + 1
         return step
 
-    def _stand_in(self, step: Step, reads: list[int], read: list[torch.Tensor]) -> bool:
-        """Constants that the function makes out of sight are other tensors in each run: bind them to the first ones."""
+    def _match_constants(self, step: Step, reads: list[int], read: list[torch.Tensor]) -> bool:
+        """Bind constants that the function creates anew in each run to the equal ones of the first run."""
         first = self.record.storages
         known = {*self.record.inputs, *first.values()}
         differ = [each for each in zip(reads, step.reads, read) if each[0] != each[1]]
@@ -157,12 +157,12 @@ class Replay(RegionMode):
             self.storages.bind(tensor, before)
         return bool(differ)
 
-    # --- results that are made up -------------------------------------------------------------------------------------
+    # --- results without execution ------------------------------------------------------------------------------------
 
-    def _give(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
-        """The result of an operation, from what was kept of it."""
+    def _restore(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
+        """Return the result of an operation, from its saved values."""
         self.has_not_drawn |= step.draws
-        kept: list[Residual | torch.Tensor | None] = []
+        saved: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
             content: Any = self.brought.pop(value, None)
             if content is None:
@@ -170,25 +170,25 @@ class Replay(RegionMode):
             else:
                 taken(content, self.home)
             if content is not None and value in self.record.program.overwritten:
-                # What the region changes in place later must not be the kept one.
+                # The region changes the tensor in place later, so it gets a copy.
                 content = as_bytes(tensor_of(content)).clone()
-            kept.append(content)
+            saved.append(content)
             if content is not None and accelerator():
                 outlived(tensor_of(content))  # its memory may belong to a stream that the recompute doesn't use
             if self.last:
                 self.record.keep.release(value)
         with unseen():
-            return self._make_up(step, args, kwargs, read, kept)
+            return self._rebuild(step, args, kwargs, read, saved)
 
-    def _make_up(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list) -> Any:
-        """The result of an operation that isn't run, with these contents; where there is none it is left out."""
+    def _rebuild(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list) -> Any:
+        """Return a result without running the operation, with these contents, or placeholders where they are None."""
         count = len(step.outs)
         if step.facts.writes:
             written = step.facts.written(args, kwargs)
             count -= len(written)
             for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
                 if content is None:
-                    self.left_out.add(tensor)  # it may be the region's own
+                    self.left_out.add(tensor)  # the tensor, which may be the region's own, is the placeholder
                 else:
                     as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
                     self.left_out.is_full(tensor)
@@ -211,6 +211,6 @@ class Replay(RegionMode):
         return item
 
     def escaped(self, result: Any = None) -> bool:
-        """Whether somebody has a tensor without content now that the run has ended, other than the ``result``."""
+        """Whether placeholders are still alive when the run has ended, other than those in the ``result``."""
         with without_torch_function():
             return self.left_out.escaped(but=[part for tensor in tensors(result) for part in parts(tensor)])

@@ -1,4 +1,4 @@
-"""What is kept of a value because the policy lets it be: on its device, in host memory, or by the hooks around."""
+"""Residuals: values that a policy saves, on their device, in host memory, or by the hooks around the region."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 
 class Residual:
-    """What a storage held when it was kept: the value that an operation made, of which ``tensor`` is any alias."""
+    """A saved value: the contents of a storage, as an operation made them. Methods take any alias as ``tensor``."""
 
     __slots__ = ("__weakref__", "_bring", "_form", "_guard", "_near", "_offloaded", "_written", "line", "op")
 
     def __init__(self, op: Any, line: Line | None) -> None:
-        self.op, self.line = op, line  # what made it, and where that was called
+        self.op, self.line = op, line  # the operator that made it, and the line that called the operator
         self._bring: Callable[[], torch.Tensor] | None = None
         self._near: torch.Tensor | None = None
         self._offloaded: Offloaded | None = None
 
     def stay(self, tensor: torch.Tensor, form: tuple | None) -> None:
-        """It is kept where it is."""
+        """Save the value where it is."""
         self._guard, self._written, self._form = alias(tensor), private.version(tensor), form or form_of(tensor)
 
     def go(
         self, tensor: torch.Tensor, form: tuple | None, layout: Layout | None, outer: Hooks | None, group: Group | None
     ) -> None:
-        """It is kept by the hooks around, or in host memory."""
+        """Save the value by the hooks around the region, or in host memory."""
         if outer is None and host_memory.in_host_memory(tensor):
             self.stay(tensor, form)
             return
-        if outer is None and isinstance(tensor, LeftOutTensor):  # by a recompute around
+        if outer is None and isinstance(tensor, LeftOutTensor):  # skipped by the recompute of an enclosing region
             tensor.check()
         with unseen():
-            self._near = alias(tensor)  # as long as the region runs for the first time
+            self._near = alias(tensor)  # until the first run ends
             numbers = _numbers(tensor, layout)
             if outer is None:
                 self._offloaded = Offloaded(numbers, group)
@@ -55,19 +55,19 @@ class Residual:
 
     @property
     def nbytes(self) -> int:
-        """What it takes here."""
+        """The bytes that it occupies on the device."""
         return 0 if self.is_elsewhere else self._guard.untyped_storage().nbytes()
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether to get it may run the region around again, which can't be done within an operation."""
+        """Whether the value must be fetched. That may recompute an enclosing region, so not within an operation."""
         return self._bring is not None
 
     def on(self, layout: Layout) -> torch.Tensor:
-        """A new tensor of a layout, whose storage holds the value.
+        """Return a new tensor of a layout, whose storage contains the value.
 
         Raises:
-            MutationError: it was changed in place.
+            MutationError: the value was changed in place.
         """
         tensor = self.get()
         if self._bring is None and self._form == layout.form:
@@ -78,10 +78,10 @@ class Residual:
             return layout.of(tensor)
 
     def get(self) -> torch.Tensor:
-        """A tensor whose storage holds the value.
+        """Return a tensor whose storage contains the value.
 
         Raises:
-            MutationError: it was changed in place.
+            MutationError: the value was changed in place.
         """
         if self._bring is not None:
             if self._near is not None:
@@ -91,47 +91,47 @@ class Residual:
                 whole = content.storage_offset() == 0 and content.is_contiguous()
                 return content if whole else content.clone(memory_format=torch.contiguous_format)
         if private.version(self._guard) != self._written:
-            op, line = self.op or "an operation", self.line or "a line that isn't known"
+            op, line = self.op or "an operation", self.line or "an unknown line"
             raise MutationError(
-                f"The output of {op} at {line}, which the region's policy keeps for the backward, was "
+                f"The output of {op} at {line}, which the region's policy saves for the backward, was "
                 f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."
             )
         return self._guard
 
     def come(self) -> None:
-        """Be here until ``leave``."""
+        """Fetch the value, and own it until ``leave``."""
         self._near = self.get()
 
     def leave(self) -> None:
-        """Be elsewhere again."""
+        """Release the fetched value."""
         self._near = None
 
     def before_writing(self) -> None:
-        """Its storage is about to get another value, which a copy to host memory that is under way must not read."""
+        """Have the stream wait for the copy to host memory, as the storage is about to be overwritten."""
         if self._offloaded is not None:
             self._offloaded.settle()
 
     def settle(self) -> None:
-        """The first run has ended. Whoever has its storage then, as of a result, may change it."""
+        """Release the value on the device. A shared storage, as of a result, may be overwritten next."""
         if self._near is not None and private.is_shared(self._near):
             self.before_writing()
         self.leave()
 
 
 def tensor_of(content: Residual | torch.Tensor) -> torch.Tensor:
-    """What was kept of a value, or the value itself, as a tensor."""
+    """Return a residual's tensor, or a tensor itself."""
     return content.get() if isinstance(content, Residual) else content
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All that the storage of a tensor holds, in bytes: without its dtype, and without conjugation that is put off."""
+    """Return the whole storage of a tensor as bytes, without the dtype and without lazy conjugation or negation."""
     storage = tensor.untyped_storage()
     with private.without_dispatch():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    """The same as numbers, for others to keep: in the value's own shape, or in a row where that leaves any out."""
+    """Return the whole storage of a tensor in the value's dtype: in its shape if that covers the storage, else flat."""
     storage, dtype = tensor.untyped_storage(), tensor.dtype if layout is None else layout.dtype
     size: tuple[int, ...] = (storage.nbytes() // dtype.itemsize,)
     stride: tuple[int, ...] = (1,)
@@ -139,5 +139,5 @@ def _numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
         _, size, stride, *_ = layout.form
     with private.without_dispatch():
         if dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
-            return alias(tensor).as_strided(size, stride, 0)  # shares the version counter, which hooks may look at
+            return alias(tensor).as_strided(size, stride, 0)  # shares the version counter, which hooks may read
         return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, size, stride)

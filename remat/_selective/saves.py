@@ -1,4 +1,4 @@
-"""What autograd saved in a first run under a policy: which values, and the slots that stand for them."""
+"""What autograd saved in a first run under a policy: the values, and the slots in place of the saved tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .values import Layout
 
 
 class Source(NamedTuple):
-    """Where a tensor that autograd saved comes from: values, its layout if it may be kept, the steps so far."""
+    """The origin of a tensor that autograd saved: its values, its layout if a policy may save it, the steps so far."""
 
     values: tuple[int, ...]
     layout: Layout | None
@@ -19,28 +19,28 @@ class Source(NamedTuple):
 
     @property
     def value(self) -> int | None:
-        """The value that may be kept."""
+        """The value that the policy may save, or None."""
         return None if self.layout is None else self.values[0]
 
 
 class Saves:
-    """What autograd saved so far."""
+    """The tensors that autograd has saved so far."""
 
     def __init__(self) -> None:
-        self.above: list[int] = []  # the values that levels of torch.func above saved; no slots stand for these
+        self.above: list[int] = []  # the values that autograd saved at torch.func levels above, which have no slots
         self._slots: list[tuple[weakref.ref, Source]] = []
 
     def add(self, slot: Any, source: Source) -> None:
-        """A slot stands for what autograd saved."""
+        """Add a slot, and the origin of the tensor that it replaces."""
         slot.source = source
         self._slots.append((weakref.ref(slot), source))
 
     def slots(self) -> Iterator[tuple[Any, Source]]:
-        """The slots, None for those that are gone, and what they stand for."""
+        """Iterate over the slots, None for freed ones, and their origins."""
         return ((ref(), source) for ref, source in self._slots)
 
     def roots(self, end: int, all_count: bool) -> dict[int, int]:
-        """The values that a backward needs, each with how many steps had run when autograd saved it last."""
+        """Return the values that a backward pass needs, each with the number of steps when autograd last saved it."""
         found = dict.fromkeys(self.above, end)
         for slot, source in self.slots():
             if slot is not None or all_count:
@@ -48,12 +48,12 @@ class Saves:
         return found
 
     def has(self, value: int, since: int) -> bool:
-        """Whether autograd has saved a value, which the step ``since`` has made."""
+        """Whether autograd has saved a value that step ``since`` has made."""
         later = takewhile(lambda slot: slot[1].after > since, reversed(self._slots))
         return value in self.above or any(value in source.values for _, source in later)
 
     def are_filled(self, number: int, written: dict[int, int]) -> None:
-        """Autograd may save an argument before the operation fills it (``rrelu``): then it is what was written."""
+        """Replace values that were just overwritten: autograd may save an argument before it is filled (``rrelu``)."""
         self.above = [written.get(value, value) for value in self.above]
         for i in range(len(self._slots) - 1, -1, -1):
             ref, source = self._slots[i]

@@ -1,4 +1,4 @@
-"""Which value each storage holds now, and by that what calls of operations have in common that make the same."""
+"""Which value each storage contains now, and keys that are equal for calls which compute the same result."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from .values import New, place_of
 if TYPE_CHECKING:
     from .program import Step
 
-# Constants up to this size are compared, so that one can stand for another in a recompute.
+# Constants up to this size are compared, so that a recompute can match its constants with those of the first run.
 CONSTANT_BYTES = 4096
 
 
 class Storages:
-    """The numbers of the values that storages hold. Keeps none of them alive.
+    """The numbers of the values that storages contain, by weak references.
 
-    Of each tensor that was met it is remembered on which storage it lies and how, as that takes long to find out.
+    The storage and form of each tensor are remembered, as it takes long to find them out.
     """
 
     def __init__(self) -> None:
         self.count = 0  # of values
-        self.constants: dict[int, torch.Tensor | None] = {}  # made out of sight by the function; copies of small ones
+        self.constants: dict[int, torch.Tensor | None] = {}  # values that no seen operation made; copies of small ones
         self.tracked: set[int] = set()  # the values that require grad
-        self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and its number
-        self._tensors: dict[int, tuple] = {}  # by the tensor's id: the same, its home, its form, the storage's id
+        self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and the value's number
+        self._tensors: dict[int, tuple] = {}  # by the tensor's id: a weak reference, home, form, the storage's id
 
     def number(self) -> int:
-        """The number of a new value."""
+        """Return the number of a new value."""
         self.count += 1
         return self.count - 1
 
-    # --- what a storage holds -----------------------------------------------------------------------------------------
+    # --- contents of storages -----------------------------------------------------------------------------------------
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """The number of what a tensor's storage holds, None for a storage that is not known."""
+        """Return the number of the value in a tensor's storage, or None for an unknown storage."""
         met = self._met(tensor)
         home = self._home(holder(tensor)) if met is None else met[1]
         return None if home is None else home[1]
 
     def look(self, tensor: torch.Tensor) -> tuple[int | None, tuple | None]:
-        """The same, and the tensor's form."""
+        """Return the number of the value in a tensor's storage, or None, and the tensor's form."""
         met = self._met(tensor)
         if met is not None:
             return met[1][1], met[2]
@@ -58,7 +58,7 @@ class Storages:
         return (None if home is None else home[1]), form
 
     def enter(self, tensor: torch.Tensor) -> int:
-        """The number of what the storage of an input holds, a new one if the storage is not known."""
+        """Return the number of the value in an input's storage. An unknown storage gets a new number."""
         number = self.find(tensor)
         if number is None:
             number = self.number()
@@ -66,19 +66,19 @@ class Storages:
         return number
 
     def get(self, tensor: torch.Tensor) -> int:
-        """The number of what a tensor's storage holds; one that is not known comes from outside."""
+        """Return the number of the value in a tensor's storage. An unknown storage contains a constant."""
         return self._meet(tensor)[1][1]
 
     def values(self) -> list[int]:
-        """What all storages hold that are still there."""
+        """Return the numbers of the values in all storages that are alive."""
         return [number for ref, number in self._homes.values() if ref() is not None]
 
     def where(self, number: int) -> Any:
-        """The storage that holds a value, None if none does any more."""
+        """Return the storage that contains a value, or None if there is no such storage any more."""
         return next((ref() for ref, held in self._homes.values() if held == number), None)
 
     def new(self, result: Any) -> list[New]:
-        """The tensors of a result that have storages of their own, which aren't known."""
+        """Return the tensors of a result that have new, unknown storages, one for each storage."""
         if isinstance(result, torch.Tensor):
             storage, form = place_of(result)
             return [(result, storage, form)] if self._home(storage) is None else []
@@ -90,13 +90,13 @@ class Storages:
         return [*found.values()]
 
     def bind(self, tensor: torch.Tensor, number: int) -> None:
-        """Note what the storage of a tensor holds from now on."""
+        """Set the number of the value in a tensor's storage, and remember the tensor."""
         storage, form = place_of(tensor)
         self.put(storage, number)
         self._remember(tensor, storage, form)
 
     def put(self, storage: Any, number: int) -> None:
-        """The same with the storage."""
+        """Set the number of the value in a storage."""
         home = self._home(storage)
         if home is None:
             self._homes[id(storage)] = [weakref.ref(storage), number]
@@ -104,7 +104,7 @@ class Storages:
             home[1] = number
 
     def add(self, new: New, number: int) -> None:
-        """Note what a storage holds that wasn't known, and the tensor on it."""
+        """Add a new storage with the number of its value, and remember the tensor on it."""
         tensor, storage, form = new
         key = id(storage)
         self._homes[key] = home = [weakref.ref(storage), number]
@@ -112,11 +112,11 @@ class Storages:
             self._tensors[id(tensor)] = weakref.ref(tensor), home, form, key
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """It may lie in another way from now on."""
+        """Forget a tensor whose form may have changed."""
         self._tensors.pop(id(tensor), None)
 
     def copy(self) -> Storages:
-        """The same, to go on with. No tensors are known."""
+        """Return a copy that can change independently. It remembers no tensors."""
         found = Storages()
         found.count = self.count
         found.constants, found.tracked = self.constants.copy(), self.tracked.copy()
@@ -124,7 +124,7 @@ class Storages:
         return found
 
     def outside(self, known: Collection[int]) -> Storages:
-        """Those alone that are still there and hold other values than these: what is made out of sight."""
+        """Return a copy with only the living storages that contain other values than the ``known`` ones: constants."""
         found = self.copy()
         found._homes = {
             key: home for key, home in found._homes.items() if home[1] not in known and home[0]() is not None
@@ -136,12 +136,12 @@ class Storages:
         return home if home is not None and home[0]() is storage else None
 
     def _met(self, tensor: torch.Tensor) -> tuple | None:
-        """What is remembered of a tensor, if it is."""
+        """Return what is remembered of a tensor, or None."""
         met = self._tensors.get(id(tensor))
         return met if met is not None and met[0]() is tensor and met[3] == id(tensor.untyped_storage()) else None
 
     def _meet(self, tensor: torch.Tensor) -> tuple:
-        """What is remembered of a tensor from now on."""
+        """Return what is remembered of a tensor. An unknown tensor is remembered first."""
         met = self._tensors.get(id(tensor))
         if met is not None and met[0]() is tensor and met[3] == id(tensor.untyped_storage()):
             return met
@@ -164,7 +164,7 @@ class Storages:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def key(self, func: Any, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
-        """A key, equal for calls that make the same result; adds the values that are read, and their tensors."""
+        """Return a key, equal for calls that compute the same result; add the values and tensors that are read."""
         key = [func, draw, self._pattern(kwargs, reads, read) if kwargs else None]
         for argument in args:
             if isinstance(argument, torch.Tensor):
@@ -178,7 +178,7 @@ class Storages:
         return tuple(key)
 
     def is_call_of(self, step: Step, args: tuple, kwargs: dict) -> bool:
-        """Whether a call of the step's operation, which must be simple, has the step's key. To compare is faster."""
+        """Whether a call of the simple step's operation has the step's key. This is faster than computing the key."""
         if len(args) != step.count:
             return False
         for position, number, form in step.operands:
@@ -191,12 +191,12 @@ class Storages:
         return all(self._pattern(args[position], [], []) == before for position, before in step.constants)
 
     def _pattern(self, argument: Any, reads: list, read: list) -> Any:
-        """A call's argument with numbers for tensors, equal for calls that are the same."""
+        """Return an argument with numbers in place of tensors, which is equal for equal calls."""
         kind = type(argument)
         if kind is int or kind is bool:
             return kind, argument
         if kind is float:
-            return argument.hex()  # tells zeros apart, and a NaN is itself
+            return argument.hex()  # 0.0 and -0.0 differ, and NaN equals itself
         if isinstance(argument, torch.Tensor):
             met = self._meet(argument)
             reads.append(met[1][1])
@@ -206,14 +206,14 @@ class Storages:
             return tuple([self._pattern(item, reads, read) for item in argument])
         if kind is dict:
             return tuple([(key, self._pattern(item, reads, read)) for key, item in argument.items()])
-        if kind is torch.ScriptObject:  # it can't be compared; those of collectives are made anew for each call
+        if kind is torch.ScriptObject:  # it can't be compared; those of collectives are new objects in each call
             name = argument._type().qualified_name()
             return name if ".c10d." in name else (name, hash(argument))
         return argument
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy of a small one; a parameter was not made by the function."""
+    """Return a copy of a small constant. Parameters are not copied, as the function doesn't create them."""
     if (
         tensor.requires_grad
         or isinstance(tensor, torch.nn.Parameter)

@@ -1,9 +1,9 @@
-"""All that a region may keep, and what its recompute costs then: the choices that no other beats in both.
+"""The exact search for the choices of saved values that are Pareto-optimal in bytes and cost of the recompute.
 
-What has to be there for a backward is kept, or its step is recomputed, which needs what that reads. One pass backwards
-over the steps takes both ways at each value that is needed and may be kept. What is before a step depends on the state
-there alone (what is needed so far, and whether the recompute has begun), so of the ways to a state only those matter
-that no other beats in both bytes and cost. The result is exact.
+A value that the backward pass needs is saved, or its step is recomputed, which needs the values that the step reads.
+One pass backwards over the steps branches at each value that is needed and can be saved. What is best before a step
+depends only on the state there: the needed values, and whether the recompute reaches it. So only the Pareto-optimal
+ways to each state are continued.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from .program import Step
 
 
 class Choice(NamedTuple):
-    """Steps whose results are kept: the bytes that takes, and what the steps cost that are recomputed."""
+    """The steps whose results are saved, the bytes of these results, and the cost of the recomputed steps."""
 
     nbytes: int
     cost: float
     steps: frozenset[int]
     flops: int = 0
-    beside: int = 0  # of the bytes those that autograd did not save: they come on top when it all is recomputed
+    beside: int = 0  # of the bytes, those of values that autograd did not save: they add to a full recompute's peak
 
 
 class Problem(NamedTuple):
-    """The steps of a program, what may be kept of them, and what a backward needs."""
+    """The steps of a program, which of their values can be saved, and which the backward pass needs."""
 
     steps: Sequence[Step]
     costs: Sequence[float]
-    sizes: Mapping[int, int]  # of values
-    keepable: Collection[int]  # values
-    roots: Mapping[int, int]  # the values that autograd saved, each with how many steps had run then
-    stays: Collection[int]  # steps that run in each recompute, once it has come to them
+    sizes: Mapping[int, int]  # of values, in bytes
+    keepable: Collection[int]  # values that can be saved
+    roots: Mapping[int, int]  # the values that autograd saved, each with the number of steps that had run then
+    stays: Collection[int]  # steps that can't be skipped in a recompute that reaches them
 
 
-# What is needed so far; of that what only steps that stay read; what the backward needs and the choice keeps, as far as
-# the recompute hasn't begun; whether it has; whether a later step of it draws random numbers.
+# The needed values; those read only by steps whose results nothing needs; those that autograd saved after the end of
+# the recompute and that the choice saves; whether the recompute reaches this step; whether it draws numbers later.
 _State = tuple[frozenset[int], frozenset[int], frozenset[int], bool, bool]
-_Label = tuple[int, float, Any]  # bytes, cost, the steps that are kept as a linked list
+_Label = tuple[int, float, Any]  # bytes, cost, the saved steps as a linked list
 _Way = TypeVar("_Way", bound=tuple)
 MOST_WAYS = 20_000
-_ROUNDING = 1e-9  # of costs, which are added in another order on each way
+_ROUNDING = 1e-9  # of costs: each way adds them in another order
 
 
 class TooMany(Exception):
-    """There are too many states to go through all of them."""
+    """There are too many states for an exact search."""
 
 
 def pareto(problem: Problem) -> list[Choice]:
-    """The choices that no other beats, the one that keeps the least first.
+    """Return the Pareto-optimal choices, by increasing bytes.
 
     Raises:
         TooMany: there are more than ``MOST_WAYS`` ways at one step.
@@ -70,11 +70,11 @@ def pareto(problem: Problem) -> list[Choice]:
             reads = frozenset(value for value in step.reads if value in made)
             ways = _merged(_at_step(ways, step, reads, problem))
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
-    return [Choice(nbytes, cost, frozenset(_listed(kept))) for nbytes, cost, kept in best]
+    return [Choice(nbytes, cost, frozenset(_listed(steps))) for nbytes, cost, steps in best]
 
 
 def _at_root(ways: dict[_State, list[_Label]], value: int, keepable: bool) -> Iterable[tuple[_State, list[_Label]]]:
-    """Autograd has saved a value here."""
+    """Branch where autograd has saved a value: the choice saves the value, or a recompute makes it."""
     for (needed, low, promised, begun, draws), labels in ways.items():
         if keepable and not begun:
             yield (needed, low, promised | {value}, False, draws), labels
@@ -84,31 +84,31 @@ def _at_root(ways: dict[_State, list[_Label]], value: int, keepable: bool) -> It
 def _at_step(
     ways: dict[_State, list[_Label]], step: Step, reads: frozenset[int], problem: Problem
 ) -> Iterable[tuple[_State, list[_Label]]]:
-    """A step is kept, or runs, or isn't needed."""
+    """Branch at a step: its results are saved, or it runs, or it isn't needed."""
     outs, stays = frozenset(step.outs), step.number in problem.stays
     for (needed, low, promised, begun, draws), labels in ways.items():
-        wanted, kept = needed & outs, promised & outs
+        wanted, saved = needed & outs, promised & outs
         rest = needed - outs, low - outs, promised - outs
-        if not (wanted or kept or low & outs or (stays and begun)):
+        if not (wanted or saved or low & outs or (stays and begun)):
             yield (*rest, begun, draws), labels
             continue
-        must_draw = step.draws and draws  # generators move as they did, as long as something draws from them
-        whole = outs if step.is_whole and begun else wanted | kept
-        may_keep = kept or (wanted and all(value in problem.keepable for value in whole))
-        if may_keep:
+        must_draw = step.draws and draws  # generators must advance as in the first run if a later step draws
+        whole = outs if step.is_whole and begun else wanted | saved
+        may_save = saved or (wanted and all(value in problem.keepable for value in whole))
+        if may_save:
             nbytes = sum(problem.sizes[value] for value in whole)
-            keeping = [(size + nbytes, cost, (step.number, before)) for size, cost, before in labels]
+            saving = [(size + nbytes, cost, (step.number, before)) for size, cost, before in labels]
             if not must_draw:
-                yield (*rest, begun, draws), keeping
-            elif kept:
-                yield _running(rest, reads, True, begun, True), _dearer(keeping, problem.costs[step.number])
-        if not kept:
+                yield (*rest, begun, draws), saving
+            elif saved:
+                yield _running(rest, reads, True, begun, True), _dearer(saving, problem.costs[step.number])
+        if not saved:
             after = _running(rest, reads, bool(wanted), begun, draws or step.draws)
             yield after, _dearer(labels, problem.costs[step.number])
 
 
 def _running(rest: tuple, reads: frozenset[int], wanted: bool, begun: bool, draws: bool) -> _State:
-    """The state before a step that runs. What a step reads that only has to run is needed only if it isn't there."""
+    """Return the state before a step that runs. If nothing needs its results, its operands aren't saved for it."""
     needed, low, promised = rest
     if wanted:
         return needed | reads, low - reads, promised, begun, draws
@@ -116,7 +116,7 @@ def _running(rest: tuple, reads: frozenset[int], wanted: bool, begun: bool, draw
 
 
 def _dearer(labels: list[_Label], cost: float) -> list[_Label]:
-    return [(nbytes, before + cost, kept) for nbytes, before, kept in labels]
+    return [(nbytes, before + cost, steps) for nbytes, before, steps in labels]
 
 
 def _merged(found: Iterable[tuple[_State, list[_Label]]]) -> dict[_State, list[_Label]]:
@@ -130,7 +130,7 @@ def _merged(found: Iterable[tuple[_State, list[_Label]]]) -> dict[_State, list[_
 
 
 def best_of(ways: Iterable[_Way], margin: float = 0.0) -> list[_Way]:
-    """Of tuples that begin with bytes and cost, those that no other beats in both; the fewest bytes come first."""
+    """Return the Pareto-optimal ones of tuples that begin with bytes and cost, by increasing bytes."""
     found: list[_Way] = []
     for way in sorted(ways, key=lambda way: way[:2]):
         if not found or way[1] < found[-1][1] - margin:
@@ -138,7 +138,7 @@ def best_of(ways: Iterable[_Way], margin: float = 0.0) -> list[_Way]:
     return found
 
 
-def _listed(kept: Any) -> Iterable[int]:
-    while kept is not None:
-        number, kept = kept
+def _listed(steps: Any) -> Iterable[int]:
+    while steps is not None:
+        number, steps = steps
         yield number

@@ -1,8 +1,8 @@
-"""Values: what a storage holds from one write to the next, by numbers; and how tensors lie on storages.
+"""Values, which are numbers for the contents of a storage from one write to the next; and the layout of tensors.
 
-The operations of a region are noted with the numbers of the values that they read and made. When the region is
-recomputed, an operation is the same as one of the first run if it is the same function of the same values: then it may
-be given what that one made. It can't be given what another one made, in whatever order it comes.
+The operations of a region are recorded with the numbers of the values that they read and made. In the recompute an
+operation matches a step of the first run if it is the same function of the same values. Only then is its result
+restored from the step's saved values. So an operation never gets the value of another one, in whatever order they run.
 """
 
 from __future__ import annotations
@@ -16,61 +16,61 @@ from .._core.facts import Facts
 from .._core.layout import holder, span
 from .._core.private import has_no_memory, without_dispatch
 
-New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # with what stands for its memory, and its form
+New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # a tensor, its storage (see `place_of`), its form
 
 
 def form_of(tensor: torch.Tensor) -> tuple:
-    """How a tensor lies on its storage: offset, sizes, strides, dtype, device, whether it is conjugated or negated."""
+    """Return a tensor's form: offset, sizes, strides, dtype, device, lazy conjugation, lazy negation."""
     shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     return tensor.storage_offset(), shape, stride, dtype, device, tensor.is_conj(), tensor.is_neg()
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, tuple | None]:
-    """What stands for a tensor's memory, and the tensor's form: None for what has no strides on a storage."""
+    """Return a tensor's storage and form, or the tensor itself and None if it has no strided storage."""
     try:
         return tensor.untyped_storage(), form_of(tensor)
-    except RuntimeError:  # sparse ones have no storage, nested ones no strides
+    except RuntimeError:  # sparse tensors have no storage, nested tensors have no strides
         return tensor, None
 
 
 def is_as_it_lies(form: tuple | None) -> bool:
-    """Whether a tensor of this form has the values that are in its storage."""
+    """Whether a tensor of this form reads its storage directly, without lazy conjugation or negation."""
     return form is not None and not form[5] and not form[6]
 
 
 class Layout(NamedTuple):
-    """A tensor of a result without its data: the ``i``-th value that the step made."""
+    """The description of a tensor in a result: its form, and the index ``i`` of its value in the step's ``outs``."""
 
     i: int
     form: tuple
 
     @property
     def size(self) -> torch.Size:
-        """Its sizes."""
+        """The sizes."""
         return self.form[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """The dtype."""
         return self.form[3]
 
     @property
     def device(self) -> torch.device:
-        """Its device."""
+        """The device."""
         return self.form[4]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of this layout on the storage of another one."""
+        """Return a tensor of this layout on another tensor's storage."""
         return self.on(tensor.untyped_storage())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same on a storage."""
+        """Return a tensor of this layout on a storage."""
         offset, size, stride, dtype, device, *_ = self.form
         with without_dispatch():
             return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
 
     def fills(self, tensor: torch.Tensor) -> bool:
-        """Whether such a tensor is all that the storage of another one holds, in order."""
+        """Whether a contiguous tensor of this layout covers the whole storage of another tensor."""
         offset, sizes, strides, dtype, *_ = self.form
         expected, count = 1, dtype.itemsize
         for size, stride in zip(reversed(sizes), reversed(strides)):
@@ -81,24 +81,24 @@ class Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a storage from its start to the last element."""
+        """The bytes from the start of the storage to the last element."""
         offset, size, stride, dtype, *_ = self.form
         return (offset + span(size, stride)) * dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """A tensor of this layout that holds nothing yet."""
+        """Return an uninitialized tensor of this layout."""
         _, size, stride, dtype, device, *_ = self.form
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class Argument(NamedTuple):
-    """A tensor of a result that is the ``i``-th tensor of the arguments, as in-place operations return it."""
+    """The description of a result that is the ``i``-th tensor of the arguments, as of in-place operations."""
 
     i: int
 
 
 def layouts(template: Any) -> Iterator[Layout]:
-    """Of all tensors in the description of a result."""
+    """Iterate over the layouts in the description of a result."""
     if isinstance(template, Layout):
         yield template
     elif type(template) in (tuple, list):
@@ -106,12 +106,12 @@ def layouts(template: Any) -> Iterator[Layout]:
             yield from layouts(item)
 
 
-_new = tuple.__new__  # half of what a named tuple takes
+_new = tuple.__new__  # takes half the time of the named tuple's constructor
 UNTOLD: Any = object()  # a result that can't be described
 
 
 def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> Any:
-    """A result with descriptions for tensors, from which it can be made up again."""
+    """Return the description of a result, with layouts in place of tensors, from which it can be rebuilt."""
     if isinstance(result, torch.Tensor):
         for i, (tensor, storage, form) in enumerate(new):
             if tensor is result:
@@ -132,5 +132,5 @@ def _layout(tensor: torch.Tensor, form: tuple | None, i: int) -> Any:
 
 
 def is_judged(result: Any, facts: Facts) -> bool:
-    """Whether the policy has a say: not where the result can't be described, or is nothing yet."""
+    """Whether the policy decides about a result: not if it can't be described, or is uninitialized memory."""
     return result is not UNTOLD and not facts.makes_nothing

@@ -336,7 +336,7 @@ def test_another_conflict_is_an_error_when_it_comes_up() -> None:
         judge(policy, MM, "q", "k")
     assert str(error.value) == (
         "A value named 'k', 'q' made by aten.mm.default would be saved by p = policies.save_matmuls and offloaded by "
-        "q = policies.offload(policies.save_only_these_names('q')). To offload it, exclude it from the first: "
+        "q = policies.offload(policies.save_only_these_names('q')). To offload it, exclude it from p: "
         "`(p & ~q) | q`."
     )
     remedied = (policies.save_matmuls & ~by_name) | by_name
@@ -438,12 +438,12 @@ def test_what_is_taken_for_a_policy(given: Any, policy: Policy) -> None:
         (MM, r"write `policies\.save_ops\("),
         (aten.mm, r"write `policies\.save_ops\("),
         (twice, r"write `policies\.save_ops\("),
-        (torch.mm, "can't be called with these arguments"),
-        (F.relu, "can't be called with these arguments"),
-        (lambda: True, "can't be called with these arguments"),
-        (lambda ctx, op: True, "can't be called with these arguments"),
-        (lambda op, **kwargs: True, "can't be called with these arguments"),
-        ([policies.save_matmuls], r"put together by `p \| q`"),
+        (torch.mm, "can't be called with"),
+        (F.relu, "can't be called with"),
+        (lambda: True, "can't be called with"),
+        (lambda ctx, op: True, "can't be called with"),
+        (lambda op, **kwargs: True, "can't be called with"),
+        ([policies.save_matmuls], r"combine them by `p \| q`"),
         (["q"], r"no operator 'q'.*save_only_these_names"),
         ([3], r"save_ops takes operators such as torch\.ops\.aten\.mm, got 3"),
     ],
@@ -500,7 +500,7 @@ VIEWS = ["aten.view", "aten.t", "aten.detach", aten.view.default, aten.transpose
 def test_what_makes_views_alone(op: Any) -> None:
     """Only `save_ops` refuses it. A list may have it, as for torch's selective checkpoint, where it changes nothing."""
     for ops in ((op,), (op, "aten.mm")):
-        with pytest.raises(PolicyError, match=r"makes views alone.*checkpoint_name"):
+        with pytest.raises(PolicyError, match=r"only returns views.*checkpoint_name"):
             policies.save_ops(*ops)
         assert as_policy([*ops]).verdict_for(aten.mm.default) is (SAVE if len(ops) > 1 else RECOMPUTE)
 
@@ -529,15 +529,15 @@ def test_a_packet_stands_for_its_overloads() -> None:
 @pytest.mark.parametrize(
     "make, says",
     [
-        (lambda: policies.save_only_these_names(["q"]), r"takes names, which are strings.*got \['q'\]"),
+        (lambda: policies.save_only_these_names(["q"]), r"takes names as nonempty strings.*got \['q'\]"),
         (lambda: policies.save_any_names_but_these(""), "got ''"),
         (lambda: policies.save_anything_except_these_names(3), "got 3"),
         (lambda: policies.save_if(3), "got 3"),
         (lambda: policies.save_if(None), "got None"),
-        (lambda: policies.offload(policies.save_matmuls, to="cuda"), "not to 'cuda'"),
-        (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), "not to 'disk'"),
-        (lambda: policies.offload_dot_with_no_batch_dims("cpu", "device"), "not from 'cpu'"),
-        (lambda: policies.save_and_offload_only_these_names(names_which_can_be_saved="q"), r"in a list: \['q'\]"),
+        (lambda: policies.offload(policies.save_matmuls, to="cuda"), "only to 'cpu'.*got 'cuda'"),
+        (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), "only to 'cpu'.*got 'disk'"),
+        (lambda: policies.offload_dot_with_no_batch_dims("cpu", "device"), "only from 'device'; got 'cpu'"),
+        (lambda: policies.save_and_offload_only_these_names(names_which_can_be_saved="q"), r"as a list: \['q'\]"),
         (
             lambda: policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=["a", "q"], names_which_can_be_offloaded=["q"]

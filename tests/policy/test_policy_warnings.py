@@ -22,7 +22,7 @@ from remat.compat import checkpoint, checkpoint_sequential, checkpoint_wrapper
 from remat.nn import apply
 
 NEVER = policies.save_ops("aten.bmm")
-UNMATCHED = "matched none of the operators that ran"
+UNMATCHED = "matched none of the operators that were executed"
 
 
 def said(call: Callable[[], Any], text: str = UNMATCHED) -> list[warnings.WarningMessage]:
