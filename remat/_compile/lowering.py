@@ -53,8 +53,8 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
 def say_what_has_no_effect() -> bool:
     """Warn, once, of options that compiled code has no use for."""
     return _say(
-        "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: its graph "
-        "is recomputed as it was traced."
+        "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: the "
+        "region's graph is recomputed as it was traced."
     )
 
 
@@ -62,9 +62,9 @@ def say_what_has_no_effect() -> bool:
 def say_that_budgets_are_not_kept_to() -> bool:
     """Warn, once, that a region with a budget keeps nothing."""
     return _say(
-        "A region with a budget keeps nothing under torch.compile: what it may keep is chosen when it has run, and "
-        "compiled code is traced before. Give it another policy, or set the compiler's own "
-        "`activation_memory_budget`, which is of the whole graph."
+        "A region with a budget saves nothing under torch.compile: a budget chooses what to save after a first run, "
+        "and compiled code is traced before that. Use another policy, or set the compiler's own "
+        "`activation_memory_budget`, which applies to the whole graph."
     )
 
 

@@ -34,7 +34,7 @@ def call(fn: Callable, args: tuple, kwargs: dict, policy: Any, context_fn: Any =
     if policy is not None or context_fn is not None:
         number = _number(policy, context_fn) if private_compile.TAKES_OBJECTS_AS_CONSTANTS else _INLINE
     if number == _UNKNOWN:
-        private_compile.graph_break("A policy of a region in a torch.func transform is made in compiled code.")
+        private_compile.graph_break("The policy of a region in a torch.func transform is created in compiled code.")
     if number == _INLINE:
         return fn(*args, **kwargs)
     return private_compile.lifted(functools.partial(_lowered, number), lambda *inputs: fn(*inputs, **kwargs), *args)

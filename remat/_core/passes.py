@@ -89,8 +89,8 @@ class PassGroup(Pass):
             return
         if self.taken.setdefault(slot, private.graph_task_id()) != private.graph_task_id():
             raise RematError(
-                "Two backward passes in one GraphExecGroup need the same value of a region, which is run again once "
-                "for all of them. Run passes that overlap outside of the group, or each in a group of its own."
+                "Two backward passes in one GraphExecGroup need the same value of a region, which is recomputed once "
+                "for all passes of the group. Run overlapping passes outside of the group, or each in its own group."
             )
 
 

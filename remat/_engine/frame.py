@@ -146,9 +146,9 @@ class Frame:
             taken(value, self.streams)
         if private.version(value) != packed.version or (packed.first and packed.has_changed()):
             raise MutationError(
-                f"A captured tensor, or one that the region made, {fingerprint(value, 'metadata')}, was saved for the "
-                f"backward and then changed in place. This is an error without remat too, unless saved-tensor hooks "
-                f"keep a copy: use the out-of-place operation, or give the region a copy: `.clone()`."
+                f"A tensor that the region captured or computed, {fingerprint(value, 'metadata')}, was saved for the "
+                f"backward and then changed in place. The same program raises an error without remat, unless saved-"
+                f"tensor hooks save a copy. Use the out-of-place operation, or give the region a copy: `.clone()`."
             )
         if self.open and self.read_inside:
             return value

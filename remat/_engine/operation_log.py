@@ -101,8 +101,8 @@ class ComparedLog(OpLog):
     def _fail(self, i: int, before: Any, now: Any) -> None:
         raise RecomputeMismatchError(
             f"Operation {i} of the region differs between its runs.\n  In the forward: {before}\n"
-            f"  When run again: {now}\n"
-            f"A region must do the same each time: look at what decides between these two lines."
+            f"  In the recompute: {now}\n"
+            f"A region's function must be deterministic: look at what decides between these two lines."
         )
 
 

@@ -211,26 +211,26 @@ class Filler(RegionHooks):
 
     def _differs(self, index: int, before: Any, now: Any) -> str:
         return (
-            f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and is "
-            f"{describe(now, before)} when the region was run again, at {user_line()}. {_ADVICE}"
+            f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and "
+            f"{describe(now, before)} in the recompute, at {user_line()}. {_ADVICE}"
         )
 
     def _too_many(self) -> str:
         return (
-            f"The region saved {len(self.slots)} tensors for its backward in the forward, and one more when it was "
-            f"run again, at {user_line()}. {_ADVICE}"
+            f"The region saved {len(self.slots)} tensors for its backward in the forward, and one more in the "
+            f"recompute, at {user_line()}. {_ADVICE}"
         )
 
     def too_few(self) -> str:
         return (
-            f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} when "
-            f"it was run again. {_ADVICE}"
+            f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} in "
+            f"the recompute. {_ADVICE}"
         )
 
 
 _ADVICE = (
-    "A region must do the same each time. Look for Python state that changed between the runs, a branch on values that "
-    "are random or not reproducible, a cache, or saved-tensor hooks around that change values; "
+    "A region's function must be deterministic. Look for Python state that changed between the runs, a branch on "
+    "values that are random or not reproducible, a cache, or saved-tensor hooks around the region that change values; "
     "`remat(..., debug=True)` shows the first operation that differs."
 )
 

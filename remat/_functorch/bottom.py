@@ -166,5 +166,5 @@ def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: boo
 
 CHANGES = (
     "The region changes an argument or a captured tensor in place while a torch.func transform differentiates it, so "
-    "it can't be run again from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
+    "it can't be recomputed from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
 )

@@ -25,8 +25,8 @@ def check_left_behind(region: Any, watch: Watch, outs: Sequence[torch.Tensor]) -
         return  # what vmap leaves behind is of no use without remat either
     if any(map(watch.has_lost, region.ambient.cached_since())):
         raise CaptureError(
-            "A region under torch.func was the first to read a parametrized weight in `parametrize.cached()`, "
-            "where its derivatives would be lost. Read it before, as in `module.weight`, or leave the cache."
+            "A region under torch.func was the first to read a parametrized weight in `parametrize.cached()`, where "
+            "the weight would lose its derivatives. Read `module.weight` before the region, or don't use the cache."
         )
     known = set(map(id, (*outs, *region.operands())))
     values = [*region.arguments.searched(), *without_plain(value for _, value in region.outputs.entries)]
@@ -34,8 +34,8 @@ def check_left_behind(region: Any, watch: Watch, outs: Sequence[torch.Tensor]) -
         lost = isinstance(value, torch.Tensor) and id(value) not in known and watch.has_lost(value)
         if lost and not _is_made_anew(path):
             raise CaptureError(
-                f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {path}, where its "
-                f"derivatives would be lost. Return it from the function, or leave `.detach()` of it behind."
+                f"A region under torch.func stored a tensor of shape {tuple(value.shape)} in {path}, where the tensor "
+                f"would lose its derivatives. Return it from the function, or store its `.detach()`."
             )
 
 

@@ -35,7 +35,7 @@ from remat._core import private
 from remat._core.state import state
 
 ERRORS = [CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError]
-ADVICE = "A region must do the same each time. Look for Python state that changed between the runs"
+ADVICE = "A region's function must be deterministic. Look for Python state that changed between the runs"
 
 
 def same(actual: Any, expected: Any) -> None:
@@ -129,7 +129,7 @@ def test_more_tensors() -> None:
         backward(remat(saves_more, early_stop=False))
     message = str(raised.value)
     assert message.startswith(
-        "The region saved 3 tensors for its backward in the forward, and one more when it was run again, at "
+        "The region saved 3 tensors for its backward in the forward, and one more in the recompute, at "
     )
     assert line_of(saves_more, "return y.cos().sin() if") in message
     assert ADVICE in message
@@ -152,7 +152,7 @@ def test_fewer_tensors(fn: Callable, check: str, counts: tuple, early_stop: bool
     message = str(raised.value)
     assert message.startswith(
         f"The region saved {counts[0]} tensors for its backward in the forward, and only "
-        f"{counts[1]} when it was run again. "
+        f"{counts[1]} in the recompute. "
     )
     assert ADVICE in message
 
@@ -218,8 +218,8 @@ def test_other_metadata(fn: Callable, before: str, now: str, check: str) -> None
         backward(remat(fn, determinism_check=check))
     message = str(raised.value)
     assert re.match(
-        rf"Tensor 1 that the region saved for its backward was {before}.* in the forward and is {now}.* when the "
-        rf"region was run again, at ",
+        rf"Tensor 1 that the region saved for its backward was {before}.* in the forward and {now}.* in the "
+        rf"recompute, at ",
         message,
     )
     assert line_of(fn, "return y.exp()") in message
@@ -312,7 +312,7 @@ def test_mismatch_under_torch_func(fn: Callable, way: str) -> None:
         "hessian": torch.func.hessian(loss),
         "jacrev": torch.func.jacrev(remat(fn)),
     }[way]
-    with pytest.raises(RecomputeMismatchError, match="A region must do the same each time"):
+    with pytest.raises(RecomputeMismatchError, match="must (be deterministic|do the same each time)"):
         take(torch.randn(3))
 
 
@@ -321,7 +321,7 @@ def test_values_are_compared_where_a_backward_is_mapped(fn: Callable) -> None:
     def loss(x: Tensor) -> Tensor:
         return remat(fn, determinism_check="values")(x).sum()
 
-    with pytest.raises(RecomputeMismatchError, match="A region must do the same each time"):
+    with pytest.raises(RecomputeMismatchError, match="must (be deterministic|do the same each time)"):
         torch.func.hessian(loss)(torch.randn(3))
 
 
