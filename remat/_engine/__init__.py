@@ -1,1 +1,1 @@
-"""A region under autograd's saved-tensor hooks: slots in place of tensors, and the recompute that fills them."""
+"""A region under saved-tensor hooks: autograd saves slots in place of tensors, and a recompute fills them."""

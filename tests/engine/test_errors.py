@@ -312,7 +312,7 @@ def test_mismatch_under_torch_func(fn: Callable, way: str) -> None:
         "hessian": torch.func.hessian(loss),
         "jacrev": torch.func.jacrev(remat(fn)),
     }[way]
-    with pytest.raises(RecomputeMismatchError, match="must (be deterministic|do the same each time)"):
+    with pytest.raises(RecomputeMismatchError, match=r"must (be deterministic|do the same each time)"):
         take(torch.randn(3))
 
 
@@ -321,7 +321,7 @@ def test_values_are_compared_where_a_backward_is_mapped(fn: Callable) -> None:
     def loss(x: Tensor) -> Tensor:
         return remat(fn, determinism_check="values")(x).sum()
 
-    with pytest.raises(RecomputeMismatchError, match="must (be deterministic|do the same each time)"):
+    with pytest.raises(RecomputeMismatchError, match=r"must (be deterministic|do the same each time)"):
         torch.func.hessian(loss)(torch.randn(3))
 
 
