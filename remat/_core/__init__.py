@@ -1,1 +1,1 @@
-"""What every other room may use: torch's private names, state of threads, pytrees, tensors, devices."""
+"""What every other subpackage may use: torch's private names, thread-local state, pytrees, tensors, devices."""

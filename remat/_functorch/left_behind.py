@@ -1,4 +1,4 @@
-"""Tensors that leave a region in another way than as results, where a transform loses their derivatives."""
+"""Tensors that a region stores instead of returning them, so that a transform loses their derivatives."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..errors import CaptureError
 
 
 def check_left_behind(region: Any, watch: Watch, outs: Sequence[torch.Tensor]) -> None:
-    """After a first run under torch.func: only results are wrapped for the levels again.
+    """Check for such tensors after a first run under torch.func, as only results are wrapped for the levels again.
 
     Raises:
-        CaptureError: the function left a tensor behind that a transform differentiates.
+        CaptureError: the function has stored a tensor that a transform differentiates.
     """
     kinds = region.kinds
     if kinds and private.GRAD not in kinds and private.JVP not in kinds:
-        return  # what vmap leaves behind is of no use without remat either
+        return  # a tensor stored under vmap has no use without remat either
     if any(map(watch.has_lost, region.ambient.cached_since())):
         raise CaptureError(
             "A region under torch.func was the first to read a parametrized weight in `parametrize.cached()`, where "
@@ -40,5 +40,5 @@ def check_left_behind(region: Any, watch: Watch, outs: Sequence[torch.Tensor]) -
 
 
 def _is_made_anew(path: Path) -> bool:
-    """Whether it is the list of an LSTM's or GRU's parameters, which each call makes anew where they have changed."""
+    """Whether a path is the list of an LSTM's or GRU's parameters, which each call makes anew if they have changed."""
     return path.up is not None and path.up.step == "._flat_weights"

@@ -1,6 +1,6 @@
-"""The lowering under torch.func: calls a region on whatever levels are active, and starts it again where it must.
+"""The lowering under torch.func: calls a region at the active levels, and restarts its first run if necessary.
 
-The rules of the levels are in ``_functorch/levels.py``, what they end at in ``_functorch/bottom.py``.
+The rules of the levels are in ``_functorch/levels.py``, and what runs below all levels in ``_functorch/bottom.py``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .tape import Call
 
 
 def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a region; a first run that finds something out is given up and started again."""
+    """Call ``fn`` as a region. A first run that shows that it has to be executed differently is started again."""
     kinds = tuple([interpreter.key().value for interpreter in private.interpreter_stack() or ()])
     if private.FUNCTIONALIZE in kinds:
-        return fn(*args, **kwargs)  # a trace is taken
+        return fn(*args, **kwargs)  # the function is being traced
     region = Region(fn, *take_apart(args, kwargs), options, known, Around())
     region.kinds = kinds
     region.by_level = kinds in known.by_level
     marks = mark()
     try:
         while True:
-            with own_work():  # a region around would take what is asked here for its function's own question
+            with own_work():  # a region around must not treat these queries as its function's own
                 region.open(follow=is_followed)
             shared, first_hook = Call(recorder_for(region), run_at_bottom), RemovableHandle.next_id
-            used_func = known.uses_func  # a region inside may be of the same function, and find it out
+            used_func = known.uses_func  # a region inside may be of the same function, and set it
             try:
                 return _first_run(region, shared)
             except GivenUp as given_up:
@@ -76,15 +76,15 @@ def _first_run(region: Region, shared: Call) -> Any:
         check_left_behind(region, shared.watch, outs)
     if news or _adopts_others(region, shared.watch):
         raise GivenUp(region)
-    shared.watch = shared.recorder = None  # a watch knows its region
+    shared.watch = shared.recorder = None  # a watch refers to its region
     made_inside(outs)
     return region.outputs.build(outs, operands)
 
 
 def _adopts_others(region: Region, watch: Watch | None) -> bool:
-    """Whether its first run has read captured tensors that were not known; then they are operands from now on.
+    """Whether a first run has read captured tensors that were not known. They are operands from now on.
 
-    Not if it did not read those of the last time: they were made inside, and others would be the next time.
+    False if it did not read those that the last run found: these were made inside, and each run makes others.
     """
     found = [] if watch is None or watch.unread else watch.remaining()
     region.adopt(found)
@@ -93,7 +93,7 @@ def _adopts_others(region: Region, watch: Watch | None) -> bool:
 
 
 def _news(region: Region, watch: Watch) -> bool:
-    """Whether its first run has shown what the region must be run differently for, under a ``grad`` level."""
+    """Whether a first run has shown that the region must be executed differently under a ``grad`` level."""
     if private.GRAD not in region.kinds:
         return False
     known, news = region.known, False

@@ -558,7 +558,7 @@ def test_what_a_recompute_leaves_out_takes_the_memory_of_one() -> None:
 
 @pytest.mark.parametrize("transform", [False, True])
 def test_compiled_code_keeps_nothing_and_says_so(transform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "_said", set())
+    monkeypatch.setattr(lowering, "_warned", set())
     torch._dynamo.reset()
     f = remat.remat(chain, policy=policies.budget(0.5))
 

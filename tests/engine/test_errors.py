@@ -151,8 +151,7 @@ def test_fewer_tensors(fn: Callable, check: str, counts: tuple, early_stop: bool
         backward(remat(fn, early_stop=early_stop, determinism_check=check))
     message = str(raised.value)
     assert message.startswith(
-        f"The region saved {counts[0]} tensors for its backward in the forward, and only "
-        f"{counts[1]} in the recompute. "
+        f"The region saved {counts[0]} tensors for its backward in the forward, and only {counts[1]} in the recompute. "
     )
     assert ADVICE in message
 
