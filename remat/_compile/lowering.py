@@ -25,7 +25,7 @@ def call(fn: Callable, options: Options, args: tuple, kwargs: dict) -> Any:
 def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settings: dict[str, Any]) -> Any:
     """The same with settings of torch's function, which may contain a ``context_fn`` instead of a policy.
 
-    The outermost region decides for the whole of it, so regions inside are inlined.
+    The outermost region decides for everything inside it, so inner regions are inlined.
     """
     if options.determinism_check != "metadata" or options.debug or not options.early_stop:
         warn_of_ignored_options()
@@ -35,7 +35,7 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
         policy = None
     if guarded.disabled or guarded.traced is not None or private.exporting():
         return fn(*args, **kwargs)
-    known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list has no names
+    known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list selects no names
     with traced(known), private.no_nested_graph_breaks():
         if known.saves_everything:
             return fn(*args, **kwargs)

@@ -36,7 +36,7 @@ def _tag(verdict: Verdict) -> CheckpointPolicy:
 
 
 def judge_named(policy: Policy, op: Any, args: tuple) -> list[tuple[Any, Verdict]]:
-    """If an operation gives a value a name: the node that made the value, and the verdict on it by all its names.
+    """For an operation that gives a value a name: the node that made the value, and the verdict on it by all its names.
 
     No node is found if a backend runs Dynamo's trace as it is, or if the value is an argument of the graph.
     """

@@ -99,7 +99,7 @@ class TracedRegion:
     """One call of a graph, with the interface of a ``Region`` that the rules of the levels use."""
 
     is_pullback = uses_func = ran = False
-    mapped = True  # the randomness mode of a ``vmap`` level counts even if no operand is batched
+    mapped = True  # the randomness mode of a ``vmap`` level applies even if no operand is batched
 
     def __init__(self, graph: GraphModule, kept: Kept, kinds: tuple, args: tuple) -> None:
         self.graph, self.kept, self.kinds = graph, kept, kinds

@@ -14,7 +14,7 @@ from .state import own_work, unseen
 
 @cache
 def accelerator() -> tuple[torch.device, ...]:
-    """The accelerator of this build of torch, or nothing if it has none; does not start it."""
+    """The accelerator of this build of torch, in a tuple that is empty if there is none; does not start it."""
     device = torch.accelerator.current_accelerator()
     return () if device is None else (device,)
 

@@ -8,7 +8,7 @@ Copies run on separate streams, concurrently with the computation. The memory th
 stream that reads it, and the copy starts when that stream gets to the point where it was requested. So if the host runs
 far ahead of the device, two groups are on the device, not all.
 
-Ownership goes one way, reader -> tensor -> group. Groups refer to their tensors, and to each other, by weak references.
+Ownership is one-way, reader -> tensor -> group. Groups refer to their tensors, and to each other, by weak references.
 """
 
 from __future__ import annotations

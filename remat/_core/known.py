@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-_ENTRIES = 4096  # so that code made at run time is not kept alive for ever
+_ENTRIES = 4096  # so that code made at run time is not kept alive forever
 
 
 class Known:
@@ -78,7 +78,7 @@ def _path(fn: Any, depth: int) -> tuple[Any, ...]:
         return ()
     cells = []
     for cell in getattr(fn, "__closure__", None) or ():
-        with suppress(ValueError):  # it is empty
+        with suppress(ValueError):  # the cell is empty
             cells.append(cell.cell_contents)
     return code, *_first(cells, depth)
 

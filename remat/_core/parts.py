@@ -42,7 +42,7 @@ def parts(tensor: Any) -> list[torch.Tensor]:
 
 
 def lift(tensor: torch.Tensor) -> torch.Tensor:
-    """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps what may be changed in place."""
+    """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps tensors that may change in place."""
     for interpreter in private.interpreter_stack() or ():
         if interpreter.key().value in (private.GRAD, private.JVP):
             tensor = private.wrap_grad(tensor, interpreter.level())
@@ -50,7 +50,7 @@ def lift(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bottom(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor below all levels, which is what operations are run on in the end."""
+    """The plain tensor below all levels, on which kernels run."""
     while private.is_wrapped(tensor):
         tensor = private.unwrap_once(tensor)
     return tensor

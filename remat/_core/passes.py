@@ -42,7 +42,7 @@ class Pass:
                 frame.clear()
 
     def read(self, slot: Any, frame: Any, reader: Any) -> None:
-        """Note that a slot of ``frame`` was read by a node, or by ``reader``, the frame of a region inside."""
+        """Note that a slot of ``frame`` was read by a node, or by ``reader``, the frame of an inner region."""
         if reader is not None:
             before, slots = self.shared.get(id(frame), (None, []))
             if before is not reader:

@@ -249,7 +249,7 @@ MappingKey = _torch_pytree.MappingKey  # they print the path to a leaf of such a
 SequenceKey = _torch_pytree.SequenceKey
 
 # --- ambient state ------------------------------------------------------------------------------------------------
-# The getters behind torch.backends.cuda, without their cost: a region calls all of them three times.
+# The getters that the functions of torch.backends.cuda call. A region calls all of them three times.
 sdpa_enabled = (
     torch._C._get_flash_sdp_enabled,
     torch._C._get_mem_efficient_sdp_enabled,

@@ -70,5 +70,5 @@ def value_now(tensor: Any) -> Any:
 
 
 def holding(value: Any) -> Any:
-    """A new tensor with such a value."""
+    """A new tensor with a value that ``value_now`` has returned."""
     return FunctionalTensor.to_functional(value) if isinstance(value, torch.Tensor) else value

@@ -61,7 +61,7 @@ def in_range(fn: Callable, run: str) -> Callable:
 
 
 def name_of(fn: Any) -> str:
-    """The class name of the module that a function is or belongs to; the own name of any other function."""
+    """The class name of the module that a function is or belongs to; for any other function its own name."""
     while True:
         owner = getattr(fn, "__self__", fn)
         if isinstance(owner, torch.nn.Module):

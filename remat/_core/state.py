@@ -50,7 +50,7 @@ class _State(threading.local):
     unseen: bool = False  # operations are the package's own
     filling: int = 0  # recorders numbered below this skip what runs now
 
-    reader: Any = None  # the frame that gets a value for a backward now
+    reader: Any = None  # the frame that reads a value for a backward now
 
     # These are also set in the device threads of a backward pass that this thread starts.
     recomputing = _carried("remat.recomputing")
@@ -142,7 +142,7 @@ def overriding(**changes: Any) -> Iterator[None]:
 
 
 class recomputing:
-    """The flags of a recompute. Regions inside act as in the first run, under the same ``override``."""
+    """The flags of a recompute. Inner regions act as in the first run, under the same ``override``."""
 
     __slots__ = ("before", "guarded", "override")
 
@@ -163,7 +163,7 @@ class recomputing:
 class as_in_forward:
     """The state of a first run, for a recompute, which may start within the bookkeeping of any other run.
 
-    ``policies`` are those around the region. Regions inside are lowered by ``lowerings``.
+    ``policies`` are those of outer regions. Inner regions are lowered by ``lowerings``.
     """
 
     __slots__ = ("before", "filling", "lowerings", "policies")
@@ -175,14 +175,14 @@ class as_in_forward:
         self.before = state.unseen, state.filling, state.policies, state.lowerings
         state.unseen, state.policies, state.lowerings = False, self.policies, (self.lowerings,)
         if self.filling:
-            state.filling = len(state.recordings)  # recorders of regions inside don't skip operations
+            state.filling = len(state.recordings)  # recorders of inner regions don't skip operations
 
     def __exit__(self, *exception: Any) -> None:
         state.unseen, state.filling, state.policies, state.lowerings = self.before
 
 
 class own_work:
-    """Within, interceptors of regions around treat calls as the package's own; with False, as the user's again."""
+    """Within, interceptors of outer regions treat calls as the package's own; with False, as the user's again."""
 
     __slots__ = ("before", "value")
 

@@ -3,7 +3,7 @@
 When a backward pass reads the first slot, the region is recomputed under hooks. The hooks put the tensors that autograd
 saves, in the same order, into the slots that are still alive.
 
-Ownership goes one way, so reference counts alone free everything: autograd's node -> slot and frame -> region.
+Ownership is one-way, so reference counts alone free everything: autograd's node -> slot and frame -> region.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Frame:
     """What a region's first run leaves for backward passes: its slots, and everything that is needed to fill them."""
 
     __slots__ = (
-        "__weakref__", "alone", "check", "consts", "inside", "lock", "log", "look", "lowerings", "mixed",
+        "__weakref__", "check", "consts", "inside", "lock", "log", "look", "lowerings", "mixed",
         "modes", "noted", "one_output", "open", "operands", "options", "outer", "policies", "policy",
-        "read_inside", "record", "refs", "region", "slots", "stopped", "streams",
+        "read_inside", "read_once", "record", "refs", "region", "slots", "stopped", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -56,11 +56,11 @@ class Frame:
         self.operands = operands
         self.consts = consts
         self.options = options = region.root.options
-        self.outer = outer  # the hooks around the region, which operands and captured tensors were handed to
+        self.outer = outer  # the hooks around the region, to which operands and captured tensors were handed
         self.read_inside = read_inside  # backward passes inside read slots, which own their values in the first run
         self.slots: list[Slot | None] = []  # one for each tensor that autograd saved, None where it needs no slot
-        self.refs: list[Callable[[], Any]] = []  # weak references to the first slots, once only nodes own these
-        self.alone = False  # the slots were filled for one pass, which reads each of them once
+        self.refs: list[Callable[[], Any]] = []  # weak references to the slots before those, which only nodes own
+        self.read_once = False  # the slots were filled for one pass, which reads each of them once
         self.check = options.determinism_check
         self.look = LOOKS[self.check]
         self.lock = threading.RLock()
@@ -73,13 +73,13 @@ class Frame:
         self.modes = modes_that_see() > 0
         self.log = OpLog() if options.debug else None
         self.policies = state.policies
-        self.lowerings: list[bool] = []  # of the regions inside
+        self.lowerings: list[bool] = []  # of the inner regions
         self.policy = policy
         self.record: Any = None  # of the first run under the policy, once that run has ended
         self.noted = read_inside or policy is not None
 
     def close(self) -> None:
-        """The first run has ended."""
+        """End the first run."""
         self.open = False
         if self.read_inside:
             self.clear()
@@ -98,7 +98,7 @@ class Frame:
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Slot):
             value = packed.value
-            if value is not None and self.alone and packed.first is None and raw_version(value) == packed.version:
+            if value is not None and self.read_once and packed.first is None and raw_version(value) == packed.version:
                 return value
         elif type(packed) is tuple:
             guards, i = packed
@@ -126,7 +126,7 @@ class Frame:
         if type(packed) is tuple:
             guards, i = packed
             tensor = self._as_reader(guards.saved, i)
-            if self.streams and i in guards.packed:  # the recompute of a region around made it, and may have stopped
+            if self.streams and i in guards.packed:  # an outer region's recompute made it, and may have stopped
                 taken(tensor, self.streams)
             return tensor
         if not isinstance(packed, Slot):
@@ -157,14 +157,14 @@ class Frame:
         return value
 
     def has_backward_inside(self) -> None:
-        """Note that a backward pass runs before the first run has ended, here and in the regions around."""
+        """Note that a backward pass runs before the first run has ended, here and in outer regions."""
         if not self.inside:
             self.inside = True
             if (around := of_region(self.outer)) is not None:
                 around.has_backward_inside()
 
     def _as_reader(self, get: Callable, *args: Any) -> torch.Tensor:
-        """Call ``get``; meanwhile this frame is the reader of the values that regions around recompute."""
+        """Call ``get``; meanwhile this frame is the reader of the values that outer regions recompute."""
         reader, state.reader = state.reader, self
         try:
             return get(*args)
@@ -184,8 +184,8 @@ class Frame:
                 alive = [slot if slot is wanted else None for slot in alive]
             elif self.policy is not None:
                 alive = [None if slot and slot.residual else slot for slot in alive]
-            self.alone = running is not None and not private.graph_task_keeps_graph() and current_group() is None
-            filler = Filler(self, alive, to_the_end, self.alone and self._is_last())
+            self.read_once = running is not None and not private.graph_task_keeps_graph() and current_group() is None
+            filler = Filler(self, alive, to_the_end, self.read_once and self._is_last())
             try:
                 filler.run()
                 value = wanted.value
@@ -197,7 +197,7 @@ class Frame:
                 raise
             finally:
                 filler.let_go()
-            self.alone &= not self.mixed
+            self.read_once &= not self.mixed
             if value is None:
                 return self._filled(wanted, to_the_end)  # another thread has released the value meanwhile
             if running is None:
@@ -209,7 +209,7 @@ class Frame:
     def _is_last(self) -> bool:
         """Whether no recompute comes after this one, as the pass reads all slots and doesn't keep the graph.
 
-        False for nested regions, where each recompute must do the same.
+        False in an outer region, where each recompute must do the same.
         """
         if self.record is None or self.record.in_region or self.inside or not self.one_output:
             return False

@@ -27,7 +27,7 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
         RuntimeError: ``fn`` raised it, or refuses to run under saved-tensor hooks; then its changes are undone.
     """
     arguments, tensors = take_apart(args, kwargs)
-    if state.interceptors:  # a region around may replace an argument: a tensor that it has captured
+    if state.interceptors:  # an outer region may replace an argument: a tensor that it has captured
         found = list(map(state.interceptors[-1].resolve, tensors))
         if not all(map(is_, found, tensors)):
             args, kwargs = arguments.filled(found)

@@ -74,7 +74,7 @@ class OpLog(DispatchMode):
 
 
 class ComparedLog(OpLog):
-    """Compares each operation of a recompute with that of the first run.
+    """The operations of a recompute, each compared with that of the first run.
 
     Raises:
         RecomputeMismatchError: at the first one that differs.
@@ -93,7 +93,7 @@ class ComparedLog(OpLog):
             self._fail(i, self.first[i], operation)
 
     def check_end(self) -> None:
-        """After a recompute that wasn't stopped early."""
+        """Check that no operation is missing, after a recompute that wasn't stopped early."""
         i = len(self.entries)
         if i < len(self.first):
             self._fail(i, self.first[i], "there is none")

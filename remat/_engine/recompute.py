@@ -91,7 +91,7 @@ class Filler(RegionHooks):
         self.attempt = run = self._run_by_plan(whole)
         run.log = None if frame.log is None else frame.log.compared()
         policies = frame.policies
-        if frame.open and frame.policy is not None:  # there is no replay yet that adds it for regions inside
+        if frame.open and frame.policy is not None:  # there is no replay yet that adds it for inner regions
             policies = (*policies, frame.policy)
         first_hook = RemovableHandle.next_id
         below = self._pack_below_levels if root.kinds else self.pack

@@ -63,7 +63,7 @@ class Saver(RegionHooks):
             finally:
                 state.lowerings = state.lowerings[:-1]
                 private.pop_hooks()
-                self._known, self._recording = {}, None  # regions inside may still refer to these hooks
+                self._known, self._recording = {}, None  # inner regions may still refer to these hooks
         frame.close()
         if run.recorder is not None:
             outputs = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor)]
@@ -143,7 +143,7 @@ class Saver(RegionHooks):
         """
         return sequence_number(node) < self._start and not (self.frame.inside and self.frame.streams)
 
-    # --- for regions inside -----------------------------------------------------------------------------------------
+    # --- for inner regions ------------------------------------------------------------------------------------------
 
     @property
     def around(self) -> RegionHooks | None:

@@ -34,7 +34,7 @@ def shields(frame: Frame) -> list[Any]:
     if frame.modes and not modes_that_see():
         contexts.append(PlainMode())
     if (frame.operands.duals or frame.consts.duals) and not private.dual_level_active():
-        # To get operands may recompute the region around, which may enter a level itself, and these levels don't nest.
+        # To get operands may recompute an outer region, which may enter a level itself, and these levels don't nest.
         contexts += [each.at_hand() for each in (frame.operands, frame.consts, frame.record) if each is not None]
         contexts.append(fwAD.dual_level())
     if frame.streams:

@@ -80,7 +80,7 @@ class View:
 
 
 class Found:
-    """A tensor with a history that is older than the region, or with none: it exists without the region."""
+    """A tensor with a history that is older than the region, or without one: it exists without the region."""
 
     __slots__ = ("tensor", "version")
 

@@ -1,4 +1,4 @@
-"""``vmap`` of a region and of its pullback, and where the latter may be computed as the pullback of the former."""
+"""``vmap`` of a region and of its pullback, which may be computed as the pullback of the ``vmap``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PullbackOfBatched(Pullback):
 def batched_pullback(
     pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None
 ) -> tuple[Any, list]:
-    """``vmap`` of a pullback, and its operands. Where the two are equal, it is the pullback of the ``vmap``.
+    """``vmap`` of a pullback, and its operands; where the order makes no difference, the pullback of the ``vmap``.
 
     ``inner`` is the ``vmap`` of the region, from a run of it.
     """

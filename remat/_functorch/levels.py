@@ -57,7 +57,7 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         with interpreter.lower():
             outs = apply(region, operands, call, wanted)
         if first and randomness != "same" and region.root.ambient.moved():
-            # The randomness mode of a ``vmap`` level counts even if no operand is batched.
+            # The randomness mode of a ``vmap`` level applies even if no operand is batched.
             region.root.mapped = True
             raise GivenUp(region.root)
         return outs
@@ -165,7 +165,7 @@ class RegionNode(private.SingleLevelFunction):
             outs = apply(region, _unwrapped(operands, level), call, wanted)
         wrapped = tuple(_wrapped(outs, level))
         ctx.region, ctx.call, ctx.level, ctx.thread = region, call, level, threading.get_ident()
-        ctx.operands = operands  # saved tensors would live until the level ends; changes are detected at the bottom
+        ctx.operands = operands  # saved ones would live until the level ends; changes are detected at the bottom
         ctx.set_materialize_grads(False)
         depends = call.depends if first and call.depends is not None else map(is_differentiable, wrapped)
         ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
@@ -181,7 +181,7 @@ class RegionNode(private.SingleLevelFunction):
         else:  # this is the node's only backward, and its level need not record it
             ctx.region = ctx.call = ctx.operands = None
             if call.tape is not None and region is region.root and len(region.kinds) == 1:
-                call.tape.last = True  # there is no pullback of a pullback, and none of another level
+                call.tape.last = True  # neither a further derivative nor another level needs it
             with private.current_interpreter().lower():
                 values, below = _unwrapped(operands, level), _unwrapped(cotangents, level)
                 grads = pull_back(region, values, below, needs, call, level)
