@@ -1,7 +1,7 @@
-"""What a region in a compiled transform ends at: no level is left, the operands are tensors of AOT autograd.
+"""The bottom of a region in a compiled transform: no level is left, the operands are tensors of AOT autograd.
 
-All of it is one graph, in which a recompute is a second copy of the region. No compiler may move that to the first run,
-where all that it makes would live until the backward: so it is made to depend on the cotangents.
+All of it is one graph, in which a recompute is a second copy of the region. The copy is made to depend on the
+cotangents, as a compiler could otherwise move it to the first run, where its values would live until the backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .tags import judge
 
 
 def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | None) -> list:
-    """Run a region, or what transforms made of it, on tensors of AOT autograd."""
+    """Run a region, or a transform of it, on tensors of AOT autograd."""
     root = region.root
     run = partial(_again, region) if root.ran else partial(region.run, run=Run())
     recorded = torch.is_grad_enabled() and any(map(is_recorded, operands))
@@ -44,24 +44,24 @@ def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[b
 
 
 def _first(run: Callable, operands: Tensors, wanted: Sequence[bool]) -> list:
-    """A first run; what is ``wanted`` is cut from its history."""
+    """A first run; operands in ``wanted`` are cut from their history."""
     if not any(wanted):
         return run(operands)
-    # The same kernels are chosen as in a recompute, which is differentiated.
+    # With grad mode the same kernels are chosen as in a recompute, which is differentiated.
     with torch.enable_grad():
         outs = run([as_leaf(t) if each else t for t, each in zip(operands, wanted)])
     return [t.detach() for t in outs]
 
 
 def _again(region: Any, operands: Tensors) -> list:
-    """A recompute: what it starts from is known when the cotangents are."""
+    """A recompute, on operands that depend on the cotangents."""
     count = _primals(region, len(operands))
     before = region.root.before(operands[:count])
     return region.run([*after(before, operands[count:]), *operands[count:]], Run())
 
 
 def _primals(region: Any, count: int) -> int:
-    """How many operands of a recompute aren't cotangents, nor what comes after these."""
+    """The number of operands of a recompute before the cotangents."""
     while region is not region.root:
         if isinstance(region, Pullback):
             return len(region.needs)
@@ -70,7 +70,7 @@ def _primals(region: Any, count: int) -> int:
 
 
 def after(tensors: Tensors, others: Tensors) -> list[torch.Tensor]:
-    """These tensors, once those others are known. Plain operations say so, which every backend takes."""
+    """These tensors, made to depend on the others by plain operations, which every backend supports."""
     known = [t.detach().reshape(-1)[:1].reshape(()) for t in others if t.numel()]
     if not known:
         return list(tensors)
@@ -79,7 +79,7 @@ def after(tensors: Tensors, others: Tensors) -> list[torch.Tensor]:
 
 
 def _checkpointed(run: Callable, policy: Any, operands: Tensors) -> list:
-    """Where autograd differentiates below all levels: a checkpointed part of its graph, which the partitioner sees."""
+    """A run as a checkpointed part of the graph, for the partitioner, if autograd differentiates below all levels."""
 
     def contexts() -> tuple:
         first, again = create_selective_checkpoint_contexts(partial(judge, policy))

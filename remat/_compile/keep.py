@@ -1,4 +1,4 @@
-"""What a region in a compiled transform keeps: the values that a recompute is given instead of computing them."""
+"""The values that a region in a compiled transform saves. A recompute gets them instead of computing them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .tags import judge_named
 
 
 class Kept:
-    """The values that a policy keeps of the first run of a graph, and all that are random.
+    """The values of a graph's first run that a policy saves, and all random ones.
 
-    Runs are compared by the graph's nodes: the n-th call of an operation by a node is the same in each.
+    Calls are identified by the graph's nodes: the n-th call of an operation by a node is the same in each run.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.values: dict[Hashable, tuple[Any, list]] = {}  # of a call: what it made, and what it wrote to
+        self.values: dict[Hashable, tuple[Any, list]] = {}  # of a call: its result, and the tensors that it wrote to
 
     def run(self, graph: GraphModule, args: Any, again: bool) -> Any:
         """The graph's result, from these arguments."""
-        with torch.fx.traceback.preserve_node_meta(), (_Given if again else _Noting)(self) as calls:
+        with torch.fx.traceback.preserve_node_meta(), (_Recompute if again else _FirstRun)(self) as calls:
             return _Nodes(graph, calls).run(*args)
 
 
 class _Nodes(Interpreter):
-    """Tells a mode which node runs."""
+    """Runs a graph, and sets the current node of a mode."""
 
     def __init__(self, graph: GraphModule, calls: _Calls) -> None:
         super().__init__(graph)
@@ -46,7 +46,7 @@ class _Nodes(Interpreter):
 
 
 class _Calls(private.DispatchMode):
-    """Sees the operations of one run."""
+    """A mode that sees the operations of one run."""
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class _Calls(private.DispatchMode):
         return self.node, op, self.count[op]
 
 
-class _Noting(_Calls):
-    """The first run."""
+class _FirstRun(_Calls):
+    """The mode of a first run, which saves values."""
 
     def __init__(self, kept: Kept) -> None:
         super().__init__(kept)
@@ -74,7 +74,7 @@ class _Noting(_Calls):
         policy, values = self.kept.policy, self.kept.values
         for node, verdict in judge_named(policy, op, args):
             if node in self.made:
-                self.keep(self.made[node], verdict)
+                self.save(self.made[node], verdict)
         result = op(*args, **kwargs)
         written = facts.written(args, kwargs)
         if isinstance(op, private.HigherOrderOperator) or facts.draws(args, kwargs):
@@ -83,10 +83,10 @@ class _Noting(_Calls):
         elif not (facts.views or written) and (found := tensors(result)):
             node = private_compile.traced_node(found[0])
             made = self.made[node] = key, mapped(private_compile.value_now, (result, []))
-            self.keep(made, policy.judge(*question(op, args, kwargs, result), frozenset()))
+            self.save(made, policy.judge(*question(op, args, kwargs, result), frozenset()))
         return result
 
-    def keep(self, made: tuple[Hashable, Any], verdict: Verdict) -> None:
+    def save(self, made: tuple[Hashable, Any], verdict: Verdict) -> None:
         key, value = made
         if verdict is RECOMPUTE:
             self.kept.values.pop(key, None)
@@ -94,8 +94,8 @@ class _Noting(_Calls):
             self.kept.values[key] = value
 
 
-class _Given(_Calls):
-    """A recompute."""
+class _Recompute(_Calls):
+    """The mode of a recompute, which returns saved values."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs, found = kwargs or {}, self.kept.values.get(self.key(op))

@@ -1,4 +1,4 @@
-"""The lowering under ``torch.compile``: what becomes of a region that Dynamo traces."""
+"""The lowering under ``torch.compile``, for regions that Dynamo traces."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def call(fn: Callable, options: Options, args: tuple, kwargs: dict) -> Any:
 
 
 def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settings: dict[str, Any]) -> Any:
-    """The same with settings of torch's function, among which ``context_fn`` comes instead of a policy.
+    """The same with settings of torch's function, which may contain a ``context_fn`` instead of a policy.
 
-    The outermost region decides for all that is in it, so those inside are inlined.
+    The outermost region decides for everything inside it, so inner regions are inlined.
     """
     if options.determinism_check != "metadata" or options.debug or not options.early_stop:
-        say_what_has_no_effect()
+        warn_of_ignored_options()
     policy = options.policy
     if isinstance(policy, Policy) and policy.by_step:
-        say_that_budgets_are_not_kept_to()
+        warn_of_ignored_budget()
         policy = None
     if guarded.disabled or guarded.traced is not None or private.exporting():
         return fn(*args, **kwargs)
-    known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list has no names
+    known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list selects no names
     with traced(known), private.no_nested_graph_breaks():
         if known.saves_everything:
             return fn(*args, **kwargs)
@@ -50,36 +50,36 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
 
 
 @private_compile.constant  # so that it is called while Dynamo traces
-def say_what_has_no_effect() -> bool:
-    """Warn, once, of options that compiled code has no use for."""
-    return _say(
-        "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: its graph "
-        "is recomputed as it was traced."
+def warn_of_ignored_options() -> bool:
+    """Warn, once, about options that have no effect in compiled code."""
+    return _warn_once(
+        "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: the "
+        "region's graph is recomputed as it was traced."
     )
 
 
 @private_compile.constant
-def say_that_budgets_are_not_kept_to() -> bool:
-    """Warn, once, that a region with a budget keeps nothing."""
-    return _say(
-        "A region with a budget keeps nothing under torch.compile: what it may keep is chosen when it has run, and "
-        "compiled code is traced before. Give it another policy, or set the compiler's own "
-        "`activation_memory_budget`, which is of the whole graph."
+def warn_of_ignored_budget() -> bool:
+    """Warn, once, that a region with a budget saves nothing."""
+    return _warn_once(
+        "A region with a budget saves nothing under torch.compile: a budget chooses what to save after a first run, "
+        "and compiled code is traced before that. Use another policy, or set the compiler's own "
+        "`activation_memory_budget`, which applies to the whole graph."
     )
 
 
-def _say(message: str) -> bool:
-    if message not in _said:
-        _said.add(message)
+def _warn_once(message: str) -> bool:
+    if message not in _warned:
+        _warned.add(message)
         warn(message)
     return True
 
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 class traced:
-    """Within, Dynamo traces a region with this policy, and none around it."""
+    """Within, Dynamo traces an outermost region with this policy."""
 
     __slots__ = ("policy",)
 
@@ -94,5 +94,5 @@ class traced:
 
 
 def _contexts_of(policy: Any) -> tuple:
-    """A policy as torch's selective checkpoint takes it."""
+    """A policy as the contexts of torch's selective checkpoint."""
     return create_selective_checkpoint_contexts(functools.partial(judge, as_policy(policy)))

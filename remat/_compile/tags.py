@@ -1,6 +1,6 @@
-"""A policy in the words of torch's selective checkpoint, which tags the operations of a trace.
+"""A policy for torch's selective checkpoint, which tags the operations of a trace.
 
-The name of a value comes after the operation that made it, by which time that is tagged: it is tagged once more.
+A value gets its name after the operation that made it was tagged, so that operation is tagged once more.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .._policy.names import NAME
 from .._policy.policy import Policy
 from .._policy.verdict import RECOMPUTE, Verdict
 
-_NAMES = "remat.names"  # where a node of the trace has them
+_NAMES = "remat.names"  # the key of the names in a node's ``meta``
 
 
 def judge(policy: Policy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The answer to torch's question about an operation of the trace."""
+    """The policy's decision about an operation of the trace, as torch's policy functions return it."""
     for node, verdict in judge_named(policy, op, args):
         for each in (node, *results_of(node)):
             each.meta["recompute"] = _tag(verdict)
-    if facts_of(op).views:  # it is recomputed for nothing, and to save it would save what it is a view of
+    if facts_of(op).views:  # to recompute a view costs nothing, and to save it would save its base
         return CheckpointPolicy.PREFER_RECOMPUTE
     return _tag(policy.judge(ctx, op, args, kwargs, frozenset()))
 
@@ -36,9 +36,9 @@ def _tag(verdict: Verdict) -> CheckpointPolicy:
 
 
 def judge_named(policy: Policy, op: Any, args: tuple) -> list[tuple[Any, Verdict]]:
-    """If an operation gives a value a name: the node that made the value, and the verdict on it by all its names.
+    """For an operation that gives a value a name: the node that made the value, and the verdict on it by all its names.
 
-    There is none if a backend runs what Dynamo has traced as it is, or if the value is an argument of the graph.
+    No node is found if a backend runs Dynamo's trace as it is, or if the value is an argument of the graph.
     """
     name = private_compile.said_of_node().get(NAME) if op is torch.ops.aten.alias.default else None
     node = None if name is None else maker(private_compile.traced_node(args[0]))
@@ -51,7 +51,7 @@ def judge_named(policy: Policy, op: Any, args: tuple) -> list[tuple[Any, Verdict
 
 
 def maker(node: Any) -> Any:
-    """The node of the operation that made a value, of which a node may be a view, or one of several results."""
+    """The node of the operation that made a value; ``node`` may be a view of it, or one of several results."""
     while node is not None and node.op == "call_function":
         if node.target is not operator.getitem and not facts_of(node.target).views:
             return node

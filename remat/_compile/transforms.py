@@ -1,7 +1,7 @@
 """A region in a ``torch.func`` transform that is compiled.
 
-Dynamo lifts the region's function to a graph with all that it reads as arguments. While AOT autograd traces, the region
-goes through the levels by the rules of the func lowering; what they end at is in ``_compile/bottom.py``.
+Dynamo lifts the region's function to a graph whose arguments are everything that it reads. While AOT autograd traces,
+the region is taken through the levels by the rules of the func lowering; below them is ``_compile/bottom.py``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def call(fn: Callable, args: tuple, kwargs: dict, policy: Any, context_fn: Any =
     if policy is not None or context_fn is not None:
         number = _number(policy, context_fn) if private_compile.TAKES_OBJECTS_AS_CONSTANTS else _INLINE
     if number == _UNKNOWN:
-        private_compile.graph_break("A policy of a region in a torch.func transform is made in compiled code.")
+        private_compile.graph_break("The policy of a region in a torch.func transform is created in compiled code.")
     if number == _INLINE:
         return fn(*args, **kwargs)
     return private_compile.lifted(functools.partial(_lowered, number), lambda *inputs: fn(*inputs, **kwargs), *args)
 
 
-_policies: list[Policy] = [as_policy(None)]  # of compiled code, which has their numbers
+_policies: list[Policy] = [as_policy(None)]  # of compiled code, which refers to them by number
 _UNKNOWN, _INLINE = -1, -2
 
 
@@ -53,7 +53,7 @@ def _number(policy: Any, context_fn: Any) -> int:
         policy = first.policy_fn
     try:
         repr(policy)
-    except AttributeError:  # Dynamo has not filled it yet
+    except AttributeError:  # Dynamo has not set its attributes yet
         return _UNKNOWN
     policy = as_policy(policy)
     if policy not in _policies:
@@ -62,16 +62,16 @@ def _number(policy: Any, context_fn: Any) -> int:
 
 
 def _lowered(number: int, graph: GraphModule) -> Callable:
-    """Makes of the graph that Dynamo has lifted what AOT autograd calls."""
+    """The function that AOT autograd calls, of the graph that Dynamo has lifted."""
     return functools.partial(_run, _policies[number], graph)
 
 
 def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
-    """Run the graph as a region, or as it is where that can't be."""
+    """Run the graph as a region, or inline it where that is not possible."""
     kinds = tuple(interpreter.key().value for interpreter in private.interpreter_stack() or ())
     if private.JVP in kinds or _has_levels(graph):
         return _inlined(graph, args)
-    if not private_compile.functionalizing():  # a backend runs what Dynamo has traced as it is
+    if not private_compile.functionalizing():  # a backend runs Dynamo's trace as it is
         return functorch.call(
             Interpreter(graph).run, Options(policy=policy, determinism_check="none"), Known(), args, {}
         )
@@ -91,34 +91,34 @@ def _inlined(graph: GraphModule, args: tuple) -> Any:
 
 
 def _has_levels(graph: GraphModule) -> bool:
-    """Whether it has transforms of its own, whose levels Dynamo has numbered."""
+    """Whether the graph contains transforms, whose levels Dynamo has numbered."""
     return any("functorch" in (getattr(node.target, "__module__", None) or "") for node in _nodes(graph))
 
 
 class TracedRegion:
-    """One call of a graph, for the levels: it stands for a ``Region``."""
+    """One call of a graph, with the interface of a ``Region`` that the rules of the levels use."""
 
     is_pullback = uses_func = ran = False
-    mapped = True  # a ``vmap`` level has a say in random numbers, batched operands or not
+    mapped = True  # the randomness mode of a ``vmap`` level applies even if no operand is batched
 
     def __init__(self, graph: GraphModule, kept: Kept, kinds: tuple, args: tuple) -> None:
         self.graph, self.kept, self.kinds = graph, kept, kinds
         self.given, self.operands = take_apart(args, {})
         self.known = Known()
-        self.changed: dict[int, Any] = {}  # what those operands held that the first run has changed
+        self.changed: dict[int, Any] = {}  # the old values of operands that the first run has changed
         self.outputs = Outputs(Options(determinism_check="none"))
-        # Functions with a backward of their own have rules for each level; the same is assumed of what is unknown.
+        # Autograd Functions have rules for each level; any other higher-order operator may have too.
         self.by_level = len(kinds) > 1 and any(map(_has_rules, _nodes(graph)))
 
     root = property(lambda self: self)
 
     def before(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The operands of a recompute, of which the first run may have changed buffers, as they were before that."""
+        """The operands of a recompute, with their values before the first run, which may have changed buffers."""
         changed = self.changed
         return [private_compile.holding(changed[i]) if i in changed else t for i, t in enumerate(operands)]
 
     def run(self, operands: Any, run: Run) -> list[torch.Tensor]:
-        """The new tensors among the results."""
+        """Run the graph, and return the new tensors among the results."""
         args, _ = self.given.filled(operands)
         again, self.ran = self.ran, True
         result = self.kept.run(self.graph, args, again)
@@ -127,7 +127,7 @@ class TracedRegion:
     call_again = run
 
     def check_result(self, result: Any) -> None:
-        """It is that of one graph."""
+        """Do nothing: all runs are of one graph."""
 
 
 def _nodes(graph: GraphModule) -> list[Any]:

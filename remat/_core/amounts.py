@@ -1,4 +1,4 @@
-"""Amounts of memory as users write them: bytes, a text such as "64MiB", or a part of what there is without remat."""
+"""Amounts of memory as users write them: bytes, a string such as "64MiB", or a fraction of the amount without remat."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _UNITS |= {f"{p}B": 10 ** (3 * i) for i, p in enumerate(("K", "M", "G", "T"), 1)
 
 
 def as_bytes(amount: Any, whole: int, name: str) -> int:
-    """The bytes of an amount, of which a float is that part of ``whole``. ``name`` is what errors call it.
+    """The number of bytes of an amount. A float is a fraction of ``whole``. Errors call the amount ``name``.
 
     Raises:
-        TypeError: it is no int, str or float.
-        ValueError: it is negative, a text without a known unit, or a float that isn't in (0, 1].
+        TypeError: it is not an int, str or float.
+        ValueError: it is negative, a string without a known unit, or a float that isn't in (0, 1].
     """
     if isinstance(amount, bool) or not isinstance(amount, (int, str, float)):
-        raise TypeError(f"{name} must be a number of bytes, a text such as '64MiB', or a float; got {amount!r}.")
+        raise TypeError(f"{name} must be a number of bytes, a string such as '64MiB', or a float; got {amount!r}.")
     if isinstance(amount, float):
         if not 0 < amount <= 1:
-            raise ValueError(f"{name} as a float is a part, more than 0 and at most 1; got {amount!r}. Bytes are ints.")
+            raise ValueError(f"{name} as a float must be a fraction in (0, 1]; got {amount!r}. Pass bytes as an int.")
         return int(amount * whole)
     if isinstance(amount, int):
         if amount < 0:
@@ -29,6 +29,6 @@ def as_bytes(amount: Any, whole: int, name: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(\w+)\s*", amount)
     if found is None or found[2] not in _UNITS:
         raise ValueError(
-            f"{name} as a text is a number and a unit, {', '.join(_UNITS)}, as in '64MiB'; got {amount!r}."
+            f"{name} as a string must be a number and a unit ({', '.join(_UNITS)}), as in '64MiB'; got {amount!r}."
         )
     return int(float(found[1]) * _UNITS[found[2]])

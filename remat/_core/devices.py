@@ -14,7 +14,7 @@ from .state import own_work, unseen
 
 @cache
 def accelerator() -> tuple[torch.device, ...]:
-    """The accelerator that this build of torch is for, if it is for one; does not start it."""
+    """The accelerator of this build of torch, in a tuple that is empty if there is none; does not start it."""
     device = torch.accelerator.current_accelerator()
     return () if device is None else (device,)
 
@@ -30,7 +30,7 @@ def started_devices() -> list[torch.device]:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is made of what runs now."""
+    """Whether the current stream is being captured in a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -44,7 +44,7 @@ def current_device() -> tuple[torch.device, ...]:
 
 
 def set_current_device(value: tuple[torch.device, ...]) -> None:
-    """Set it to what ``current_device`` has returned."""
+    """Set the current device to one that ``current_device`` has returned."""
     for device in value:
         torch.accelerator.set_device_index(device.index)
 
@@ -55,9 +55,9 @@ def has_started(module: ModuleType) -> bool:
 
 
 def wait_for_backward_threads(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until none of these tensors is held for a backward pass that is over.
+    """Wait until the backward passes that are over have released these tensors.
 
-    A device's thread says that a pass is over, then lets go of what it has used, and then takes the next one: this.
+    A device's thread reports the end of a pass first, then releases its tensors, and then starts the next pass: ours.
     """
     with torch.enable_grad(), unseen(), own_work(), private.without_levels():
         for device in {tensor.device for tensor in tensors}:

@@ -1,4 +1,4 @@
-"""Calls of autograd's engine among the frames of a thread."""
+"""Find calls of autograd's engine on a thread's stack."""
 
 from __future__ import annotations
 

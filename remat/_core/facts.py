@@ -1,4 +1,4 @@
-"""What is known of an operation from its schema, and the tensors of its calls."""
+"""Facts about an operation from its schema, and the tensors of its calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Facts:
-    """What is known of an operation from its schema. Tables use it as a key, as it hashes faster than the operation."""
+    """Facts about an operation from its schema. Tables use this as a key, as it hashes faster than the operation."""
 
     __slots__ = (
         "_draws", "_probability", "foreign", "func", "makes_nothing", "marks", "observes", "reads_nothing", "reshapes",
@@ -23,29 +23,29 @@ class Facts:
         name = "" if schema is None else schema.name  # higher-order operators have none
         arguments: Any = () if schema is None else schema.arguments
         returns: Any = () if schema is None else schema.returns
-        self.reshapes = torch.Tag.inplace_view in tags  # it writes, but shape and strides alone
-        # Its arguments that it writes to, by position and by name. `record_stream` tells the allocator alone.
+        self.reshapes = torch.Tag.inplace_view in tags  # it changes an argument in place, but only shape and strides
+        # The arguments that it writes to, by position and by name. `record_stream` only informs the allocator.
         self.writes = [
             (i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
         ]
-        self.updates_statistics = name in _BATCH_NORMS  # it writes them for others to read, not for its own result
+        self.updates_statistics = name in _BATCH_NORMS  # if it writes them, its own result doesn't depend on them
         if self.updates_statistics:
             self.writes = [(3, "running_mean"), (4, "running_var")]
         if self.reshapes or name == "aten::record_stream":
             self.writes = []
         self.makes_nothing = name.startswith(("aten::empty", "aten::new_empty"))
-        # Of what it is given it reads shape, dtype and device alone.
+        # It reads only the shape, dtype and device of its arguments.
         self.reads_nothing = self.makes_nothing or name.startswith("aten::new_") or name.endswith("_like")
         namespace = getattr(func, "namespace", "aten")
-        # Its tags may be missing, or it has none, as a higher-order operator, which may draw in what it calls.
+        # Its tags may be missing. A higher-order operator has none, and what it calls may draw random numbers.
         self.foreign = namespace not in _NAMESPACES
         self.marks = namespace == "profiler"  # the start or end of a range
         self._draws = torch.Tag.nondeterministic_seeded in tags
         self._probability = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
-        # Python may branch on what it returns, or it acts on the world.
+        # It returns no tensor: Python may branch on the result, or the operation has side effects.
         self.observes = schema is not None and not any("Tensor" in str(r.type) for r in returns)
         self.views = not self.writes and any(r.alias_info is not None for r in returns)
-        self.views |= name == "aten::_unsafe_view"  # it does not say so
+        self.views |= name == "aten::_unsafe_view"  # its schema doesn't say so
 
     def draws(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call draws random numbers: attention does only with dropout."""
@@ -80,7 +80,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A call's argument with other tensors."""
+    """A call's argument with ``fn`` applied to its tensors."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if type(value) in (tuple, list):

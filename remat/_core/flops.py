@@ -17,7 +17,7 @@ _CPU_ATTENTION: dict[str, Any] = {
 def flops(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
     """The floating-point operations of one call, by torch's formulas: matrix products, convolutions and attention.
 
-    What any other operation costs is not counted.
+    Other operations count as 0.
     """
     packet: Any = getattr(func, "overloadpacket", func)
     if (attention := _CPU_ATTENTION.get(str(packet))) is not None:

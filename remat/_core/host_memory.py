@@ -1,14 +1,14 @@
-"""Tensors that wait in host memory between a region's forward and its backward.
+"""Tensors that are saved in host memory between a region's forward and its backward.
 
-Each is copied out when it is made, and back when it is read or a little before. What one region offloads is a group: in
-a backward pass the first read of a group starts bringing back all of it, and all of the group made before it in the
-same thread, which is the one that comes next. What a pass brought back goes at its end.
+A tensor is copied to the host when its `Offloaded` is made, and back when it is read or a little before. The tensors
+that one region offloads are a group. In a backward pass the first read of a group starts to copy back the whole group,
+and the group made before it in the same thread, which is read next. The pass releases these copies at its end.
 
-Copies run on streams of their own, beside the computation. The memory that a copy back fills belongs to the stream that
-reads it, and the copy starts when that stream gets to where it was asked for. So a caller that runs far ahead of the
-device holds two groups on it, not all.
+Copies run on separate streams, concurrently with the computation. The memory that a copy back fills belongs to the
+stream that reads it, and the copy starts when that stream gets to the point where it was requested. So if the host runs
+far ahead of the device, two groups are on the device, not all.
 
-Ownership goes one way, reader -> tensor -> group. Groups know their tensors, and each other, by weak references.
+Ownership is one-way, reader -> tensor -> group. Groups refer to their tensors, and to each other, by weak references.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from .devices import accelerator
 from .layout import memory, span
 from .passes import Pass, current_pass
 
-# Memory that is copied out is not free until the copy ends: a caller may be ahead of the copies by so much.
+# The memory of a tensor is not free until its copy to the host ends. A caller with more bytes in flight has to wait.
 IN_FLIGHT_BYTES = 512 * 2**20
 
-_lock = threading.RLock()  # one for all: a group reaches into another, and a pass may end anywhere
+_lock = threading.RLock()  # one for all groups, as groups use each other, and a pass may end at any time
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether there is nothing to win: the tensor is in host memory, or in none."""
+    """Whether offloading has no use: the tensor is in host memory already, or has no memory."""
     return tensor.device.type in ("cpu", "meta")
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether copies run beside the computation; elsewhere they are made at once."""
+    """Whether copies run concurrently with the computation. On other devices they are synchronous."""
     known = any(device.type == each.type for each in accelerator())
     return known and hasattr(torch.get_device_module(device), "Stream")
 
 
 class Offloaded:
-    """One kept tensor in host memory. Its value is that of the moment when this is made.
+    """One saved tensor in host memory, with its value at the time when this object is made.
 
-    It stays where it is, and ``get`` returns it itself, if it is in host memory already or more than plain memory of a
-    device: sparse, quantized, of a subclass or a level of ``torch.func``. ``nbytes`` is what it takes in host memory.
+    The tensor is not copied, and ``get`` returns the tensor itself, if it is in host memory already or is not a plain
+    strided tensor: sparse, quantized, of a subclass or a level of ``torch.func``. ``nbytes`` is its size on the host.
     """
 
     __slots__ = (
-        "__weakref__", "_arrival", "_copied", "_host", "_kept", "_stride", "device", "dtype", "group",
+        "__weakref__", "_arrival", "_copied", "_host", "_itself", "_stride", "device", "dtype", "group",
         "nbytes", "shape",
     )  # fmt: skip
 
@@ -62,8 +62,8 @@ class Offloaded:
         self.group: Group | None = None
         self._arrival: _Arrival | None = None
         self._copied: torch.Event | None = None
-        self._kept = tensor if _stays(tensor) else None
-        if self._kept is not None:
+        self._itself = tensor if _is_not_copied(tensor) else None
+        if self._itself is not None:
             return
         with private.without_levels():
             source = _without_gaps(tensor)
@@ -74,30 +74,30 @@ class Offloaded:
         self.group.members.append(weakref.ref(self))
 
     def settle(self) -> None:
-        """Let the current stream wait for the copy out: what it does next may change the tensor in place."""
+        """Make the current stream wait for the copy to the host, as its next operation may change the tensor."""
         if self._copied is not None:
             torch.accelerator.current_stream(self.device).wait_event(self._copied)
 
     def get(self) -> torch.Tensor:
-        """The tensor, on its device, for the current stream: the same one until ``release``."""
-        if self._kept is not None:
-            return self._kept
+        """The tensor on its device, for use on the current stream. It is the same object until ``release``."""
+        if self._itself is not None:
+            return self._itself
         assert self.group is not None
-        arrival = self._bring()
+        arrival = self._copy_back()
         self.group.reached()
         return arrival.ready()
 
     def prefetch(self) -> None:
-        """Start bringing it back, unless that was done."""
-        if self._kept is None:
-            self._bring()
+        """Start to copy it back, unless that has started already."""
+        if self._itself is None:
+            self._copy_back()
 
     def release(self) -> None:
-        """Let go of what was brought back; ``get`` brings it back again."""
+        """Release the copy on the device; ``get`` makes another one."""
         with _lock:
             self._arrival = None
 
-    def _bring(self) -> _Arrival:
+    def _copy_back(self) -> _Arrival:
         with _lock:
             if self._arrival is None:
                 with private.without_levels():
@@ -106,7 +106,7 @@ class Offloaded:
 
 
 class Group:
-    """What one region offloads, brought back together. Make it before the first of them, in the region's thread."""
+    """The tensors that one region offloads, copied back together. Make it before these, in the region's thread."""
 
     __slots__ = ("__weakref__", "_number", "_reached_in", "_siblings", "members")
 
@@ -118,29 +118,29 @@ class Group:
         self._reached_in: Callable[[], Pass | None] = lambda: None
 
     def prefetch(self) -> None:
-        """Start bringing all of them back."""
+        """Start to copy all of them back."""
         if (running := current_pass()) is not None:
             running.frames.append(weakref.ref(self))
-        with suppress(torch.OutOfMemoryError):  # what is there when it is read is only faster
+        with suppress(torch.OutOfMemoryError):  # a prefetch only saves time
             for member in self._alive():
                 member.prefetch()
 
     def clear(self) -> None:
-        """Let go of all that was brought back."""
+        """Release the copies on the device."""
         for member in self._alive():
             member.release()
 
     def reached(self) -> None:
-        """One of them is read: a backward pass has come to this group."""
+        """Note that a tensor of this group is read, so a backward pass has come to the group."""
         running = current_pass()
         if running is None:
-            return  # nobody would let go of the others
+            return  # no pass would release the other tensors
         with _lock:
             if self._reached_in() is running:
                 return
             self._reached_in = weakref.ref(running)
         siblings = [group for ref in self._siblings.valuerefs() if (group := ref()) is not None]
-        if private.graph_task_keeps_graph():  # then nothing else lets go of those that the pass is done with
+        if private.graph_task_keeps_graph():  # then nodes don't release the groups that the pass is done with
             for group in siblings:
                 if group._number > self._number and group._reached_in() is running:
                     group.clear()
@@ -169,7 +169,7 @@ _thread = _Thread()
 
 
 class _Arrival:
-    """A tensor on its way back: it is there after the event ``done``, in memory that belongs to the stream ``home``."""
+    """A tensor that is copied back: ready after the event ``done``, in memory that belongs to the stream ``home``."""
 
     __slots__ = ("done", "home", "tensor")
 
@@ -177,7 +177,7 @@ class _Arrival:
         self.tensor, self.done, self.home = tensor, done, home
 
     def ready(self) -> torch.Tensor:
-        """The tensor, for what the current stream does next."""
+        """The tensor, ready for the next operation on the current stream."""
         if self.done is not None:
             current = torch.accelerator.current_stream(self.tensor.device)
             current.wait_event(self.done)
@@ -186,7 +186,7 @@ class _Arrival:
         return self.tensor
 
     def __del__(self) -> None:
-        # Perhaps it was never read, and then the memory is used again before the copy into it has ended.
+        # If it was never read, its memory could be reused before the copy into it has ended.
         if self.done is not None and self.home is not None:
             self.home.wait_event(self.done)
 
@@ -200,7 +200,7 @@ class _Side:
         self.pending_bytes = 0
 
     def hold_back(self, copied: torch.Event, nbytes: int) -> None:
-        """Wait until this copy out and those before it that have not ended are no more than may be in flight."""
+        """Wait for earlier copies to the host until at most ``IN_FLIGHT_BYTES`` are in flight, or only this copy."""
         late = None
         with _lock:
             self.pending.append((copied, nbytes))
@@ -223,7 +223,7 @@ def _side(device: torch.device) -> _Side:
 
 
 def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
-    """A copy in host memory, and the event after which it is one."""
+    """A copy in host memory, and the event after which it is complete."""
     streams = has_streams(memory.device)
     host = torch.empty(memory.shape, dtype=memory.dtype, device="cpu", pin_memory=streams)
     if not streams:
@@ -245,13 +245,13 @@ def _to_device(
     stride: Sequence[int],
     device: torch.device,
 ) -> _Arrival:
-    """The tensor of this memory, on its way to the device."""
+    """Start to copy ``host`` to a new tensor on the device."""
     tensor = torch.empty_strided(shape, stride, dtype=host.dtype, device=device)
     if copied is None:
         memory(tensor).copy_(host)
         return _Arrival(tensor)
     home, back = torch.accelerator.current_stream(device), _side(device).back
-    back.wait_stream(home)  # which may still use the memory for what was there before
+    back.wait_stream(home)  # it may still use the memory's previous contents
     back.wait_event(copied)
     with back:
         memory(tensor).copy_(host, non_blocking=True)
@@ -261,12 +261,12 @@ def _to_device(
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def _stays(tensor: torch.Tensor) -> bool:
+def _is_not_copied(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return not plain or tensor.is_quantized or private.is_wrapped(tensor) or in_host_memory(tensor)
 
 
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if it takes only some of the elements that it spans, or if its values differ from those."""
+    """The tensor, or a copy if it has gaps in memory or is a lazy conjugate or negation."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor if span(tensor.shape, tensor.stride()) <= tensor.numel() else tensor.clone()

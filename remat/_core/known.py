@@ -1,4 +1,4 @@
-"""What is remembered of a function from one of its calls to the next."""
+"""Facts about a function that are remembered from one call to the next."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-_ENTRIES = 4096  # code that is made on the fly does not stay for ever
+_ENTRIES = 4096  # so that code made at run time is not kept alive forever
 
 
 class Known:
-    """What a rematerialized function has learnt from its calls, also where it is made anew for each call."""
+    """Facts learnt from the calls of a rematerialized function, also if the function is made anew for each call."""
 
     __slots__ = ("by_level", "changing", "choices", "compiles", "graded", "programs", "uses_func", "warnings")
 
@@ -22,20 +22,20 @@ class Known:
         self.by_level: set[tuple] = set()  # kinds of transforms under which each level must take its own derivative
         self.changing: set[str] = set()  # names of tensors that it was seen to change in place
         self.compiles = False  # it calls `torch.cond` or the like, which compile what they run
-        self.graded = False  # it can tell whether the ``grad`` levels are there
+        self.graded = False  # its behavior depends on whether the ``grad`` levels are active
         self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
-        self.warnings: set[str] = set()  # of what users were warned: once is enough
-        self.programs: dict[Any, Any] = {}  # what the last first run did under a policy, by what judges for that
-        self.choices: dict[Any, list[Any]] = {}  # what a policy with a budget has chosen to keep, by the policy
+        self.warnings: set[str] = set()  # those that were given, as each is given once
+        self.programs: dict[Any, Any] = {}  # the operations of the last first run under a policy, by the policy's judge
+        self.choices: dict[Any, list[Any]] = {}  # what a policy with a budget has chosen to save, by policy
 
     def is_news(self, warning: str) -> bool:
-        """Whether the user was not warned of it yet."""
+        """Whether this warning was not given yet; from now on it counts as given."""
         news = warning not in self.warnings
         self.warnings.add(warning)
         return news
 
 
-# Keyed by ids, for code is hashed by its contents, which is slow; the entries keep the ids valid.
+# Keyed by ids, as code is hashed by its contents, which is slow. The entries keep the code alive, so the ids are valid.
 Entries: TypeAlias = dict[tuple[int, ...], tuple[Any, Known]]
 _of_codes: Entries = {}
 _of_modules: weakref.WeakKeyDictionary[torch.nn.Module, Known] = weakref.WeakKeyDictionary()
@@ -43,12 +43,12 @@ _around_modules: weakref.WeakKeyDictionary[torch.nn.Module, Entries] = weakref.W
 
 
 def known_of(fn: Any) -> Known:
-    """What is known of a function; of a module and its methods it is the same.
+    """The ``Known`` of a function. A module and its methods share one.
 
-    What is known is that of the function's code together with the code or the module of what it wraps: small wrappers
-    may be made anew for each call, but another function that is wrapped, or that wraps it, may do something else.
+    Other functions share one if they have the same code and wrap functions with the same code, or the same module.
+    Small wrappers may be made anew for each call, but one that wraps something else may do something else.
     """
-    if torch.compiler.is_compiling():  # then none is used, and Dynamo has no `id` for code
+    if torch.compiler.is_compiling():  # then it is not used, and Dynamo can't trace the `id` of code
         return Known()
     module = _module_of(fn)
     if module is None:
@@ -66,26 +66,26 @@ def _module_of(fn: Any) -> torch.nn.Module | None:
 
 
 def _path(fn: Any, depth: int) -> tuple[Any, ...]:
-    """The code of a function and, where it holds another one, of that and so on; a module is the end of it."""
+    """The code of a function, then that of the function that it wraps, and so on. A module ends the path."""
     module = _module_of(fn)
     if module is not None:
         return (module,)
     if isinstance(fn, functools.partial):
-        held = [item for arg in fn.args for item in (arg if isinstance(arg, tuple) else (arg,))]
-        return (*_path(fn.func, depth + 1), *_first(held, depth)) if depth < _DEPTH else ()
+        values = [item for arg in fn.args for item in (arg if isinstance(arg, tuple) else (arg,))]
+        return (*_path(fn.func, depth + 1), *_first(values, depth)) if depth < _DEPTH else ()
     code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
     if code is None:
         return ()
     cells = []
     for cell in getattr(fn, "__closure__", None) or ():
-        with suppress(ValueError):  # it is empty
+        with suppress(ValueError):  # the cell is empty
             cells.append(cell.cell_contents)
     return code, *_first(cells, depth)
 
 
-def _first(held: list[Any], depth: int) -> tuple[Any, ...]:
-    """The path of the first module or function among these."""
-    for each in held:
+def _first(values: list[Any], depth: int) -> tuple[Any, ...]:
+    """The path of the first module or function among these values."""
+    for each in values:
         if isinstance(each, (torch.nn.Module, FunctionType, MethodType, functools.partial)):
             return _path(each, depth + 1) if depth < _DEPTH else ()
     return ()
@@ -99,7 +99,7 @@ def _of_path(path: tuple[Any, ...]) -> Known:
         return Known()
     module = next((each for each in path if isinstance(each, torch.nn.Module)), None)
     entries = _of_codes if module is None else _around_modules.setdefault(module, {})
-    codes = [each for each in path if not isinstance(each, torch.nn.Module)]  # of which none may be kept alive
+    codes = [each for each in path if not isinstance(each, torch.nn.Module)]  # modules must not be kept alive
     key = tuple(map(id, codes))
     entry = entries.get(key)
     if entry is None:

@@ -1,6 +1,6 @@
-"""How tensors lie in memory, and copies that lie as they do.
+"""The memory layout of tensors, and copies with the same layout.
 
-Operations ask for strides, and autograd saves other tensors where they differ, or the same ones in another order.
+Operations depend on strides: where these differ, autograd saves other tensors, or saves them in another order.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from .parts import is_plain
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it is a plain one: sizes and strides on a storage."""
+    """Whether a tensor has sizes and strides on one storage."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def holder(tensor: torch.Tensor) -> Any:
-    """What stands for a tensor's memory: its storage, or a sparse tensor itself, which has none."""
+    """What represents a tensor's memory: its storage, or the tensor itself if it is sparse and so has none."""
     return tensor.untyped_storage() if is_dense(tensor) else tensor
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of memory there are from a tensor's first to its last."""
+    """The number of elements in memory from a tensor's first to its last."""
     return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride))
 
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor lies in, as a vector: an expanded tensor's is smaller than the tensor."""
+    """The memory that a tensor spans, as a vector. It is smaller than the tensor if the tensor is expanded."""
     return tensor.as_strided((span(tensor.shape, tensor.stride()),), (1,))
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, expanded and with gaps as the tensor is."""
+    """A copy with the same layout, expanded and with gaps if the tensor is."""
     copy = tensor.clone()
     if not is_dense(tensor) or private.is_wrapped(tensor) or not is_plain(tensor) or copy.stride() == tensor.stride():
         return copy
@@ -43,7 +43,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """The tensor, or a copy of it if it has other strides than these; zeros are in the gaps."""
+    """The tensor with these strides: the tensor itself, or a copy with zeros in the gaps."""
     if tensor.stride() == stride:
         return tensor
     copy = tensor.new_zeros(span(tensor.shape, stride)).as_strided(tensor.shape, stride)

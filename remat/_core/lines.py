@@ -11,7 +11,7 @@ from ..errors import RematWarning
 
 
 class Line(NamedTuple):
-    """A line of code, as text only where somebody reads it."""
+    """A line of code, which becomes text only when it is printed."""
 
     code: CodeType | None
     number: int
@@ -23,9 +23,9 @@ class Line(NamedTuple):
 
 
 def user_line(above: int = 1) -> Line:
-    """Where in the user's code the current run is: ``file:line (function)``; so many callers are of this package."""
+    """The current line of the user's code, as ``file:line (function)``. The search starts ``above`` frames up."""
     frame: FrameType | None = sys._getframe(above)
-    while frame is not None:  # each region asks, so nothing is called for most frames
+    while frame is not None:  # every region does this, so most frames cost no function call
         if not (_LIBRARY.get(frame.f_globals.get("__name__", "")) or is_library(frame)):
             return Line(frame.f_code, frame.f_lineno)
         frame = frame.f_back
@@ -44,11 +44,11 @@ _LIBRARY: dict[str, bool] = {}  # by the names of modules
 
 
 def warn(message: str, line: Line | None = None) -> None:
-    """Warn at a line of the user's, by default the one that runs now."""
+    """Warn at a line of the user's code, by default the current one."""
     line = line or user_line()
     file = "<unknown>" if line.code is None else line.code.co_filename
     warnings.warn_explicit(message, RematWarning, file, line.number, registry=_registries.setdefault(file, {}))
 
 
-# So that Python shows a warning once for each line, as by default, where it comes from several functions.
+# One for each file, so that by default Python shows a warning once for each line, whichever function gives it.
 _registries: dict[str, dict] = {}

@@ -1,4 +1,4 @@
-"""Tensors that are made of others (DTensor), or wrap others (at the levels of ``torch.func``, and dual ones)."""
+"""Tensors that are made of other tensors (DTensor), or wrap one (at levels of ``torch.func``, and dual tensors)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .state import unseen
 
 
 def is_wrapper_call(types: tuple[type, ...]) -> bool:
-    """Whether an operation is on tensors that are made of others, by the protocol that torch has for them."""
+    """Whether an operation is on tensors that are made of other tensors, by torch's protocol for wrapper subclasses."""
     return any(hasattr(cls, "__tensor_flatten__") for cls in types)
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether it is not made of others."""
+    """Whether a tensor is not made of other tensors."""
     return type(tensor) is torch.Tensor or not hasattr(type(tensor), "__tensor_flatten__")
 
 
 def all_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The plain tensors below all levels that such tensors are made of, most often these themselves."""
+    """The plain tensors below all levels that these tensors are made of, most often the tensors themselves."""
     if _PLAIN.issuperset(map(type, tensors)) and True not in map(private.is_wrapped, tensors):
         return tensors
     return [part for tensor in tensors for part in parts(tensor)]
@@ -32,7 +32,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors below all levels that such a tensor is made of."""
+    """The plain tensors below all levels that a tensor is made of."""
     if not isinstance(tensor, torch.Tensor):
         return []  # DTensor lists its mesh too
     tensor = bottom(tensor)
@@ -42,7 +42,7 @@ def parts(tensor: Any) -> list[torch.Tensor]:
 
 
 def lift(tensor: torch.Tensor) -> torch.Tensor:
-    """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps what may be changed in place."""
+    """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps tensors that may change in place."""
     for interpreter in private.interpreter_stack() or ():
         if interpreter.key().value in (private.GRAD, private.JVP):
             tensor = private.wrap_grad(tensor, interpreter.level())
@@ -50,14 +50,14 @@ def lift(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bottom(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor below all levels, which is what operations are run on in the end."""
+    """The plain tensor below all levels, on which kernels run."""
     while private.is_wrapped(tensor):
         tensor = private.unwrap_once(tensor)
     return tensor
 
 
 def is_in_graph(tensor: torch.Tensor) -> bool:
-    """Whether autograd follows a tensor: a view made under ``no_grad`` says that it requires grad if its base does."""
+    """Whether autograd follows a tensor. ``requires_grad`` of a view made under ``no_grad`` is only its base's."""
     if not (tensor.requires_grad and tensor.is_leaf and tensor._is_view()):
         return tensor.requires_grad
     with torch.enable_grad(), unseen():
@@ -66,14 +66,14 @@ def is_in_graph(tensor: torch.Tensor) -> bool:
 
 
 def requires_grad_somewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor requires grad at any of its levels; a batched or dual wrapper doesn't say."""
+    """Whether a tensor requires grad at any of its levels. A batched or dual wrapper doesn't show it."""
     while not tensor.requires_grad and private.is_wrapped(tensor):
         tensor = private.unwrap_once(tensor)
     return tensor.requires_grad
 
 
 def is_followed_below(level: int, tensor: torch.Tensor) -> bool:
-    """Whether a level below this one differentiates a tensor, or autograd itself, and this one does not."""
+    """Whether a level below this one, or autograd itself, differentiates a tensor, and this level does not."""
     tensor = private.unwrap_if_dead(tensor)
     while private.level_of(tensor) > level:
         tensor = private.unwrap_once(tensor)
@@ -96,7 +96,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """A place to differentiate at, with the content and the tangent of a tensor."""
+    """A new leaf that requires grad, with the values and the tangent of a tensor."""
     leaf = tensor.detach().requires_grad_()
     if not private.dual_level_active() or not is_dual(tensor):
         return leaf

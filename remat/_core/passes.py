@@ -1,4 +1,4 @@
-"""Backward passes: what they hold, and that they let go of it at their end."""
+"""Backward passes: the values that are recomputed for them, and the release of these at their end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from . import private
 
 
 class Pass:
-    """One backward pass: which frames it filled and, in a graph that is kept, what its nodes have read.
+    """One backward pass: the frames whose slots it filled and, in a retained graph, the slots that its nodes have read.
 
-    Nodes of a kept graph don't let go of their slots. A node may read twice what it saved, so a value stays until
-    another node of the thread reads; what a region inside reads of the one around stays until another region inside
-    reads; and everything is let go when the pass ends. The engine owns this object, as a
+    Nodes of a retained graph don't release their slots. A node may read a slot twice, so its value is released when
+    another node of the thread reads one. A value of an outer region that an inner region reads is released when another
+    inner region reads one. When the pass ends, all values are released. The engine owns this object, as a
     callback, and drops it also when the pass fails.
     """
 
@@ -31,7 +31,7 @@ class Pass:
         self.unpacked: dict[Any, torch.Tensor] = {}
 
     def __call__(self) -> None:
-        """The pass has ended; what there is to do, ``__del__`` does."""
+        """The pass has ended; ``__del__`` does the work."""
 
     def __del__(self) -> None:
         for _, slots in (*self.reading.values(), *self.shared.values()):
@@ -42,7 +42,7 @@ class Pass:
                 frame.clear()
 
     def read(self, slot: Any, frame: Any, reader: Any) -> None:
-        """A slot of ``frame`` was read, by a node or by the frame of a region inside, ``reader``."""
+        """Note that a slot of ``frame`` was read by a node, or by ``reader``, the frame of an inner region."""
         if reader is not None:
             before, slots = self.shared.get(id(frame), (None, []))
             if before is not reader:
@@ -63,10 +63,10 @@ class Pass:
 
 
 class PassGroup(Pass):
-    """The backward passes in the scope of a ``GraphExecGroup``: what one of them gets is there for the next.
+    """The backward passes in the scope of a ``GraphExecGroup``. The values recomputed for one are there for the next.
 
-    What a node reads is for one of them alone, so it goes when that one has read it. What regions inside read stays,
-    for a region that is recomputed in one pass may read more of it in the next.
+    A value that a node reads is for one pass only, so it is released when it has been read. Values that inner regions
+    read stay, as an inner region that is recomputed in one pass may read more of them in the next.
     """
 
     __slots__ = ("taken",)
@@ -80,17 +80,17 @@ class PassGroup(Pass):
             running.read(slot, frame, reader)
 
     def take(self, slot: Any) -> None:
-        """A node asks for what ``slot`` stands for. Who looks at it outside of any pass gets it for the moment alone.
+        """Note that the current pass reads ``slot``. A read outside of any pass does not count.
 
         Raises:
-            RematError: a node did in another pass, so it may be gone.
+            RematError: another pass has read it, so its value may be released.
         """
         if private.graph_task_id() == -1:
             return
         if self.taken.setdefault(slot, private.graph_task_id()) != private.graph_task_id():
             raise RematError(
-                "Two backward passes in one GraphExecGroup need the same value of a region, which is run again once "
-                "for all of them. Run passes that overlap outside of the group, or each in a group of its own."
+                "Two backward passes in one GraphExecGroup need the same value of a region, which is recomputed once "
+                "for all passes of the group. Run overlapping passes outside of the group, or each in its own group."
             )
 
 
@@ -99,7 +99,7 @@ _groups: weakref.WeakKeyDictionary[Any, PassGroup] = weakref.WeakKeyDictionary()
 
 
 def current_group() -> PassGroup | None:
-    """What the passes in the scope of the current ``GraphExecGroup`` share; None outside of any."""
+    """The passes in the scope of the current ``GraphExecGroup``; None outside of one."""
     scope = private.graph_exec_group()
     if scope is None:
         return None
@@ -107,7 +107,7 @@ def current_group() -> PassGroup | None:
 
 
 def current_scope() -> Pass | None:
-    """Whatever runs of regions in the current pass are for: that pass, or the group that it belongs to."""
+    """The current pass, or the group that it belongs to: regions that are recomputed now are recomputed for it."""
     return None if private.graph_task_id() == -1 else current_group() or current_pass()
 
 

@@ -16,12 +16,12 @@ FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor  # what 
 
 
 def said_of_node() -> dict[str, Any]:
-    """What ``torch.fx.traceback.annotate`` has said of the node that runs now; it has no getter."""
+    """The annotations that ``torch.fx.traceback.annotate`` gave the current node; they have no getter."""
     return torch.fx.traceback.current_meta.get("custom") or {}
 
 
 def traced_node(tensor: torch.Tensor) -> Any:
-    """The node of a tensor in the graph that AOT autograd takes of operations now; None if it takes none."""
+    """The node of a tensor in the graph that AOT autograd is tracing; None if it isn't tracing."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if mode is None or not isinstance(tensor, FunctionalTensor):
         return None
@@ -31,38 +31,38 @@ def traced_node(tensor: torch.Tensor) -> Any:
 
 
 def traced_by_torch(function: Any) -> bool:
-    """Whether torch calls its checkpoint of this, which traces a region that Dynamo has seen."""
+    """Whether torch itself calls its checkpoint with this function, to trace a region that Dynamo has captured."""
     owner = getattr(function, "__self__", function)
     return getattr(owner, "__module__", None) in ("torch._higher_order_ops.wrap", "torch.fx.interpreter")
 
 
 def functionalizing() -> bool:
-    """Whether AOT autograd runs the function: at first without a graph."""
+    """Whether AOT autograd runs the function, which it does first without a graph."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
-# A function with its tensors as arguments, for a function that Dynamo doesn't look into: while AOT autograd traces.
+# Passes a function's graph, with its tensors as arguments, to a wrapper that only AOT autograd traces, not Dynamo.
 lifted = torch._higher_order_ops.wrap.dynamo_bypassing_wrapper
-# What a constant function is given, it is given as Dynamo has it: in 2.11 not if that is a policy.
+# Whether Dynamo can pass an object such as a policy to a constant function: that of torch 2.11 can't.
 TAKES_OBJECTS_AS_CONSTANTS = torch.__version__ >= "2.12"
 
 
 def constant(fn: F) -> F:
-    """As ``torch.compiler.assume_constant_result``, which imports Dynamo: that takes as long as to import torch."""
+    """``torch.compiler.assume_constant_result``, without its import of Dynamo, which takes as long as that of torch."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
 def graph_break(reason: str) -> None:
-    """Have Dynamo break the graph."""
+    """Make Dynamo break the graph."""
     torch._dynamo.graph_break(msg=reason)
 
 
-graph_ids = torch._higher_order_ops.wrap.uid  # of checkpointed parts: the partitioner saves what is between two
+graph_ids = torch._higher_order_ops.wrap.uid  # of checkpointed parts: the partitioner saves values between two parts
 
 
 def value_now(tensor: Any) -> Any:
-    """What a tensor of AOT autograd holds now: whatever changes the tensor in place later makes another value."""
+    """The current value of a tensor of AOT autograd. A later in-place modification makes another value."""
     if not isinstance(tensor, FunctionalTensor):
         return tensor
     torch._sync(tensor)
@@ -70,5 +70,5 @@ def value_now(tensor: Any) -> Any:
 
 
 def holding(value: Any) -> Any:
-    """A new tensor that holds such a value."""
+    """A new tensor with a value that ``value_now`` has returned."""
     return FunctionalTensor.to_functional(value) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Ranges marked for the profiler: those of regions, and others, which come by as operations; and FSDP's own ones."""
+"""Profiler ranges: those of regions, and those of FSDP's hooks, which dispatch modes see as operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from . import private
 
-# What FSDP2 calls them, with the name of the module behind, and FSDP1. Casts of inputs and outputs are none of FSDP2's.
+# Prefixes of the names in FSDP2 and in FSDP1. FSDP2 casts inputs and outputs outside of these ranges.
 _FSDP = (
     *("FSDP::pre_forward", "FSDP::root_pre_forward", "FSDP::post_forward"),
     *(f"FullyShardedDataParallel.{hook}" for hook in ("_pre_forward", "_root_pre_forward", "_post_forward")),
@@ -21,8 +21,8 @@ _FSDP = (
 class Ranges:
     """The open ranges of FSDP's hooks in one run of a region; true while operations are the hooks' own.
 
-    They gather the parameters of a module. A recompute may find these gathered already, so what it takes to gather them
-    is no part of what the region computes.
+    The hooks gather the parameters of a module. A recompute may find these gathered already, so the hooks' operations
+    are not part of what the region computes.
     """
 
     __slots__ = ("_open",)
@@ -31,7 +31,7 @@ class Ranges:
         self._open: set[int] = set()
 
     def mark(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run an operation that starts a range, or ends one."""
+        """Run an operation that starts or ends a range."""
         result = func(*args, **kwargs)
         if isinstance(result, torch.ScriptObject):
             if args[0].startswith(_FSDP):
@@ -45,7 +45,7 @@ class Ranges:
 
 
 def in_range(fn: Callable, run: str) -> Callable:
-    """The function of a region, which marks its runs for the profiler. No mode sees that."""
+    """The function of a region, with each run in a profiler range. No mode sees the range."""
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         open_range = record_function(f"remat {name_of(fn)} {run}")
@@ -61,7 +61,7 @@ def in_range(fn: Callable, run: str) -> Callable:
 
 
 def name_of(fn: Any) -> str:
-    """The name of the class of the module that a function belongs to, or is; of any other function its own."""
+    """The class name of the module that a function is or belongs to; for any other function its own name."""
     while True:
         owner = getattr(fn, "__self__", fn)
         if isinstance(owner, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""What a thread knows about regions: whether it runs one again, and what is said of those that are called now."""
+"""The state of a thread: whether it recomputes a region, and the options of regions that are called now."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["disable_remat", "is_disabled", "is_recomputing"]
 
 
 def _carry_in_torch_2_11(key: str, value: Any) -> None:
-    """There torch takes a reference without adding one."""
+    """Torch 2.11 stores an object without adding a reference to it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     private.carry(key, value)
 
 
-# Lets this thread know something, and those of devices in a backward pass that it starts.
+# Sets a value for this thread, and for the device threads in a backward pass that it starts.
 carry = private.carry if torch.__version__ >= "2.12" else _carry_in_torch_2_11
 
 
 def _carried(key: str, default: Any = False) -> Any:
-    """What this thread, or the one that started its backward pass, was let know."""
+    """A value that was set for this thread, or for the thread that started its backward pass."""
     is_carried, carried = private.is_carried, private.carried
     return property(lambda _: carried(key) if is_carried(key) else default, lambda _, value: carry(key, value))
 
 
 class _Guarded(threading.local):
-    """What compiled code asks, too. Dynamo guards what each thread has in attributes of its own from the start."""
+    """State that compiled code reads too. Dynamo can guard attributes that each thread has from the start."""
 
     def __init__(self) -> None:
         self.checkpointing = False  # a region runs for the first time
-        self.recomputing = False  # as `state` has it, for compiled functions in an eager region
+        self.recomputing = False  # as in `state`, for compiled functions in an eager region
         self.disabled = False  # as in `state.override`
         self.traced: Any = None  # the policy of the outermost region that Dynamo traces now
 
@@ -50,23 +50,23 @@ class _State(threading.local):
     unseen: bool = False  # operations are the package's own
     filling: int = 0  # recorders numbered below this skip what runs now
 
-    reader: Any = None  # the frame that gets a value for a backward now
+    reader: Any = None  # the frame that reads a value for a backward now
 
-    # These also hold in the threads of devices, in a backward pass that this one starts.
+    # These are also set in the device threads of a backward pass that this thread starts.
     recomputing = _carried("remat.recomputing")
-    override = _carried("remat.override")  # options of the regions that are called now; if anything, a dict
+    override = _carried("remat.override")  # options of the regions that are called now: a dict, or nothing
     interceptors = _carried("remat.interceptors", ())  # of the regions that run now, the innermost last
-    policies = _carried("remat.policies", ())  # of those with a policy, the innermost last
-    lowerings = _carried("remat.lowerings", ())  # of the runs of regions that are open now, the innermost last
-    logs = _carried("remat.logs", ())  # of those that are debugged
-    recordings = _carried("remat.recordings", ())  # of those that run for the first time, under a policy
+    policies = _carried("remat.policies", ())  # of the regions that run now and have one, the innermost last
+    lowerings = _carried("remat.lowerings", ())  # of the regions that run now, the innermost last
+    logs = _carried("remat.logs", ())  # of the regions that run now with ``debug=True``
+    recordings = _carried("remat.recordings", ())  # of the regions in their first run, under a policy
 
 
 state = _State()
 
 
 def is_recomputing() -> bool:
-    """Whether the calling code is in the second (or a later) run of a region.
+    """Whether the calling code is in the recompute of a region.
 
     For code with effects that must happen once, such as logging or counting:
 
@@ -89,8 +89,8 @@ def is_recomputing() -> bool:
 def disable_remat() -> Iterator[None]:
     """Turn every region that is called under this context into a plain call of its function.
 
-    Regions whose forward ran before are not changed. Affects the current thread, and what a backward pass that it
-    starts runs in the threads of devices. Code that ``torch.compile`` compiled elsewhere is compiled once more here.
+    Regions whose forward ran before are not changed. Affects the current thread, and the device threads of a backward
+    pass that it starts. Code that ``torch.compile`` compiled outside of this context is compiled once more here.
 
     Example:
         >>> import torch
@@ -98,7 +98,7 @@ def disable_remat() -> Iterator[None]:
         >>> f = remat(torch.sin)
         >>> x = torch.ones(3, requires_grad=True)
         >>> with disable_remat():
-        ...     y = f(x)  # keeps what torch.sin keeps
+        ...     y = f(x)  # saves what torch.sin saves
     """
     before, guarded.disabled = guarded.disabled, True
     try:
@@ -129,7 +129,7 @@ def is_disabled() -> bool:
 
 @contextmanager
 def overriding(**changes: Any) -> Iterator[None]:
-    """Regions that are called within have these options, for which others around stay as they are."""
+    """Override options of the regions that are called within. Overrides of other options stay in effect."""
     before = state.override
     state.override = {**(before or {}), **changes}
     try:
@@ -142,7 +142,7 @@ def overriding(**changes: Any) -> Iterator[None]:
 
 
 class recomputing:
-    """The flags of a recompute: regions inside of it act as they did in the first, under the same ``override``."""
+    """The flags of a recompute. Inner regions act as in the first run, under the same ``override``."""
 
     __slots__ = ("before", "guarded", "override")
 
@@ -161,9 +161,9 @@ class recomputing:
 
 
 class as_in_forward:
-    """For a recompute, which may start within the bookkeeping of any other run.
+    """The state of a first run, for a recompute, which may start within the bookkeeping of any other run.
 
-    The ``policies`` around are these, and regions inside are lowered as ``lowerings`` say.
+    ``policies`` are those of outer regions. Inner regions are lowered by ``lowerings``.
     """
 
     __slots__ = ("before", "filling", "lowerings", "policies")
@@ -175,14 +175,14 @@ class as_in_forward:
         self.before = state.unseen, state.filling, state.policies, state.lowerings
         state.unseen, state.policies, state.lowerings = False, self.policies, (self.lowerings,)
         if self.filling:
-            state.filling = len(state.recordings)  # those of regions that start inside do
+            state.filling = len(state.recordings)  # recorders of inner regions don't skip operations
 
     def __exit__(self, *exception: Any) -> None:
         state.unseen, state.filling, state.policies, state.lowerings = self.before
 
 
 class own_work:
-    """Tells interceptors of regions around that what is called now is the package's own doing, or the user's again."""
+    """Within, interceptors of outer regions treat calls as the package's own; with False, as the user's again."""
 
     __slots__ = ("before", "value")
 
@@ -197,14 +197,14 @@ class own_work:
 
 
 class first_run:
-    """The user's function is called for the first time in a region."""
+    """The flags of the first run of a region's function."""
 
     __slots__ = ("before",)
 
     def __enter__(self) -> None:
         self.before = state.own_work, guarded.checkpointing, state.unseen, state.filling
         state.own_work, guarded.checkpointing = False, True
-        if state.unseen:  # it is called by hooks around other regions, whose records don't note it
+        if state.unseen:  # hooks around other regions call the function, so their recorders must skip it
             state.unseen, state.filling = False, len(state.recordings)
 
     def __exit__(self, *exception: Any) -> None:
@@ -212,7 +212,7 @@ class first_run:
 
 
 class unseen:
-    """The package's own operations, which no record of a region's operations is to have; or the user's again."""
+    """Within, operations are the package's own, which no recorder of a region sees; with False, the user's again."""
 
     __slots__ = ("before", "value")
 
@@ -230,7 +230,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor.detach()``, told apart from that of the user, who may read the result in ways that can't be seen."""
+    """``tensor.detach()`` that modes don't see. The user's own is seen, as its result may be read outside of them."""
     if not modes_that_see():
         return tensor.detach()
     if type(tensor) in _PLAIN:

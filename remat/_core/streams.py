@@ -16,7 +16,7 @@ from .parts import parts
 
 
 def current_streams() -> list[torch.Stream]:
-    """The current stream of each device: a region may work on others than those of what it is given."""
+    """The current stream of each device. A region may use other devices than those of its inputs."""
     return [torch.accelerator.current_stream(device) for device in started_devices()]
 
 
@@ -29,7 +29,7 @@ def streams_for(tensors: Iterable[torch.Tensor]) -> list[torch.Stream]:
 
 @contextmanager
 def resumed(streams: list[torch.Stream]) -> Iterator[None]:
-    """Run on these streams: after what was started where the caller is, and before what it starts next."""
+    """Run on these streams, after the work already queued on the caller's streams and before their next work."""
     callers = [torch.accelerator.current_stream(stream.device) for stream in streams]
     switched = [(s, c) for s, c in zip(streams, callers) if s != c]
     with ExitStack() as stack:
@@ -42,19 +42,19 @@ def resumed(streams: list[torch.Stream]) -> Iterator[None]:
 
 
 def outlived(tensor: torch.Tensor) -> None:
-    """The memory of a tensor, which may be another stream's, is not freed before the current one is done with it."""
+    """Keep a tensor's memory, which may be another stream's, from being reused before the current stream is done."""
     for stream in streams_for([tensor]):
         tensor.record_stream(stream)
 
 
 def is_on_another(device: torch.device, streams: list[torch.Stream]) -> bool:
-    """Whether the device's current stream is none of these."""
+    """Whether the device's current stream is not one of these."""
     known = [stream for stream in streams if stream.device == device]
     return bool(known) and torch.accelerator.current_stream(device) not in known
 
 
 def taken(tensor: torch.Tensor, streams: list[torch.Stream]) -> None:
-    """The current stream reads what a recompute on these streams, and perhaps others, has made."""
+    """Let the current stream read a tensor that a recompute has made on these streams, and perhaps others."""
     for stream in streams:
         if stream.device == tensor.device:
             current = torch.accelerator.current_stream(stream.device)

@@ -1,7 +1,7 @@
-"""Pytrees: everything that goes into and comes out of a region, as a flat list of leaves.
+"""Pytrees: the arguments and results of a region as flat lists of leaves.
 
 Built on optree in a namespace of its own. Dataclasses and the types that are registered with
-torch's pytree join it the first time one is met, so no user has to register anything.
+torch's pytree are added to it when one is first seen, so users need not register anything.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .private import TORCH_NODES, MappingKey, SequenceKey
 
 __all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten", "without_plain"]
 
-Node = tuple[Callable, Callable, type[optree.PyTreeEntry]]  # how to take one apart and put it together, its paths
+Node = tuple[Callable, Callable, type[optree.PyTreeEntry]]  # functions that flatten and unflatten it, type of its paths
 _NAMESPACE = "remat"
-# None is a node to optree, and torch.Size to torch; as plain values they pass whole.
+# None is a node in optree, and torch.Size in torch's pytree; here they are leaves.
 _NEVER_NODES = (torch.Tensor, torch.nn.Module, enum.Enum, torch.Size, type(None))
 _LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
 
@@ -33,7 +33,7 @@ _torch_nodes_seen = len(TORCH_NODES)
 
 
 def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
-    """Takes a tree apart. ``None`` and every value that is no container is a leaf.
+    """Flatten a tree. ``None`` and every value that is not a container is a leaf.
 
     >>> leaves, spec = flatten({"x": (1, None)})
     >>> leaves, unflatten(spec, leaves)
@@ -48,12 +48,12 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any], /) -> Any:
-    """Puts a tree together again; what is not a tensor is the very object that was there."""
+    """Build a tree from its leaves."""
     return spec.unflatten(leaves)
 
 
 def paths(spec: TreeSpec, root: str, /) -> list[str]:
-    """For each leaf the expression that reaches it from `root`, as in ``args[0]['w1'].bias``.
+    """The expression that reaches each leaf from `root`, as in ``args[0]['w1'].bias``.
 
     >>> paths(flatten(({"a": 1}, [2]))[1], "args")
     ["args[0]['a']", 'args[1][0]']
@@ -62,7 +62,7 @@ def paths(spec: TreeSpec, root: str, /) -> list[str]:
 
 
 def describe_difference(before: TreeSpec, after: TreeSpec, root: str, /) -> str:
-    """One sentence that says where two structures first differ.
+    """A sentence that describes where two structures first differ.
 
     >>> describe_difference(flatten([{"a": 1}])[1], flatten([(1, 2)])[1], "output")
     "output[0] was a dict with ['a'] and is now a tuple of 2."
@@ -96,15 +96,15 @@ def _steps(spec: TreeSpec) -> list[str]:
 
 
 def _learn(leaves: list[Any]) -> bool:
-    """Register the nodes among leaves of types that weren't met before; whether there are any."""
+    """Register container types among the types of these leaves that weren't seen before; return whether any were."""
     global _torch_nodes_seen
     with _lock:
-        if len(TORCH_NODES) != _torch_nodes_seen:  # a type held to be a leaf may be a node now
+        if len(TORCH_NODES) != _torch_nodes_seen:  # a type that was a leaf may be a node now
             _torch_nodes_seen = len(TORCH_NODES)
             _leaf_types.clear()
-        unseen = set(map(type, leaves)) - _leaf_types
-        nodes = set(filter(_is_node, unseen))
-        _leaf_types.update(unseen - nodes)
+        new = set(map(type, leaves)) - _leaf_types
+        nodes = set(filter(_is_node, new))
+        _leaf_types.update(new - nodes)
         return bool(nodes)
 
 
@@ -121,7 +121,7 @@ def _is_node(cls: Any) -> bool:
 
 
 class _TorchEntry(optree.PyTreeEntry):
-    """A step of a path in torch's words, which prints itself."""
+    """A step of a path as torch's key entry, which prints itself."""
 
     def codify(self, node: str = "") -> str:
         return f"{node}{self.entry}"
@@ -152,7 +152,7 @@ def _dataclass(cls: type) -> Node | None:
         return None
     try:
         object.__new__(cls)
-    except TypeError:  # the layout is that of a built-in type, whose contents are not fields
+    except TypeError:  # it subclasses a built-in type, whose contents are not fields
         return None
     # Descriptors, since setattr does not work on frozen classes and may run the user's code.
     slots = {
@@ -185,12 +185,12 @@ def _dataclass(cls: type) -> Node | None:
     return take, put, optree.GetAttrEntry
 
 
-# Leaves that hold no tensor, the most frequent ones.
-_HOLD_NOTHING = frozenset(
+# The most frequent types of leaves that contain no tensor.
+_WITHOUT_TENSORS = frozenset(
     [type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator]
 )
 
 
 def without_plain(values: Iterable[Any]) -> list[Any]:
-    """Those that may hold tensors."""
-    return [value for value in values if type(value) not in _HOLD_NOTHING]
+    """The values that may contain tensors."""
+    return [value for value in values if type(value) not in _WITHOUT_TENSORS]

@@ -1,9 +1,9 @@
-"""The frame of a region under saved-tensor hooks: autograd has slots in place of tensors, and reading one fills them.
+"""The frame of a region under saved-tensor hooks. Autograd saves slots in place of tensors; reading one fills them all.
 
-The first slot that a backward reads has the region recomputed, under hooks that put what it saves, in the same order,
-into those slots that are still alive.
+When a backward pass reads the first slot, the region is recomputed under hooks. The hooks put the tensors that autograd
+saves, in the same order, into the slots that are still alive.
 
-Ownership goes one way, so that reference counts alone free it all: autograd's node -> slot and frame -> region.
+Ownership is one-way, so reference counts alone free everything: autograd's node -> slot and frame -> region.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .slots import Slot, reference
 
 
 class Frame:
-    """What is left of a region's first run for backward passes: its slots, and all that it takes to fill them."""
+    """What a region's first run leaves for backward passes: its slots, and everything that is needed to fill them."""
 
     __slots__ = (
-        "__weakref__", "alone", "check", "consts", "inside", "lock", "log", "look", "lowerings", "mixed",
+        "__weakref__", "check", "consts", "inside", "lock", "log", "look", "lowerings", "mixed",
         "modes", "noted", "one_output", "open", "operands", "options", "outer", "policies", "policy",
-        "read_inside", "record", "refs", "region", "slots", "stopped", "streams",
+        "read_inside", "read_once", "record", "refs", "region", "slots", "stopped", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -56,11 +56,11 @@ class Frame:
         self.operands = operands
         self.consts = consts
         self.options = options = region.root.options
-        self.outer = outer  # the hooks around the region, which have been given these tensors
-        self.read_inside = read_inside  # a backward pass inside reads the slots: they keep their values until its end
-        self.slots: list[Slot | None] = []  # one for each tensor that the region has saved, None where it needs none
-        self.refs: list[Callable[[], Any]] = []  # to the first of them, once these live as long as autograd's nodes
-        self.alone = False  # the values that are there belong to a pass that reads each once
+        self.outer = outer  # the hooks around the region, to which operands and captured tensors were handed
+        self.read_inside = read_inside  # backward passes inside read slots, which own their values in the first run
+        self.slots: list[Slot | None] = []  # one for each tensor that autograd saved, None where it needs no slot
+        self.refs: list[Callable[[], Any]] = []  # weak references to the slots before those, which only nodes own
+        self.read_once = False  # the slots were filled for one pass, which reads each of them once
         self.check = options.determinism_check
         self.look = LOOKS[self.check]
         self.lock = threading.RLock()
@@ -69,26 +69,26 @@ class Frame:
         self.inside = False  # a backward pass ran inside the region's forward
         self.streams = current_streams()
         self.mixed = False  # a recompute has used other streams too
-        self.stopped = False  # the last recompute stopped when the slots had their tensors
+        self.stopped = False  # the last recompute stopped early, as soon as all slots were filled
         self.modes = modes_that_see() > 0
         self.log = OpLog() if options.debug else None
         self.policies = state.policies
-        self.lowerings: list[bool] = []  # of the regions inside
+        self.lowerings: list[bool] = []  # of the inner regions
         self.policy = policy
-        self.record: Any = None  # of the first run under it, when that has ended
+        self.record: Any = None  # of the first run under the policy, once that run has ended
         self.noted = read_inside or policy is not None
 
     def close(self) -> None:
-        """The first run has ended."""
+        """End the first run."""
         self.open = False
         if self.read_inside:
             self.clear()
-        root, kept = self.region.root, (self.operands, self.consts)
-        tensors = [tensor for each in kept for tensor in each.tensors]
-        for each in kept:
-            each.close()
-        if self.region is root and any(each.may_have_changed for each in kept):
-            root.overlaps = overlapping(tensors, *kept)
+        root, both = self.region.root, (self.operands, self.consts)
+        tensors = [tensor for guards in both for tensor in guards.tensors]
+        for guards in both:
+            guards.close()
+        if self.region is root and any(guards.may_have_changed for guards in both):
+            root.overlaps = overlapping(tensors, *both)
         del tensors
         self.consts.forget_histories()
 
@@ -98,18 +98,18 @@ class Frame:
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Slot):
             value = packed.value
-            if value is not None and self.alone and packed.first is None and raw_version(value) == packed.version:
+            if value is not None and self.read_once and packed.first is None and raw_version(value) == packed.version:
                 return value
         elif type(packed) is tuple:
-            kept, i = packed
-            if kept.as_they_were:
-                tensor = kept.tensors[i]
-                if raw_version(tensor) == kept.versions[i]:
+            guards, i = packed
+            if guards.as_they_were:
+                tensor = guards.tensors[i]
+                if raw_version(tensor) == guards.versions[i]:
                     return tensor
         return self._unpacked(packed)
 
     def unpack_under_policy(self, packed: Any) -> torch.Tensor:
-        if self.record is not None:  # a backward pass inside of the region may come before its end
+        if self.record is not None:  # a backward pass inside the region may come before the record exists
             self.record.in_backward()
         return self.unpack(packed)
 
@@ -120,13 +120,13 @@ class Frame:
             raise told(error, self.region, recomputing=False)  # noqa: B904
 
     def _read(self, packed: Any) -> torch.Tensor:
-        """The same with all that may be the case."""
+        """``unpack`` for the cases that its fast path doesn't handle."""
         if self.open:
             self.has_backward_inside()
         if type(packed) is tuple:
-            kept, i = packed
-            tensor = self._as_reader(kept.saved, i)
-            if self.streams and i in kept.packed:  # a region around has recomputed it, perhaps no further
+            guards, i = packed
+            tensor = self._as_reader(guards.saved, i)
+            if self.streams and i in guards.packed:  # an outer region's recompute made it, and may have stopped
                 taken(tensor, self.streams)
             return tensor
         if not isinstance(packed, Slot):
@@ -146,9 +146,9 @@ class Frame:
             taken(value, self.streams)
         if private.version(value) != packed.version or (packed.first and packed.has_changed()):
             raise MutationError(
-                f"A captured tensor, or one that the region made, {fingerprint(value, 'metadata')}, was saved for the "
-                f"backward and then changed in place. This is an error without remat too, unless saved-tensor hooks "
-                f"keep a copy: use the out-of-place operation, or give the region a copy: `.clone()`."
+                f"A tensor that the region captured or computed, {fingerprint(value, 'metadata')}, was saved for the "
+                f"backward and then changed in place. The same program raises an error without remat, unless saved-"
+                f"tensor hooks save a copy. Use the out-of-place operation, or give the region a copy: `.clone()`."
             )
         if self.open and self.read_inside:
             return value
@@ -157,14 +157,14 @@ class Frame:
         return value
 
     def has_backward_inside(self) -> None:
-        """A backward pass runs before the first run has ended: so it does for the regions around."""
+        """Note that a backward pass runs before the first run has ended, here and in outer regions."""
         if not self.inside:
             self.inside = True
             if (around := of_region(self.outer)) is not None:
                 around.has_backward_inside()
 
     def _as_reader(self, get: Callable, *args: Any) -> torch.Tensor:
-        """What is asked of the hooks around the region meanwhile, this frame asks."""
+        """Call ``get``; meanwhile this frame is the reader of the values that outer regions recompute."""
         reader, state.reader = state.reader, self
         try:
             return get(*args)
@@ -172,11 +172,11 @@ class Frame:
             state.reader = reader
 
     def _filled(self, wanted: Slot, to_the_end: bool = False) -> torch.Tensor:
-        """Run the region again. Outside of a backward pass only the wanted slot gets its value, for the moment."""
+        """Recompute the region. Outside of a backward pass only the wanted slot is filled, and emptied at once."""
         with turn(), self.lock:
             value = wanted.value
             if value is not None:
-                return value  # another thread has run it
+                return value  # another thread has recomputed it
             running = current_scope()
             self._release()
             alive = [ref() for ref in self.refs]
@@ -184,8 +184,8 @@ class Frame:
                 alive = [slot if slot is wanted else None for slot in alive]
             elif self.policy is not None:
                 alive = [None if slot and slot.residual else slot for slot in alive]
-            self.alone = running is not None and not private.graph_task_keeps_graph() and current_group() is None
-            filler = Filler(self, alive, to_the_end, self.alone and self._is_last())
+            self.read_once = running is not None and not private.graph_task_keeps_graph() and current_group() is None
+            filler = Filler(self, alive, to_the_end, self.read_once and self._is_last())
             try:
                 filler.run()
                 value = wanted.value
@@ -197,9 +197,9 @@ class Frame:
                 raise
             finally:
                 filler.let_go()
-            self.alone &= not self.mixed
+            self.read_once &= not self.mixed
             if value is None:
-                return self._filled(wanted, to_the_end)  # another thread has let go of it meanwhile
+                return self._filled(wanted, to_the_end)  # another thread has released the value meanwhile
             if running is None:
                 wanted.value = None
             else:
@@ -209,7 +209,7 @@ class Frame:
     def _is_last(self) -> bool:
         """Whether no recompute comes after this one, as the pass reads all slots and doesn't keep the graph.
 
-        Where regions are inside of one another, each recompute must do the same.
+        False in an outer region, where each recompute must do the same.
         """
         if self.record is None or self.record.in_region or self.inside or not self.one_output:
             return False
@@ -219,14 +219,14 @@ class Frame:
         return all(t is not None and (not is_in_graph(t) or _is_reached(t)) for t in inputs)
 
     def _release(self) -> None:
-        """From now on a slot lives as long as a node of autograd needs it."""
+        """Drop the references to slots: from now on a slot lives as long as the node of autograd that saved it."""
         self.refs += map(reference, self.slots)
         self.slots.clear()
 
     def clear(self) -> None:
-        """Let go of the values that a backward pass got and did not use up."""
+        """Release the values that were filled in for a backward pass and not read."""
         if not self.lock.acquire(blocking=False):
-            return  # another pass is at it, whose end does this: it may wait for the thread that this one ends in
+            return  # another pass fills the slots, and clears them at its end; it may be waiting for this thread
         try:
             for ref in self.refs:
                 if slot := ref():
@@ -235,14 +235,14 @@ class Frame:
             self.lock.release()
 
 
-LEFT_ALONE_BYTES = 4096  # to ask autograd takes 20 us for each input
+LEFT_ALONE_BYTES = 4096  # so little is not worth a query of autograd, which takes 20 us for each input
 
 
 def _is_reached(tensor: torch.Tensor) -> bool:
-    """Whether the backward pass that runs now goes through this tensor."""
+    """Whether the current backward pass computes the gradient of this tensor."""
     with private.without_dispatch(), torch.inference_mode(False):
         node = torch.autograd.graph.get_gradient_edge(tensor).node
     try:
         return private.will_execute_node(node)
-    except RuntimeError:  # a leaf of which the gradient is asked for
+    except RuntimeError:  # a leaf whose gradient is requested
         return True

@@ -24,10 +24,10 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
     """Call ``fn`` as a region.
 
     Raises:
-        RuntimeError: also if it refuses to run under saved-tensor hooks. It has left nothing changed then.
+        RuntimeError: ``fn`` raised it, or refuses to run under saved-tensor hooks; then its changes are undone.
     """
     arguments, tensors = take_apart(args, kwargs)
-    if state.interceptors:  # an argument may be a tensor that a region around has captured, and gets as another one
+    if state.interceptors:  # an outer region may replace an argument: a tensor that it has captured
         found = list(map(state.interceptors[-1].resolve, tensors))
         if not all(map(is_, found, tensors)):
             args, kwargs = arguments.filled(found)

@@ -14,12 +14,12 @@ from .._core.state import state
 from .._region.fingerprints import fingerprint
 from ..errors import RecomputeMismatchError
 
-# The engine itself detaches what it takes, so these come and go.
+# The engine detaches tensors too, so the number of these operations differs between runs.
 _IGNORED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class Operation(NamedTuple):
-    """What ran, what it made and the user's line that called it."""
+    """An operation: its name, its result, and the user's line that called it."""
 
     op: str
     result: str
@@ -30,12 +30,12 @@ class Operation(NamedTuple):
 
 
 class OpLog(DispatchMode):
-    """Notes each operation of a first run."""
+    """The operations of a first run, recorded one by one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[Operation] = []
-        self.again: list[Operation] = []  # of the last recompute
+        self.recomputed: list[Operation] = []  # by the last recompute
         self.ranges = Ranges()
         self.noting = True
 
@@ -51,7 +51,7 @@ class OpLog(DispatchMode):
         self.entries.append(operation)
 
     def go_back(self, count: int) -> None:
-        """Forget what was noted after the first ``count`` operations."""
+        """Delete the operations after the first ``count``."""
         del self.entries[count:]
 
     def __enter__(self) -> OpLog:
@@ -63,18 +63,18 @@ class OpLog(DispatchMode):
         state.logs = state.logs[:-1]
 
     def compared(self) -> ComparedLog:
-        """The log of a recompute, which is compared with this one while it grows."""
+        """The log of a recompute. Each operation that it records is compared with this log."""
         comparison = ComparedLog(self)
-        self.again = comparison.entries
+        self.recomputed = comparison.entries
         return comparison
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Both runs, as users see them."""
-        return [*map(str, self.entries)], [*map(str, self.again)]
+        return [*map(str, self.entries)], [*map(str, self.recomputed)]
 
 
 class ComparedLog(OpLog):
-    """Compares each operation of a recompute with that of the first run.
+    """The operations of a recompute, each compared with that of the first run.
 
     Raises:
         RecomputeMismatchError: at the first one that differs.
@@ -93,7 +93,7 @@ class ComparedLog(OpLog):
             self._fail(i, self.first[i], operation)
 
     def check_end(self) -> None:
-        """After a recompute that wasn't stopped early."""
+        """Check that no operation is missing, after a recompute that wasn't stopped early."""
         i = len(self.entries)
         if i < len(self.first):
             self._fail(i, self.first[i], "there is none")
@@ -101,14 +101,14 @@ class ComparedLog(OpLog):
     def _fail(self, i: int, before: Any, now: Any) -> None:
         raise RecomputeMismatchError(
             f"Operation {i} of the region differs between its runs.\n  In the forward: {before}\n"
-            f"  When run again: {now}\n"
-            f"A region must do the same each time: look at what decides between these two lines."
+            f"  In the recompute: {now}\n"
+            f"A region's function must be deterministic: look at what decides between these two lines."
         )
 
 
 def _describe(result: Any) -> str:
     if isinstance(result, torch.Tensor):
-        if result.is_nested:  # a strided one has no sizes, and a jagged one others in each run
+        if result.is_nested:  # a strided one has no sizes, and the sizes of a jagged one differ between runs
             return f"nested {result.dtype}"
         return str(fingerprint(result, "metadata"))
     if isinstance(result, (tuple, list)):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Filler(RegionHooks):
-    """One recompute of a region: hooks that count what it saves and put it into the slots that are alive."""
+    """One recompute of a region: hooks that count the tensors that autograd saves, and put them into the live slots."""
 
     __slots__ = (
         "attempt", "difference", "frame", "is_last", "last_slot", "look", "rest", "root", "slots",
@@ -40,7 +40,7 @@ class Filler(RegionHooks):
 
     def __init__(self, frame: Frame, slots: list[Slot | None], to_the_end: bool = False, last: bool = False) -> None:
         self.frame = frame
-        self.to_the_end = to_the_end  # also where it could stop: an operation may fill what it has saved before
+        self.to_the_end = to_the_end  # without early stop: an operation may save a tensor before it fills it
         self.is_last = last  # there will be no other recompute
         self.root = frame.region.root
         self.look = frame.look
@@ -55,7 +55,7 @@ class Filler(RegionHooks):
         self.frame.stopped = False
         contexts = shields(self.frame)
         before = torch.is_grad_enabled()
-        logs = [log for log in state.logs if log.noting]  # of runs that go on, of which this is no part
+        logs = [log for log in state.logs if log.noting]  # of unfinished runs, which must not record this recompute
         private.set_grad_enabled(True)
         for log in logs:
             log.noting = False
@@ -72,14 +72,14 @@ class Filler(RegionHooks):
                 log.noting = True
 
     def _run(self) -> None:
-        """Run it, and if that reads what it has left out, once more in full."""
+        """Recompute the region; if that reads a value that it skipped, recompute all of it."""
         if not self._attempt(whole=not self.frame.options.may_leave_out):
             self.go_back(0)
             self.stopped, self.difference = False, None
             self._attempt(whole=True)
 
     def _attempt(self, whole: bool) -> bool:
-        """Whether that was all that it takes."""
+        """Recompute the region once; return False if that has to be repeated in full."""
         frame, root = self.frame, self.root
         frame.consts.accumulated |= frame.inside
         if frame.open:
@@ -91,16 +91,16 @@ class Filler(RegionHooks):
         self.attempt = run = self._run_by_plan(whole)
         run.log = None if frame.log is None else frame.log.compared()
         policies = frame.policies
-        if frame.open and frame.policy is not None:  # no replay says so to regions inside
+        if frame.open and frame.policy is not None:  # there is no replay yet that adds it for inner regions
             policies = (*policies, frame.policy)
         first_hook = RemovableHandle.next_id
         below = self._pack_below_levels if root.kinds else self.pack
-        private.push_hooks(self._pack_and_tell if frame.noted else below, _same)
+        private.push_hooks(self._pack_and_report if frame.noted else below, _identity)
         try:
             with as_in_forward(policies, Lowerings(frame.lowerings, follows=True), filling=frame.open):
                 result = frame.region.call_again(operands, run)
         except (Stop, Restart, Exception):
-            # TorchScript makes another exception of these; and it may be another region's.
+            # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.
             if not self.stopped and not run.starts_over:
                 raise
         finally:
@@ -114,32 +114,32 @@ class Filler(RegionHooks):
         return not run.escaped()
 
     def _run_by_plan(self, whole: bool) -> Run:
-        """All of it, if it isn't known what ran first."""
+        """The run of a recompute; it executes everything where the first run left no record."""
         frame, record = self.frame, self.root.record
         if record is None:
             return Run()
         plan = None
-        if not whole:  # a frame without a record fills the slots of another derivative
+        if not whole:  # the slots of a frame without a record are those of another derivative
             plan = record.plan() if frame.record is None else record.plan(slot for slot in self.slots if slot)
         return Attempt(record, plan, self.is_last and not self.to_the_end)
 
     def let_go(self) -> None:
-        """Nodes of the recompute refer to their pack hook, and a container may still lead to such a node."""
+        """Drop all references: a container may still lead to a node of the recompute, which owns its pack hook."""
         del self.attempt, self.frame, self.root, self.slots, self.rest, self.last_slot
 
     @property
     def count(self) -> int:
-        """Of those that were expected."""
+        """How many of the expected tensors autograd has saved so far."""
         return len(self.slots) - length_hint(self.rest)
 
     def go_back(self, count: int) -> None:
         self.rest = iter(self.slots[count:])
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        slot = next(self.rest, _ONE_MORE)
-        if slot is None or slot is _ONE_MORE:
-            # it is read only by a backward pass inside; a leaf refers to nothing, so it may stay itself
-            if slot is _ONE_MORE:
+        slot = next(self.rest, _NO_SLOT)
+        if slot is None or slot is _NO_SLOT:
+            # Only a backward pass inside reads it. A leaf owns no graph, so it needs no alias.
+            if slot is _NO_SLOT:
                 self._check_more()
             return tensor if tensor.is_leaf else alias(tensor)
         value = alias(tensor) if modes_that_see() else tensor.detach()
@@ -158,11 +158,11 @@ class Filler(RegionHooks):
         return value
 
     def _pack_below_levels(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same with levels of torch.func, of which others save tensors too."""
+        """``pack`` below levels of torch.func. Levels inside the region save tensors too, which are wrapped."""
         return bare(tensor) if private.is_wrapped(tensor) else self.pack(tensor)
 
-    def _pack_and_tell(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same where a run that skips operations has to do with it."""
+    def _pack_and_report(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``pack`` for a run that may skip operations: it must know which tensors go into live slots."""
         if private.is_wrapped(tensor):
             return bare(tensor)
         replay = self.attempt.replay
@@ -173,7 +173,7 @@ class Filler(RegionHooks):
         return self.pack(tensor)
 
     def _check_more(self) -> None:
-        if self.stopped or (self.frame.open and self.to_the_end):  # so far the first run has come
+        if self.stopped or (self.frame.open and self.to_the_end):  # the first run has come no further
             self._stop()
         if self.frame.check != "none" and not self.frame.open:
             raise RecomputeMismatchError(self._too_many())
@@ -181,15 +181,15 @@ class Filler(RegionHooks):
     def _compare(self, slot: Slot, now: tuple) -> None:
         if is_other(slot.fingerprint, now):
             self.difference = self.difference or self._differs(self.count - 1, slot.fingerprint, now)
-            if self.frame.log is None:  # else the operation that comes next tells more
+            if self.frame.log is None:  # otherwise the log raises a more precise error at the next operation
                 raise RecomputeMismatchError(self.difference)
 
     def _end(self) -> None:
         """All slots are filled."""
         if self.difference is not None:
             raise RecomputeMismatchError(self.difference)
-        # What the user tells the allocator, and which stream waits for which, may come after the last operation. In the
-        # middle of a first run it has come no further.
+        # After the last operation user code may call `record_stream` or let streams wait for each other, so a recompute
+        # on several streams doesn't stop early. In the middle of a first run it does: the first run came no further.
         if not self.to_the_end and ((self.frame.options.early_stop and not self.frame.mixed) or self.frame.open):
             self._stop()
 
@@ -211,32 +211,32 @@ class Filler(RegionHooks):
 
     def _differs(self, index: int, before: Any, now: Any) -> str:
         return (
-            f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and is "
-            f"{describe(now, before)} when the region was run again, at {user_line()}. {_ADVICE}"
+            f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and "
+            f"{describe(now, before)} in the recompute, at {user_line()}. {_ADVICE}"
         )
 
     def _too_many(self) -> str:
         return (
-            f"The region saved {len(self.slots)} tensors for its backward in the forward, and one more when it was "
-            f"run again, at {user_line()}. {_ADVICE}"
+            f"The region saved {len(self.slots)} tensors for its backward in the forward, and one more in the "
+            f"recompute, at {user_line()}. {_ADVICE}"
         )
 
     def too_few(self) -> str:
         return (
-            f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} when "
-            f"it was run again. {_ADVICE}"
+            f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} in "
+            f"the recompute. {_ADVICE}"
         )
 
 
 _ADVICE = (
-    "A region must do the same each time. Look for Python state that changed between the runs, a branch on values that "
-    "are random or not reproducible, a cache, or saved-tensor hooks around that change values; "
+    "A region's function must be deterministic. Look for Python state that changed between the runs, a branch on "
+    "values that are random or not reproducible, a cache, or saved-tensor hooks around the region that change values; "
     "`remat(..., debug=True)` shows the first operation that differs."
 )
 
 
-_ONE_MORE: Any = object()  # where there is no slot, as the first run has saved no more
+_NO_SLOT: Any = object()  # for a tensor that autograd did not save in the first run
 
 
-def _same(value: torch.Tensor) -> torch.Tensor:
+def _identity(value: torch.Tensor) -> torch.Tensor:
     return value

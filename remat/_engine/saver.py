@@ -1,6 +1,6 @@
-"""The first run of a region under saved-tensor hooks: autograd gets slots in place of what the region computes.
+"""The first run of a region under saved-tensor hooks: autograd gets slots in place of tensors that the region computes.
 
-Inputs, captured tensors, views of these and what was there before the region stay themselves.
+Inputs, captured tensors, views of these, and tensors that are older than the region are saved as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .slots import Above, Found, RecordedSlot, Slot, View, reference
 
 
 class Saver(RegionHooks):
-    """Puts what the region saves into the slots of a new frame."""
+    """The hooks of a first run: they make a slot of a new frame for each tensor that a recompute has to provide."""
 
     __slots__ = ("_known", "_look", "_recording", "_run", "_slot", "_slots", "_start", "frame")
 
@@ -40,15 +40,15 @@ class Saver(RegionHooks):
         self._slot: Callable[[], Slot] = Slot if self._recording is None else RecordedSlot
         self._look, self._slots = frame.look, frame.slots
         self._known: dict[int, tuple[Guards, int]] = {}
-        for kept in (consts, operands) if consts.tensors else (operands,):
-            self._known.update(zip(map(id, kept.tensors), zip(repeat(kept), count())))
+        for guards in (consts, operands) if consts.tensors else (operands,):
+            self._known.update(zip(map(id, guards.tensors), zip(repeat(guards), count())))
 
     def run(self, call: Callable, *args: Any) -> Any:
-        """Run the region for the first time, by ``call(*args, run)``."""
+        """Execute the region for the first time, by ``call(*args, run)``."""
         frame, run = self.frame, self._run
         root, recording = frame.region.root, self._recording
         if frame.outer is None and frame.options.offload_inputs and not root.kinds:
-            frame.operands.offload()  # torch.func's levels keep their inputs
+            frame.operands.offload()  # not under torch.func, whose levels own their inputs
         if recording is not None:
             recording.keep.hooks = frame.outer
             recording.in_region = root.around is not None and root.around.region is not None
@@ -63,7 +63,7 @@ class Saver(RegionHooks):
             finally:
                 state.lowerings = state.lowerings[:-1]
                 private.pop_hooks()
-                self._known, self._recording = {}, None  # regions inside may hold on to these hooks
+                self._known, self._recording = {}, None  # inner regions may still refer to these hooks
         frame.close()
         if run.recorder is not None:
             outputs = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor)]
@@ -74,17 +74,17 @@ class Saver(RegionHooks):
     def pack(self, tensor: torch.Tensor) -> Any:
         found = self._known.get(id(tensor))
         if found is not None:
-            kept, i = found
-            before = kept.versions[i]
+            guards, i = found
+            before = guards.versions[i]
             if before < 0 or raw_version(tensor) == before:
                 self._slots.append(None)
                 return found
         base, node = origin(tensor)
-        if base is not None or node is None or self._was_there(node):
-            served = None if found else self._served(tensor, base, node)
-            if served is not None:
+        if base is not None or node is None or self._is_older(node):
+            getter = None if found else self._getter(tensor, base, node)
+            if getter is not None:
                 self._slots.append(None)
-                return served
+                return getter
         slot = self._slot()
         slot.first = slot.value = None
         if node is None and not tensor.requires_grad:
@@ -95,16 +95,16 @@ class Saver(RegionHooks):
         return slot
 
     def _pack_below_levels(self, tensor: torch.Tensor) -> Any:
-        """The same with levels of torch.func, of which others save tensors too."""
+        """``pack`` below levels of torch.func. Levels inside the region save tensors too, which are wrapped."""
         if is_wrapped(tensor) and id(tensor) not in self._known:
             return Above(tensor)
-        with own_work():  # hooks that an autograd Function calls run under modes, others don't
+        with own_work():  # if an autograd Function calls the hooks, they run under modes
             return self.pack(tensor)
 
     def _pack_and_note(self, tensor: torch.Tensor) -> Any:
-        """The same where a slot gets a value, or a record must know of it: it may lead to what is kept.
+        """``pack`` where slots may own values: at once, or because a policy saves them.
 
-        So it must go with the node.
+        So the frame has only a weak reference to such a slot, which is freed with autograd's node.
         """
         recording = self._recording
         if is_wrapped(tensor) and id(tensor) not in self._known:
@@ -124,26 +124,26 @@ class Saver(RegionHooks):
             slot.version = private.version(slot.value)
         return slot
 
-    def _served(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Callable[[], torch.Tensor] | None:
-        """How to get a tensor that is there without a recompute: a view of an input, or what was there before."""
+    def _getter(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Callable[[], torch.Tensor] | None:
+        """A function that returns a tensor which needs no recompute: a view of an input, or an older tensor."""
         if base is not None and (found := self._known.get(id(base))) is not None:
-            kept, i = found
-            shares = kept.is_as_before(i, base) and i not in kept.packed and not kept.duals
-            return View(kept, i, alias(tensor)) if shares else None
+            guards, i = found
+            shares = guards.is_as_before(i, base) and i not in guards.packed and not guards.duals
+            return View(guards, i, alias(tensor)) if shares else None
         if node is None:
             return Found(tensor) if tensor.requires_grad else None
-        if not self._was_there(node):
+        if not self._is_older(node):
             return None
         return Found(tensor) if self.frame.outer is None else Handed(tensor, self.frame.outer).get
 
-    def _was_there(self, node: Any) -> bool:
+    def _is_older(self, node: Any) -> bool:
         """Whether a node was made before the region.
 
-        Each thread counts its own nodes, and a backward pass inside may have run in a thread of the device.
+        Each thread numbers its own nodes, and a backward pass inside may have run in a device thread.
         """
         return sequence_number(node) < self._start and not (self.frame.inside and self.frame.streams)
 
-    # --- for regions inside -----------------------------------------------------------------------------------------
+    # --- for inner regions ------------------------------------------------------------------------------------------
 
     @property
     def around(self) -> RegionHooks | None:

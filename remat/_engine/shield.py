@@ -1,4 +1,4 @@
-"""What a recompute is shielded from where it starts, in the middle of a backward pass, and what it is given back."""
+"""Contexts that shield a recompute from the state of the backward pass in which it starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shields(frame: Frame) -> list[Any]:
         contexts.append(private.without_levels())
     if in_batched_backward():
         contexts.append(outside_of_batched_backward())
-    if torch.is_inference_mode_enabled():  # of the backward; in a forward under it nothing is saved
+    if torch.is_inference_mode_enabled():  # only the backward is in it: autograd saves nothing in a forward under it
         contexts.append(torch.inference_mode(False))
     if not private.is_torch_function_enabled():
         contexts.append(private.torch_function_enabled())
@@ -34,7 +34,7 @@ def shields(frame: Frame) -> list[Any]:
     if frame.modes and not modes_that_see():
         contexts.append(PlainMode())
     if (frame.operands.duals or frame.consts.duals) and not private.dual_level_active():
-        # To ask for operands may run the region around again, which may enter a level itself: none is in another.
+        # To get operands may recompute an outer region, which may enter a level itself, and these levels don't nest.
         contexts += [each.at_hand() for each in (frame.operands, frame.consts, frame.record) if each is not None]
         contexts.append(fwAD.dual_level())
     if frame.streams:
@@ -43,7 +43,7 @@ def shields(frame: Frame) -> list[Any]:
 
 
 class PlainMode(DispatchMode):
-    """Only runs the operations: some of torch's own code, such as derivative formulas, asks whether any mode is on."""
+    """A mode that only runs the operations. Some of torch's code, such as derivative formulas, checks for any mode."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -61,7 +61,7 @@ def in_batched_backward() -> bool:
 
 @contextmanager
 def outside_of_batched_backward() -> Iterator[None]:
-    """A recompute is part of none."""
+    """Suspend batched backwards, as a recompute is not part of them."""
     depth = _batched_depth()
     for _ in range(depth):
         private.decrement_batched_depth()

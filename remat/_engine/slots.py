@@ -1,4 +1,4 @@
-"""What stands in autograd's graph for a tensor that a region saved."""
+"""Placeholders in autograd's graph for the tensors that a region's operations save."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ..errors import MutationError
 
 
 class Slot:
-    """Stands for one saved tensor; the value is there only while a backward pass needs it."""
+    """The placeholder of one saved tensor. It owns the value only while a backward pass needs it."""
 
     __slots__ = ("__weakref__", "fingerprint", "first", "value", "version")
-    source: Any = None  # these are of regions with a policy
+    source: Any = None  # set only in regions with a policy, like ``residual``
     residual: Any = None
 
-    # A region makes many, so they have no ``__init__``.
+    # No ``__init__``, as a region makes many slots.
     fingerprint: Any  # what a recompute is compared with
     first: tuple[weakref.ref, int] | None  # the saved tensor and its version, see ``watch``
     value: torch.Tensor | None
     version: int
 
     def watch(self, tensor: torch.Tensor, check: str) -> None:
-        """What requires no grad may be captured, from where it was not found: then a change of it must be seen."""
+        """Watch a tensor that requires no grad for changes: it may be a captured tensor that the search didn't find."""
         self.fingerprint = look_at(tensor, check)
         self.first = weakref.ref(tensor), private.version(tensor)
 
     def has_changed(self) -> bool:
-        """Whether the saved tensor itself is still there and was changed in place, an error without remat too."""
+        """Whether the saved tensor is still alive and was changed in place. Without remat autograd raises then."""
         assert self.first is not None
         ref, version = self.first
         tensor = ref()
@@ -48,15 +48,15 @@ class RecordedSlot(Slot):
 
     def __init__(self) -> None:
         self.source: Any = None  # which value it is, in the record of the first run
-        self.residual: Any = None  # that value is kept
+        self.residual: Any = None  # the residual, if that value is saved
 
 
 def reference(slot: Slot | None) -> Callable[[], Slot | None]:
-    """A weak reference to a slot; what needs no slot is gone from the start."""
-    return _gone if slot is None else weakref.ref(slot)
+    """A weak reference to a slot; a dead one if there is no slot."""
+    return _dead if slot is None else weakref.ref(slot)
 
 
-def _gone() -> None:
+def _dead() -> None:
     return None
 
 
@@ -65,22 +65,22 @@ class Stop(BaseException):
 
 
 class View:
-    """A view of an input or of a captured tensor: it shares its memory, so it costs none."""
+    """A view of an input or of a captured tensor. It shares that tensor's memory, so to save it takes no memory."""
 
-    __slots__ = ("i", "kept", "version", "view")
+    __slots__ = ("guards", "i", "version", "view")
 
-    def __init__(self, kept: Guards, i: int, view: torch.Tensor) -> None:
-        self.kept, self.i = kept, i
+    def __init__(self, guards: Guards, i: int, view: torch.Tensor) -> None:
+        self.guards, self.i = guards, i
         self.view, self.version = view, private.version(view)
 
     def __call__(self) -> torch.Tensor:
         if private.version(self.view) != self.version:
-            raise MutationError(self.kept.message(self.i))
+            raise MutationError(self.guards.message(self.i))
         return self.view
 
 
 class Found:
-    """A tensor that has a history older than the region, or none: it is there anyway."""
+    """A tensor with a history that is older than the region, or without one: it exists without the region."""
 
     __slots__ = ("tensor", "version")
 
@@ -97,12 +97,12 @@ class Found:
 
 
 class Above:
-    """What a level of torch.func inside of the region saves: a wrapper, which lives as long as that level's graph."""
+    """A wrapper that a level of torch.func inside the region saves. It lives as long as that level's graph."""
 
     __slots__ = ("tensor",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = bare(tensor)  # itself, it could make a cycle
+        self.tensor = bare(tensor)  # the tensor itself could be part of a reference cycle
 
     def __call__(self) -> torch.Tensor:
         return self.tensor

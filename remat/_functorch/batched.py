@@ -1,4 +1,4 @@
-"""``vmap`` of a region, and of its pullback: which of the two orders means the same, and what they share."""
+"""``vmap`` of a region and of its pullback, which may be computed as the pullback of the ``vmap``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batched(Derived):
         self.in_dims = in_dims
         self.batch_size = batch_size
         self.randomness = randomness
-        self.sums = sums  # a level above follows an operand without a batch dimension: it wants no sum over the batch
+        self.sums = sums  # a level above follows an operand without a batch dimension: its gradient must not be summed
         self.out_dims: list[int | None] = []  # found by running
 
     @property
@@ -76,13 +76,13 @@ class PullbackOfBatched(Pullback):
 def batched_pullback(
     pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None
 ) -> tuple[Any, list]:
-    """``vmap`` of a pullback, and its operands: the pullback of the ``vmap`` where that means the same.
+    """``vmap`` of a pullback, and its operands; where the order makes no difference, the pullback of the ``vmap``.
 
-    ``inner`` is what ``vmap`` has made of the region, in a run of it.
+    ``inner`` is the ``vmap`` of the region, from a run of it.
     """
     count = len(pullback.needs)
     if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, randomness):
-        # The region itself ran below this level, or before it: a pullback that is mapped runs it again there.
+        # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.
         kind = BatchedPullback if all(dim is None for dim in dims[:count]) else Batched
         return kind(pullback, dims, size, randomness), values
     targets = pullback.chosen(inner.out_dims)

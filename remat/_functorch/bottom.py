@@ -1,7 +1,7 @@
 """The bottom of the func lowering: no level is left, the operands are plain tensors.
 
-A first run for ``grad`` levels above goes through the engine, on inputs cut from any history. The graph that this
-leaves, a *tape* whose saved tensors are slots, is what the first backward runs: one recompute, stopped early.
+For ``grad`` levels above, the engine executes the first run, on inputs cut from any history. The graph that this leaves
+is a *tape*, whose saved tensors are slots. The first backward executes the tape: one recompute, stopped early.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tape import Call, Tape, names
 
 
 def is_followed_by_autograd(operands: Tensors) -> bool:
-    """Whether plain autograd records what is done with plain operands."""
+    """Whether plain autograd records operations on plain operands."""
     return torch.is_grad_enabled() and any(map(is_recorded, operands))
 
 
@@ -39,7 +39,7 @@ def has_dual(operands: Tensors) -> bool:
 
 
 def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | None) -> list:
-    """Run a region, or what transforms made of it, on plain operands."""
+    """Run a region, or a transform of it, on plain operands."""
     recorded, dual = is_followed_by_autograd(operands), has_dual(operands)
     if not region.root.ran:
         return _first(region, operands, call, wanted, recorded, dual)
@@ -49,7 +49,7 @@ def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[b
 
 
 def run_in_node(region: Any, operands: Tensors, call: Call) -> list:
-    """The same without saved-tensor hooks, for a node of plain autograd that stands for all of it."""
+    """Run a region without saved-tensor hooks, for a node of plain autograd that represents all of it."""
     root = region.root
     if root.ran:
         with _recompute(root), hooks_hidden():
@@ -66,7 +66,7 @@ def _leaves(operands: Tensors) -> list[torch.Tensor]:
 
 @contextmanager
 def _recompute(root: Any) -> Iterator[None]:
-    """For a recompute, which has been promised, and is part of no batched backward."""
+    """The contexts of a recompute, which may use saved-tensor hooks and is not part of a batched backward."""
     if root.record is not None:
         root.record.in_backward()
     batched = outside_of_batched_backward() if in_batched_backward() else nullcontext()
@@ -76,11 +76,11 @@ def _recompute(root: Any) -> Iterator[None]:
 
 def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bool, dual: bool) -> list:
     root = region.root
-    inference = any(t.is_inference() for t in operands)  # autograd can't record these
+    inference = any(t.is_inference() for t in operands)  # autograd can't record inference tensors
     follows = wanted is not None and any(wanted) and not inference
     fits = _tape_fits(region)
     inputs = operands
-    if follows and fits:  # what is followed below, by autograd itself, stays as it is
+    if follows and fits:  # operands that autograd itself follows, below all levels, stay as they are
         cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
         inputs = [as_leaf(t) if each else t for t, each in zip(operands, cut)]
     call.guard(root, operands, inputs)
@@ -95,7 +95,7 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
             outs = _first_without_hooks(region, inputs, call)
     if recorded or not follows:
         return outs
-    if fits and not any(isinstance(step, Jvp) for step in _steps(region)):  # a jvp level above has other results
+    if fits and not any(isinstance(step, Jvp) for step in _steps(region)):  # a Jvp returns tangents too
         call.depends = [t.requires_grad for t in outs]
     if fits and not region.uses_func:
         call.tape = Tape(region, inputs, outs)
@@ -105,19 +105,19 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
 
 
 def _steps(region: Any) -> Iterator[Any]:
-    """What transforms have made of the region, the last one first."""
+    """The transforms of the region, the last one first."""
     while region is not region.root:
         yield region
         region = region.inner
 
 
 def _tape_fits(region: Any) -> bool:
-    """Whether one graph can stand for all levels: each wants the gradients that it has."""
+    """Whether one graph has the gradients that each of the levels needs."""
     return not region.root.by_level and not any(isinstance(step, Batched) and step.sums for step in _steps(region))
 
 
 def is_refused_change(error: RuntimeError) -> bool:
-    """Whether torch refuses to change in place what is differentiated; nothing but the text tells."""
+    """Whether torch refuses to change a differentiated tensor in place. Only the error's text shows it."""
     return "leaf Variable that requires grad" in str(error)
 
 
@@ -166,5 +166,5 @@ def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: boo
 
 CHANGES = (
     "The region changes an argument or a captured tensor in place while a torch.func transform differentiates it, so "
-    "it can't be run again from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
+    "it can't be recomputed from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
 )

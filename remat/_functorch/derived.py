@@ -1,8 +1,8 @@
-"""What a torch.func transform makes of a region: again something that runs on operands, and can be recomputed.
+"""Regions that torch.func transforms make of a region. They run on operands and can be recomputed, as a region can.
 
 A derived region's first operands are those of the region it is made from, in the same order. Its ``run`` works on the
-levels that are active where it is called: with none, on plain tensors. `Graded` and `Jvp` are here; what ``vmap`` makes
-of a region is in ``_functorch/batched.py``, its pullback in ``_functorch/pullback.py``.
+levels that are active where it is called: with none, on plain tensors. `Graded` and `Jvp` are here; the ``vmap`` of a
+region is in ``_functorch/batched.py``, its pullback in ``_functorch/pullback.py``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Derived(ABC):
 
     @abstractmethod
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
-        """The new tensors of the transformed region, at the levels that are active."""
+        """Run the transformed region at the active levels, and return its new tensors."""
 
     def call_again(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         return self.run(operands, run)
 
     def check_result(self, result: Any) -> None:  # noqa: B027
-        """The region's own runs are compared by the region."""
+        """Do nothing: the region compares its own runs."""
 
     @property
     def uses_func(self) -> bool:
@@ -48,10 +48,10 @@ class Derived(ABC):
 
 
 class Graded(Derived):
-    """A region with a ``grad`` level around, whose own graph nobody reads.
+    """A region inside a ``grad`` level of its own, whose graph is not read.
 
-    It is put back where other levels are below it, for what the function can see: that its inputs require grad, and
-    what depends on that or on the level itself (the choice of an attention kernel, autocast under ``vmap``).
+    The level is restored where other levels are below it, as the function can see it: its inputs require grad, and
+    some choices depend on that or on the level itself (that of an attention kernel, autocast under ``vmap``).
     """
 
     __slots__ = ("level", "lifted", "mask")
@@ -72,7 +72,7 @@ class Graded(Derived):
             return [private.unwrap_grad(t, level) for t in outs]
 
     def lift(self, operands: Tensors, level: int) -> list[torch.Tensor]:
-        """The operands as they are at the level."""
+        """The operands, wrapped for the level."""
         return [private.wrap_grad(t, level) if lifted else t for t, lifted in zip(operands, self.lifted)]
 
 
@@ -108,6 +108,6 @@ class Jvp(Derived):
 
 
 def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
-    """``make_dual`` lays the tangent out as the primal, which can't be done for an expanded one."""
+    """A primal that is not expanded: ``make_dual`` gives the tangent the primal's strides, which must not overlap."""
     expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
     return tensor.contiguous() if expanded else tensor

@@ -1,4 +1,4 @@
-"""Tensors that leave a region in another way than as results, where a transform loses their derivatives."""
+"""Tensors that a region stores instead of returning them, so that a transform loses their derivatives."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..errors import CaptureError
 
 
 def check_left_behind(region: Any, watch: Watch, outs: Sequence[torch.Tensor]) -> None:
-    """After a first run under torch.func: only results are wrapped for the levels again.
+    """Check for such tensors after a first run under torch.func, as only results are wrapped for the levels again.
 
     Raises:
-        CaptureError: the function left a tensor behind that a transform differentiates.
+        CaptureError: the function has stored a tensor that a transform differentiates.
     """
     kinds = region.kinds
     if kinds and private.GRAD not in kinds and private.JVP not in kinds:
-        return  # what vmap leaves behind is of no use without remat either
+        return  # a tensor stored under vmap has no use without remat either
     if any(map(watch.has_lost, region.ambient.cached_since())):
         raise CaptureError(
-            "A region under torch.func was the first to read a parametrized weight in `parametrize.cached()`, "
-            "where its derivatives would be lost. Read it before, as in `module.weight`, or leave the cache."
+            "A region under torch.func was the first to read a parametrized weight in `parametrize.cached()`, where "
+            "the weight would lose its derivatives. Read `module.weight` before the region, or don't use the cache."
         )
     known = set(map(id, (*outs, *region.operands())))
     values = [*region.arguments.searched(), *without_plain(value for _, value in region.outputs.entries)]
@@ -34,11 +34,11 @@ def check_left_behind(region: Any, watch: Watch, outs: Sequence[torch.Tensor]) -
         lost = isinstance(value, torch.Tensor) and id(value) not in known and watch.has_lost(value)
         if lost and not _is_made_anew(path):
             raise CaptureError(
-                f"A region under torch.func left a tensor of shape {tuple(value.shape)} in {path}, where its "
-                f"derivatives would be lost. Return it from the function, or leave `.detach()` of it behind."
+                f"A region under torch.func stored a tensor of shape {tuple(value.shape)} in {path}, where the tensor "
+                f"would lose its derivatives. Return it from the function, or store its `.detach()`."
             )
 
 
 def _is_made_anew(path: Path) -> bool:
-    """Whether it is the list of an LSTM's or GRU's parameters, which each call makes anew where they have changed."""
+    """Whether a path is the list of an LSTM's or GRU's parameters, which each call makes anew if they have changed."""
     return path.up is not None and path.up.step == "._flat_weights"

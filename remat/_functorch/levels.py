@@ -1,9 +1,9 @@
 """How a region is taken through the active torch.func levels: one rule per kind of level.
 
-Each rule unwraps the operands of its level, lets the levels below run what the transform makes of the region, and
-wraps the results. At a ``grad`` level that is one Function node, which keeps the operands; its backward takes the
-region's pullback through the levels in the same way, so that derivatives of any order keep operands only. Below all
-levels is plain autograd, to which a region is such a node too if it calls torch.func itself.
+Each rule unwraps the operands of its level, lets the levels below run the transformed region, and wraps the results.
+At a ``grad`` level the region is one Function node, which owns the operands. Its backward takes the region's pullback
+through the levels in the same way, so derivatives of any order save only operands. A region that calls torch.func
+itself is such a node in plain autograd too, below all levels.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Wanted = Sequence[bool] | None
 
 
 def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> list:
-    """Run a region at the top of the stack of levels; returns its new tensors.
+    """Run a region at the top of the stack of levels, and return its new tensors.
 
-    ``wanted`` are the operands that a ``grad`` level above follows.
+    ``wanted`` marks the operands that a ``grad`` level above follows.
     """
     operands = list(map(private.unwrap_if_dead, operands))
     if private.transforms_active():
@@ -57,7 +57,7 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         with interpreter.lower():
             outs = apply(region, operands, call, wanted)
         if first and randomness != "same" and region.root.ambient.moved():
-            # A ``vmap`` level has a say in random numbers, batched operands or not.
+            # The randomness mode of a ``vmap`` level applies even if no operand is batched.
             region.root.mapped = True
             raise GivenUp(region.root)
         return outs
@@ -71,7 +71,7 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         outs = apply(batched, values, call, wanted)
     if isinstance(batched, PullbackOfBatched):
         region.present = batched.present
-    elif wanted is not None:  # a node above keeps the region, so it may ask for its pullback
+    elif wanted is not None:  # a node above refers to the region, so it may need its pullback
         call.batched[region] = batched
     return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
@@ -112,7 +112,7 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     if private.dual_level_active() and any(private.level_of(t) == level and is_dual(t) for t in operands):
         raise RematError(
             "A region got a dual tensor that `forward_ad.make_dual` made inside of a function which torch.func.grad or "
-            "vjp differentiates. Make it outside of that function, or use torch.func.jvp inside."
+            "vjp differentiates. Make the dual tensor outside of that function, or use torch.func.jvp inside."
         )
     recorded = torch.is_grad_enabled()
     followed = tuple([recorded and t.requires_grad and private.level_of(t) == level for t in operands])
@@ -122,7 +122,7 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
             outs = apply(region, _unwrapped(operands, level), call, wanted)
         return _wrapped(outs, level)
     wanted = followed if wanted is None else [a or b for a, b in zip(followed, wanted)]
-    # What is of a level below may require grad there, or have a tangent, which is no concern of this level's node.
+    # A tensor of a level below may require grad there, or have a tangent. This level's node must not see that.
     operands = [t if private.level_of(t) == level else private.wrap_grad(t, level) for t in operands]
     with private.single_level_functions_allowed():
         return list(RegionNode.apply(region, call, level, wanted, *operands))  # type: ignore[attr-defined]
@@ -137,10 +137,10 @@ def _wrapped(values: Sequence[Any], level: int) -> list:
 
 
 def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ...]) -> Any:
-    """Put a level back around a first run, where the function could tell that it is missing.
+    """Restore a level around a first run where the function could see that it is missing.
 
-    That is where other levels are below it, where it draws random numbers (laid out in memory differently), where it
-    asks what autograd follows, and where it cuts a tensor from the graph of this level alone.
+    It could if other levels are below, if it draws random numbers (whose memory layout differs), if it checks what
+    autograd follows, or if it cuts a tensor from the graph of this level only.
     """
     root = region.root
     if root.ran or isinstance(region, Pullback):
@@ -156,7 +156,7 @@ _RULES = {private.VMAP: _at_vmap, private.JVP: _at_jvp, private.GRAD: _at_grad}
 
 
 class RegionNode(private.SingleLevelFunction):
-    """A region at one ``grad`` level. It keeps the operands."""
+    """A region at one ``grad`` level. It owns the operands."""
 
     @staticmethod
     def forward(ctx: Any, region: Any, call: Call, level: int, wanted: Wanted, *operands: torch.Tensor) -> tuple:
@@ -165,7 +165,7 @@ class RegionNode(private.SingleLevelFunction):
             outs = apply(region, _unwrapped(operands, level), call, wanted)
         wrapped = tuple(_wrapped(outs, level))
         ctx.region, ctx.call, ctx.level, ctx.thread = region, call, level, threading.get_ident()
-        ctx.operands = operands  # not saved, which would keep them until the level ends; changes are seen at the bottom
+        ctx.operands = operands  # saved ones would live until the level ends; changes are detected at the bottom
         ctx.set_materialize_grads(False)
         depends = call.depends if first and call.depends is not None else map(is_differentiable, wrapped)
         ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
@@ -178,10 +178,10 @@ class RegionNode(private.SingleLevelFunction):
         needs = ctx.needs_input_grad[4:]
         if not nobody_reads_the_graph(level, operands, ctx.thread):
             grads = pull_back(region, operands, cotangents, needs, call, level)
-        else:  # this is the node's only backward, and nothing is followed at its level
+        else:  # this is the node's only backward, and its level need not record it
             ctx.region = ctx.call = ctx.operands = None
             if call.tape is not None and region is region.root and len(region.kinds) == 1:
-                call.tape.last = True  # no pullback of a pullback, and no other level's
+                call.tape.last = True  # neither a further derivative nor another level needs it
             with private.current_interpreter().lower():
                 values, below = _unwrapped(operands, level), _unwrapped(cotangents, level)
                 grads = pull_back(region, values, below, needs, call, level)
@@ -193,7 +193,7 @@ class RegionNode(private.SingleLevelFunction):
 
 
 class PlainNode(torch.autograd.Function):
-    """A region in plain autograd that can't run under saved-tensor hooks, as it calls torch.func. It keeps operands."""
+    """A region in plain autograd that calls torch.func, so it can't run under saved-tensor hooks. Saves operands."""
 
     @staticmethod
     def forward(ctx: Any, region: Any, call: Call, *operands: torch.Tensor) -> tuple:
@@ -211,7 +211,7 @@ class PlainNode(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
         call, needs = ctx.call, ctx.needs_input_grad[2:]
         try:
-            call.guarded(call.operands)  # its error says more than autograd's
+            call.guarded(call.operands)  # its error is more precise than autograd's
         except MutationError as error:
             raise told(error, ctx.region, recomputing=False)  # noqa: B904
         return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)

@@ -1,6 +1,6 @@
-"""The lowering under torch.func: calls a region on whatever levels are active, and starts it again where it must.
+"""The lowering under torch.func: calls a region at the active levels, and restarts its first run if necessary.
 
-The rules of the levels are in ``_functorch/levels.py``, what they end at in ``_functorch/bottom.py``.
+The rules of the levels are in ``_functorch/levels.py``, and what runs below all levels in ``_functorch/bottom.py``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .tape import Call
 
 
 def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a region; a first run that finds something out is given up and started again."""
+    """Call ``fn`` as a region. If a first run shows that it must be executed differently, it is started again."""
     kinds = tuple([interpreter.key().value for interpreter in private.interpreter_stack() or ()])
     if private.FUNCTIONALIZE in kinds:
-        return fn(*args, **kwargs)  # a trace is taken
+        return fn(*args, **kwargs)  # the function is being traced
     region = Region(fn, *take_apart(args, kwargs), options, known, Around())
     region.kinds = kinds
     region.by_level = kinds in known.by_level
     marks = mark()
     try:
         while True:
-            with own_work():  # a region around would take what is asked here for its function's own question
+            with own_work():  # an outer region must not treat these queries as its function's own
                 region.open(follow=is_followed)
             shared, first_hook = Call(recorder_for(region), run_at_bottom), RemovableHandle.next_id
-            used_func = known.uses_func  # a region inside may be of the same function, and find it out
+            used_func = known.uses_func  # an inner region may be of the same function, and set it
             try:
                 return _first_run(region, shared)
             except GivenUp as given_up:
@@ -53,7 +53,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             except Exception as error:
                 if is_hooks_refusal(error) and not used_func:
                     known.uses_func = True
-                elif not _adopts_others(region, shared.watch):
+                elif not _adopts_captured(region, shared.watch):
                     raise
             with own_work():
                 shared.kept.roll_back()
@@ -72,19 +72,19 @@ def _first_run(region: Region, shared: Call) -> Any:
         if state.interceptors:
             operands = [state.interceptors[-1].resolve(t) for t in operands]
         outs = apply(region, operands, shared)
-        news = _news(region, shared.watch)
+        learnt = _learns(region, shared.watch)
         check_left_behind(region, shared.watch, outs)
-    if news or _adopts_others(region, shared.watch):
+    if learnt or _adopts_captured(region, shared.watch):
         raise GivenUp(region)
-    shared.watch = shared.recorder = None  # a watch knows its region
+    shared.watch = shared.recorder = None  # a watch refers to its region
     made_inside(outs)
     return region.outputs.build(outs, operands)
 
 
-def _adopts_others(region: Region, watch: Watch | None) -> bool:
-    """Whether its first run has read captured tensors that were not known; then they are operands from now on.
+def _adopts_captured(region: Region, watch: Watch | None) -> bool:
+    """Whether a first run has read unknown captured tensors. They are operands from now on.
 
-    Not if it did not read those of the last time: they were made inside, and others would be the next time.
+    False if it did not read those that the last run found: these were made inside, and each run makes others.
     """
     found = [] if watch is None or watch.unread else watch.remaining()
     region.adopt(found)
@@ -92,18 +92,18 @@ def _adopts_others(region: Region, watch: Watch | None) -> bool:
     return bool(found)
 
 
-def _news(region: Region, watch: Watch) -> bool:
-    """Whether its first run has shown what the region must be run differently for, under a ``grad`` level."""
+def _learns(region: Region, watch: Watch) -> bool:
+    """Whether a first run has shown that the region must be executed differently under a ``grad`` level."""
     if private.GRAD not in region.kinds:
         return False
-    known, news = region.known, False
+    known, learnt = region.known, False
     assert region.ambient is not None
     if not known.graded and (region.ambient.moved() or watch.tells_levels()):
-        known.graded = news = True
+        known.graded = learnt = True
     if not region.by_level and watch.needs_order():
         known.by_level.add(region.kinds)
-        region.by_level = news = True
-    return news
+        region.by_level = learnt = True
+    return learnt
 
 
 def is_followed(tensor: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
 """Whether the graph that a node's backward would record can ever be read.
 
-At a ``grad`` level the backward runs with ``create_graph=True``, and what it records keeps every recompute's inputs
-until the level ends. When ``torch.func.grad`` itself runs that backward, its results are unwrapped and the level
-ends: nobody can reach the graph. Two cases look alike and must record: ``vjp`` whose level has ended, and user code
-that calls ``torch.autograd.grad(..., create_graph=True)`` inside of a transformed function.
+At a ``grad`` level the backward runs with ``create_graph=True``, and the graph that it records keeps every recompute's
+inputs alive until the level ends. When ``torch.func.grad`` itself runs that backward, its results are unwrapped and the
+level ends, so the graph is not reachable. Two cases look alike and must be recorded: a ``vjp`` whose level has ended,
+and user code that calls ``torch.autograd.grad(..., create_graph=True)`` inside of a transformed function.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _FUNC_GRAD_CALL = private.func_grad_engine_call.__code__
 
 
 def nobody_reads_the_graph(level: int, saved: Sequence[torch.Tensor], thread: int) -> bool:
-    """True only if all of it is proved: the level lives, it is the top one, and torch.func itself runs this backward.
+    """Whether it is proved that no code can: the level is alive and on top, and torch.func itself runs this backward.
 
-    ``saved`` are what a node at ``level`` keeps, ``thread`` is the one that ran its forward.
+    ``saved`` are the operands of a node at ``level``. ``thread`` is the thread that ran its forward.
     """
     alive = any(private.level_of(t) == level and not private.is_dead(t) for t in saved)
     if not alive or not private.transforms_active():

@@ -17,9 +17,9 @@ Pull = Callable[[Tensors], list]
 
 
 class Pullback(Derived):
-    """From a region's operands and cotangents of its outputs in ``given`` to gradients.
+    """The map from a region's operands, and cotangents of its outputs in ``given``, to gradients.
 
-    The gradients are those of the operands in ``needs``; ``present`` says which of them aren't zero by structure.
+    The gradients are those of the operands in ``needs``; ``present`` marks those that aren't zero by structure.
     """
 
     __slots__ = ("given", "level", "needs", "present")
@@ -28,7 +28,7 @@ class Pullback(Derived):
 
     def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...], level: int) -> None:
         super().__init__(inner)
-        self.level = level  # the one that asks for it
+        self.level = level  # the level that needs it
         self.needs = needs
         self.given = given
         self.present: list[bool] = []  # found by running
@@ -42,7 +42,7 @@ class Pullback(Derived):
         return self.linearize(operands[:count], run)(operands[count:])
 
     def linearize(self, primals: Tensors, run: Run, tape: Any = None) -> Pull:
-        """Run the region again at ``primals``, by the tape if there is one; returns the linear map."""
+        """Recompute the region at ``primals``, by the tape if there is one, and return the linear map."""
         if tape is not None:
             pull = tape.pull(self)
         elif self.root.by_level or private.transforms_active() or any(t.is_inference() for t in primals):
@@ -75,7 +75,7 @@ class Pullback(Derived):
         return lambda cotangents: list(vjp(list(cotangents)))
 
     def _by_autograd(self, primals: Tensors, run: Run) -> Pull:
-        # The result is differentiated in turn only if something here is; aliases are the places to differentiate at.
+        # The result is recorded only if an input or cotangent is. Gradients are taken with respect to the aliases.
         record = torch.is_grad_enabled()
         followed = record and any(map(is_recorded, primals))
         with torch.enable_grad():
@@ -90,21 +90,21 @@ class Pullback(Derived):
         return pull
 
     def _without_level(self) -> Any:
-        """What it differentiates, where the level of a vjp stands for the one that a Graded region put back."""
+        """The region that it differentiates, without a Graded level that the level of a vjp replaces."""
         inner = self.inner
         return inner.inner if isinstance(inner, Graded) and inner.level == self.level else inner
 
     def heads(self, operands: Sequence[T]) -> list[T]:
-        """Those whose gradients are wanted."""
+        """The operands whose gradients are needed."""
         return [operand for operand, needs in zip(operands, self.needs) if needs]
 
     def chosen(self, outs: Sequence[T]) -> list[T]:
-        """Those that have a cotangent."""
+        """The outputs that have a cotangent."""
         return [out for out, given in zip(outs, self.given) if given]
 
 
 class InnerPullback(Pullback):
-    """A pullback that is differentiated by its own level again: it runs at the level that the outer one puts back."""
+    """A pullback that its own level differentiates again. It runs at the level that the outer pullback restores."""
 
     __slots__ = ()
 

@@ -14,22 +14,22 @@ from .pullback import Pull, Pullback, gradients
 
 
 class Call:
-    """What the nodes of one call of a region share, of its first run. It owns the tape, so no region may own it."""
+    """What the nodes of one call of a region share of its first run. It owns the tape, so no region may own it."""
 
     __slots__ = ("batched", "bottom", "depends", "kept", "operands", "recorder", "tape", "watch")
 
     def __init__(self, recorder: Any, bottom: Callable[..., list]) -> None:
-        self.recorder = recorder  # notes the first run, under a policy
-        self.bottom = bottom  # what runs it below all levels
-        self.watch: Any = None  # finds captured tensors in it
-        self.depends: list[bool] | None = None  # which results depend on what is followed
-        self.batched: dict[Any, Batched] = {}  # what ``vmap`` levels have made of it, and of its pullbacks
+        self.recorder = recorder  # records the first run, under a policy
+        self.bottom = bottom  # runs the region below all levels
+        self.watch: Any = None  # finds captured tensors in the first run
+        self.depends: list[bool] | None = None  # which results depend on operands that are followed
+        self.batched: dict[Any, Batched] = {}  # the ``vmap`` of the region, and of its pullbacks
         self.tape: Tape | None = None
         self.operands: Tensors = ()
-        self.kept: Guards = NO_GUARDS  # guards these
+        self.kept: Guards = NO_GUARDS  # the operands' guards
 
     def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
-        """Before the first run on ``inputs``, which may be leaves in the place of operands."""
+        """Guard the operands of the first run, as its ``inputs``, which may be leaves in place of operands."""
         self.operands, self.kept = operands, Guards(inputs, names(root), root.known.changing)
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ class Call:
 
 
 def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    """A level may have made an alias of it, which shares its memory and its version."""
+    """Whether a tensor is ``before``, or an alias of it that a level has made, with the same memory and version."""
     if tensor is before or tensor.layout is not torch.strided or before.layout is not torch.strided:
         return tensor is before
     return tensor.shape == before.shape and tensor.data_ptr() == before.data_ptr()
@@ -55,7 +55,7 @@ class Tape:
         self.region = region
         self.inputs = inputs
         self.last = False  # no other backward will run it
-        # Edges, as the outputs themselves need not be kept.
+        # Edges, as the outputs themselves need not stay alive.
         self.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
 
     def pull(self, pullback: Pullback) -> Pull:
@@ -67,5 +67,5 @@ class Tape:
 
 
 def names(root: Any) -> Callable[[int], str]:
-    """What the operands of a region, and of what transforms made of it, are called in errors."""
+    """The names in errors of the operands of a region and of its transforms."""
     return lambda i: root.name(i) if i < root.arity else f"the derivative of {root.name(i % max(root.arity, 1))}"

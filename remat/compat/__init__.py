@@ -1,7 +1,7 @@
 """Drop-ins for ``torch.utils.checkpoint`` and fairscale's ``checkpoint_wrapper``: change the import, keep the rest.
 
-Everything public in ``torch.utils.checkpoint`` but its reentrant ``CheckpointFunction`` has its name here. What doesn't
-run regions (contexts, policies, errors) is torch's own, so code that imports it from there works with these regions.
+Every public name of ``torch.utils.checkpoint`` is here, except the reentrant ``CheckpointFunction``. Contexts, policies
+and errors are torch's own objects, so code that imports them from torch works with these regions too.
 """
 
 from torch.utils.checkpoint import (

@@ -1,4 +1,4 @@
-"""Torch's ``apply_activation_checkpointing``, by regions."""
+"""Torch's ``apply_activation_checkpointing``, implemented with regions."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def apply_activation_checkpointing(
     auto_wrap_policy: PolicyLike = None,
     policy: PolicyLike = None,
 ) -> None:
-    """Make calls of chosen submodules regions, in place. A drop-in for torch's function of this name.
+    """Make every call of the chosen submodules a region, in place. A drop-in for torch's function of this name.
 
-    Torch has it beside its ``checkpoint_wrapper`` for FSDP. Here the modules, their names and ``state_dict`` keys stay
-    what they are. The model itself is not chosen, as in torch.
+    Torch has this function for FSDP, next to its ``checkpoint_wrapper``. Here the modules, their names and the
+    ``state_dict`` keys do not change. As in torch, the model itself is not chosen.
 
     Args:
         model: the model.
-        checkpoint_wrapper_fn: called with each chosen module; its result takes the module's place. By default
-            :func:`checkpoint_wrapper`, which torch's function of that name, and a partial of it, stand for too.
+        checkpoint_wrapper_fn: called with each chosen module; its result replaces the module. The default is
+            :func:`checkpoint_wrapper`, which is also used in place of torch's function of that name or a partial of it.
         check_fn: whether a submodule is chosen.
-        auto_wrap_policy: an FSDP policy that chooses instead, such as ``ModuleWrapPolicy({Block})``.
-        policy: what the regions may keep beyond their inputs; see :func:`remat.remat`.
+        auto_wrap_policy: an FSDP policy that chooses instead of ``check_fn``, such as ``ModuleWrapPolicy({Block})``.
+        policy: what the regions may save beyond their inputs; see :func:`remat.remat`.
 
     Raises:
-        ValueError: no submodule is chosen; ``policy`` is given with a ``checkpoint_wrapper_fn`` of your own, or a
-            partial of torch's has settings other than ``checkpoint_impl``.
+        ValueError: no submodule is chosen; ``policy`` is given together with your own ``checkpoint_wrapper_fn``; or a
+            partial of torch's function has settings other than ``checkpoint_impl``.
         TypeError: ``model`` is not a module, or a chosen module can't be a region.
         PolicyError: ``policy`` is not a policy.
 
     Note:
-        Modules that came before one that raises are changed; :func:`remat.nn.undo` changes them back.
+        If one module raises, the modules before it are already changed; :func:`remat.nn.undo` changes them back.
 
     Example:
         >>> import torch
@@ -52,7 +52,7 @@ def apply_activation_checkpointing(
         ... )
         >>> model(torch.randn(3, 5, 16)).sum().backward()
 
-    After torch's documentation of its function.
+    Based on torch's documentation of its function.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"apply_activation_checkpointing takes a torch.nn.Module, got {type(model).__name__}.")
@@ -65,12 +65,12 @@ def apply_activation_checkpointing(
         settings.pop("checkpoint_impl", None)
         if settings:
             raise ValueError(
-                f"A region has no setting {', '.join(settings)} of torch's checkpoint_wrapper. Leave it out, or use "
+                f"remat.compat.checkpoint_wrapper has no setting {', '.join(settings)}. Remove it, or use "
                 f"`remat.nn.apply`, which takes the options of `remat.remat`."
             )
     elif checkpoint_wrapper_fn is not None:
         if policy is not None:
-            raise ValueError("policy is for the default checkpoint_wrapper_fn: give it to your own one instead.")
+            raise ValueError("policy is only for the default checkpoint_wrapper_fn. Pass it to your own function.")
         wrap = checkpoint_wrapper_fn
     chosen = []
 

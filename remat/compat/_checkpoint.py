@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint.checkpoint`` and ``checkpoint_sequential``, by regions."""
+"""``torch.utils.checkpoint.checkpoint`` and ``checkpoint_sequential``, implemented with regions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .._region.habits import check_returns
 from .._region.options import Options, checked_options
 from .._sequential import chain, check_segments, row_of
 
-_TWO_POLICIES = "There are two policies: the one in context_fn, and policy. Join them, as in `policy=p | [*ops]`."
+_TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine them, as in `policy=p | [*ops]`."
 
-# By torch's words, and ours.
+# The values that torch accepts, and remat's; each with the option of `remat.remat` that it means.
 _CHECKS = {"default": "metadata", "none": "none", "metadata": "metadata", "values": "values"}
 
 
@@ -76,36 +76,35 @@ def checkpoint(
 ) -> Any:
     """Call ``function(*args, **kwargs)`` as a region. A drop-in for ``torch.utils.checkpoint.checkpoint``.
 
-    Without ``function`` it is a decorator, and all keyword arguments of what that makes go to the function.
+    Without ``function`` it returns a decorator. The decorated function gets all of its keyword arguments.
 
     Args:
-        function: what is called, now and again in the backward.
+        function: the function that is called now and recomputed in the backward pass.
         args: its positional arguments.
-        use_reentrant: there is no reentrant variant, so this must not be true.
+        use_reentrant: must not be true, as there is no reentrant variant.
         preserve_rng_state: give recomputes the random numbers of the forward; see :func:`remat.remat`.
-        context_fn: returns two context managers, for the forward and for recomputes. The pair that torch's
-            ``create_selective_checkpoint_contexts`` makes is taken as the policy that is in it.
+        context_fn: returns two context managers, for the forward and for recomputes. If torch's
+            ``create_selective_checkpoint_contexts`` made the pair, its policy is the region's policy.
         determinism_check: ``"default"`` (the same as ``"metadata"``), ``"none"``, or ``"values"``; see
             :func:`remat.remat`.
         debug: compare the runs operation by operation; ``set_checkpoint_debug_enabled`` overrides it.
         early_stop: end a recompute as soon as it has what the backward needs; ``set_checkpoint_early_stop``
-            overrides it. :func:`remat.override` overrides both, and others.
-        respect_saved_tensors_hooks: what a policy keeps goes to the saved-tensor hooks around, such as those of
-            ``save_on_cpu``: true, and the default, without torch's warning. There is no other way, so this must not
-            be false.
-        policy: what may be kept beyond the inputs; see :func:`remat.remat`.
+            overrides it. :func:`remat.override` overrides ``debug``, ``early_stop`` and other options.
+        respect_saved_tensors_hooks: whether saved-tensor hooks around the region, such as those of ``save_on_cpu``, get
+            what the policy saves. They always do, without torch's warning, so this must not be false.
+        policy: what may be saved beyond the inputs; see :func:`remat.remat`.
         kwargs: the keyword arguments of ``function``.
 
     Returns:
-        What ``function`` returns; a decorator if it is not given.
+        What ``function`` returns; a decorator if ``function`` is not given.
 
     Raises:
-        ValueError: ``use_reentrant`` is true, ``respect_saved_tensors_hooks`` is false, ``determinism_check`` is none
-            of these, there are two policies, or, of the decorator, there is no such option.
+        ValueError: ``use_reentrant`` is true, ``respect_saved_tensors_hooks`` is false, ``determinism_check`` is not
+            one of its values, there are two policies, or the decorator gets an unknown option.
         TypeError: ``function`` can't be called, is a generator or async function, or ``context_fn`` doesn't return two
             context managers.
         PolicyError: ``policy`` is not a policy.
-        CheckpointError: in the backward; the errors of :func:`remat.remat` are ``CheckpointError``.
+        CheckpointError: in the backward; the errors of :func:`remat.remat` are subclasses of it.
 
     Example:
         >>> import torch
@@ -117,18 +116,18 @@ def checkpoint(
         ...     return x.sin().cos()
         >>> f(x).sum().backward()
 
-    After torch's documentation of ``torch.utils.checkpoint``. :doc:`/how-to/migrating` lists the differences.
+    Based on torch's documentation of ``torch.utils.checkpoint``. :doc:`/how-to/migrating` lists the differences.
     """
     if respect_saved_tensors_hooks is False:
         raise ValueError(
-            "respect_saved_tensors_hooks=False isn't there: the saved-tensor hooks around a region get what its policy "
-            "keeps. Leave the option out, and call what those hooks shall not see outside of them."
+            "respect_saved_tensors_hooks=False is not supported: saved-tensor hooks around a region get what its "
+            "policy saves. Remove the option, and call the regions that the hooks must not see outside of the hooks."
         )
     settings = _Settings(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, policy)
     if function is not None or args:
         return _call(function, settings, args, kwargs)
     if kwargs:
-        raise ValueError(f"checkpoint has no option {', '.join(kwargs)}. Without a function it takes options alone.")
+        raise ValueError(f"checkpoint has no option {', '.join(kwargs)}. Without a function it takes only options.")
     return functools.partial(_decorated, settings)
 
 
@@ -163,7 +162,7 @@ def _call(function: Any, settings: _Settings, args: tuple, kwargs: dict) -> Any:
 
 
 def _options(function: Callable, settings: _Settings) -> Options:
-    """The options of a region, but for what ``context_fn`` says."""
+    """The options of a region, without those that come from ``context_fn``."""
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
     if not torch.compiler.is_compiling():  # Dynamo can't trace it
@@ -193,7 +192,7 @@ def _with_contexts(options: Options, contexts: Contexts) -> Options:
 
 
 def _answer(policy_fn: Callable, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool | CheckpointPolicy:
-    """Torch takes any other answer, and none, for "recompute"."""
+    """The answer of torch's policy function; like torch, read any other value (and None) as "recompute"."""
     answer = policy_fn(ctx, op, *args, **kwargs)
     return answer if isinstance(answer, (bool, CheckpointPolicy)) else False
 
@@ -201,15 +200,15 @@ def _answer(policy_fn: Callable, ctx: Any, op: Any, *args: Any, **kwargs: Any) -
 def _check_reentrant(use_reentrant: Any) -> None:
     if use_reentrant:
         raise ValueError(
-            "use_reentrant=True isn't there: that variant runs the forward without a graph and a backward of its own, "
-            "so that torch.autograd.grad, torch.func, and tensors in keyword arguments or containers fail with it. "
-            "Pass use_reentrant=False, which takes all that it takes."
+            "use_reentrant=True is not supported: the reentrant variant runs the forward without a graph and starts a "
+            "backward pass of its own, so torch.autograd.grad, torch.func, and tensors in keyword arguments or "
+            "containers fail with it. Pass use_reentrant=False, which supports all that the reentrant variant supports."
         )
 
 
 def _compiled(function: Callable, settings: _Settings, options: Options, args: tuple, kwargs: dict) -> Any:
     given: dict[str, Any] = {"preserve_rng_state": settings.preserve_rng_state}
-    if settings.context_fn is not noop_context_fn:  # which is selective, as in torch
+    if settings.context_fn is not noop_context_fn:  # compiled code takes only a selective one, as in torch
         if settings.policy is not None:
             raise ValueError(_TWO_POLICIES)
         given["context_fn"] = settings.context_fn
@@ -227,15 +226,15 @@ def checkpoint_sequential(
 ) -> Any:
     """Call functions one after another, in regions. A drop-in for ``torch.utils.checkpoint.checkpoint_sequential``.
 
-    As in torch, the last segment is no region, and has the functions that are left over by the division.
-    :func:`remat.sequential` makes a function of them.
+    As in torch, the last segment is not a region, and contains the remainder of the division.
+    :func:`remat.sequential` makes one function of the functions.
 
     Args:
         functions: a ``torch.nn.Sequential``, or a list of modules or functions, each with one argument and one result.
-        segments: how many, from 1 to the number of functions.
-        input: what the first function gets.
-        use_reentrant: there is no reentrant variant, so this must not be true.
-        policy: what may be kept beyond the inputs of a segment; see :func:`remat.remat`.
+        segments: the number of segments, from 1 to the number of functions.
+        input: the argument of the first function.
+        use_reentrant: must not be true, as there is no reentrant variant.
+        policy: what may be saved beyond the inputs of a segment; see :func:`remat.remat`.
         kwargs: ``preserve_rng_state``, by default true.
 
     Returns:
@@ -243,7 +242,7 @@ def checkpoint_sequential(
 
     Raises:
         ValueError: ``segments`` is out of its range, ``use_reentrant`` is true, or there are other keyword arguments.
-        TypeError: ``functions`` holds something that can't be called, or there is a second input.
+        TypeError: ``functions`` contains something that can't be called, or there is a second input.
         PolicyError: ``policy`` is not a policy.
 
     Example:
@@ -258,7 +257,7 @@ def checkpoint_sequential(
     if use_reentrant is not None and not isinstance(use_reentrant, int):
         raise TypeError(
             f"checkpoint_sequential takes one input, for the first function, and then use_reentrant, a bool; got "
-            f"a {type(use_reentrant).__name__} there. Give it several inputs as one tuple, or call "
+            f"a {type(use_reentrant).__name__} for use_reentrant. Pass several inputs as one tuple, or call "
             f"remat.sequential(functions, segments)(*inputs), whose first function takes any arguments."
         )
     _check_reentrant(use_reentrant)

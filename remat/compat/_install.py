@@ -1,4 +1,4 @@
-"""Regions for programs that call ``torch.utils.checkpoint.checkpoint`` themselves."""
+"""Make programs that call ``torch.utils.checkpoint.checkpoint`` themselves execute regions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .._policy.policy import PolicyLike, as_policy
 from ._checkpoint import checkpoint
 
 _ORIGINAL = private.original_checkpoint
-_installed: list[Callable] = []  # the last one is in the place of torch's function
+_installed: list[Callable] = []  # the last one replaces torch's function
 
 
 class Installation:
-    """What :func:`install` has put in place; as a context manager it is taken away at the end.
+    """The replacement that :func:`install` made. As a context manager it removes the replacement at the end.
 
-    Entered once more after that, it is put in place again.
+    Entering it once more installs the replacement again.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -35,25 +35,25 @@ class Installation:
 
 
 def install(policy: PolicyLike = None) -> Installation:
-    """Make programs that call ``torch.utils.checkpoint.checkpoint`` run regions instead, without a change of them.
+    """Make programs that call ``torch.utils.checkpoint.checkpoint`` execute regions instead, without changing the code.
 
-    The function is exchanged in ``torch.utils.checkpoint`` and in every module that has imported it already, under
-    whatever name. ``use_reentrant=True`` is taken as ``False`` there; :func:`checkpoint` itself goes on refusing it.
+    The function is replaced in ``torch.utils.checkpoint`` and in every module that has already imported it, under
+    any name. The replacement treats ``use_reentrant=True`` as ``False``; :func:`checkpoint` itself still refuses it.
 
     Args:
-        policy: what the regions may keep beyond their inputs, where the call has no ``context_fn``, which is a policy
-            of its own; see :func:`remat.remat`.
+        policy: what the regions may save beyond their inputs; see :func:`remat.remat`. A call with a ``context_fn``
+            ignores it, as ``context_fn`` contains a policy.
 
     Returns:
-        A context manager that takes it away again, as :func:`uninstall` does.
+        A context manager that removes the replacement at its end, as :func:`uninstall` does.
 
     Raises:
         PolicyError: ``policy`` is not a policy. Nothing is changed then.
 
     Note:
-        What somebody made of torch's function before isn't reached: a ``functools.partial`` of it, a default of an
-        argument, an attribute of a class. Transformers makes such a partial when a model's checkpointing is switched
-        on: install before that, or use ``remat.integrations.transformers.enable``.
+        Other references to torch's function that were made before are not replaced: a ``functools.partial`` of it, the
+        default of an argument, an attribute of a class. Transformers makes such a partial when a model's checkpointing
+        is enabled: install before that, or use ``remat.integrations.transformers.enable``.
 
     Example:
         >>> import torch
@@ -78,7 +78,7 @@ def install(policy: PolicyLike = None) -> Installation:
 
 
 def uninstall() -> None:
-    """Put torch's own function back everywhere; without effect where nothing is installed.
+    """Restore torch's own function everywhere. Has no effect if nothing is installed.
 
     Example:
         >>> import torch.utils.checkpoint
@@ -93,7 +93,7 @@ def uninstall() -> None:
 
 
 def _set(functions: list[Callable]) -> None:
-    """Exchange it in all modules but those in which Dynamo and this package have to know torch's own."""
+    """Replace it in all modules except torch's private ones and this package's, which need torch's own function."""
     old, new = ([_ORIGINAL, *each][-1] for each in (_installed, functions))
     _installed[:] = functions
     if new is not old:

@@ -1,4 +1,4 @@
-"""fairscale's ``checkpoint_wrapper``, by regions."""
+"""fairscale's ``checkpoint_wrapper``, implemented with regions."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ M = TypeVar("M", bound=torch.nn.Module)
 def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLike = None) -> M:
     """Make every later call of ``module`` a region, in place. A drop-in for fairscale's ``checkpoint_wrapper``.
 
-    Keyword arguments, containers and results that aren't tensors just pass. ``state_dict`` keys, names, hooks, copies
-    and pickles of the module stay what they are. :func:`remat.nn.undo` makes calls plain again.
+    Keyword arguments, containers and non-tensor results work. The module's ``state_dict`` keys, names, hooks, copies
+    and pickles do not change. :func:`remat.nn.undo` makes calls plain again.
 
     Args:
         module: the module.
-        offload_to_cpu: keep the tensors that the module is called with in (pinned) host memory until the backward.
-            Parameters, and what is in host memory anyway, are not copied, and nothing is under ``torch.func`` and
-            ``torch.compile``. Where an outer region or saved-tensor hooks keep the inputs, they do it in their own way.
-        policy: what may be kept beyond the inputs; see :func:`remat.remat`.
+        offload_to_cpu: save the tensors that the module is called with in (pinned) host memory. Parameters, and tensors
+            that are already in host memory, are not copied. Under ``torch.func`` and ``torch.compile`` nothing is
+            copied. Where an outer region or saved-tensor hooks save the inputs, they decide where.
+        policy: what may be saved beyond the inputs; see :func:`remat.remat`.
 
     Returns:
         ``module`` itself.
 
     Raises:
-        TypeError: ``module`` is no module, or one without a forward that could be recomputed.
+        TypeError: ``module`` is not a module, or its forward can't be recomputed.
         PolicyError: ``policy`` is not a policy.
 
     Example:
@@ -44,7 +44,7 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLi
         >>> layer = checkpoint_wrapper(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
         >>> layer(torch.randn(3, 5, 16), is_causal=False).sum().backward()
 
-    After fairscale's documentation. :doc:`/how-to/migrating` lists the differences.
+    Based on fairscale's documentation. :doc:`/how-to/migrating` lists the differences.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"checkpoint_wrapper takes a torch.nn.Module, got {type(module).__name__}. See `remat.remat`.")

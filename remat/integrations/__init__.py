@@ -1,4 +1,4 @@
-"""One line for the user of another library. None of these libraries is imported before it is called."""
+"""Functions that enable remat in models of other libraries. A library is imported only when its function is called."""
 
 from . import transformers
 

@@ -1,4 +1,4 @@
-"""Hugging Face's transformers, and what is built on its models: its Trainer, peft, trl."""
+"""Hugging Face's transformers, and libraries that use its models, such as peft and trl."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _POLICY = "_remat_policy"  # the attribute of an enabled model; copies and pickl
 
 
 def enable(model: M, policy: PolicyLike = None) -> M:
-    """Let a model's own activation checkpointing run regions, and switch it on.
+    """Enable a model's own activation checkpointing, and make it execute regions.
 
-    It stays so when the ``Trainer`` switches it on once more (``activation_checkpointing=True``, or
-    ``gradient_checkpointing=True``), or when you do, by ``model.activation_checkpointing_enable(...)`` or its older
-    name ``gradient_checkpointing_enable``, with their ``every_n_layers`` and ``offload``. As always with the library's
-    checkpointing, layers run without a cache in training. ``model.activation_checkpointing_disable()`` switches it off.
+    It still executes regions after the ``Trainer`` enables it once more (``activation_checkpointing=True``, or
+    ``gradient_checkpointing=True``), or after you do so with ``model.activation_checkpointing_enable(...)`` or its
+    older name ``gradient_checkpointing_enable``, whose ``every_n_layers`` and ``offload`` work. As always with the
+    library's checkpointing, layers have no cache in training. ``model.activation_checkpointing_disable()`` disables it.
 
     Args:
-        model: a ``transformers.PreTrainedModel``, or a model of peft around one. The models in it are enabled too.
-        policy: what the regions may keep beyond their inputs; see :func:`remat.remat`.
+        model: a ``transformers.PreTrainedModel``, or a peft model that contains one. Models inside it are enabled too.
+        policy: what the regions may save beyond their inputs; see :func:`remat.remat`.
 
     Returns:
         ``model`` itself.
 
     Raises:
         ImportError: transformers is not installed.
-        TypeError: ``model`` is not a model of transformers.
+        TypeError: ``model`` is not a transformers model and contains none.
         ValueError: the model has no activation checkpointing; use :func:`remat.nn.apply`.
         PolicyError: ``policy`` is not a policy.
 
@@ -55,30 +55,30 @@ def enable(model: M, policy: PolicyLike = None) -> M:
     found = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     if not found:
         raise TypeError(
-            f"enable takes a transformers.PreTrainedModel, or a model around one; got {type(model).__name__}."
+            f"enable takes a transformers.PreTrainedModel, or a model that contains one; got {type(model).__name__}."
         )
-    inner = found[0]  # peft's model is around it
+    inner = found[0]  # a peft model contains it
     if not inner.supports_gradient_checkpointing:
         raise ValueError(
             f"{type(inner).__name__} has no activation checkpointing of its own. Make its layers regions: "
             f"`remat.nn.apply(model, TheLayerClass)`."
         )
-    _set_by_us(PreTrainedModel)
-    for each in found:  # a part may switch its own on
+    _patch_setter(PreTrainedModel)
+    for each in found:  # a submodel may enable its own checkpointing
         each.__dict__[_POLICY] = policy
     getattr(inner, "activation_checkpointing_enable", inner.gradient_checkpointing_enable)()
-    inner.disable_input_require_grads()  # hooks for the reentrant variant, which torch.func refuses
+    inner.disable_input_require_grads()  # its hooks are for the reentrant variant, and torch.func refuses them
     functions = (getattr(each, "_gradient_checkpointing_func", None) for each in inner.modules())
     if not any(getattr(each, "func", None) in (checkpoint, _offloaded) for each in functions):
         raise ValueError(
-            f"{type(inner).__name__} switches its checkpointing on in a way of its own. Make its layers regions: "
+            f"{type(inner).__name__} enables its checkpointing in a way of its own. Make its layers regions: "
             f"`remat.nn.apply(model, TheLayerClass)`."
         )
     return model
 
 
-def _set_by_us(cls: Any) -> None:
-    """All ways to switch checkpointing on end in this method, which would put torch's checkpoint back."""
+def _patch_setter(cls: Any) -> None:
+    """Patch the method in which all ways to enable checkpointing end. It would restore torch's checkpoint."""
     set_function = cls._set_gradient_checkpointing
     if getattr(set_function, "is_ours", False):
         return
@@ -88,7 +88,7 @@ def _set_by_us(cls: Any) -> None:
         if gradient_checkpointing_func is None:
             return set_function(self, enable=enable, **kwargs)
         set_function(self, enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
-        for model in self.modules():  # parts too: an enabled one may be in a model that isn't
+        for model in self.modules():  # submodels too: an enabled model may be inside a model that isn't
             if enable and _POLICY in model.__dict__:
                 region = _as_region(gradient_checkpointing_func, model.__dict__[_POLICY])
                 for each in model.modules():
@@ -100,7 +100,7 @@ def _set_by_us(cls: Any) -> None:
 
 
 def _as_region(function: functools.partial, policy: Any) -> Callable:
-    """Of the library's partial of torch's checkpoint, or of one that offloads what that keeps."""
+    """The region function for the library's partial of torch's checkpoint, or of its offloading variant."""
     settings = {name: value for name, value in function.keywords.items() if name != "use_reentrant"}
     if "context_fn" not in settings:
         settings["policy"] = policy

@@ -434,7 +434,7 @@ def test_more_is_saved_in_the_recompute(early_stop: bool) -> None:
     if early_stop:
         assert_same(torch.autograd.grad(out, x)[0], x.detach().sin().exp() * x.detach().cos())
     else:
-        with pytest.raises(RuntimeError, match="one more when it was run again"):
+        with pytest.raises(RuntimeError, match="one more in the recompute"):
             out.backward()
 
 

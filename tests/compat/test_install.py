@@ -295,7 +295,7 @@ def test_errors_of_apply() -> None:
     wrong: list[tuple[dict, type, str]] = [
         ({"check_fn": lambda module: False}, ValueError, "chooses none"),
         ({"checkpoint_wrapper_fn": other}, ValueError, "no setting preserve_rng_state"),
-        ({"checkpoint_wrapper_fn": lambda m: m, "policy": policies.save_matmuls}, ValueError, "to your own one"),
+        ({"checkpoint_wrapper_fn": lambda m: m, "policy": policies.save_matmuls}, ValueError, "to your own function"),
         ({"policy": "dots"}, PolicyError, "dots"),
     ]
     for options, kind, text in wrong:

@@ -166,7 +166,7 @@ def test_options_are_checked(options: dict, error: type) -> None:
 
 @pytest.mark.parametrize("options", [{"determinism_check": "values"}, {"debug": True}, {"early_stop": False}])
 def test_options_without_effect_are_said_once(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "_said", set())
+    monkeypatch.setattr(lowering, "_warned", set())
     f = remat.remat(smooth, **options)
     with pytest.warns(UserWarning, match=r"no effect under torch\.compile"):
         compiled(f)(given())

@@ -561,7 +561,7 @@ class TestAroundTorchFunc:
             with fwAD.dual_level():
                 return fwAD.unpack_dual(remat(torch.sin)(fwAD.make_dual(*dual))).tangent.sum()
 
-        with pytest.raises(RematError, match="Make it outside of that function"):
+        with pytest.raises(RematError, match="Make the dual tensor outside of that function"):
             grad(product)(x.detach())
 
     def test_memory(self):

@@ -771,7 +771,7 @@ def test_hooks_that_round_give_the_derivatives_at_the_rounded_inputs() -> None:
     assert_same(grad(out.sum(), (x, w)), grad(block(*rounded).sum(), rounded))
     with rounding():
         out = remat(block, determinism_check="values")(x.clone(), w)
-    with pytest.raises(RecomputeMismatchError, match="saved-tensor hooks around that change values"):
+    with pytest.raises(RecomputeMismatchError, match="saved-tensor hooks around the region that change values"):
         grad(out.sum(), (x, w))
 
 

@@ -181,7 +181,7 @@ class Auxiliary(nn.Module):
 def test_a_tensor_left_behind_under_a_transform() -> None:
     x = torch.ones(2, 3)
     kept, cut = remat(Auxiliary(False)), remat(Auxiliary(True))
-    with pytest.raises(CaptureError, match=r"left a tensor of shape \(\) in self.aux.*Return it"):
+    with pytest.raises(CaptureError, match=r"stored a tensor of shape \(\) in self.aux.*Return it"):
         torch.func.grad(lambda x: kept(x).sum() + kept.aux)(x)
     torch.func.grad(lambda x: cut(x).sum())(x)
     y = x.clone().requires_grad_()

@@ -603,7 +603,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a text": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, length=3, checkpoints="many"),
         ValueError,
-        "checkpoints as a text is a number and a unit",
+        "checkpoints as a string must be a number and a unit",
     ),
     "too deep": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, length=5000, checkpoints=1),
