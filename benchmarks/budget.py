@@ -1,17 +1,17 @@
-"""Budgets: whether they keep and recompute what they predict, against presets and against one policy for all blocks.
+"""Budgets: whether their predictions are true, and comparisons with presets and with one policy for all blocks.
 
     python -m benchmarks.budget [--json] [--output FILE] [--picture FILE]
 
-*Blocks*: what a region keeps and recomputes under `policies.budget`, predicted and real, under three transforms.
-*Presets*: the FLOPs that a preset recomputes, and those of the best choice that keeps no more bytes.
-*Compiled*: what torch's compiler keeps and recomputes of a block under its `activation_memory_budget`, and the best
-choice that keeps no more bytes, in eager code.
-*Models*: the peak of a training step under `remat.nn.budget`, and the FLOPs that it recomputes, beside the best single
-policy for all blocks that keeps to the same peak. Bytes and FLOPs are counted at the dispatcher; tensors that are there
-before a call don't count. The last column is the time that the search takes for a block, or all of `nn.budget` but its
-runs of the model for a model.
+*Blocks*: the bytes that a region saves and the FLOPs that it recomputes under `policies.budget`, predicted and
+measured, under three transforms.
+*Presets*: the FLOPs that a preset recomputes, and those of the best choice that saves no more bytes.
+*Compiled*: the same for compiled code under torch's `activation_memory_budget`; the best choice is for eager code.
+*Models*: the peak of a training step under `remat.nn.budget` and the FLOPs recomputed, and the FLOPs of the best single
+policy for all blocks whose peak is within the budget.
 
-The exit status is 1 if a prediction is wrong, a preset is better, or a peak is above its budget.
+Bytes and FLOPs are counted at the dispatcher, without tensors that existed before a call. The last column is the time
+of the search for a block, or of `nn.budget` for a model. The exit status is 1 if a prediction is wrong, a reference is
+better than remat, or a peak is above its budget.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ AMOUNTS = (0.2, 0.4, 0.6, 0.8)
 
 
 class Residual(nn.Module):
-    """Two convolutions with a norm between, and what goes past them."""
+    """Two convolutions with a norm between them, and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def encoder(dropout: float = 0.0) -> nn.Module:
 
 
 def chain() -> nn.Module:
-    """Linear layers."""
+    """Linear layers with GELUs between them."""
     return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
 
 
@@ -77,7 +77,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def by_autograd(fn: Callable, x: Tensor, at_end: Callable[[], Any]) -> Any:
-    """The gradient of a block's input."""
+    """The gradient with respect to a block's input."""
     x = x.clone().requires_grad_()
     value = fn(x)
     at_end()
@@ -94,12 +94,12 @@ def _loss(fn: Callable, at_end: Callable[[], Any]) -> Callable[[Tensor], Tensor]
 
 
 def by_grad(fn: Callable, x: Tensor, at_end: Callable[[], Any]) -> Any:
-    """The same by `func.grad`."""
+    """The gradient by `func.grad`."""
     return grad(_loss(fn, at_end))(x)
 
 
 def per_sample(fn: Callable, x: Tensor, at_end: Callable[[], Any]) -> Any:
-    """The same of each sample."""
+    """The gradient of each sample."""
     return vmap(grad(_loss(lambda x: fn(x[None]), at_end)), randomness="different")(x)
 
 
@@ -108,24 +108,24 @@ TRANSFORMS = {"autograd": by_autograd, "func.grad": by_grad, "vmap(grad)": per_s
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction, or a comparison: of bytes, and of FLOPs."""
+    """A comparison of remat with a reference: a prediction, a preset, torch's compiler, or a budget and one policy."""
 
     table: str
     name: str
-    bytes_there: int
-    bytes_here: int
-    flops_there: int
-    flops_here: int
+    reference_bytes: int
+    bytes: int
+    reference_flops: int
+    flops: int
     milliseconds: float
     passed: bool
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The row as plain values."""
         return asdict(self)
 
 
-def held_and_flops(fn: Callable, transform: Callable, x: Tensor) -> tuple[int, int]:
-    """What is alive when the forward has ended, and the FLOPs of it all."""
+def live_and_flops(fn: Callable, transform: Callable, x: Tensor) -> tuple[int, int]:
+    """The bytes that are alive at the end of the forward pass, and the FLOPs of the whole program."""
     alive = []
     with PeakMemory() as memory:
         transform(fn, x, lambda: alive.append(memory.live))
@@ -133,29 +133,29 @@ def held_and_flops(fn: Callable, transform: Callable, x: Tensor) -> tuple[int, i
 
 
 def predictions(name: str) -> list[Row]:
-    """A block under budgets."""
+    """Compare predictions for a block under several budgets with measurements."""
     make, shape = BLOCKS[name]
     module, x = make().requires_grad_(False), torch.randn(shape)
     rows = []
     for how, transform in TRANSFORMS.items():
-        nothing, _ = held_and_flops(remat.remat(partial(module)), transform, x)
-        _, without = held_and_flops(module, transform, x)
+        nothing, _ = live_and_flops(remat.remat(partial(module)), transform, x)
+        _, without = live_and_flops(module, transform, x)
         for amount in AMOUNTS:
             policy = policies.budget(amount)
             fn = remat.remat(partial(module), policy=policy)
             transform(fn, x, lambda: None)
             transform(fn, x, lambda: None)
             tradeoff, choice = fn._known.choices[policy][-1]  # type: ignore[attr-defined]
-            held, flops = held_and_flops(fn, transform, x)
-            kept, again = held - nothing, flops - without
-            passed = (kept, again) == (choice.nbytes, choice.flops) and kept <= policy.nbytes(tradeoff.whole)
+            live, flops = live_and_flops(fn, transform, x)
+            saved, more = live - nothing, flops - without
+            passed = (saved, more) == (choice.nbytes, choice.flops) and saved <= policy.nbytes(tradeoff.whole)
             label = f"{name}, {how}, {amount:.0%}"
-            rows.append(Row("blocks", label, choice.nbytes, kept, choice.flops, again, search(module, x), passed))
+            rows.append(Row("blocks", label, choice.nbytes, saved, choice.flops, more, search(module, x), passed))
     return rows
 
 
 def search(module: nn.Module, x: Tensor) -> float:
-    """How long it takes to find all choices, in milliseconds: a curve, less the block as a region with a policy."""
+    """The milliseconds that finding all choices takes: the time of `pareto` less that of a region with a policy."""
 
     def taken(fn: Callable[[], Any]) -> float:
         times = []
@@ -171,36 +171,36 @@ def search(module: nn.Module, x: Tensor) -> float:
 
 
 def presets(name: str) -> list[Row]:
-    """Presets against the best choice that keeps no more."""
+    """Compare presets with the best choice that saves no more bytes."""
     make, shape = BLOCKS[name]
     module, x = make().requires_grad_(False), torch.randn(shape)
     curve = remat.pareto(module, x.clone().requires_grad_(), cost="flops")
-    nothing, _ = held_and_flops(remat.remat(partial(module)), by_autograd, x)
-    _, without = held_and_flops(module, by_autograd, x)
+    nothing, _ = live_and_flops(remat.remat(partial(module)), by_autograd, x)
+    _, without = live_and_flops(module, by_autograd, x)
     rows = []
     for preset in (policies.save_matmuls, policies.save_matmuls_without_batch_dims, policies.save_attention):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            held, flops = held_and_flops(remat.remat(partial(module), policy=preset), by_autograd, x)
-        kept, again = held - nothing, flops - without
-        best = min((p for p in curve.points if p.nbytes <= kept), key=lambda p: p.flops)
+            live, flops = live_and_flops(remat.remat(partial(module), policy=preset), by_autograd, x)
+        saved, more = live - nothing, flops - without
+        best = min((p for p in curve.points if p.nbytes <= saved), key=lambda p: p.flops)
         label = f"{name}, {preset!r}".replace("policies.", "")
-        rows.append(Row("presets", label, kept, best.nbytes, again, best.flops, 0.0, best.flops <= again))
+        rows.append(Row("presets", label, saved, best.nbytes, more, best.flops, 0.0, best.flops <= more))
     return rows
 
 
 def picture() -> str:
-    """All choices for a transformer block, as SVG, with the presets beside them."""
+    """All choices for a transformer block, and the presets, as SVG."""
     make, shape = BLOCKS["transformer"]
     curve = remat.pareto(make().requires_grad_(False), torch.randn(shape).requires_grad_(), cost="flops")
     found = [Point("", point.nbytes, point.flops, 1) for point in curve.points]
-    beside = [Point(row.name.partition(", ")[2], row.bytes_there, row.flops_there) for row in presets("transformer")]
+    points = [Point(r.name.partition(", ")[2], r.reference_bytes, r.reference_flops) for r in presets("transformer")]
     axes = Axis("bytes saved", size_text, 1024), Axis("FLOPs recomputed", flops_text)
-    return standalone(scatter([*found, *beside], *axes, front=found))
+    return standalone(scatter([*found, *points], *axes, front=found))
 
 
 def compiled(part: float) -> Row:
-    """A block under `activation_memory_budget`, torch's own in compiled code, against the best choice for its bytes."""
+    """Compare a block compiled under `activation_memory_budget` with the best choice that saves no more bytes."""
     make, shape = BLOCKS["transformer"]
     module, x = make().requires_grad_(False), torch.randn(shape).requires_grad_()
     curve = remat.pareto(module, x, cost="flops")
@@ -210,8 +210,8 @@ def compiled(part: float) -> Row:
 
     def forward(graph: Any, _: Any) -> Callable:
         (results,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
-        given = {storage_of(node) for node in graph.graph.nodes if node.op == "placeholder"}
-        saved.update({*map(storage_of, results[1:])} - given - {storage_of(results[0])})
+        inputs = {storage_of(node) for node in graph.graph.nodes if node.op == "placeholder"}
+        saved.update({*map(storage_of, results[1:])} - inputs - {storage_of(results[0])})
         return counted(graph)
 
     def counted(graph: Any, _: Any = None) -> Callable:
@@ -226,19 +226,19 @@ def compiled(part: float) -> Row:
     backend = aot_autograd(fw_compiler=forward, bw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
     with torch._functorch.config.patch(activation_memory_budget=part):
         by_autograd(torch.compile(module, backend=backend), x.detach(), lambda: None)
-    kept, again = sum(storage.nbytes() for storage in saved), flops[0] - without
-    best = min((point for point in curve.points if point.nbytes <= kept), key=lambda point: point.flops)
+    size, more = sum(storage.nbytes() for storage in saved), flops[0] - without
+    best = min((point for point in curve.points if point.nbytes <= size), key=lambda point: point.flops)
     label = f"transformer, activation_memory_budget {part}"
-    return Row("compiled", label, kept, best.nbytes, again, best.flops, 0.0, best.flops <= again)
+    return Row("compiled", label, size, best.nbytes, more, best.flops, 0.0, best.flops <= more)
 
 
 def storage_of(node: Any) -> Any:
-    """The storage that a node of a graph has made, or is a view of."""
+    """The storage of a graph node's result."""
     return node.meta["val"].untyped_storage()
 
 
 def models(part: float) -> Row:
-    """Eight blocks: one budget for all of them, against one policy for all."""
+    """Compare a budget for a model of eight blocks with the best single policy for all blocks."""
     x = torch.randn(16, 64, 64)
 
     def make() -> nn.Module:
@@ -267,10 +267,10 @@ def models(part: float) -> Row:
 
 
 _HEADS = {
-    "blocks": ("kept: predicted", "real", "recomputed: predicted", "real", "search, ms"),
-    "presets": ("kept: preset", "budget", "recomputed: preset", "budget", ""),
-    "compiled": ("kept: torch's", "ours", "recomputed: torch's", "ours", ""),
-    "models": ("peak: budget", "real", "recomputed: one policy", "budget", "in all, ms"),
+    "blocks": ("saved: predicted", "real", "recomputed: predicted", "real", "search, ms"),
+    "presets": ("saved: preset", "budget", "recomputed: preset", "budget", ""),
+    "compiled": ("saved: torch", "remat", "recomputed: torch", "remat", ""),
+    "models": ("peak: budget", "real", "recomputed: one policy", "budget", "total, ms"),
 }
 
 
@@ -281,8 +281,8 @@ def table(rows: Sequence[Row]) -> str:
     for name, heads in _HEADS.items():
         lines.append(f"{name:<{width}}" + "".join(f"{head:>{size}}" for head, size in zip(heads, (17, 9, 24, 9, 12))))
         lines += [
-            f"{row.name:<{width}}{row.bytes_there / KIB:>17.1f}{row.bytes_here / KIB:>9.1f}"
-            f"{row.flops_there / 1e6:>24.2f}{row.flops_here / 1e6:>9.2f}{row.milliseconds:>12.1f}  {verdict(row)}"
+            f"{row.name:<{width}}{row.reference_bytes / KIB:>17.1f}{row.bytes / KIB:>9.1f}"
+            f"{row.reference_flops / 1e6:>24.2f}{row.flops / 1e6:>9.2f}{row.milliseconds:>12.1f}  {verdict(row)}"
             for row in rows
             if row.table == name
         ]
@@ -290,8 +290,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures all of it and prints the tables; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks.budget", description="Budgets, against presets.")
+    """Measure all rows and print the tables; return the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.budget", description="Budgets, compared with presets.")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write the curve of the transformer block as SVG")
     options = parse(parser, argv)
     torch.set_num_threads(1)

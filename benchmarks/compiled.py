@@ -1,12 +1,12 @@
-"""Peak memory and time of a step, eager and compiled, with regions and without.
+"""Peak memory and time of a step, eager and compiled, with and without regions.
 
     python -m benchmarks.compiled [--backend NAME] [--json] [--output FILE]
 
-The program is eight blocks of a layer norm and an MLP with a square loss on top, and its gradient by the weights: by
-plain autograd, by `torch.func.grad`, and for each sample by `vmap(grad)`. Beside remat are torch's checkpoint, and
-`activation_memory_budget`, by which torch's compiler keeps as much as it may of what it wants to; neither works under
-`torch.func`. Peaks are those of the CPU's allocator beyond the inputs, results included. The gradients are compared
-with those of the plain eager program. The exit status is 1 if a row with regions needs more than the plain row, or,
+The program computes the gradient of eight blocks (a layer norm and an MLP) with respect to their weights: by plain
+autograd, by `torch.func.grad`, and for each sample by `vmap(grad)`. remat is compared with torch's checkpoint, and with
+`activation_memory_budget`, the part of its usual residuals that torch's compiler may save; neither works under
+`torch.func`. A peak is that of the CPU's allocator, with the results and without the inputs. The gradients must equal
+those of the plain eager program. The exit status is 1 if a row with regions needs more memory than the plain row, or,
 under plain autograd and without a policy, more than torch's checkpoint.
 """
 
@@ -39,13 +39,13 @@ DEPTH, ROWS, WIDTH, STEPS = 8, 256, 128, 5
 
 
 def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """A layer norm and an MLP, `(rows, width)` to the same."""
+    """A layer norm and an MLP: `(rows, width)` to the same shape."""
     hidden = checkpoint_name(F.layer_norm(x, x.shape[-1:]) @ up, "hidden")
     return x + F.gelu(hidden) @ down
 
 
 def loss_of(wrap: Wrapper) -> Callable[..., Tensor]:
-    """The loss of all blocks."""
+    """Return the loss of all blocks, as a function of the weights and the input."""
     wrapped = wrap(block)
 
     def loss(up: Tensor, down: Tensor, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def loss_of(wrap: Wrapper) -> Callable[..., Tensor]:
 
 
 def by_autograd(wrap: Wrapper, compiler: Callable) -> Callable:
-    """The forward is what is compiled, and with it the backward."""
+    """The loss is compiled, and with it its backward pass."""
     loss = compiler(loss_of(wrap))
 
     def step(up: Tensor, down: Tensor, x: Tensor) -> Any:
@@ -68,12 +68,12 @@ def by_autograd(wrap: Wrapper, compiler: Callable) -> Callable:
 
 
 def by_func(wrap: Wrapper, compiler: Callable) -> Callable:
-    """All of it is compiled."""
+    """The gradient is compiled as a whole."""
     return compiler(grad(loss_of(wrap), argnums=(0, 1)))
 
 
 def by_sample(wrap: Wrapper, compiler: Callable) -> Callable:
-    """The gradients of two samples, so that not they are most of the memory."""
+    """The gradients of two samples only, since those of more samples would take most of the memory."""
     gradient = vmap(grad(loss_of(wrap), argnums=(0, 1)), in_dims=(None, None, 0))
     return compiler(lambda up, down, x: gradient(up, down, x.view(2, -1, x.shape[-1])))
 
@@ -109,7 +109,7 @@ for _transform in TRANSFORMS:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured row, and the peaks that its own may not be above."""
+    """A measured row, and the limit on its peak."""
 
     transform: str
     name: str
@@ -120,23 +120,23 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether it needs no more than what it is compared with."""
+        """Whether the peak is within the limit."""
         return self.peak_bytes <= self.limit_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The row as plain values."""
         return {**asdict(self), "passed": self.passed}
 
 
 def arguments() -> list[Tensor]:
-    """The two weights, and an input."""
+    """The two weights and an input."""
     generator = torch.Generator().manual_seed(0)
     shapes = (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH), (ROWS, WIDTH)
     return [torch.randn(shape, generator=generator) * 0.05 for shape in shapes]
 
 
 def measure(case: Case, backend: str, expected: Any) -> tuple[int, float]:
-    """The peak of one step, and the median of the times of some."""
+    """The peak of one step, and the median time of several steps."""
     torch.compiler.reset()
     compiler = partial(torch.compile, backend=backend, fullgraph=True) if case.compiles else lambda f: f
     args = arguments()
@@ -154,7 +154,7 @@ def measure(case: Case, backend: str, expected: Any) -> tuple[int, float]:
 
 
 def rows_of(cases: Sequence[Case], backend: str) -> list[Row]:
-    """Measures them, each group with the plain program first."""
+    """Measure the cases, and set the limits of those with regions."""
     rows: list[Row] = []
     for transform in dict.fromkeys(case.transform for case in cases):
         expected = TRANSFORMS[transform](plain, lambda f: f)(*arguments())
@@ -170,7 +170,7 @@ def rows_of(cases: Sequence[Case], backend: str) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text, a part for each transform."""
+    """The rows as aligned text, grouped by transform."""
     width = max(len(row.name) for row in rows)
     lines: list[str] = []
     for transform in dict.fromkeys(row.transform for row in rows):
@@ -184,9 +184,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Measure all cases and print the table; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__.partition("\n")[0])
-    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: inductor)")
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: inductor)")
     options = parse(parser, argv)
     return report(options, rows_of(CASES, options.backend), table)
 

@@ -1,20 +1,20 @@
-"""Memory and time of a training step of a transformer, rematerialized in many ways: by remat, torch and its compiler.
+"""Memory and time of a transformer's training step with remat, torch's checkpoints and torch's compiler.
 
     python -m benchmarks.gpu [--json] [--output FILE] [--picture FILE.svg] [--device cpu --layers 2 --width 64 ...]
 
-The step is forward and backward of decoder blocks (causal attention, an MLP) with a mean of squares on top. Every row
-has the same weights and input. Its step and the plain one run in pairs, many times: a row's ratio is the median of
-those of its pairs. Its memory is the most that is allocated in a step, the weights' gradients included, weights and
-input not. On a GPU the times are CUDA events and the bytes those of torch's caching allocator. On the CPU, for which
-the sizes must be much smaller, all runs on one thread.
+The step is the forward and backward pass of decoder blocks (causal attention, an MLP) with a mean of squares as loss.
+All rows have the same weights and input. Each row's step and the plain step are timed in pairs, many times; the row's
+ratio is the median of the ratios of the pairs. Its memory is the most that is allocated in a step, with the weights'
+gradients, without weights and input. On a GPU, CUDA events measure the time and torch's caching allocator counts the
+bytes. On the CPU, for which the sizes must be much smaller, everything runs on one thread.
 
-"names" keeps the projections to queries, keys and values, and attention's result. "offload" keeps them in host memory;
-torch's counterpart, `save_on_cpu`, does so with all that the plain block saves. On the CPU, whose memory is the host's,
-it saves nothing, and isn't in the picture. Nor are compiled rows, whose FLOPs can't be counted. "budget" is what the
-compiler of torch may keep, as a part of what it wants to.
+"names" saves the projections to queries, keys and values, and the attention's result. "offload" saves them in host
+memory; torch's counterpart, `save_on_cpu`, offloads everything that the plain block saves. On the CPU this spares no
+memory, so the picture omits it. It also omits compiled rows, whose FLOPs can't be counted. "budget" is the part of its
+usual residuals that torch's compiler may save.
 
-The exit status is 1 if a row's loss or gradients are further from those of a more exact type than twice what the plain
-step's are: compiled code rounds elsewhere. Without a GPU, and without `--device cpu`, it says so and does nothing.
+Compiled code rounds differently, so losses and gradients are compared with those in a more exact type. The exit status
+is 1 if a row's error is more than twice the plain step's. Without a GPU and `--device cpu`, nothing is measured.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from remat import checkpoint_name, policies, remat
 
 __all__ = ["CANDIDATES", "Block", "Candidate", "Row", "main", "measure", "table"]
 
-# In which type the results are taken that rounding is told by, for each type that a step may have.
+# The type of the reference results, for each type that a step may have.
 EXACT = {"bfloat16": torch.float32, "float16": torch.float32, "float32": torch.float64}
 
 
@@ -67,7 +67,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(batch, time, width)` to the same."""
+        """`(batch, time, width)` to the same shape."""
         qkv = checkpoint_name(self.qkv(self.norm1(x)), "qkv")
         heads = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in qkv.chunk(3, dim=-1))
         mixed = checkpoint_name(F.scaled_dot_product_attention(*heads, is_causal=True), "attention")
@@ -78,11 +78,11 @@ class Block(nn.Module):
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 Build: TypeAlias = Callable[[Sequence[Block], str], Fn]
-KEPT = policies.save_only_these_names("qkv", "attention")
+NAMED = policies.save_only_these_names("qkv", "attention")
 
 
 def eager(wrap: Wrapper) -> Build:
-    """The blocks one after the other, each of them wrapped."""
+    """The wrapped blocks, one after the other."""
 
     def build(blocks: Sequence[Block], backend: str) -> Fn:
         wrapped = [wrap(block) for block in blocks]
@@ -98,12 +98,12 @@ def eager(wrap: Wrapper) -> Build:
 
 
 def compiled(wrap: Wrapper = plain, budget: float = 1.0) -> Build:
-    """The same, compiled as a whole, with a budget of what the compiler may keep: 1 is all that it wants to."""
+    """The network compiled as a whole, with an `activation_memory_budget`: 1 is torch's default."""
 
     def build(blocks: Sequence[Block], backend: str) -> Fn:
         compiler = torch._dynamo.lookup_backend(backend)
 
-        # A backend of its own for each row: what is compiled already is taken for another row that has the same one.
+        # Each row has its own backend: rows with the same one would share compiled code.
         def within_budget(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
             with torch._functorch.config.patch(activation_memory_budget=budget):
                 return compiler(graph, inputs)
@@ -114,7 +114,7 @@ def compiled(wrap: Wrapper = plain, budget: float = 1.0) -> Build:
 
 
 def torch_offload(fn: Fn) -> Fn:
-    """The function with all that autograd saves of it in host memory."""
+    """The function, with all tensors that autograd saves in host memory."""
 
     def offloaded(x: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda):
@@ -125,7 +125,7 @@ def torch_offload(fn: Fn) -> Fn:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the blocks: whose it is, and what it keeps."""
+    """One way to run the blocks: who offers it, and what it saves."""
 
     family: str
     policy: str
@@ -136,8 +136,8 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("plain", "none", eager(plain)),
     Candidate("remat", "full", eager(remat)),
     Candidate("remat", "save_matmuls", eager(partial(remat, policy=policies.save_matmuls))),
-    Candidate("remat", "names", eager(partial(remat, policy=KEPT))),
-    Candidate("remat", "offload", eager(partial(remat, policy=policies.offload(KEPT)))),
+    Candidate("remat", "names", eager(partial(remat, policy=NAMED))),
+    Candidate("remat", "offload", eager(partial(remat, policy=policies.offload(NAMED)))),
     Candidate("torch", "full", eager(torch_checkpoint)),
     Candidate("torch", "save_matmuls", eager(torch_selective(MATMULS))),
     Candidate("torch", "names", eager(torch_selective_by_count((MM, 0), *((op, 0) for op in ATTENTION)))),
@@ -152,7 +152,7 @@ CANDIDATES: tuple[Candidate, ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """What a step takes, and how far its loss and its gradients are from exact ones."""
+    """The costs of a step, and the errors of its loss and gradients."""
 
     family: str
     policy: str
@@ -162,15 +162,15 @@ class Row:
     loss_error: float
     gradient_error: float
     tolerance: float
-    recomputed_flops: int | None = None  # beyond those of the plain step; compiled code can't be counted
+    recomputed_flops: int | None = None  # more than the plain step's; None for compiled code
 
     @property
     def passed(self) -> bool:
-        """Whether it is as exact as it has to be."""
+        """Whether the errors are within the tolerance."""
         return self.loss_error <= self.tolerance and self.gradient_error <= self.tolerance
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The row as plain values."""
         return {**asdict(self), "passed": self.passed}
 
 
@@ -178,7 +178,7 @@ class Row:
 
 
 class Step:
-    """A forward and a backward of a candidate."""
+    """A forward and a backward pass of a candidate."""
 
     def __init__(self, net: Fn, blocks: nn.ModuleList, x: Tensor) -> None:
         self.net, self.blocks, self.x = net, blocks, x
@@ -188,19 +188,19 @@ class Step:
         loss.backward()
         return loss.detach()
 
-    def forget(self) -> None:
-        """Lets the gradients go."""
+    def free_gradients(self) -> None:
+        """Free the gradients."""
         self.blocks.zero_grad(set_to_none=True)
 
     def results(self) -> list[Tensor]:
         """The loss and the gradients."""
         loss = self()
         gradients = [parameter.grad for parameter in self.blocks.parameters()]
-        self.forget()
+        self.free_gradients()
         return [loss, *gradients]
 
     def peak_bytes(self) -> int:
-        """The most that is allocated at once."""
+        """The most bytes that a step has allocated at once."""
         if not self.x.is_cuda:
             peak = allocated_bytes(self)
         else:
@@ -210,17 +210,17 @@ class Step:
             self()
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
-        self.forget()
+        self.free_gradients()
         return peak
 
     def flops(self) -> int:
-        """How many floating-point operations there are."""
+        """The number of floating-point operations of a step."""
         flops = count_flops(self)
-        self.forget()
+        self.free_gradients()
         return flops
 
     def ms(self) -> float:
-        """How long it takes."""
+        """The milliseconds that a step takes."""
         if not self.x.is_cuda:
             start = time.perf_counter()
             self()
@@ -233,24 +233,24 @@ class Step:
             events[1].record()
             torch.cuda.synchronize()
             taken = events[0].elapsed_time(events[1])
-        self.forget()
+        self.free_gradients()
         return taken
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """How far a tensor is off, as a part of what it should be."""
+    """The relative error of a tensor."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def exact_results(blocks: nn.ModuleList, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The loss and the gradients in a more exact type, in little memory."""
+    """The loss and the gradients in a more exact type, computed in little memory."""
     blocks = copy.deepcopy(blocks).to(dtype)
     return Step(eager(remat)(blocks, ""), blocks, x.to(dtype)).results()
 
 
 def measure(options: argparse.Namespace, candidates: Sequence[Candidate] = CANDIDATES) -> list[Row]:
-    """Runs all candidates, of which the first is the one that the others are compared with."""
-    torch.compiler.reset()  # what was compiled before counts towards the limit of recompilations
+    """Measure all candidates. The first one is the plain step that the others are compared with."""
+    torch.compiler.reset()  # earlier compilations count towards the limit of recompilations
     torch.manual_seed(0)
     where = {"device": options.device, "dtype": getattr(torch, options.dtype)}
     blocks = nn.ModuleList(Block(options.width, options.heads) for _ in range(options.layers)).to(**where)
@@ -286,7 +286,7 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
     names = [f"{row.family}: {row.policy}" for row in rows]
     width = max(map(len, names))
-    head = f"{'one training step':<{width}}  {'peak, MiB':>10}  {'ms':>9}  {'ratio':>6}  {'gradients off by':>16}"
+    head = f"{'one training step':<{width}}  {'peak, MiB':>10}  {'ms':>9}  {'ratio':>6}  {'gradient error':>16}"
     lines = [
         f"{name:<{width}}  {row.peak_bytes / MIB:>10.1f}  {row.ms:>9.2f}  {row.ratio:>6.3f}"
         f"  {row.gradient_error:>16.1e}  {verdict(row)}"
@@ -296,7 +296,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def title(options: argparse.Namespace) -> str:
-    """What was run, and where."""
+    """The picture's title: sizes, device and version."""
     about = environment()
     device = about["gpu"] if options.device == "cuda" else f"one thread of a CPU ({about['cpu']})"
     sizes = f"{options.layers} blocks, width {options.width}, {options.heads} heads, {options.batch} x {options.time}"
@@ -304,13 +304,13 @@ def title(options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every candidate and prints the table; returns the exit status."""
+    """Measure all candidates and print the table; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description="Memory against time of a training step.")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     for name, default in {"layers": 24, "width": 1024, "heads": 16, "batch": 8, "time": 1024, "rounds": 10}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--dtype", choices=EXACT, default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: inductor)")
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: inductor)")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw memory against recomputed FLOPs into this SVG file"
     )

@@ -1,4 +1,4 @@
-"""Layers of a matrix product and a `tanh` each, between which nothing needs to be kept, in several spellings."""
+"""Layers of a matrix product and a `tanh` each, written in several ways."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["arguments", "layers", "marked_products", "marked_tanhs", "named_laye
 
 
 def layers(x: Tensor, *weights: Tensor) -> Tensor:
-    """As anybody writes them."""
+    """The layers without names or marks."""
     for weight in weights:
         x = torch.tanh(x @ weight)
     return x
 
 
 def named_layers(x: Tensor, *weights: Tensor) -> Tensor:
-    """With a name for each result."""
+    """The layers with a name for each result."""
     for i, weight in enumerate(weights):
         x = checkpoint_name(torch.tanh(x @ weight), f"layer{i}")
     return x
 
 
 def marked_products(depth: int) -> Fn:
-    """With each product in a region that `torch_remat` keeps.
+    """The layers with each product in a region of `torch_remat` whose result is saved.
 
-    The regions are made once, which is faster than to make them in each call. The `tanh` beside them runs again, and
-    so its input has to be announced: that is faster than a region of its own.
+    The regions are made once, which is faster than making them in each call. The `tanh` is recomputed, so its input
+    must be announced, which is faster than another region.
     """
     import torch_remat
 
@@ -46,7 +46,7 @@ def marked_products(depth: int) -> Fn:
 
 
 def marked_tanhs(depth: int) -> Fn:
-    """With each `tanh` in such a region: its backward needs its result, which is kept without being announced."""
+    """The layers with each `tanh` in such a region. Its backward reads its result, so nothing must be announced."""
     import torch_remat
 
     tanhs = [torch_remat.region(torch.tanh, f"tanh{i}", recompute=False) for i in range(depth)]

@@ -1,11 +1,11 @@
-"""Models of libraries that people use: what their user writes, against the library's own checkpointing.
+"""Costs of models from popular libraries with remat, against the library's own checkpointing.
 
     python -m benchmarks.libraries [--json] [--output FILE]
 
-Tiny models with random weights on the CPU; nothing is downloaded. A row has the bytes that are kept between forward
-and backward, the peak of live tensor bytes in a step, and how many matrix products and convolutions the backward
-recomputes. The exit status is 1 if with `policy=None` a row keeps, holds or recomputes more than the library's own,
-but for what a region has to keep to be right where torch's checkpoint isn't, see `extra`.
+The models are tiny, with random weights, on the CPU; nothing is downloaded. A row has the bytes that are saved between
+forward and backward, the peak of live tensor bytes in a step, and the number of matrix products and convolutions that
+the backward recomputes. The exit status is 1 if with `policy=None` one of them is more than with the library's own
+checkpointing. `extra` bytes are allowed for what a region must save to be correct where torch's checkpoint isn't.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ PRODUCTS = "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolutio
 
 @dataclass(frozen=True)
 class Library:
-    """A model of a library, and its checkpointing: by the library's own way and by ours."""
+    """A model of a library, with functions that switch on the library's own checkpointing and remat's."""
 
     name: str
     package: str
-    write: str  # what its user writes
+    write: str  # what the user writes
     make: Callable[[], Any]
     loss: Callable[[Any], Tensor]
-    own: Callable[[Any], Any]  # these change the model
-    ours: Callable[[Any, Any], Any]  # with a policy
-    extra: Callable[[Any], int] = lambda model: 0  # bytes that regions keep and torch's checkpoint doesn't
+    own: Callable[[Any], Any]  # changes the model
+    ours: Callable[[Any, Any], Any]  # the same, with a policy
+    extra: Callable[[Any], int] = lambda model: 0  # bytes that regions save and torch's checkpoint doesn't
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one step."""
+    """The costs of one step."""
 
     kept: int
     peak: int
@@ -55,7 +55,7 @@ class Costs:
 
 
 def step(library: Library, model: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss and the gradients of the parameters, with the same random numbers in each call."""
+    """The loss and the parameters' gradients, with the same random numbers in each call."""
     model.zero_grad()
     torch.manual_seed(1)
     loss = library.loss(model)
@@ -64,14 +64,14 @@ def step(library: Library, model: Any) -> tuple[Tensor, list[Tensor | None]]:
 
 
 def watched(fn: Callable[..., Any], /, *args: Any) -> tuple[Any, int, int]:
-    """What a call returns, the peak of live bytes in it, and how many products it runs."""
+    """The result of a call, its peak of live bytes, and the number of products that it runs."""
     with gc_disabled(), PeakMemory() as memory, OpCounter() as ops:
         result = fn(*args)
     return result, memory.peak, sum(ops[name] for name in PRODUCTS)
 
 
 def costs(library: Library, model: Any) -> Costs:
-    """What a step costs once the gradients are there."""
+    """The costs of a step, if the gradients are allocated already."""
     _, peak, products = watched(step, library, model)
     return Costs(held_bytes(lambda: library.loss(model)), peak, products)
 
@@ -135,7 +135,7 @@ def of_transformers(name: str, write: str, ours: Callable[[Any, Any], Any]) -> L
 
 
 def router_logits(model: Any) -> int:
-    """A region remembers what a list held that it appends to: here the logits of the layers before."""
+    """A region saves the contents of a list that it appends to, here the router logits of the layers before it."""
     return sum(logits.nbytes for logits in model(input_ids=TOKENS).router_logits[:-1])
 
 
@@ -184,7 +184,7 @@ def unet_with_regions(model: Any, policy: Any) -> Any:
 
 
 def statistics(model: nn.Module) -> int:
-    """Torch's checkpoint updates batch norm's twice. A region keeps what they were, while it runs and afterwards."""
+    """The bytes of batch norm's statistics, twice: a region saves a copy of them, and recomputes on another."""
     return 2 * sum(buffer.nbytes for buffer in model.buffers())
 
 
@@ -204,7 +204,7 @@ class Residual(nn.Module):
 
 
 class ResidualNet(nn.Module):
-    """It checkpoints its blocks as timm's models do, if it is told to."""
+    """A network that checkpoints its blocks, as timm's models do, if `checkpoints` is set."""
 
     def __init__(self, width: int = 8, blocks: int = 4) -> None:
         super().__init__()
@@ -231,17 +231,17 @@ def residual_loss(model: ResidualNet) -> Tensor:
     return nn.functional.cross_entropy(model(images), torch.tensor([0, 1, 0, 1]))
 
 
-def that_checkpoints(model: ResidualNet) -> ResidualNet:
+def with_checkpoints(model: ResidualNet) -> ResidualNet:
     model.checkpoints = True
     return model
 
 
 class Installed(nn.Module):
-    """The model in a program in which regions are installed."""
+    """The model in a program that calls `remat.compat.install`."""
 
     def __init__(self, model: ResidualNet, policy: Any) -> None:
         super().__init__()
-        self.model, self.policy = that_checkpoints(model), policy
+        self.model, self.policy = with_checkpoints(model), policy
 
     def forward(self, x: Tensor) -> Tensor:
         with remat.compat.install(self.policy):
@@ -273,7 +273,7 @@ LIBRARIES: list[Library] = [
     Library("diffusers UNet2DModel", "diffusers", "model.enable_gradient_checkpointing(remat.compat.checkpoint)",
             unet, unet_loss, own_unet, unet_with_regions),
     Library("calls torch's checkpoint", "torch", "remat.compat.install()",
-            residual_net, residual_loss, that_checkpoints, Installed, statistics),
+            residual_net, residual_loss, with_checkpoints, Installed, statistics),
     Library("FSDP's wrapping", "torch", "remat.compat.apply_activation_checkpointing(model, check_fn=...)",
             residual_net, residual_loss, torch_wrapped, wrapped, statistics),
 ]  # fmt: skip
@@ -284,7 +284,7 @@ LIBRARIES: list[Library] = [
 
 @dataclass(frozen=True)
 class Measurement:
-    """A row: without checkpointing, with the library's own, with ours, and with ours that keeps products."""
+    """A row: costs without checkpointing, with the library's own, with remat, and with remat under `save_matmuls`."""
 
     name: str
     write: str
@@ -304,7 +304,7 @@ class Measurement:
 
 
 def measure(library: Library) -> Measurement:
-    """One row."""
+    """Measure one row."""
     model = library.make()
     step(library, model)
     models = {
@@ -320,17 +320,17 @@ def measure(library: Library) -> Measurement:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Kept and peak in KiB; products beyond those of plain."""
+    """The rows in Markdown. Products are counted beyond those of the plain model."""
     lines = [
-        "| library | what to write | kept, KiB: plain / own / ours / `save_matmuls` | peak, KiB | recomputed | |",
+        "| library | what to write | saved, KiB: plain / own / remat / `save_matmuls` | peak, KiB | recomputed | |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
         each = (row.plain, row.own, row.ours, row.save_matmuls)
-        kept = " / ".join(f"{costs.kept / KIB:.1f}" for costs in each)
+        saved = " / ".join(f"{costs.kept / KIB:.1f}" for costs in each)
         peak = " / ".join(f"{costs.peak / KIB:.1f}" for costs in each)
-        again = " / ".join(str(costs.products - row.plain.products) for costs in each)
-        lines.append(f"| {row.name} | `{row.write}` | {kept} | {peak} | {again} | {verdict(row)} |")
+        recomputed = " / ".join(str(costs.products - row.plain.products) for costs in each)
+        lines.append(f"| {row.name} | `{row.write}` | {saved} | {peak} | {recomputed} | {verdict(row)} |")
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
-"""What a program keeps alive and what it runs, counted at the dispatcher.
+"""The memory that a program takes and the operations that it runs, counted at the dispatcher.
 
-The counts are exact and the same on every device: they are taken of tensor storages and of
-dispatched ops, not of an allocator. They hold under `torch.func` transforms too, where the
-dispatcher sees the physical tensors below all levels.
+Tensor storages and dispatched ops are counted, not the memory of an allocator, so the counts are
+exact and the same on every device. Under `torch.func` transforms the dispatcher sees the physical
+tensors below all levels.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class OpCounter(Observer):
 
 
 def peak_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
-    """The most bytes alive at once during `fn(*args)`, its result included and its inputs not.
+    """The most bytes alive at once during `fn(*args)`, with its result and without its inputs.
 
-    The garbage collector is off, so that what only a reference cycle keeps alive counts.
+    The garbage collector is off, so tensors that only a reference cycle keeps alive are counted.
     """
     with gc_disabled(), PeakMemory() as memory:
         fn(*args)
@@ -70,16 +70,16 @@ def peak_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
 
 
 def allocated_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
-    """The most bytes that the CPU's allocator had given out at once during `fn(*args)`.
+    """The most bytes that were allocated at once by the CPU's allocator during `fn(*args)`.
 
-    Beyond what `peak_bytes` sees this has what kernels use inside, and what compiled code uses without the dispatcher.
-    Memory from before that is freed in the call counts less than nothing.
+    Unlike `peak_bytes`, it counts memory that kernels use inside, and that compiled code uses without the dispatcher.
+    Memory that was allocated before the call and is freed in it is subtracted.
 
     >>> x = torch.ones(256)
     >>> allocated_bytes(lambda x: x.tanh().tanh(), x)
     2048
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells on stderr that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports on stderr when it starts and stops
     with gc_disabled(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         fn(*args)
     events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
@@ -88,9 +88,9 @@ def allocated_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
 
 
 def held_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
-    """The bytes that are alive as long as the result of `fn(*args)` is.
+    """The bytes that are alive while the result of `fn(*args)` is: a forward pass's outputs and residuals.
 
-    Of a forward these are its outputs and its residuals. The garbage collector is off.
+    The garbage collector is off.
     """
     with gc_disabled(), PeakMemory() as memory:
         out = fn(*args)
@@ -100,9 +100,9 @@ def held_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
 
 
 def leaked_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
-    """The bytes still alive once the result of `fn(*args)` is gone, without the garbage collector.
+    """The bytes that are still alive after the result of `fn(*args)` was freed, with the garbage collector off.
 
-    Gradients that `fn` accumulates on its inputs are among them.
+    Gradients that `fn` accumulates on its inputs are counted.
     """
     with gc_disabled(), PeakMemory() as memory:
         fn(*args)
@@ -110,7 +110,7 @@ def leaked_bytes(fn: Callable[..., Any], /, *args: Any) -> int:
 
 
 def count_ops(fn: Callable[..., Any], /, *args: Any) -> Counter[str]:
-    """How often `fn(*args)` ran each op, by the name of its packet.
+    """How often `fn(*args)` runs each op, by the name of its packet.
 
     >>> count_ops(lambda x: x @ x, torch.ones(2, 2))["aten.mm"]
     1
@@ -123,7 +123,7 @@ def count_ops(fn: Callable[..., Any], /, *args: Any) -> Counter[str]:
 def count_flops(fn: Callable[..., Any], /, *args: Any) -> int:
     """The floating-point operations of `fn(*args)` in matrix products, convolutions and attention kernels.
 
-    What an op between them costs is not counted, and an op that is given its result counts nothing.
+    Other ops are not counted, nor are ops whose results are restored from saved values.
 
     >>> count_flops(lambda x: (x @ x).tanh(), torch.ones(2, 2))
     16
@@ -134,13 +134,13 @@ def count_flops(fn: Callable[..., Any], /, *args: Any) -> int:
 
 
 class Watch:
-    """Weak references to what `assert_freed_without_gc` expects to be gone."""
+    """Weak references to objects that must be freed at the end of `assert_freed_without_gc`."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[str, weakref.ref[Any]]] = []
 
     def __call__(self, *objects: Any) -> None:
-        """Watches the storage of a tensor, whoever shares it; of anything else the object."""
+        """Watch the storage of each tensor, and any other object itself."""
         for thing in objects:
             if isinstance(thing, torch.Tensor):
                 name = f"storage of a {thing.dtype} tensor of shape {tuple(thing.shape)}"
@@ -149,13 +149,13 @@ class Watch:
                 self._watched.append((repr(thing), weakref.ref(thing)))
 
     def alive(self) -> list[str]:
-        """Names what is not gone yet."""
+        """The names of the objects that are still alive."""
         return [name for name, ref in self._watched if ref() is not None]
 
 
 @contextmanager
 def assert_freed_without_gc() -> Iterator[Watch]:
-    """Asserts that all that was watched is gone when the block ends, without the garbage collector.
+    """Assert that all watched objects are freed when the block ends, without the garbage collector.
 
         >>> with assert_freed_without_gc() as watch:
         ...     x = torch.ones(3)
@@ -163,11 +163,11 @@ def assert_freed_without_gc() -> Iterator[Watch]:
         ...     del x
 
     Raises:
-        AssertionError: something watched is alive, or nothing was watched.
+        AssertionError: a watched object is alive, or nothing was watched.
     """
     watch = Watch()
     with gc_disabled():
         yield watch
-        assert watch._watched, "nothing was watched: call the block's `watch` on what is to be gone"
+        assert watch._watched, "nothing was watched: call the block's `watch` with the objects that must be freed"
         alive = watch.alive()
     assert not alive, f"still alive without the garbage collector: {', '.join(alive)}"

@@ -1,11 +1,11 @@
-"""Peak memory of rematerialized programs, against plain torch and against torch's own checkpoint.
+"""Peak memory of rematerialized programs, against plain torch and torch's own checkpoint.
 
     python -m benchmarks.memory [--json] [--output FILE]
 
 The network is 16 regions of 4 x (matmul, tanh), 64 wide. Its loss is the sum of its outputs, which
-keeps nothing itself; gradients are with respect to the weights unless the row says otherwise. Each
-row is the ratio of two peaks of live tensor bytes, inputs and weights not counted. The exit status
-is 1 if a row misses its limit.
+saves nothing. Gradients are with respect to the weights unless the row says otherwise. Each row is
+the ratio of two peaks of live tensor bytes, without inputs and weights. The exit status is 1 if a
+ratio is above its limit.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Program: TypeAlias = Callable[[Weights, Tensor], Any]
 
 
 def region(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """Layers between which nothing needs to be kept."""
+    """Layers of a matrix product and a `tanh` each."""
     for weight in weights:
         x = torch.tanh(x @ weight)
     return x
 
 
 def network(wrap: Wrapper) -> Callable[[Weights, Tensor], Tensor]:
-    """The regions one after the other, each of them wrapped."""
+    """The wrapped regions, one after the other."""
     wrapped = wrap(region)
 
     def net(weights: Weights, x: Tensor) -> Tensor:
@@ -114,16 +114,16 @@ class Measurement:
 
     @property
     def ratio(self) -> float:
-        """How much of the denominator's memory the numerator takes."""
+        """The numerator's peak divided by the denominator's."""
         return self.numerator / self.denominator
 
     @property
     def passed(self) -> bool:
-        """Whether the ratio keeps to the limit."""
+        """Whether the ratio is within the limit."""
         return self.ratio <= self.limit
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The row as plain values."""
         return {
             "name": self.name,
             "numerator_bytes": self.numerator,
@@ -145,7 +145,7 @@ class Case:
     batch: int = 2048
 
     def measure(self) -> Measurement:
-        """Runs both programs on the same weights and inputs."""
+        """Run both programs on the same weights and input."""
         generator = torch.Generator().manual_seed(0)
         weights = [
             [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(DEPTH)] for _ in range(REGIONS)
@@ -160,7 +160,7 @@ class Case:
 
 
 def against_plain(name: str, program: Callable[[Wrapper], Program], limit: float, *, batch: int = 2048) -> Case:
-    """The row of a program with remat over the same program without."""
+    """The row of a program with remat, divided by the same program without."""
     return Case(f"{name}: remat / plain", program(remat), program(plain), limit, batch)
 
 
@@ -198,7 +198,7 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every case and prints the table; returns the exit status."""
+    """Measure all cases and print the table; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.memory", description="Peak memory of rematerialized programs.")
     return report(parse(parser, argv), [case.measure() for case in CASES], table)
 

@@ -1,15 +1,15 @@
-"""What a region takes in memory beside the tensors that it keeps, against torch's own checkpoints and `torch_remat`.
+"""The memory that a region takes besides its saved tensors, against torch's own checkpoints and `torch_remat`.
 
     python -m benchmarks.overhead [--json] [--output FILE]
 
-The region is 10 x (matmul, tanh) on 8 x 8. Many of them are alive between forward and backward; a row shows, for each,
-the bytes that Python allocated (as `tracemalloc` counts them) and the objects that the garbage collector has to look
-at, both after a collection and less those of the layers without a region. The data of tensors is not among the bytes,
-but the Python objects of those that a region holds are. Nor is what C++ allocates: the nodes of autograd and the places
-for what they save are there with and without a region.
+The region is 10 x (matmul, tanh) on 8 x 8. Many regions are alive between forward and backward. A row shows, for each
+of them, the bytes that Python has allocated (as `tracemalloc` counts them) and the objects that the garbage collector
+tracks, both after a collection and less those of the layers without a region. The bytes contain the Python objects of
+saved tensors, but not their data, nor what C++ allocates: autograd's nodes and their slots for saved tensors exist with
+and without a region.
 
-Each row keeps the same tensors on all sides: none but the inputs, each matmul's result, or each `tanh`'s, which remat
-knows by name. There is no limit to miss. The column of `torch_remat` is empty where it isn't installed.
+All sides of a row save the same tensors: the inputs only, each matmul's result, or each `tanh`'s, which remat selects
+by name. There are no limits. The column of `torch_remat` is empty if it isn't installed.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ WIDTH, DEPTH, REGIONS = 8, 10, 100
 
 @dataclass(frozen=True)
 class Overhead:
-    """What one region takes beyond what the same function takes without."""
+    """The memory of one region, less that of the same function without it."""
 
     python_bytes: float
     objects: float
 
 
 def overhead(fn: Fn) -> Overhead:
-    """That of `fn`, a function that computes what `layers` does."""
+    """The overhead of `fn`, a function that computes the same as `layers`."""
     region, without = (_alive_per_call(each) for each in (fn, layers))
     return Overhead(region[0] - without[0], region[1] - without[1])
 
 
 def _alive_per_call(fn: Fn) -> tuple[float, float]:
-    """Python's bytes, and objects of the collector, as long as a result of `fn` is alive."""
+    """The Python bytes and tracked objects that are alive as long as a result of `fn` is."""
     leaves = [t.requires_grad_() for t in arguments(WIDTH, DEPTH)]
-    for _ in range(3):  # until nothing is new any more
+    for _ in range(3):  # warm up
         torch.autograd.grad(fn(*leaves).sum(), leaves)
     tracemalloc.start()
     try:
@@ -73,7 +73,7 @@ def _alive() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Row:
-    """A policy, and what a region under it takes."""
+    """A policy, and the overhead of a region under it."""
 
     policy: str
     remat: Overhead
@@ -82,13 +82,13 @@ class Row:
     passed: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The row as plain values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Case:
-    """The layers in a region that keeps the same by each of the three; the last is made when it is measured."""
+    """The layers in regions that save the same tensors. That of `torch_remat` is made when it is measured."""
 
     policy: str
     remat: Fn
@@ -96,7 +96,7 @@ class Case:
     torch_remat: Callable[[], Fn]
 
     def measure(self) -> Row:
-        """Runs them all."""
+        """Measure all regions."""
         theirs = None
         if installed("torch_remat", f"{self.policy}: torch_remat"):
             theirs = overhead(torch_remat_checkpoint(self.torch_remat()))
@@ -123,7 +123,7 @@ CASES: tuple[Case, ...] = (
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
     columns = "".join(f"{name:>12}" for name in ("remat", "torch", "torch_remat"))
-    head = f"{'a region beside its tensors':<28}{'bytes of Python':>36}{'objects of the collector':>36}"
+    head = f"{'overhead of one region':<28}{'Python bytes':>36}{'objects tracked by GC':>36}"
     return "\n".join(
         [
             head,
@@ -134,14 +134,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row, figure: str) -> str:
-    """One figure of all that are compared."""
+    """One figure of all three libraries."""
     each = (row.remat, row.torch, row.torch_remat)
     return "".join(f"{'-' if one is None else format(getattr(one, figure), '.0f'):>12}" for one in each)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every case and prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description="What a region takes beside its tensors.")
+    """Measure all cases and print the table; return the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description="Memory of a region besides its tensors.")
     return report(parse(parser, argv), [case.measure() for case in CASES], table)
 
 

@@ -1,4 +1,4 @@
-"""Draws what `benchmarks.gpu` measured: a point for each row, its memory against what it recomputes."""
+"""Draws the rows of `benchmarks.gpu`: a point for each row, its memory against its recomputed FLOPs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["draw"]
 
 
 class Measured(Protocol):
-    """What is drawn of a row."""
+    """The part of a row that is drawn."""
 
     family: str
     policy: str
@@ -22,7 +22,7 @@ class Measured(Protocol):
 
 
 def draw(rows: Sequence[Measured], path: Path, title: str) -> None:
-    """Writes the picture as SVG; the same rows make the same file. Compiled rows have no count of FLOPs."""
+    """Write the picture as SVG. Compiled rows are skipped, as their FLOPs aren't counted."""
     rows = [row for row in rows if row.recomputed_flops is not None]
     families = list(dict.fromkeys(row.family for row in rows))
     points = [Point(row.policy, row.recomputed_flops or 0, row.peak_bytes, families.index(row.family)) for row in rows]

@@ -1,16 +1,16 @@
-"""What a transformer block keeps and runs again under each policy, against torch's selective checkpoint.
+"""What a transformer block saves and recomputes under each policy, against torch's selective checkpoint.
 
     python -m benchmarks.policies [--json] [--output FILE]
 
-A row shows the bytes that are alive when the forward has ended, inputs and weights not counted, and the floating-point
-operations that the program runs beyond those of the block without rematerialization. The 256 KiB of the block's output
-are among the bytes: the loss on top is a mean of squares, which keeps it. Gradients are by the weights and the input.
+A row shows the bytes that are alive at the end of the forward pass, without inputs and weights, and the floating-point
+operations beyond those of the block without rematerialization. The bytes contain the 256 KiB of the block's output,
+which the loss, a mean of squares, saves. Gradients are with respect to the weights and the input.
 
-torch's selective checkpoint saves the same operations: a list of them for a group, and for names the ones that made the
-named values. Its figures are those of plain autograd, the only place where it works, also in the rows of
-`torch.func.grad`; there is none to compare with per-sample gradients by `vmap(grad)`. The last column of each figure is
-what the block keeps without rematerialization, and one run of it, or nothing where everything is kept. The exit status
-is 1 if a figure is more than one of those beside it.
+torch's selective checkpoint saves the results of the same operations: for names, of those that made the named values.
+It works under plain autograd only, so the rows of `torch.func.grad` show its figures for plain autograd, and those of
+per-sample gradients by `vmap(grad)` show none. The last column of each figure is an upper bound: the bytes that the
+block saves without rematerialization, and the FLOPs of one run of it, or 0 where everything is saved. The exit status
+is 1 if a figure of remat is more than torch's or the bound.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Program: TypeAlias = Callable[[Weights, Tensor], Any]
 
 
 def block(weights: Weights, x: Tensor) -> Tensor:
-    """A transformer block, `(batch, time, width)` to the same: attention, then an MLP, each after a norm."""
+    """A transformer block, `(batch, time, width)` to the same shape: attention, then an MLP, each after a norm."""
     normal = F.layer_norm(x, x.shape[-1:], weights["norm1"])
     q, k, v = (checkpoint_name(F.linear(normal, weights[name]), name) for name in "qkv")
     heads = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (q, k, v))
@@ -121,7 +121,7 @@ TRANSFORMS: dict[str, Callable[[Loss], Program]] = {
 
 
 def program(transform: str, wrap: Wrapper, at_end_of_forward: Callable[[], Any] = lambda: None) -> Program:
-    """The gradient of the block, wrapped, with a loss on top that isn't linear."""
+    """The gradient of the wrapped block, with a loss that isn't linear."""
     wrapped = wrap(block)
 
     def loss(weights: Weights, x: Tensor) -> Tensor:
@@ -137,21 +137,21 @@ def program(transform: str, wrap: Wrapper, at_end_of_forward: Callable[[], Any] 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a program keeps between its forward and its backward, and what it runs again."""
+    """The bytes that a program saves between forward and backward, and the FLOPs that it recomputes."""
 
     kept_bytes: int
     recomputed_flops: int
 
     def within(self, other: Figures) -> bool:
-        """Whether neither figure is more than the other one's."""
+        """Whether neither figure is more than that of `other`."""
         return self.kept_bytes <= other.kept_bytes and self.recomputed_flops <= other.recomputed_flops
 
 
 @dataclass(frozen=True)
 class Row:
-    """A policy under a transform: the figures of remat, those of torch if it can, and what they are in any case within.
+    """A policy under a transform: the figures of remat, those of torch if it works there, and an upper bound.
 
-    The last are what the plain block keeps, and one run of the block.
+    The bound is the bytes that the plain block saves, and the FLOPs of one run of the block.
     """
 
     transform: str
@@ -162,39 +162,39 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether remat keeps and runs again no more than all the others."""
+        """Whether remat's figures are at most the bound's and torch's."""
         return self.remat.within(self.bound) and (self.torch is None or self.remat.within(self.torch))
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The row as plain values."""
         return {**asdict(self), "passed": self.passed}
 
 
 def measure(transform: str, wrap: Wrapper, weights: Weights, x: Tensor) -> Figures:
-    """Runs the block, wrapped, in the program for its bytes, and once more, beside the plain block, for its operations.
+    """Run the program once for its bytes, and once more, and with the plain block, for its FLOPs.
 
-    The garbage collector is off, so that what only a reference cycle keeps alive counts.
+    The garbage collector is off, so tensors that only a reference cycle keeps alive are counted.
     """
-    kept: list[int] = []
+    live: list[int] = []
     with gc_disabled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
         with PeakMemory() as memory:
-            program(transform, wrap, lambda: kept.append(memory.live))(weights, x)
+            program(transform, wrap, lambda: live.append(memory.live))(weights, x)
         flops = [count_flops(program(transform, each), weights, x) for each in (wrap, plain)]
-    return Figures(kept_bytes=kept[0], recomputed_flops=flops[0] - flops[1])
+    return Figures(kept_bytes=live[0], recomputed_flops=flops[0] - flops[1])
 
 
 @dataclass(frozen=True)
 class Case:
-    """A policy and its counterpart in torch; `again` tells whether anything has to run again."""
+    """A policy and its counterpart in torch; `recomputes` is whether anything must be recomputed."""
 
     name: str
     policy: Any
     torch: Wrapper
-    again: bool = True
+    recomputes: bool = True
 
     def measure(self, transform: str, sizes: Sizes) -> Row:
-        """Runs the block under the policy, and what it is compared with."""
+        """Measure the block under the policy, and the programs that it is compared with."""
         weights, x = sizes.arguments()
         return Row(
             transform=transform,
@@ -203,7 +203,7 @@ class Case:
             torch=None if transform == "vmap(func.grad)" else measure("autograd.grad", self.torch, weights, x),
             bound=Figures(
                 kept_bytes=measure(transform, plain, weights, x).kept_bytes,
-                recomputed_flops=count_flops(block, weights, x) if self.again else 0,
+                recomputed_flops=count_flops(block, weights, x) if self.recomputes else 0,
             ),
         )
 
@@ -231,7 +231,7 @@ CASES: tuple[Case, ...] = (
         policies.save_any_names_but_these("hidden"),
         torch_selective_by_count(*QKV, *MIXED),
     ),
-    # On the CPU the host's memory is the device's. torch's selective checkpoint offloads in compiled code only.
+    # On the CPU offloading spares no memory. torch's selective checkpoint offloads in compiled code only.
     Case(
         "name hidden, offload q, k, v",
         policies.save_and_offload_only_these_names(
@@ -239,17 +239,17 @@ CASES: tuple[Case, ...] = (
         ),
         torch_selective_by_count(*HIDDEN, *QKV),
     ),
-    Case("everything_saveable", policies.everything_saveable, torch_selective(save_everything), again=False),
+    Case("everything_saveable", policies.everything_saveable, torch_selective(save_everything), recomputes=False),
 )
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text, a part for each transform."""
+    """The rows as aligned text, grouped by transform."""
     width = max(len(row.policy) for row in rows)
     columns = "".join(f"{name:>10}" for name in ("remat", "torch", "plain", "remat", "torch", "block"))
     lines: list[str] = []
     for transform in dict.fromkeys(row.transform for row in rows):
-        lines += ["", f"{transform:<{width}}{'kept, KiB':>30}{'recomputed, MFLOP':>30}", f"{'':<{width}}{columns}"]
+        lines += ["", f"{transform:<{width}}{'saved, KiB':>30}{'recomputed, MFLOP':>30}", f"{'':<{width}}{columns}"]
         lines += [
             f"{row.policy:<{width}}"
             f"{_cells(row, 'kept_bytes', KIB)}{_cells(row, 'recomputed_flops', MFLOP)}  {verdict(row)}"
@@ -260,14 +260,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row, figure: str, unit: int) -> str:
-    """One figure of all that are compared."""
+    """One figure of remat, torch and the bound."""
     numbers = ("-" if f is None else f"{getattr(f, figure) / unit:.2f}" for f in (row.remat, row.torch, row.bound))
     return "".join(f"{number:>10}" for number in numbers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every case under every transform and prints the tables; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks.policies", description="What policies keep and run again.")
+    """Measure all cases under all transforms and print the tables; return the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.policies", description="What policies save and recompute.")
     options = parse(parser, argv)
     with gc_disabled():
         rows = [case.measure(transform, Sizes()) for transform in TRANSFORMS for case in CASES]

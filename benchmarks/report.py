@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: the command line, where the numbers come from, the table, the exit status."""
+"""The command line, the environment, the output and the exit status of all benchmarks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Row(Protocol):
 
     @property
     def passed(self) -> bool:
-        """Whether it keeps to its limit."""
+        """Whether it is within its limit."""
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The row as plain values."""
 
 
 R = TypeVar("R", bound=Row)
 
 
 def environment() -> dict[str, str]:
-    """What the numbers may depend on."""
+    """Versions and hardware that the numbers may depend on."""
     about = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -45,7 +45,7 @@ def environment() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """What kind of processor it is, which `platform` doesn't tell everywhere."""
+    """The processor's name, which `platform` doesn't know everywhere."""
     try:
         with open("/proc/cpuinfo") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -54,10 +54,10 @@ def _cpu() -> str:
 
 
 def installed(package: str | None, row: str) -> bool:
-    """Whether a row has the package that it needs, if it needs one; says so if it hasn't."""
+    """Whether the package that a row needs is installed; if not, print that the row is skipped."""
     if package is None or find_spec(package) is not None:
         return True
-    print(f"{row}: left out, as {package} is not installed (pip install 'remat[benchmarks]')", file=sys.stderr)
+    print(f"{row}: skipped, because {package} is not installed (pip install 'remat[benchmarks]')", file=sys.stderr)
     return False
 
 
@@ -67,16 +67,16 @@ def verdict(row: Row) -> str:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, with the options that all benchmarks have."""
+    """Parse the command line, with the options that all benchmarks have."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON into this file as well")
     return parser.parse_args(argv)
 
 
 def report(options: argparse.Namespace, rows: Sequence[R], table: Callable[[Sequence[R]], str]) -> int:
-    """Prints the rows as the command line wants them; returns the exit status."""
-    asked = {name: value for name, value in vars(options).items() if name not in ("json", "output")}
-    about = {**environment(), "options": asked, "rows": [row.as_json() for row in rows]}
+    """Print the rows in the format that the command line chose; return the exit status."""
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "output")}
+    about = {**environment(), "options": settings, "rows": [row.as_json() for row in rows]}
     text = json.dumps(about, indent=2, default=str)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

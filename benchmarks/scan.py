@@ -1,14 +1,14 @@
-"""What a loop costs by `remat.scan`, against the loop as it is and regions by hand.
+"""Costs of a loop by `remat.scan`, against the plain loop and regions by hand.
 
     python -m benchmarks.scan [--json] [--output FILE] [--most 10000]
 
-The loop is a recurrence, h = tanh(h * a + x * b), whose carry h takes 64 KiB. A row is a forward and a backward of so
-many steps: the peak in carries (live bytes of tensors, counted at the dispatcher), how many steps the backward computes
-again, and the time. The ways are the plain loop; a region for each step; regions of about the square root of the
-number of steps, with a region for each step in them, as one nests them by hand; `scan` with its default; and `scan`
-with as many checkpoints as Equinox takes by default, floor(-1.5 + sqrt(2 n + 0.25)) + 1.
+The loop is a recurrence, h = tanh(h * a + x * b), whose carry h takes 64 KiB. A row is a forward and a backward pass
+over a number of steps: the peak of live tensor bytes in carries, the number of steps that the backward recomputes, and
+the time. The variants are the plain loop; a region for each step; regions of about the square root of the number of
+steps, in which each step is a region; `scan` with its default; and `scan` with Equinox's default number of checkpoints,
+floor(-1.5 + sqrt(2 n + 0.25)) + 1.
 
-The exit status is 1 if `scan` computes more steps than the least possible number, or keeps more carries than it may.
+The exit status is 1 if `scan` recomputes more steps than the least possible number, or saves too many carries.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = ["WAYS", "Row", "main", "measure"]
 
 SIZE = 16 * 1024
 UNIT = 4 * SIZE
-ONE_STEP = 8  # carries that a step, its backward and what is outside of the loop take
+ONE_STEP = 8  # the memory of a step, its backward, and tensors outside of the loop, in carries
 Step = Callable[[Tensor, Tensor], tuple[Tensor, None]]
 
 
 def plain(step: Step, h: Tensor, xs: Tensor) -> Tensor:
-    """The loop as it is."""
+    """The plain loop."""
     for x in xs.unbind():
         h, _ = step(h, x)
     return h
@@ -50,7 +50,7 @@ def one_each(step: Step, h: Tensor, xs: Tensor) -> Tensor:
 
 
 def by_hand(step: Step, h: Tensor, xs: Tensor) -> Tensor:
-    """Regions of regions."""
+    """Regions that contain a region for each step."""
     part = remat(partial(one_each, step))
     for each in xs.split(max(1, math.isqrt(len(xs)))):
         h = part(h, each)
@@ -63,12 +63,12 @@ def by_scan(step: Step, h: Tensor, xs: Tensor, checkpoints: int | None = None) -
 
 
 def equinox(count: int) -> int:
-    """The number of checkpoints that Equinox takes for so many steps."""
+    """Equinox's default number of checkpoints for `count` steps."""
     return math.floor(-1.5 + math.sqrt(2 * count + 0.25)) + 1
 
 
 def checkpoints(way: str, count: int) -> int | None:
-    """How many a way of `scan` has."""
+    """The number of checkpoints of a variant of `scan`."""
     return {"scan": count.bit_length(), "scan, Equinox's number": equinox(count)}.get(way)
 
 
@@ -76,7 +76,7 @@ WAYS = ("plain", "a region for each step", "square root by hand", "scan", "scan,
 
 
 def least(count: int, spare: int) -> int:
-    """The least number of steps that a backward computes again, by Griewank and Walther's formula."""
+    """The least number of steps that a backward recomputes, by Griewank and Walther's formula."""
     n, s, r = count + 1, spare + 1, 0
     while math.comb(s + r, s) < n:
         r += 1
@@ -85,7 +85,7 @@ def least(count: int, spare: int) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One way through so many steps."""
+    """One variant of the loop with `count` steps."""
 
     way: str
     count: int
@@ -95,12 +95,12 @@ class Row:
     passed: bool
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The row as plain values."""
         return asdict(self)
 
 
 def measure(way: str, count: int) -> Row:
-    """A forward and a backward: once for the peak, once for the time."""
+    """Run forward and backward twice: once for the peak, once for the time."""
     calls = [0]
     a, b = (torch.full((SIZE,), value, requires_grad=True) for value in (0.9, 0.1))
     h, xs = torch.ones(SIZE, requires_grad=True), torch.linspace(-1, 1, count)
@@ -126,7 +126,7 @@ def measure(way: str, count: int) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
-    head = f"{'steps':>6}  {'':<24}{'peak, carries':>14}{'recomputed, of a step':>23}{'ms':>10}{'of plain':>10}"
+    head = f"{'steps':>6}  {'':<24}{'peak, carries':>14}{'recomputed per step':>23}{'ms':>10}{'/ plain':>10}"
     time_of = {row.count: row.seconds for row in rows if row.way == "plain"}
     lines = [
         f"{row.count:>6}  {row.way:<24}{row.peak:>14.1f}{row.recomputed / row.count:>23.2f}{row.seconds * 1e3:>10.1f}"
@@ -137,7 +137,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every way and prints the table; returns the exit status."""
+    """Measure all variants and print the table; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.scan", description="Loops by remat.scan, and by hand.")
     parser.add_argument("--most", type=int, default=10_000, help="steps of the longest loop (default: 10000)")
     options = parse(parser, argv)

@@ -1,18 +1,18 @@
-"""How long rematerialized programs take on one thread, against plain torch and other checkpoints.
+"""Time of rematerialized programs on one thread, against plain torch and other checkpoints.
 
     python -m benchmarks.speed [--json] [--output FILE] [--seconds 8]
 
 A row compares two sides. Their programs run in turn, many times, and the row is the ratio of the two medians, so that
-a machine with other work slows both sides alike. The garbage collector is off: a full collection looks at all objects
-of torch, and takes longer than most programs here, whichever of them it hits. And the C library keeps what is freed,
-where it can: else it gives memory back and asks for it again, hundreds of pages in a step of the block, as chance has
-it. Every program is a forward and a backward, if the row doesn't say otherwise. "Small" regions are 10 x (matmul, tanh)
-on 8 x 8, where nearly all time is overhead; "the block" is the transformer block of `benchmarks.policies`. The exit
-status is 1 if a row misses its limit.
+other work on the machine slows both sides alike. The garbage collector is off, as a full collection visits all objects
+of torch and takes longer than most programs here. The C library keeps freed memory where it can; otherwise it would
+return hundreds of pages to the system and request them again in some steps of the block. Every program is a forward and
+a backward pass unless the row says otherwise. "Small" regions are 10 x (matmul, tanh) on 8 x 8, where nearly all time
+is overhead; "the block" is the transformer block of `benchmarks.policies`. The exit status is 1 if a ratio is above its
+limit.
 
-The others are torch's own checkpoints and Meta's `torch_remat`, in which a function marks what is kept of it. All have
-their defaults: torch's and remat put random generators back for the second run, `torch_remat` doesn't. Its rows are
-left out where it isn't installed.
+remat is compared with torch's own checkpoints and Meta's `torch_remat`, in which a function marks what is saved. All
+have their defaults: torch's and remat restore random generators for the recompute, `torch_remat` doesn't. Its rows are
+skipped if it isn't installed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Step: TypeAlias = Callable[[], Any]
 
 
 def forward(width: int, depth: int) -> Step:
-    """The layers alone, with the graph that autograd makes."""
+    """The forward pass of the layers alone, in which autograd makes a graph."""
     leaves = [t.requires_grad_() for t in arguments(width, depth)]
     return lambda: layers(*leaves)
 
@@ -69,12 +69,12 @@ def by_autograd(wrap: Wrapper, width: int = 8, depth: int = 10, inside: Fn = lay
 
 
 def by_marks(depth: int) -> Step:
-    """The gradient of layers whose products `torch_remat` keeps."""
+    """The gradient of layers whose products `torch_remat` saves."""
     return by_autograd(torch_remat_checkpoint, depth=depth, inside=marked_products(depth))
 
 
 def by_func(wrap: Wrapper, width: int = 8, depth: int = 10) -> Step:
-    """The same by `torch.func.grad`."""
+    """The gradient of the layers by `torch.func.grad`."""
     fn = wrap(layers)
     tensors = arguments(width, depth)
     gradient = grad(lambda *args: fn(*args).sum(), argnums=tuple(range(len(tensors))))
@@ -88,7 +88,7 @@ def block(transform: str, wrap: Wrapper) -> Step:
 
 
 def chain(wrap: Wrapper, regions: int) -> Step:
-    """The gradient of as many small regions, one after the other."""
+    """The gradient of small regions, one after the other."""
     fn = wrap(layers)
     x, weight = (t.requires_grad_() for t in arguments(8, 1))
 
@@ -102,7 +102,7 @@ def chain(wrap: Wrapper, regions: int) -> Step:
 
 
 def nested(wrap: Wrapper, levels: int) -> Step:
-    """The gradient of regions in regions, with an operation in each."""
+    """The gradient of nested regions, with an operation in each."""
 
     def inside(fn: Fn) -> Fn:
         return wrap(lambda x: fn(torch.sin(x)))
@@ -126,7 +126,7 @@ class Side:
 
 
 def side(program: Callable[..., Step], *args: Any, factor: float = 1.0) -> Side:
-    """One program."""
+    """A side with one program."""
     return Side((partial(program, *args),), factor)
 
 
@@ -142,16 +142,16 @@ class Measurement:
 
     @property
     def ratio(self) -> float:
-        """How much of the denominator's time the numerator takes."""
+        """The numerator's time divided by the denominator's."""
         return self.numerator_us / self.denominator_us
 
     @property
     def passed(self) -> bool:
-        """Whether the ratio keeps to the limit."""
+        """Whether the ratio is within the limit."""
         return self.ratio <= self.limit
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The row as plain values."""
         return {**asdict(self), "ratio": self.ratio, "passed": self.passed}
 
 
@@ -163,14 +163,14 @@ class Case:
     numerator: Side
     denominator: Side
     limit: float
-    package: str | None = None  # what else has to be installed
+    package: str | None = None  # another package that the row needs
 
     def measure(self, seconds: float) -> Measurement:
-        """Runs all programs in turn for about as long."""
+        """Run all programs in turn for about this time."""
         sides = self.numerator, self.denominator
         steps = [[make() for make in each.programs] for each in sides]
         times = [[[] for _ in each] for each in steps]
-        _round(steps, times)  # the first one is slow
+        _round(steps, times)  # the first round is slow
         for each in times:
             for taken in each:
                 taken.clear()
@@ -262,7 +262,7 @@ CASES: tuple[Case, ...] = (
         package="torch_remat",
     ),
     Case(
-        "10 kept matmuls: remat / torch_remat",
+        "10 saved matmuls: remat / torch_remat",
         side(by_autograd, remat(policy=save_matmuls)),
         side(by_marks, 10),
         limit=1.4,
@@ -272,7 +272,7 @@ CASES: tuple[Case, ...] = (
 
 
 def keep_freed_memory() -> bool:
-    """Has the C library keep what is freed, for good; returns whether it can."""
+    """Make the C library keep freed memory, from now on; return whether it can."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(option, value) == 1 for option, value in _KEEP)
 
@@ -293,9 +293,9 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every case that can be and prints the table; returns the exit status."""
+    """Measure all cases whose packages are installed and print the table; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.speed", description="Time of rematerialized programs.")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each row (default: 8)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds for each row (default: 8)")
     options = parse(parser, argv)
     torch.set_num_threads(1)
     keep_freed_memory()

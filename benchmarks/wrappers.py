@@ -1,4 +1,4 @@
-"""What programs are compared under: nothing, torch's own checkpoints, and Meta's `torch_remat`."""
+"""Wrappers to compare with: none, torch's own checkpoints, and Meta's `torch_remat`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 MM = aten.mm.default
 LINEAR = [MM, aten.addmm.default]
 MATMULS = [*LINEAR, aten.bmm.default, aten.baddbmm.default]
-ATTENTION = [  # one of them on each device
+ATTENTION = [  # each device has one of them
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -53,35 +53,35 @@ def torch_checkpoint(fn: Fn) -> Fn:
 
 
 def torch_selective(saved: Any) -> Wrapper:
-    """The same with a selection: a list of operators, or a function as `create_selective_checkpoint_contexts` takes."""
+    """Torch's selective checkpoint, which saves the results of these operators, or what a policy function selects."""
     contexts = partial(create_selective_checkpoint_contexts, saved)
     return lambda fn: partial(checkpoint, fn, use_reentrant=False, context_fn=contexts)
 
 
 def torch_selective_by_count(*saved: tuple[Op, int]) -> Wrapper:
-    """The same for what some calls of operators make: `(op, i)` is the `i`-th call of `op`."""
+    """Torch's selective checkpoint, which saves the results of some calls: `(op, i)` is the `i`-th call of `op`."""
 
     def contexts() -> Any:
         calls: Counter[tuple[Op, bool]] = Counter()
 
-        def verdict_on(ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        def decide(ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             run = op, ctx.is_recompute
             call = op, calls[run]
             calls[run] += 1
             return CheckpointPolicy.MUST_SAVE if call in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return create_selective_checkpoint_contexts(verdict_on)
+        return create_selective_checkpoint_contexts(decide)
 
     return lambda fn: partial(checkpoint, fn, use_reentrant=False, context_fn=contexts)
 
 
 def save_everything(ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """For torch's selective checkpoint."""
+    """A policy function for torch's selective checkpoint."""
     return CheckpointPolicy.MUST_SAVE
 
 
 def torch_remat_checkpoint(fn: Fn) -> Fn:
-    """The function under Meta's checkpoint, which keeps what regions marked in the function say."""
+    """The function under Meta's checkpoint, which saves the results of regions that are marked in the function."""
     import torch_remat
 
     return torch_remat.checkpoint()(fn)

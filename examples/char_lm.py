@@ -7,10 +7,10 @@ is a function of a pytree of parameters, and all its derivatives are `torch.func
 * the gradient norm of every sample of a batch with `vmap(grad(...))`,
 * a Hessian-vector product with `jvp(grad(...))`.
 
-All three then run without `remat` and with it under three policies: nothing kept but the blocks'
-inputs, the results of matrix products kept, or the two values of a block that have names. A list
-shows what a block keeps under the last of them, and tables show memory, time and how far the
-results differ. The exit status is 1 if the loss did not fall or the results differ.
+All three then run without `remat`, and with it under three policies: a block saves only its inputs,
+also the results of matrix products, or also its two values that have names. A list shows what a
+block saves under the last policy, and tables show memory, time and how far the results differ. The
+exit status is 1 if the loss did not fall or the results differ.
 
     python examples/char_lm.py            # about a minute on two cores
     python examples/char_lm.py --quick    # a few seconds
@@ -46,8 +46,8 @@ Tree = Any  # a pytree of tensors
 Loss = Callable[[Tree, Tensor], Tensor]
 Wrap = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 
-# What may be done with a block. The attention scores, which are among the results of matrix products,
-# have no name, and grow with the square of the context.
+# The variants that are compared. The attention scores, whose memory grows with the square of the context,
+# are results of a matrix product, and have no name.
 WAYS: dict[str, Wrap] = {
     "plain": lambda fn: fn,
     "remat": remat,
@@ -81,7 +81,7 @@ def load_text(limit: int = 4_000_000) -> Tensor:
 
 
 def sample_batch(data: Tensor, config: Config, generator: torch.Generator) -> Tensor:
-    """Return `batch` random pieces of the text, each of `context + 1` characters."""
+    """Return `batch` random pieces of the text, `context + 1` characters each."""
     last = len(data) - config.context
     starts = torch.randint(last, (config.batch, 1), generator=generator)
     return data[starts + torch.arange(config.context + 1)]
@@ -185,7 +185,7 @@ def train(data: Tensor, config: Config, generator: torch.Generator) -> tuple[Tre
 
 @torch.no_grad()
 def write_text(params: Tree, config: Config, generator: torch.Generator, length: int) -> str:
-    """Let the model write `length` characters, after a line break."""
+    """Generate `length` characters, starting after a line break."""
     tokens = torch.tensor([ord("\n")])
     for _ in range(length):
         logits = model(params, tokens[-config.context :], config.heads, remat)[-1]
@@ -198,7 +198,7 @@ def write_text(params: Tree, config: Config, generator: torch.Generator, length:
 def derivatives(params: Tree, tokens: Tensor, vector: Tree) -> dict[str, Callable[[Loss], Tree]]:
     """Return the three derivatives by name, as functions of the loss.
 
-    Of the training step it is the gradient alone: Adam is the same with and without `remat`.
+    The training step is without Adam, which is the same with and without `remat`.
     """
 
     def hessian_vector_product(loss: Loss) -> Tree:
@@ -219,7 +219,7 @@ def distance(expected: list[Tensor], got: list[Tensor]) -> tuple[float, float]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are made in it: those that are alive, and the most that were alive at once."""
+    """Counts the bytes of the live tensors that were made under this mode, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._known.update(storages((args, kwargs)))  # those from before are not counted
+        self._known.update(storages((args, kwargs)))  # tensors from before are not counted
         result = func(*args, **kwargs)
         for storage in storages(result):
             if storage not in self._known:
@@ -243,12 +243,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the memory of all tensors in `tree`."""
+    """Return the storages of all tensors in `tree`."""
     return [x.untyped_storage() for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def compare(name: str, derivative: Callable[[Loss], Tree], heads: int) -> bool:
-    """Print a table with one line for each of the `WAYS`; return whether their results agree."""
+    """Print a table with one line for each of `WAYS`; return whether their results agree."""
     print(f"\n{name:<24} {'memory, MiB':>12} {'time, s':>9} {'difference':>12}")
     expected: list[Tensor] = []
     agree = True
@@ -304,7 +304,7 @@ def main() -> int:
     tasks = derivatives(params, tokens, vector)
     norms = sample_norms(tasks["per-sample gradients"](make_loss(config.heads, remat)))
     print(f"gradient norms of {config.batch} samples: {norms.min():.3f} to {norms.max():.3f}")
-    print("\nwhat a block keeps with 'remat, names':")
+    print("\nwhat a block saves with 'remat, names':")
     x = torch.zeros(config.batch, config.context, config.width)
     print_saved_residuals(WAYS["remat, names"](block), params["blocks"][0], x, config.heads)
     agree = [compare(name, derivative, config.heads) for name, derivative in tasks.items()]

@@ -1,8 +1,8 @@
-"""Choose a policy: of those that fit in a memory budget, the one that recomputes the least.
+"""Choose the policy that recomputes the least among those that fit in a memory budget.
 
 `remat.report` runs the model under each policy and counts the bytes saved, the peak and the FLOPs recomputed.
 
-    python examples/choose_policy.py [MiB]    # a few seconds; the budget of a training step is 9 MiB if none is given
+    python examples/choose_policy.py [MiB]    # a few seconds; a training step may take 9 MiB by default
 """
 
 import sys
@@ -18,7 +18,7 @@ WIDTH, HEADS, LAYERS, LENGTH, BATCH = 128, 4, 4, 128, 4
 
 
 class Block(nn.Module):
-    """A transformer block that gives names to two of its values, by which policies may save them."""
+    """A transformer block that names two of its values, so that policies can select them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def main() -> None:
     print(remat.check(model, x, where=Block, policy=best.policy))
 
     remat.nn.apply(model, Block, policy=best.policy)
-    print("\nwhat the model saves then:")
+    print("\nwhat the model saves with this policy:")
     remat.print_saved_residuals(model, x)
 
 

@@ -1,7 +1,7 @@
-"""Fine-tune a Hugging Face model, with its own checkpointing switched on by one line, and under a policy.
+"""Fine-tune a Hugging Face model: plain, and with its checkpointing switched on by one line, also with a policy.
 
-The model is a small Llama made from a config, so nothing is downloaded; with `AutoModelForCausalLM.from_pretrained`
-the line is the same. It takes `transformers` (`pip install transformers`).
+The model is a small Llama made from a config, so nothing is downloaded. The line is the same for a model from
+`AutoModelForCausalLM.from_pretrained`. The example needs `transformers` (`pip install transformers`).
 
     python examples/finetune_huggingface.py    # about 20 seconds
 """
@@ -29,7 +29,7 @@ WAYS = {
 
 
 def make_model() -> LlamaForCausalLM:
-    """A Llama of six layers, in training mode, the same each time."""
+    """A Llama of six layers, in training mode, with the same weights in each call."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=96, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
@@ -67,7 +67,7 @@ def main() -> None:
     for way, change in WAYS.items():
         model = change(make_model())
         report = remat.report(model, input_ids=tokens, labels=tokens, use_cache=False, policies=[])
-        costs = report.rows[-1]  # as it is, the last row; for the plain model there is one row alone
+        costs = report.rows[-1]  # the program as written; the plain model has this row only
         found[way] = finetune(model)
         saved, peak = costs.saved_bytes / 2**20, costs.peak_bytes / 2**20
         print(f"{way:22} {saved:11.2f} {peak:11.2f} {found[way][-1]:16.4f}")

@@ -1,9 +1,9 @@
-"""Train a small transformer under FSDP2, without activation checkpointing and with it, and show what that saves.
+"""Train a small transformer under FSDP2, without and with activation checkpointing, and compare the memory.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py    # a few seconds
 
-It runs on CPUs (gloo), or on as many GPUs as there are processes (nccl). The losses of all steps must be the same in
-all ways; on CPUs to the last bit. A table shows what a process saves for its backward pass, and its peak in one step.
+It runs on GPUs (nccl) if there is one for each process, otherwise on CPUs (gloo). All variants must have the same
+losses, on CPUs to the last bit. A table shows what a process saves for its backward pass, and its peak in one step.
 """
 
 import math
@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-# What to do with the model before it is sharded.
+# How each variant changes the model before it is sharded.
 WAYS: dict[str, Callable[[nn.Module], object]] = {
     "plain": lambda model: None,
     "remat": lambda model: remat.nn.apply(model, Block),
@@ -52,7 +52,7 @@ WAYS: dict[str, Callable[[nn.Module], object]] = {
 
 
 def train(change: Callable[[nn.Module], object], mesh: DeviceMesh) -> tuple[list[float], int, int]:
-    """Train a model that `change` has changed; return the losses, and of one more step the bytes saved and the peak."""
+    """Train a model after `change(model)`; return its losses, and the bytes saved and the peak of one more step."""
     torch.manual_seed(0)
     model = Transformer().to(mesh.device_type)
     change(model)
@@ -60,7 +60,7 @@ def train(change: Callable[[nn.Module], object], mesh: DeviceMesh) -> tuple[list
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    generator = torch.Generator().manual_seed(dist.get_rank())  # each process has batches of its own
+    generator = torch.Generator().manual_seed(dist.get_rank())  # each process has its own batches
     losses = []
     for _ in range(STEPS):
         first = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)

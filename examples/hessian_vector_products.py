@@ -21,7 +21,7 @@ Params = dict[str, list[Tensor] | Tensor]
 
 @remat.remat  # the one added line
 def layer(w: dict[str, Tensor], x: Tensor) -> Tensor:
-    """A residual layer with a perceptron in it."""
+    """A residual layer around a perceptron."""
     return x + torch.tanh(F.gelu(F.layer_norm(x, (WIDTH,)) @ w["up"]) @ w["down"])
 
 
@@ -33,7 +33,7 @@ def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
 
 
 def hessian_vector_product(loss):
-    """Turn a loss into the product of its Hessian by the parameters with a vector."""
+    """Return a function that multiplies the loss's Hessian (with respect to the parameters) by a vector."""
 
     def product(params: Params, vector: Params, x: Tensor, y: Tensor) -> Params:
         return jvp(lambda p: grad(loss)(p, x, y), (params,), (vector,))[1]
@@ -68,7 +68,7 @@ def main() -> None:
     y = torch.sin(x[:, :1])
     start = optree.tree_map(torch.randn_like, params)
 
-    # `remat.report` takes functions of tensors: the loss, and what is made of it. It runs both as it is and plain.
+    # `remat.report` transforms the loss by `product`, and runs it as written and with all regions disabled.
     def product(loss):
         return lambda params, x, y: hessian_vector_product(loss)(params, start, x, y)
 

@@ -1,9 +1,9 @@
 """Meta-learning (MAML) on sine waves: memory against the number of inner steps.
 
 MAML learns initial parameters from which a few steps of gradient descent fit a new task, and differentiates through
-these steps. Plain, each inner step saves its forward and its backward pass. With `remat` on the inner step, it saves
-the parameters alone, and recomputes the step in the outer backward pass. A table shows the peak of a meta-gradient for
-several numbers of inner steps; then the model is trained with ten.
+these steps. Without remat, the values of each inner step's forward and backward pass are saved. With `remat` on the
+inner step, only its parameters are, and the outer backward pass recomputes the step. A table shows the peak memory of a
+meta-gradient for several numbers of inner steps; then the model is trained with ten.
 
     python examples/maml.py    # about 15 seconds
 """
@@ -40,7 +40,7 @@ def inner_step(params: Params, x: Tensor, y: Tensor) -> Params:
 
 
 def make_meta_loss(inner_steps: int) -> Callable[[Params, Tensor, Tensor], Tensor]:
-    """The mean loss over all tasks, each after its inner steps, on points that these have not seen."""
+    """Return the mean loss over all tasks, each after its inner steps, on points that these steps have not seen."""
 
     def one_task(params: Params, x: Tensor, y: Tensor) -> Tensor:
         for _ in range(inner_steps):

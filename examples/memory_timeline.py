@@ -19,7 +19,7 @@ COLUMNS, BARS = 64, " ▁▂▃▄▅▆▇█"
 
 
 class Block(nn.Module):
-    """A residual block: norm, two linear layers with a GELU between them."""
+    """A residual block: a norm, and two linear layers with a GELU between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def drawn(timeline: tuple[int, ...], top: int) -> str:
-    """The live bytes as a row of bars, `COLUMNS` wide; the full height is `top`."""
+def draw(timeline: tuple[int, ...], top: int) -> str:
+    """Return the live bytes as a row of `COLUMNS` bars; a bar of full height is `top` bytes."""
     edges = [round(i * len(timeline) / COLUMNS) for i in range(COLUMNS + 1)]
     highest = [max(timeline[a : max(b, a + 1)]) for a, b in pairwise(edges)]
     return "".join(BARS[-(-bytes_ * (len(BARS) - 1) // top)] for bytes_ in highest)
@@ -53,7 +53,7 @@ def save_picture(timelines: dict[str, tuple[int, ...]], path: str) -> None:
     axes.set(xlabel="part of the training step", ylabel="live memory, MiB", ylim=0)
     axes.legend()
     pyplot.savefig(path, dpi=150)
-    print(f"{path} has the picture.")
+    print(f"Wrote {path}.")
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     top = report.plain.peak_bytes
     print("live memory, from the first operation of a training step to the last\n")
     for row in report.rows:
-        print(f"{row.label:14} {drawn(row.timeline, top)} peak {row.peak_bytes / 2**20:5.1f} MiB")
+        print(f"{row.label:14} {draw(row.timeline, top)} peak {row.peak_bytes / 2**20:5.1f} MiB")
 
     print(f"\n{report}\n")
     for policy in (None, policies.save_matmuls):

@@ -1,8 +1,8 @@
-"""Run a training loop that was written for `torch.utils.checkpoint` with nothing changed but the import.
+"""Run a training loop written for `torch.utils.checkpoint`, with only the import changed.
 
-The loop uses what such loops use: keyword arguments, dropout, selective checkpointing, `checkpoint_sequential` and a
-handler for `CheckpointError`. It runs with torch's functions and with those of `remat.compat`. Losses and parameters
-are the same to the last bit, and so is the memory; what is new is that `torch.func` works.
+The loop uses keyword arguments, dropout, selective checkpointing, `checkpoint_sequential` and a handler for
+`CheckpointError`. It runs with torch's functions and with those of `remat.compat`. Losses and parameters are the same
+to the last bit, and the peak is the same. With `remat.compat`, the model also works under `torch.func`.
 
     python examples/migrate_from_torch.py    # a few seconds
 """
@@ -23,7 +23,7 @@ VOCABULARY, WIDTH, LENGTH, BATCH, STEPS = 64, 64, 64, 8, 40
 
 
 class Block(nn.Module):
-    """A residual block with a perceptron in it."""
+    """A residual block around a perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), dropout, self.training)
 
 
-def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+def save_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     """Save the results of matrix products, and recompute the rest."""
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
@@ -53,7 +53,7 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, dropout: float) -> Tensor:
         x = self.embedding(tokens[:, :-1])
         x = self.api.checkpoint(self.first, x, dropout=dropout, use_reentrant=False)
-        contexts = functools.partial(self.api.create_selective_checkpoint_contexts, keep_products)
+        contexts = functools.partial(self.api.create_selective_checkpoint_contexts, save_products)
         x = self.api.checkpoint(self.second, x, dropout=dropout, use_reentrant=False, context_fn=contexts)
         logits = self.api.checkpoint_sequential(self.head, 2, x, use_reentrant=False)
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -71,7 +71,7 @@ def train(api: ModuleType) -> tuple[list[float], Model]:
         try:
             loss.backward()
         except api.CheckpointError as error:
-            raise SystemExit(f"A checkpointed layer did something else when it was recomputed: {error}") from error
+            raise SystemExit(f"A checkpointed layer differs in the recompute: {error}") from error
         optimizer.step()
         losses.append(loss.item())
     return losses, model

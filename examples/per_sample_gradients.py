@@ -1,8 +1,8 @@
-"""Clip the gradient of each sample of a batch, for a convolutional network, as private training needs it.
+"""Clip the gradient of each sample of a batch, as differentially private training does, for a convolutional network.
 
-`vmap(grad(loss))` gives one gradient per sample, and must save every intermediate result of the whole batch. With
-`remat` on each residual block it saves the blocks' inputs and recomputes the rest. `torch.utils.checkpoint` can't be
-used here: it raises an error under `torch.func.grad`.
+`vmap(grad(loss))` computes one gradient per sample, and saves the intermediate results of the whole batch. With `remat`
+on each residual block it saves only the blocks' inputs and recomputes the rest. `torch.utils.checkpoint` can't be used
+here: it raises an error under `torch.func.grad`.
 
     python examples/per_sample_gradients.py    # a few seconds
 """
@@ -34,7 +34,7 @@ def loss(params: Params, image: Tensor, label: Tensor) -> Tensor:
 
 
 def per_sample(loss):
-    """Turn the loss of one sample into the gradients of all samples of a batch."""
+    """Return a function that computes the gradient of each sample of a batch."""
     return vmap(grad(loss), in_dims=(None, 0, 0))
 
 
@@ -43,7 +43,7 @@ def leaves(grads: Params) -> list[Tensor]:
 
 
 def clipped_mean(grads: Params) -> tuple[list[Tensor], Tensor]:
-    """Scale each sample's gradient to a norm of at most `CLIP`; return the mean, and the norms before."""
+    """Scale each sample's gradient to a norm of at most `CLIP`; return the mean, and the norms before clipping."""
     norms = torch.stack([g.flatten(1).square().sum(1) for g in leaves(grads)]).sum(0).sqrt()
     scale = (CLIP / norms).clamp(max=1)
     return [torch.tensordot(scale, g, dims=1) / len(scale) for g in leaves(grads)], norms
@@ -63,7 +63,7 @@ def main() -> None:
     }
     images, labels = torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(CLASSES, (BATCH,))
 
-    # `remat.report` runs the loss as it is and with all regions disabled.
+    # `remat.report` runs the loss as written and with all regions disabled.
     report = remat.report(loss, params, images, labels, transform=per_sample, policies=[])
     print(f"{'per-sample gradients':24} {'peak, MiB':>10}")
     for label, row in zip(("plain", "remat on each block"), report.rows):

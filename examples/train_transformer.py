@@ -1,4 +1,4 @@
-"""Train a small transformer, without activation checkpointing and with it: one added line.
+"""Train a small transformer without activation checkpointing, and with it, which takes one added line.
 
 The line is `remat.nn.apply(model, Block)`. A table shows loss, memory and time before and after; the losses are the
 same to the last bit.
@@ -49,13 +49,13 @@ class Transformer(nn.Module):
 
 
 def make_batch() -> Tensor:
-    """Sequences that count in steps of one to four, each from a random number."""
+    """Return sequences that count up from a random number, in steps of one to four."""
     first, stride = torch.randint(VOCABULARY, (BATCH, 1)), torch.randint(1, 5, (BATCH, 1))
     return (first + stride * torch.arange(LENGTH + 1)) % VOCABULARY
 
 
 def train(with_remat: bool) -> tuple[Transformer, list[float], float]:
-    """Train a new model; return it, the loss of every step, and the seconds of a step."""
+    """Train a new model; return it, the loss of every step, and the seconds per step."""
     torch.manual_seed(0)
     model = Transformer()
     if with_remat:

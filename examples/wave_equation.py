@@ -1,13 +1,13 @@
-"""Find out what is under the ground: train through 600 steps of the wave equation in the memory of a dozen.
+"""Seismic imaging: differentiate through 600 steps of the wave equation in the memory of a dozen states.
 
 A wave starts at a point and spreads over a grid of cells, through material in which it travels faster or slower. Along
-one side its height is recorded at every step. From these recordings alone the speed in all cells is to be found: a
-guess of the speeds is simulated, and the gradient of the difference between its recordings and the given ones goes
-back through all steps, as it does in seismic imaging.
+one side its height is recorded at every step. The example finds the speed in all cells from these recordings alone: it
+simulates a guess of the speeds, and improves the guess by the gradient of the difference between the simulated and the
+given recordings.
 
-`remat.scan` saves four of the states between forward and backward, and recomputes the others. A table shows the peak
-of memory and the time of a gradient, with the plain loop and with `remat.scan`; then the loss of each iteration is
-printed.
+`remat.scan` saves four of the states between the forward and the backward pass, and recomputes the others. A table
+shows the peak memory and the time of a gradient, with the plain loop and with `remat.scan`; then the loss of each
+iteration is printed.
 
     python examples/wave_equation.py            # about half a minute
     python examples/wave_equation.py --quick    # a few seconds
@@ -28,11 +28,11 @@ import remat
 Loop = Callable[..., tuple[Any, Tensor]]
 few_states: Loop = partial(remat.scan, checkpoints=4)
 LAPLACE = torch.tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]])[None, None]
-EDGE = 8  # cells at the border in which waves die down
+EDGE = 8  # width of the border, in cells, in which waves are damped
 
 
 def plain_loop(step: Callable, carry: Any, xs: Tensor) -> tuple[Any, Tensor]:
-    """What `scan` stands for."""
+    """The loop that `scan` replaces."""
     ys = []
     for x in xs.unbind():
         carry, y = step(carry, x)
@@ -41,7 +41,7 @@ def plain_loop(step: Callable, carry: Any, xs: Tensor) -> tuple[Any, Tensor]:
 
 
 def recordings(loop: Loop, speed: Tensor, signal: Tensor) -> Tensor:
-    """The heights at some places along one side, at all steps: shape [steps, places]."""
+    """Return the heights at some places along one side, at all steps: shape [steps, places]."""
     size = len(speed)
     squared = (0.5 * speed) ** 2  # in cells per step
     distance = torch.arange(size).float()
@@ -75,7 +75,7 @@ def main() -> None:
         return (recordings(loop, speed, signal) - recorded).square().sum()
 
     gradients = []
-    costs = remat.report(loss, few_states, policies=[]).rows  # plain, and with `remat.scan`
+    costs = remat.report(loss, few_states, policies=[]).rows  # without remat, and with `remat.scan`
     print(f"one gradient, {steps:4} steps {'peak, MiB':>10} {'in states':>10} {'time, s':>8}")
     for name, loop, row in zip(("plain loop", "remat.scan"), (plain_loop, few_states), costs):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The device of the tests marked `cuda`: a GPU, or the simulated one under either of its names."""
+"""The device of the tests marked `cuda`: a GPU, or the simulated device under either of its names."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import torch
 
 _current = torch.accelerator.current_accelerator()
 DEVICE = "cuda" if _current is None else _current.type
-backend = torch.get_device_module(DEVICE)  # torch.cuda and its like
+backend = torch.get_device_module(DEVICE)  # torch.cuda, or another device's module

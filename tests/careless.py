@@ -1,4 +1,4 @@
-"""A module that changes whatever a forward can change, and what a user can see of that."""
+"""A module whose forward changes every kind of state, and a function that reads this state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Careless(nn.Module):
-    """It changes whatever a forward can change."""
+    """A module whose forward changes every kind of state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ OUTSIDE = {"table": torch.zeros(3)}
 
 
 def state_of(net: nn.Module) -> list[Any]:
-    """All that a user can see of it."""
+    """All state of the module and of its surroundings that a user can read."""
     tensors = {**net.state_dict(keep_vars=True), "table": OUTSIDE["table"]}
     seen: list[Any] = [
         (name, t.requires_grad, t.grad, list(t._backward_hooks or ()), t.tolist()) for name, t in tensors.items()

@@ -1,6 +1,6 @@
-"""One table of functions for every composition of transforms, and the helpers to compare two runs of them.
+"""A table of functions that tests differentiate by all transforms, and helpers that compare two runs of them.
 
-A case's flags say what plain torch can do with its function, so a test selects: `cases(func=True, vmap=True)`.
+A case's flags say what plain torch can do with its function; a test selects by them: `cases(func=True, vmap=True)`.
 `tests/engine/test_autograd.py` asserts that the flags are true.
 """
 
@@ -26,14 +26,14 @@ from remat._core import trees
 
 @dataclass(frozen=True)
 class Case:
-    """A function with arguments for it.
+    """A function and its arguments.
 
-    `make_args` makes the same new arguments at each call; those that are to be differentiated require grad.
+    `make_args` makes new arguments with the same values in each call; the differentiable ones require grad.
 
     Attributes:
-        captured: tensors that `fn` reads without getting them; those that are parameters require grad.
+        captured: tensors that `fn` captures; parameters among them require grad.
         func: `torch.func.grad`, `vjp` and `jacrev` work.
-        jvp: forward mode works, under `torch.func.jvp` and under `torch.autograd.forward_ad`.
+        jvp: forward mode works, with `torch.func.jvp` and with `torch.autograd.forward_ad`.
         vmap: `torch.func.vmap` over the differentiable arguments works, with `randomness="different"`.
         double: the gradient can be differentiated again.
         jacobian: `torch.func.jacrev` and `jacfwd` work, where `func` and `jvp` do.
@@ -54,13 +54,13 @@ class Case:
     stateful: bool = False
 
     def inputs(self, args: tuple) -> list[Tensor]:
-        """What gradients are taken of: differentiable arguments and captured parameters, each once."""
+        """The differentiable arguments and captured parameters, each once."""
         found = [*differentiable_leaves(args), *(t for t in self.captured if t.requires_grad)]
         return list({id(t): t for t in found}.values())
 
     @contextmanager
     def state(self) -> Iterator[None]:
-        """Seeds the generator, and gives captured tensors back the values that they had."""
+        """Seed the generator on entry; restore it and the values of captured tensors on exit."""
         before = [t.detach().clone() for t in self.captured]
         rng = torch.get_rng_state()
         torch.manual_seed(1)
@@ -75,7 +75,7 @@ class Case:
 
 
 def flat(case: Case, fn: Callable[..., Any] | None = None) -> tuple[Callable[..., tuple], tuple[Tensor, ...]]:
-    """A case for `torch.func`: a function of the differentiable arguments alone, and these arguments.
+    """A case for `torch.func`: a function of the differentiable arguments only, and these arguments.
 
     It returns the differentiable results, a tuple of tensors. Other arguments are copied at each call.
     """
@@ -93,25 +93,25 @@ def flat(case: Case, fn: Callable[..., Any] | None = None) -> tuple[Callable[...
 
 
 def scalar(case: Case, fn: Callable[..., Any] | None = None) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """The same as `flat`, with the results added up to a real number."""
+    """The same as `flat`, with the results reduced to a real number."""
     call, primals = flat(case, fn)
     return (lambda *args: total(call(*args))), primals
 
 
 def total(tree: Any) -> Tensor:
-    """One real number of every differentiable tensor in a tree, each with other weights."""
+    """Reduce the differentiable tensors in a tree to a real number, each with another weight."""
     found = [t for t in tensor_leaves(tree) if t.is_floating_point() or t.is_complex()]
     parts = [(torch.view_as_real(t) if t.is_complex() else t).sin().sum() * (i + 1) for i, t in enumerate(found)]
     return sum(parts, torch.zeros((), dtype=torch.float64))
 
 
 def copied(leaf: Any) -> Any:
-    """A copy of a tensor, anything else itself."""
+    """A copy of a tensor; any other object itself."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Whether this is a tensor that requires grad."""
+    """Whether `leaf` is a tensor that requires grad."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
@@ -126,7 +126,7 @@ def differentiable_leaves(tree: Any) -> list[Tensor]:
 
 
 def assert_same(actual: Any, expected: Any, exact: bool = True) -> None:
-    """Asserts that two trees have the same structure and equal leaves, tensors bit for bit if `exact`."""
+    """Assert that two trees have the same structure and equal leaves; with `exact`, tensors are equal bit for bit."""
     found, spec = trees.flatten(actual)
     wanted, wanted_spec = trees.flatten(expected)
     assert spec == wanted_spec, trees.describe_difference(wanted_spec, spec, "it")
@@ -134,7 +134,7 @@ def assert_same(actual: Any, expected: Any, exact: bool = True) -> None:
         if not isinstance(b, Tensor):
             assert type(a) is type(b) and a == b, f"{path}: {a!r} instead of {b!r}"
             continue
-        assert isinstance(a, Tensor), f"{path}: {a!r} is no tensor"
+        assert isinstance(a, Tensor), f"{path}: {a!r} is not a tensor"
         assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device), path
         if exact:
             assert same_bits(a, b), f"{path}: {a} instead of {b}"
@@ -151,7 +151,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:
-    """`fn` of `fn` of ..., `count` times."""
+    """`fn` applied `count` times."""
 
     def call(x: Tensor) -> Tensor:
         for _ in range(count):
@@ -163,7 +163,7 @@ def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], T
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Another default dtype while the context is on."""
+    """Another default dtype inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -173,13 +173,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def rand(*shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers that depend on the shape and the seed only."""
+    """Normally distributed numbers that depend only on the shape and the seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
 
 
 def tensors(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
-    """Makes one differentiable tensor of each shape."""
+    """Make one differentiable tensor of each shape."""
     return lambda: tuple(rand(*shape, seed=i) for i, shape in enumerate(shapes))
 
 
@@ -188,7 +188,7 @@ def weight(*shape: int, seed: int = 10) -> nn.Parameter:
 
 
 def module(make: Callable[[], nn.Module]) -> nn.Module:
-    """A module in float64 with parameters that don't depend on what was made before it."""
+    """A module in float64, whose parameters don't depend on earlier random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make().double()
@@ -394,7 +394,7 @@ def scaled(x: Tensor, w: Tensor, power: int = 1) -> Tensor:
 
 
 class Layer:
-    """A plain object with a method that reads tensors of its own."""
+    """A plain object with a method that reads its tensors."""
 
     def __init__(self) -> None:
         self.w = W1
@@ -557,21 +557,21 @@ CASES = (
 
 
 def cases(**flags: bool) -> pytest.MarkDecorator:
-    """Parametrizes a test with the argument `case` over the cases that have these flags."""
+    """Parametrize a test by `case`, with the cases that have these flags."""
     chosen = [case for case in CASES if all(getattr(case, flag) == value for flag, value in flags.items())]
     assert chosen
     return pytest.mark.parametrize("case", chosen, ids=[case.name for case in chosen])
 
 
 def run_program(program: str) -> str:
-    """What a program prints that runs by itself, from the project's folder."""
+    """Run a program in its own process, in the project's folder, and return what it prints."""
     root = Path(__file__).parents[1]
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
 
 
 def orders_of(derive: Callable[[int], Any]) -> int:
-    """Three, or two of what torch itself differentiates no further: batch norm, from version 2.15 on."""
+    """Three, or two if torch has no third derivative, as for batch norm from torch 2.15 on."""
     try:
         derive(3)
     except RuntimeError as error:

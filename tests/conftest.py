@@ -1,6 +1,6 @@
-"""What every test runs under: one thread, a fixed seed, and CUDA tests only where CUDA is.
+"""The setup of all tests: one thread, a fixed seed, and tests marked `cuda` only where there is a device.
 
-What is marked `long`, or `sampled` and not drawn, runs with `--all` only, which is `make test-all`.
+Tests marked `long`, and the unselected cases of tests marked `sampled`, run only with `--all` (`make test-all`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # an import in a test would leave its frames in reference cycles, and the tensors that they hold
+import torch._dynamo  # an import in a test would leave its frames, and their tensors, in reference cycles
 from host_copies import Copies
 
 from benchmarks.measure import gc_disabled
@@ -22,12 +22,12 @@ DEVICE = Path(__file__).parent / "device"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the tests marked `long` and `sampled` too, all of them")
-    parser.addoption("--simulate", choices=["cuda", "sim"], help="a simulated device, under this name: tests/device")
+    parser.addoption("--all", action="store_true", help="also run `long` tests, and all cases of `sampled` tests")
+    parser.addoption("--simulate", choices=["cuda", "sim"], help="simulate a device with this name (tests/device)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread, so that sums are added in one order whatever the machine; and a simulated device if one is wanted."""
+    """Use one thread, so that sums have the same order on every machine, and install the simulated device if chosen."""
     torch.set_num_threads(1)
     if name := config.getoption("--simulate"):
         from device import plugin
@@ -37,17 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The simulated device's own tests need it."""
+    """Ignore the simulated device's own tests without it."""
     return True if collection_path == DEVICE and not config.getoption("--simulate") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is for `--all`, and skips the tests marked `cuda` where there is no device."""
+    """Deselect tests that run only with `--all`, and skip the tests marked `cuda` if there is no device."""
     if not config.getoption("--all"):
         numbers: Counter[str] = Counter()
-        left_out = [item for item in items if _is_for_all(item, numbers)]
-        config.hook.pytest_deselected(items=left_out)
-        out = set(left_out)
+        deselected = [item for item in items if _only_with_all(item, numbers)]
+        config.hook.pytest_deselected(items=deselected)
+        out = set(deselected)
         items[:] = [item for item in items if item not in out]
     if torch.cuda.is_available() or config.getoption("--simulate"):
         return
@@ -56,8 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def _is_for_all(item: pytest.Item, numbers: Counter[str]) -> bool:
-    """One in so many cases of a test that is `sampled` is not."""
+def _only_with_all(item: pytest.Item, numbers: Counter[str]) -> bool:
+    """Whether a test runs only with `--all`. One in n cases of a test marked `sampled(n)` always runs."""
     if item.get_closest_marker("long"):
         return True
     sampled = item.get_closest_marker("sampled")
@@ -70,26 +70,26 @@ def _is_for_all(item: pytest.Item, numbers: Counter[str]) -> bool:
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen() -> None:
-    """What there is already need not be looked at whenever a test of the file collects garbage."""
+    """Exclude existing objects from the garbage collections of a file's tests, which makes these faster."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """The same random numbers in every test, whatever ran before it."""
+    """The same random numbers in every test, whatever tests ran before."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")
 def collector_off() -> Iterator[None]:
-    """One collection for all tests of a file, not one for each measurement."""
+    """Turn the garbage collector off for a whole file, with one collection instead of one for each measurement."""
     with gc_disabled():
         yield
 
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> Copies:
-    """Tensors of the CPU count as those of a device without streams."""
+    """Treat tensors on the CPU as tensors on a device without streams."""
     monkeypatch.setattr(host_memory, "in_host_memory", lambda tensor: False)
     return Copies(monkeypatch)

@@ -1,4 +1,4 @@
-"""Runs random programs without end, and prints each that fails: its seed, its source and how it differs.
+"""Runs random programs until it is stopped, and prints each failing one: its seed, its source and the error.
 
 python tests/fuzz.py --start 1000 --count 500 --jobs 2
 """
@@ -19,7 +19,7 @@ from programs import Refused, Unrunnable
 
 
 def outcome(text: str) -> BaseException | None:
-    """What running a program raises: None if all is the same, `Unrunnable`, `Refused`, or how it fails."""
+    """The exception that a program raises: `Unrunnable`, `Refused` or a failure; None if all results are the same."""
     try:
         exec(compile(text, "<program>", "exec"), {"__name__": "program"})
     except Exception as error:
@@ -28,20 +28,20 @@ def outcome(text: str) -> BaseException | None:
 
 
 def check(seeds: Sequence[int]) -> None:
-    """Asserts that these programs are right, and that few can't run or are refused by the package."""
-    left_out = []
+    """Assert that these programs are right, and that at most half of them can't run or are refused by the package."""
+    skipped = []
     for seed in seeds:
         text = source(seed)
         error = outcome(text)
         if isinstance(error, (Refused, Unrunnable)):
-            left_out.append(error)
+            skipped.append(error)
         elif error is not None:
             raise AssertionError(f"The program of seed {seed} fails: {error!r}\n\n{text}") from error
-    assert len(left_out) <= len(seeds) / 2, left_out
+    assert len(skipped) <= len(seeds) / 2, skipped
 
 
 def kind(error: BaseException | None) -> str:
-    """Failures of one kind are probably the same."""
+    """The kind of a failure. Failures of one kind probably have the same cause."""
     text = re.sub(r"\d[\d.e+-]*", "#", str(error).splitlines()[0] if str(error) else "")
     return f"{type(error).__name__}: {text[:160]}"
 
@@ -58,14 +58,14 @@ SIMPLER = (
 
 
 def shorter(lines: list[str], i: int) -> Iterator[list[str]]:
-    """A program with less in it, for each way to leave out something at a line."""
+    """Simpler programs, one for each way to remove or simplify something at line `i`."""
     line = lines[i]
     depth = len(line) - len(line.lstrip())
     end = i + 1
     while end < len(lines) and (not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > depth):
         end += 1
     yield lines[:i] + lines[end:]
-    if end > i + 1:  # what is in a block, without it
+    if end > i + 1:  # the body of a block, without its head
         yield lines[:i] + [inner[4:] for inner in lines[i + 1 : end]] + lines[end:]
     for pattern, text in SIMPLER:
         if (changed := re.sub(pattern, text, line)) != line:
@@ -73,7 +73,7 @@ def shorter(lines: list[str], i: int) -> Iterator[list[str]]:
 
 
 def smallest(text: str, limit: float = 60.0) -> str:
-    """Leaves out of a failing program what it takes none of to fail in the same way."""
+    """Reduce a failing program to a smaller one that fails in the same way."""
     failure, lines, end = kind(outcome(text)), text.splitlines(), time.monotonic() + limit
     before: list[str] = []
     while before != lines:
@@ -88,15 +88,15 @@ def smallest(text: str, limit: float = 60.0) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--start", type=int, default=int(time.time()), help="the first seed")
-    parser.add_argument("--count", type=int, default=0, help="how many programs; without end if 0")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="for how long")
+    parser.add_argument("--count", type=int, default=0, help="number of programs; 0: no limit")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit")
     parser.add_argument("--patience", type=float, default=60, help="seconds to make a failing program smaller")
-    parser.add_argument("--raw", action="store_true", help="print failing programs as they are")
+    parser.add_argument("--raw", action="store_true", help="print failing programs without reducing them")
     options = parser.parse_args()
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     failures: Counter[str] = Counter()
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     seed = options.start
     try:
         while not options.count or seed < options.start + options.count:
@@ -112,8 +112,8 @@ def main() -> int:
                     print(f"\n=== seed {seed}\n{text if options.raw else smallest(text, options.patience)}\n")
                     traceback.print_exception(error, limit=-3)
             seed += 1
-            if time.monotonic() - told > 30:
-                told = time.monotonic()
+            if time.monotonic() - reported > 30:
+                reported = time.monotonic()
                 print(f"--- {sum(counts.values())} programs up to seed {seed}: {dict(counts)}", flush=True)
     except KeyboardInterrupt:
         pass

@@ -1,4 +1,4 @@
-"""The graphs that AOT autograd makes of compiled functions: their products, what they hand over, their peak."""
+"""The graphs that AOT autograd makes of compiled functions: their products, residuals and peak."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
 @dataclass
 class Graphs:
-    """Of each kind the last one."""
+    """All graphs, and the last one of each kind."""
 
     forward: Any = None
     backward: Any = None
-    inference: Any = None  # where nothing requires grad outside
+    inference: Any = None  # if no argument requires grad
     all: list[fx.GraphModule] = field(default_factory=list)
 
     def backend(self) -> Callable:
-        """For ``torch.compile``; it partitions as inductor does, and runs the graphs as they are."""
+        """A backend for ``torch.compile`` that partitions as inductor does, and runs the graphs unchanged."""
 
-        def keep(kind: str) -> Callable:
+        def record(kind: str) -> Callable:
             def compiler(graph: fx.GraphModule, inputs: Any) -> Callable:
                 setattr(self, kind, graph)
                 self.all.append(graph)
@@ -38,9 +38,9 @@ class Graphs:
             return compiler
 
         return aot_autograd(
-            fw_compiler=keep("forward"),
-            bw_compiler=keep("backward"),
-            inference_compiler=keep("inference"),
+            fw_compiler=record("forward"),
+            bw_compiler=record("backward"),
+            inference_compiler=record("inference"),
             partition_fn=min_cut_rematerialization_partition,
         )
 
@@ -55,7 +55,7 @@ def graphs_of(f: Callable, run: Callable, *args: Any, **options: Any) -> tuple[G
 
 
 def count(graph: fx.GraphModule, ops: Any = PRODUCTS) -> int:
-    """How many calls of these operators there are."""
+    """The number of calls of these operators."""
     return sum(node.target in ops for node in graph.graph.nodes)
 
 
@@ -64,12 +64,12 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 
 
 def _storages(node: fx.Node) -> dict[int, int]:
-    """Ids of storages, and their bytes."""
+    """The storages of a node's tensors: their bytes by id."""
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(node)}
 
 
 def handed_over(backward: fx.GraphModule) -> int:
-    """Bytes that the backward gets of the forward, beyond arguments and cotangents."""
+    """The bytes of the backward's inputs, without arguments and cotangents: the residuals of the forward."""
     found: dict[int, int] = {}
     own: set[int] = set()
     for node in backward.graph.find_nodes(op="placeholder"):
@@ -81,31 +81,31 @@ def handed_over(backward: fx.GraphModule) -> int:
 
 
 def peak(graph: fx.GraphModule) -> int:
-    """The most bytes of the graph's own storages that live at once, if it runs in its order."""
+    """The most bytes of the graph's own storages that are alive at once, if its nodes run in order."""
     nodes = list(graph.graph.nodes)
     sizes: dict[int, int] = {}
     born: dict[int, int] = {}
     dies: dict[int, int] = {}
-    given: set[int] = set()
+    inputs: set[int] = set()
     for i, node in enumerate(nodes):
         for key, size in _storages(node).items():
             sizes[key] = size
             born.setdefault(key, i)
             if node.op == "placeholder":
-                given.add(key)
+                inputs.add(key)
         for key in [*_storages(node), *(key for arg in node.all_input_nodes for key in _storages(arg))]:
             dies[key] = i
     live = most = 0
     for i, node in enumerate(nodes):
-        live += sum(sizes[key] for key in born if born[key] == i and key not in given)
+        live += sum(sizes[key] for key in born if born[key] == i and key not in inputs)
         most = max(most, live)
         if node.op != "output":
-            live -= sum(sizes[key] for key in dies if dies[key] == i and key not in given)
+            live -= sum(sizes[key] for key in dies if dies[key] == i and key not in inputs)
     return most
 
 
 class Allocations:
-    """The bytes that inductor's code for the CPU holds at once. Compile within, as the code takes its allocator."""
+    """Counts the bytes that inductor's code for the CPU allocates, if the code is compiled inside this context."""
 
     def __init__(self) -> None:
         self.live = self.most = 0

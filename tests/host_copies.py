@@ -1,4 +1,4 @@
-"""Copies to host memory and back, counted on a CPU."""
+"""Records copies to host memory and back, on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat._core import host_memory
 
 
 class Copies:
-    """What was copied: the tensors out in order, and the numbers of those that came back."""
+    """The copies: the host tensors in order, and the numbers of those that were copied back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.out: list[weakref.ref] = []
@@ -21,25 +21,25 @@ class Copies:
         self.arrived: list[weakref.ref] = []
         to_host, to_device = host_memory._to_host, host_memory._to_device
 
-        def noting_to_host(memory: Tensor) -> tuple:
-            # On a device, the copy is a plain one of bytes.
+        def recorded_to_host(memory: Tensor) -> tuple:
+            # On a device, the copy is a plain copy of bytes.
             assert memory.is_contiguous() and not memory.is_conj() and not memory.is_neg()
             host, copied = to_host(memory)
             assert not torch._C._functorch.is_functorch_wrapped_tensor(host)
             self.out.append(weakref.ref(host))
             return host, copied
 
-        def noting_to_device(host: Tensor, *args: Any) -> Any:
+        def recorded_to_device(host: Tensor, *args: Any) -> Any:
             self.back.append(next(i for i, ref in enumerate(self.out) if ref() is host))
             arrival = to_device(host, *args)
             self.arrived.append(weakref.ref(arrival.tensor))
             return arrival
 
-        monkeypatch.setattr(host_memory, "_to_host", noting_to_host)
-        monkeypatch.setattr(host_memory, "_to_device", noting_to_device)
+        monkeypatch.setattr(host_memory, "_to_host", recorded_to_host)
+        monkeypatch.setattr(host_memory, "_to_device", recorded_to_device)
 
     def taken(self) -> list[int]:
-        """What came back since this was last asked."""
+        """The numbers of the tensors that were copied back since the last call of this method."""
         back, self.back = self.back, []
         return back
 

@@ -1,24 +1,24 @@
-"""What `jax.checkpoint` keeps and runs again: reference figures for the programs of `tests/remat_functions.py`.
+"""What `jax.checkpoint` saves and recomputes: reference figures for the programs of `tests/remat_functions.py`.
 
-Taken from jax 0.10.2 on the CPU, in float64, from the same functions written with `jax.numpy`:
+Measured with jax 0.10.2 on the CPU, in float64, for the same functions written with `jax.numpy`:
 
-- `kept` is the number of lines of `jax.ad_checkpoint.print_saved_residuals` that aren't arguments: values that live
-  from the forward to the backward. The input of a region that another region computed is one of them. For `in_vmap_*`
-  it is that of one sample.
-- `again` counts the primitives in the jaxpr of `f_vjp(ct)`, dead code removed, bodies of `remat` and `jit` included,
-  less those of the same function without `jax.checkpoint`, which are the derivative's own. Forward and backward in one
-  jaxpr give the same figures. XLA has no part in it.
+- `kept` is the number of lines of `jax.ad_checkpoint.print_saved_residuals` that aren't arguments: values that are
+  saved from the forward to the backward. An input of a region that another region has computed is counted. For
+  `in_vmap_*` it is the number for one sample.
+- `again` counts the primitives in the jaxpr of `f_vjp(ct)`, without dead code, with the bodies of `remat` and `jit`,
+  less those of the same function without `jax.checkpoint`, which belong to the derivative itself. A jaxpr of forward
+  and backward together has the same figures. XLA is not involved.
 
-Where torch's derivatives read something else than JAX's, other figures are right:
+Where torch's derivatives read other values than JAX's, other figures are right:
 
-- JAX keeps cosines where torch keeps the argument of `sin`, so that under `everything_saveable` it counts one value
+- JAX saves cosines where torch saves the argument of `sin`, so that under `everything_saveable` it counts one value
   more for a chain of sines.
 - The derivative of `jnp.maximum` reads its result, that of `torch.maximum` doesn't.
 - A name is an operation of its own in JAX. The derivatives of `exp`, `tanh` and the `relu` here read the result
-  *before* it was named, so keeping the name doesn't spare them. `NAMED_RESULT` has the figures for derivative rules
-  that read the named value (written with `jax.custom_jvp`), for the rows where they differ.
+  *before* it was named, so saving the named value doesn't spare them. `NAMED_RESULT` has the figures for derivative
+  rules that read the named value (written with `jax.custom_jvp`), for the rows where they differ.
 
-Kinds: `matmul` is `dot_general` (torch: `mm`, `bmm`), `maximum` is also what `relu` is made of.
+Kinds: `matmul` is `dot_general` (torch: `mm`, `bmm`). `relu` is a `maximum`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Row:
         function: the key in `remat_functions.PROGRAMS`.
         policies: one policy per level of regions, outermost first: `none`, a name out of `jax.checkpoint_policies`, or
             `only a,b` for `save_only_these_names("a", "b")`.
-        kept: values kept between forward and backward that aren't arguments.
-        again: by kind of operation, how often the backward runs it beyond what the derivative itself needs.
+        kept: the number of values saved between forward and backward that aren't arguments.
+        again: by kind of operation, how often the backward recomputes it, without the derivative's own operations.
     """
 
     function: str

@@ -1,7 +1,7 @@
-"""Random programs: a seed gives the source of a function with regions in it, which runs with and without them.
+"""Writes random programs: a seed determines the source of a function with regions, which runs with and without them.
 
-`source(seed)` is Python text that can be read, pasted and run, by `exec` or in the folder of the tests. What it
-imports, and what its last lines call to compare, is in `programs.py`.
+`source(seed)` is Python source that runs by `exec`, or in the folder of the tests. The functions that it imports, and
+calls in its last lines for the comparison, are in `programs.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-DEPTH = 3  # of functions in functions, each of which may be a region and may be called by a transform
+DEPTH = 3  # of nested functions, each of which may be a region, and may be called by a transform
 
 
 def several(table: str) -> list[str]:
-    """The entries of one of the tables above."""
+    """The entries of a table below."""
     return [text.strip() for line in table.strip().splitlines() for text in line.split(" | ")]
 
 
-# What reads {a} and {b}, matrices of one size, and makes a third one. These keep something for their derivatives.
+# Expressions of {a} and {b}, matrices of one size, that make a third one. These save tensors for their derivatives.
 SAVING = several("""
     {a}.sin() | {a}.tanh() | {a}.sigmoid() | ({a} * 0.3).exp() | {a}.softmax(-1) | {a}.relu() | F.gelu({a}) | {a} * {b}
     {a} @ {b} * 0.3 | {a} @ {b} * 0.3 | torch.einsum("ij,kj->ik", {a}, {b}).tanh() | F.linear({a}, {b}, {a}[0]).tanh()
@@ -33,7 +33,7 @@ SAVING = several("""
     {a} * torch.arange(3.0).double() | {a}.split(2)[0].exp().tanh().sum(0) * {b} | {a} * {b}.sum().sin()
     torch.outer({a}[0], {b}[:, 1]).tanh() | F.normalize({a}) | {a}.index_select(1, torch.tensor([2, 0, 1])) * {b}
 """)
-# These keep nothing.
+# These save nothing.
 LINEAR = several("""
     {a} + {b} | {a} - {b} * 0.5 | {a} * 0.5 | {a} * 1 | {a}.clone() | {a}.flip(0)
     {a}.roll(1, 0) | {a}.tril() + {b}.triu()
@@ -63,7 +63,7 @@ IN_PLACE = several("""
     F.dropout({a}, 0.4, inplace=True) | {a}.detach_() | F.relu({a}, inplace=True) | {a}.uniform_() | {a}.t_()
 """)
 READ_BY_ITS_DERIVATIVE = re.compile(r"(tanh|sigmoid|softmax|relu|exp|clamp|dropout|clone)_?\(|Sine|where|norm")
-# How {f}, a function of two matrices, is called: by itself or by a transform.
+# Calls of {f}, a function of two matrices: directly or by a transform.
 CALLS = {
     "call": "{f}({a}, {b})",
     "grad": "grad(lambda p, q: {f}(p, q).sum())({a}, {b})",
@@ -108,7 +108,7 @@ RUNS = several("""
 
 
 class Function:
-    """How a function is called that takes two matrices in some form and returns one or more."""
+    """The signature of a function: the form of its two matrices, and of the one or more that it returns."""
 
     def __init__(self, name: str, takes: str, gives: str) -> None:
         self.name, self.takes, self.gives = name, takes, gives
@@ -118,34 +118,34 @@ class Function:
         return {"two": "a, b", "a keyword": "a, *, b", "a tree": "tree, flag=True"}[self.takes]
 
     def call(self, a: str, b: str) -> str:
-        """The text of a call, with all that the function returns."""
+        """The source of a call, with all results of the function."""
         trees = f"{{'a': {a}, 'b': [{b}, None, 2.0, 'text']}}"
         return f"{self.name}({({'two': f'{a}, {b}', 'a keyword': f'{a}, b={b}'}).get(self.takes, trees)})"
 
     def one(self, a: str, b: str) -> str:
-        """The same with one matrix as the result."""
+        """The source of a call whose result is one matrix."""
         call = self.call(a, b)
         return {"one": call, "two": f"added({call})", "a tree": f"{call}['h']"}[self.gives]
 
     @property
     def text(self) -> str:
-        """A function of two matrices that returns one."""
+        """The source of a function of two matrices that returns one."""
         return self.name if (self.takes, self.gives) == ("two", "one") else f"(lambda p, q: {self.one('p', 'q')})"
 
 
 class Writer:
-    """Writes one program.
+    """The writer of one program.
 
     Attributes:
-        visible: the expressions that read a matrix here, the latest last.
-        own: those of them that this function has made, so may change.
-        storage: which number stands for the storage of an expression; views have that of their base.
-        needed: the storages that autograd or a region has, so that a change in place would be an error.
+        visible: the expressions that can be read in the current scope, the latest last.
+        own: the visible expressions that the current function has made, which it may change in place.
+        storage: a number for the storage of each expression; a view has the number of its base.
+        needed: the storages that autograd or a region needs unchanged, so that a change in place would be an error.
     """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.func = self.random.random() < 0.6  # else it is plain autograd, and may keep state
+        self.func = self.random.random() < 0.6  # otherwise it is plain autograd, and may have state
         self.draws = self.random.random() < 0.4
         self.lines: list[str] = []
         self.indent = 0
@@ -175,7 +175,7 @@ class Writer:
         return self.count
 
     def fresh(self) -> int:
-        """A storage of its own."""
+        """The number of a new storage."""
         self.storages += 1
         return self.storages
 
@@ -183,11 +183,11 @@ class Writer:
         return self.random.random() < p
 
     def any(self) -> str:
-        """Some matrix, more often a late one."""
+        """A random matrix, more often a recent one."""
         return self.visible[-1 - min(int(self.random.expovariate(0.4)), len(self.visible) - 1)]
 
     def two(self, text: str) -> str:
-        """A template with matrices filled in, which autograd needs from now on."""
+        """Fill matrices into a template. Autograd needs them unchanged from now on."""
         a, b = self.any(), self.any()
         self.needed |= {self.storage[a], self.storage[b]}
         return text.format(a=a, b=b)
@@ -248,7 +248,7 @@ class Writer:
         self.storage[name] = self.storage[base]
 
     def rebinding(self) -> None:
-        """A variable that functions from before have in their closure gets another value."""
+        """Rebind a variable, which earlier functions may have in their closures."""
         names = [name for name in self.own if name.isidentifier()]
         if names:
             name = self.random.choice(names)
@@ -277,7 +277,7 @@ class Writer:
         self.add(name)
 
     def container(self) -> None:
-        """A matrix that functions reach through a list, a dictionary or an object."""
+        """A matrix in a list, a dictionary or an object."""
         number, base = self.number(), self.any()
         kind, read = self.random.choice([("[{}]", "[0]"), ("{{'w': {}}}", "['w']"), ("SimpleNamespace(w={})", ".w")])
         self.line(f"box{number} = {kind.format(base)}")
@@ -285,7 +285,7 @@ class Writer:
         self.storage[f"box{number}{read}"] = self.storage[base]
 
     def loop(self) -> None:
-        """A region for each turn, which captures the variable of the loop."""
+        """A loop that makes a region in each iteration, which captures the loop's variable."""
         name, number = self.new(), self.number()
         a, b, c = self.any(), self.any(), self.any()
         self.needed |= {self.storage[a], self.storage[b], self.storage[c]}
@@ -307,13 +307,13 @@ class Writer:
         return before + ", ".join(found) if found else ""
 
     def policy_itself(self) -> str:
-        """One policy that saves or several of these combined, or now and then one that offloads."""
+        """One policy or a combination of policies that save, or sometimes a policy that offloads."""
         tables = [OFFLOADING] if self.chance(0.15) else [POLICIES] * self.random.choice([1, 1, 1, 2])
         chosen = [self.random.choice(table).format(n=self.random.randint(0, 99)) for table in tables]
         return self.random.choice(["({} | {})", "({} & {})", "({} & ~{})"]).format(*chosen) if chosen[1:] else chosen[0]
 
     def function(self, under: frozenset[str], depth: int, region: bool) -> Function:
-        """Writes a function, which sees what there is here; `under` are the transforms that it is called by."""
+        """Write a function, which can read all visible matrices; `under` are the transforms that call it."""
         kinds = (
             self.random.choice(["two", "two", "a keyword", "a tree"]),
             self.random.choice(["one", "one", "two", "a tree"]),
@@ -343,7 +343,7 @@ class Writer:
         return made
 
     def called(self, under: frozenset[str], depth: int) -> None:
-        """A function and calls of it, by transforms or by itself."""
+        """A function and calls of it, direct or by transforms."""
         hows = [
             "call",
             "call",
@@ -351,8 +351,8 @@ class Writer:
             *(FUNC if self.func else ["autograd", *(["dual"] if not under else [])]),
         ]
         if under & {"jacrev", "jacfwd"}:
-            hows = [how for how in hows if "jac" not in how]  # that takes too long
-        if "dual" in under:  # a recompute in a backward inside would enter the level again, which torch can't
+            hows = [how for how in hows if "jac" not in how]  # nested jacobians take too long
+        if "dual" in under:  # a recompute inside the level would enter it again, which torch can't
             hows = [how for how in hows if "autograd" not in how]
         hows = self.random.choices(hows, k=self.random.choice([1, 1, 2]))
         made = self.function(
@@ -373,18 +373,18 @@ class Writer:
                     f"{name} = " + (made.one(a, b) if how == "call" else CALLS[how].format(f=made.text, a=a, b=b))
                 )
             self.add(name)
-            if how == "call" and self.chance(0.7):  # it may be an argument itself
+            if how == "call" and self.chance(0.7):  # the result may be an argument itself
                 self.needed.add(self.storage[name])
 
     def body(self, under: frozenset[str], depth: int) -> None:
-        """Some statements, of which the last makes the result."""
+        """Some statements; the last one makes the result."""
         kinds: Sequence = [
             *[self.saving] * 5, *[self.linear] * 3, *[self.view] * 2, *[self.in_place] * 3,
             self.name, self.name, self.hook,
             self.rebinding, self.container, self.loop,
         ]  # fmt: skip
         if not self.func:
-            # Statistics with tangents are updated by operations that autograd takes for changes of what it saved.
+            # Updates of statistics with tangents look to autograd like in-place changes of tensors that it saved.
             kinds = [*kinds, self.without_grad, *([self.module, self.module] if "dual" not in under else [])]
         for _ in range(self.random.randint(0, 3)):
             if depth < DEPTH and self.chance(0.3):
@@ -408,16 +408,16 @@ class Writer:
                 self.visible.append(name)
                 self.storage[name] = self.fresh()
                 self.needed.add(self.storage[name])
-            kept = "[w1, w2]"
+            leaves = "[w1, w2]"
             if not self.func:
                 self.line("LAYER = Layer()")
                 self.line(f"REGION = remat(Layer(){self.policy(', ')})")
-                kept = "[w1, w2, *LAYER.parameters(), *REGION.parameters()], [*LAYER.buffers(), *REGION.buffers()]"
+                leaves = "[w1, w2, *LAYER.parameters(), *REGION.parameters()], [*LAYER.buffers(), *REGION.buffers()]"
             region = self.chance(0.3)
             main = self.function(frozenset(), 0, region)
-            self.line(f"return {main.text}, {kept}")
+            self.line(f"return {main.text}, {leaves}")
         run = self.random.choice(RUNS[:-1] if self.func else RUNS)
-        # A region with a forward-mode level inside is lowered to torch.func, which adds up in another order.
+        # A region with a forward-mode level inside uses the lowering for torch.func, which sums in another order.
         text = "".join(self.lines)
         exact = not (self.func or run in ("double", "triple", "batched") or "dual(" in text)
         self.lines += [
@@ -426,11 +426,11 @@ class Writer:
             f"compare(make, {run!r}, exact={exact})",
         ]
         if not (self.func or self.draws):
-            # What calls torch.func is run as it is where an input has a tangent. torch never frees a result that a hook
-            # keeps as it is, so each recompute of one would count.
+            # With tangents, calls of torch.func are executed without regions. torch never frees a result that a pack
+            # hook returns unchanged, so each recompute of such a result would be counted.
             if self.chance(0.3) and "dual(" not in text and "packing(" not in text:
                 self.lines.append("keeps_no_more(make)")
-            # Where grad mode is off at times, all that is dead runs again, without what a narrower policy keeps for it.
+            # With `no_grad` parts, dead operations are recomputed too, and a wider policy may recompute more of them.
             if self.chance(0.3) and "no_grad" not in text and "differentiated" not in text:
                 two = [self.random.choice(POLICIES).format(n=n) for n in (1, 2)]
                 self.lines.append(f"recomputes_no_more(make, {two[0]}, {two[1]})")
@@ -440,5 +440,5 @@ class Writer:
 def source(seed: int) -> str:
     """The program of a seed."""
     text = Writer(seed).program()
-    # Autograd saves the noise of `rrelu` before it is drawn: what values it has then is left to chance.
+    # Autograd saves the noise of `rrelu` before it is drawn, with arbitrary values.
     return text.replace("determinism_check='values'", "determinism_check='metadata'") if "rrelu" in text else text

@@ -1,7 +1,7 @@
-"""What random programs are made of, and how two runs of one are compared: with regions and without.
+"""Functions that random programs call, and the comparison of a program with and without regions.
 
-Plain matrices in float64. `compare(make, run)` takes `make()`, which makes a function; its `remat` is
-the real one, or one that returns the function itself.
+Programs compute with matrices in float64. In `compare(make, run)`, `make()` makes a function, for which
+`remat` makes regions in one run and returns its argument in the other.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = [
 
 Fn = Callable[..., Any]
 GENERATOR = torch.Generator()
-FIRED: list[float] = []  # the hooks on gradients that have run, by the factor of each
+FIRED: list[float] = []  # the factors of the hooks on gradients that have run
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.convolution")
 
 
-REGIONS = [True]  # whether `remat` makes regions now
+REGIONS = [True]  # whether `remat` makes regions
 
 
 class Unrunnable(Exception):
@@ -51,14 +51,14 @@ class Unrunnable(Exception):
 
 
 class Refused(Exception):
-    """The region says that it can't be right here, and what to do instead."""
+    """A region raised an error because its results could be wrong."""
 
 
 # --- what programs call -----------------------------------------------------------------------------------------------
 
 
 def remat(fn: Any = None, **options: Any) -> Any:
-    """The real one, or the function itself for the plain run. A global, so that no function has it in its closure."""
+    """`remat.remat`, or the function itself in the plain run. It is a global, so that no closure contains it."""
     if REGIONS[0]:
         return package.remat(fn, **options)
     return (lambda fn: fn) if fn is None else fn
@@ -82,13 +82,13 @@ def pair(t: Tensor, dim: int = 0) -> Tensor:
 
 
 def added(tensors: Iterable[Tensor]) -> Tensor:
-    """Their sum, which doesn't begin with 0: torch can't add that to its zeros without memory, under a mode."""
+    """The sum, without the 0 of `sum`: under a mode, torch can't add 0 to its zero tensors without memory."""
     return functools.reduce(operator.add, tensors)
 
 
 def hook(t: Tensor, factor: float) -> None:
     def scaled(g: Tensor | None) -> Tensor | None:
-        if g is not None and not package.is_recomputing():  # which repeats the backward passes inside of a region
+        if g is not None and not package.is_recomputing():  # a recompute repeats backward passes inside the region
             FIRED.append(factor)
         return None if g is None else g * factor
 
@@ -98,8 +98,8 @@ def hook(t: Tensor, factor: float) -> None:
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Saved-tensor hooks that keep the tensor itself, and give back a copy."""
-    # rrelu saves its noise before it has drawn it: no copies when it is saved.
+    """Saved-tensor hooks that pack a tensor as itself, and unpack a copy of it."""
+    # The pack hook makes no copy, as rrelu saves its noise tensor before the noise is drawn.
     hooks = (lambda tensor: tensor, torch.clone) if REGIONS[0] else (with_version, unchanged)
     with torch.autograd.graph.saved_tensors_hooks(*hooks):
         yield
@@ -110,11 +110,11 @@ def with_version(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def unchanged(packed: tuple[Tensor, int]) -> Tensor:
-    """A copy of what was saved.
+    """A copy of the saved tensor.
 
     Raises:
-        RuntimeError: the tensor was changed since. torch raises this too, but not where hooks keep the tensor:
-            there its gradients are wrong. Its own forward derivative of softmax is such a case.
+        RuntimeError: the tensor was changed in place since. torch raises this too, but not if hooks pack the tensor
+            itself: then its gradients are wrong. torch's own forward derivative of softmax is an example.
     """
     tensor, version = packed
     if tensor._version != version:
@@ -123,7 +123,7 @@ def unchanged(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def chosen(seed: int, answers: int = 2) -> Fn:
-    """A policy's function that answers by the operator and the shapes of its tensors, the same each time."""
+    """A deterministic policy function that decides by the operator and the shapes of its tensors."""
     five = [CheckpointPolicy[f"{a}_{b}"] for a in ("MUST", "PREFER") for b in ("RECOMPUTE", "SAVE")]
     five.append(CheckpointPolicy.MUST_CPU_OFFLOAD)
 
@@ -137,7 +137,7 @@ def chosen(seed: int, answers: int = 2) -> Fn:
 
 
 def differentiated(f: Fn, a: Tensor, b: Tensor) -> Tensor:
-    """The gradient at a point that is the end of the graph, which can be differentiated in turn through `b`."""
+    """The gradient with respect to a leaf made from `a`; it can be differentiated again with respect to `b`."""
     with torch.enable_grad():
         p = a.detach().requires_grad_()
         out = total(f(p, b))
@@ -146,10 +146,10 @@ def differentiated(f: Fn, a: Tensor, b: Tensor) -> Tensor:
 
 
 def differentiated_again(f: Fn, a: Tensor, b: Tensor) -> Tensor:
-    """The gradient at a tensor in the middle of the graph, which can be differentiated in turn.
+    """The gradient with respect to a tensor that isn't a leaf; it can be differentiated again.
 
-    The same whether a result that `p` has no influence on says that it requires grad: it may, if it does below a level.
-    And so may `p`, where it is such a result.
+    Below a level, a result that doesn't depend on `p` may require grad, and so may `p` if it is such a result. The
+    return value doesn't depend on that.
     """
     p = a * 1
     if private.transforms_active() and not p.requires_grad:
@@ -169,7 +169,7 @@ def dual(f: Fn, a: Tensor, b: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Has weights, counts its calls and keeps statistics."""
+    """A module with weights, a count of its calls, and running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Layer(nn.Module):
 
 
 def gradients(out: Tensor, leaves: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    """Gradients; zeros for what has no influence, as torch has either."""
+    """Gradients, with zeros instead of None: torch returns either if `out` doesn't depend on a leaf."""
     if not out.requires_grad:
         return list(map(torch.zeros_like, leaves))
     grads = torch.autograd.grad(out, leaves, allow_unused=True, **options)
@@ -276,7 +276,7 @@ def arguments() -> tuple[Tensor, Tensor]:
 
 
 def observe(make: Fn, run: str, exact: bool) -> Any:
-    """All that a run of a program shows: values, gradients, buffers, hooks that ran, and where the generators are."""
+    """All results of a run: values, gradients, buffers, hooks that ran, and the next numbers of the generators."""
     torch.manual_seed(1)
     GENERATOR.manual_seed(2)
     random.seed(3)
@@ -301,11 +301,11 @@ def surroundings() -> tuple:
 
 
 def compare(make: Fn, run: str, exact: bool) -> None:
-    """Asserts that a program shows the same with regions as without.
+    """Assert that a program has the same results with and without regions.
 
     Raises:
-        Unrunnable: it doesn't run without.
-        Refused: a region refuses what it can't be right about.
+        Unrunnable: the program raises an error without regions.
+        Refused: a region raised an error because its results could be wrong.
     """
     before = surroundings()
     with warnings.catch_warnings():
@@ -315,7 +315,7 @@ def compare(make: Fn, run: str, exact: bool) -> None:
                 expected = observe(make, run, exact)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             raise Unrunnable from error
-        with errors_told_apart():
+        with refusals():
             found = observe(make, run, exact)
     assert surroundings() == before
     if exact:
@@ -323,13 +323,13 @@ def compare(make: Fn, run: str, exact: bool) -> None:
         return
     tensors = [t for t in tensor_leaves(expected["result"]) if t.is_floating_point()]
     largest = max(float(t.abs().max()) for t in tensors)
-    if not largest < 1e6:  # derivatives of high order that say nothing, whatever computes them
+    if not largest < 1e6:  # derivatives of high order, too large for a comparison
         raise Unrunnable from OverflowError(f"results up to {largest:.0e}")
     compare_closely(found, expected, 1e-6 * (1 + largest))
 
 
 @contextmanager
-def errors_told_apart() -> Iterator[None]:
+def refusals() -> Iterator[None]:
     try:
         yield
     except (MutationError, CaptureError) as error:
@@ -337,7 +337,7 @@ def errors_told_apart() -> Iterator[None]:
 
 
 def compare_closely(found: Any, expected: Any, atol: float) -> None:
-    """Where sums are reordered."""
+    """Compare results whose sums may have another order."""
     assert trees.flatten(found)[1] == trees.flatten(expected)[1]
     for a, b in zip(trees.flatten(found)[0], trees.flatten(expected)[0]):
         if isinstance(b, Tensor):
@@ -347,17 +347,17 @@ def compare_closely(found: Any, expected: Any, atol: float) -> None:
 
 
 def keeps_no_more(make: Fn) -> None:
-    """Asserts that the whole as one region without a policy keeps no more than without, save for old buffers."""
+    """Assert that the program as one region without a policy saves no more than without, except for old buffers."""
     with without_regions():
         fn, _, *buffers = make()
     copies = sum(buffer.nbytes for each in buffers for buffer in each)
-    with errors_told_apart():
-        held, plainly = held_bytes(remat(fn), *arguments()), held_bytes(fn, *arguments())
-    assert held <= plainly + copies, f"a region keeps {held} bytes, the plain function {plainly}"
+    with refusals():
+        ours, plain = held_bytes(remat(fn), *arguments()), held_bytes(fn, *arguments())
+    assert ours <= plain + copies, f"a region saves {ours} bytes, the plain function {plain}"
 
 
 def recomputes_no_more(make: Fn, policy: Any, other: Any) -> None:
-    """Asserts that the whole as one region runs no more products again if more may be kept."""
+    """Assert that the program as one region recomputes no more products if its policy saves more."""
 
     def products(policy: Any) -> int:
         with without_regions():
@@ -369,6 +369,6 @@ def recomputes_no_more(make: Fn, policy: Any, other: Any) -> None:
             out.sum().backward()
         return sum(counter[name] for name in PRODUCTS)
 
-    with errors_told_apart():
+    with refusals():
         few, more = products(policy | other), products(policy)
-    assert few <= more, f"{few} products in the backward if more is kept, {more} otherwise"
+    assert few <= more, f"{few} products in the backward if more is saved, {more} otherwise"

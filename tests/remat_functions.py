@@ -1,7 +1,7 @@
 """The programs of `tests/jax_counts.py` in PyTorch.
 
-A row is about `built(row.function, *map(made, row.policies))`, with gradients taken of all arguments of the program;
-`built(row.function)` is what there is without regions.
+The program of a row is `built(row.function, *map(made, row.policies))`, differentiated with respect to all arguments.
+`built(row.function)` is the same program without regions.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Fn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Program:
-    """A function with regions, and arguments for it.
+    """A function with regions, and its arguments.
 
     Attributes:
         build: makes the function from one wrapper for each level of regions; `wrap(fn)` makes a region of `fn`.
-        args: makes the same new arguments at each call; all of them require grad.
-        in_dims: if given, the derivative is taken inside of `torch.func.vmap` with these dimensions.
-        data: which of the arguments is the input; the others are weights.
+        args: makes new arguments with the same values in each call; all of them require grad.
+        in_dims: if set, the derivative is computed inside `torch.func.vmap` with these dimensions.
+        data: the position of the input among the arguments; the others are weights.
     """
 
     build: Callable[..., Fn]
@@ -54,12 +54,12 @@ class Program:
 
 
 def scalars(count: int) -> Callable[[], tuple[Tensor, ...]]:
-    """Makes so many times 0.7."""
+    """Make `count` scalars of 0.7."""
     return lambda: tuple(torch.tensor(0.7, dtype=torch.float64, requires_grad=True) for _ in range(count))
 
 
 def matrices(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
-    """Makes random tensors of these shapes."""
+    """Make random tensors of these shapes."""
 
     def args() -> tuple[Tensor, ...]:
         rng = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ def block(wrap: Fn) -> Fn:
 
 
 def nested(before: int, after: int) -> Callable[[Fn, Fn], Fn]:
-    """A region of two sines in a region with so many sines before and after it."""
+    """A region of two sines, nested in a region with `before` sines before it and `after` sines after it."""
 
     def build(outer: Fn, inner: Fn) -> Fn:
         middle = inner(lambda x: sin(name(sin(x), "n")))
@@ -124,18 +124,18 @@ def nested(before: int, after: int) -> Callable[[Fn, Fn], Fn]:
 
 
 def pair(wrap: Fn) -> Fn:
-    """A region with two results that have nothing to do with each other."""
+    """A region with two independent results."""
     return wrap(lambda a, b: (sin(a), sin(sin(b))))
 
 
 def pair_first(wrap: Fn) -> Fn:
-    """The same with the first result used; there is no gradient of `b`."""
+    """The first result of such a region; `b` has no gradient."""
     region = pair(wrap)
     return lambda a, b: region(a, b)[0]
 
 
 def named_linear(wrap: Fn) -> Fn:
-    """A matmul that nothing but a named sum reads."""
+    """A matmul that only a named sum reads."""
 
     def fn(x, W1, W2):
         m = name(x + x @ W1, "m")
@@ -145,12 +145,12 @@ def named_linear(wrap: Fn) -> Fn:
 
 
 def mlp(activation: Fn) -> Callable[[Fn], Fn]:
-    """Three matmuls, the result of the first activation named."""
+    """Three matmuls, where the result of the first activation is named."""
     return lambda wrap: wrap(lambda x, W1, W2, W3: tanh(name(activation(x @ W1), "h") @ W2) @ W3)
 
 
 def loop(each: bool) -> Callable[[Fn], Fn]:
-    """Four steps, each a region, or all in one."""
+    """Four steps, each of them a region, or all in one region."""
 
     def build(wrap: Fn) -> Fn:
         def step(W, h):
@@ -169,7 +169,7 @@ def loop(each: bool) -> Callable[[Fn], Fn]:
 
 
 def mapped(*in_dims: int | None) -> Callable[[Fn], Fn]:
-    """`three` under `vmap`, so that the derivative is taken outside of it."""
+    """`three` under `vmap`, for a derivative outside of it."""
     return lambda wrap: torch.func.vmap(three(wrap), in_dims)
 
 
@@ -202,7 +202,7 @@ PROGRAMS = {
 
 
 def made(word: str) -> Any:
-    """The policy that a row means."""
+    """The policy that `word` of a row names."""
     if word == "none":
         return None
     if word.startswith("only "):
@@ -211,7 +211,7 @@ def made(word: str) -> Any:
 
 
 def built(function: str, *given: Any) -> Fn:
-    """A program with these policies, the outermost first; without regions if there are none."""
+    """A program with these policies, the outermost first; without policies, the program without regions."""
     levels = 2 if function.startswith("nested") else 1
     wrappers = [functools.partial(remat, policy=policy) for policy in given] or [lambda fn: fn] * levels
     return PROGRAMS[function].build(*wrappers[:levels])

@@ -1,4 +1,4 @@
-"""For tests that run a drop-in beside the original: both modules, and what is measured of a call of each."""
+"""Helpers for tests that compare a drop-in with the original: both modules, and measurements of their calls."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ both = pytest.mark.parametrize("module", [torch.utils.checkpoint, remat.compat],
 
 
 def is_torch(module: Any) -> bool:
-    """Whether it is the original."""
+    """Whether the module is the original."""
     return module is torch.utils.checkpoint
 
 
 def values_and_grads(fn: Callable, *args: Any, inputs: Any = None) -> tuple:
-    """The result of `fn(*args)`, and the gradients of all its numbers; of the arguments, if no `inputs` are given."""
+    """The result of `fn(*args)`, and its gradients with respect to `inputs`, by default to the arguments."""
     result = fn(*args)
     inputs = [a for a in args if isinstance(a, Tensor) and a.requires_grad] if inputs is None else inputs
     return result, torch.autograd.grad(total(result), inputs, allow_unused=True)
 
 
 class Runs:
-    """A function that counts its calls, where a recompute does not put it back."""
+    """A function that counts its calls, in a place that a recompute does not restore."""
 
     _counts: ClassVar[WeakKeyDictionary[Runs, int]] = WeakKeyDictionary()
 
@@ -58,7 +58,7 @@ def assert_rows_have_tests(heading: str, rows: dict[str, list[str]], *files: str
     text = (here.parent / "docs" / "how-to" / "migrating.md").read_text()
     (section,) = (part for part in text.split("\n## ") if part.startswith(heading))
     table = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("|")]
-    assert table[2:] == list(rows)  # without the head
+    assert table[2:] == list(rows)  # without the header
     tests = "".join(path.read_text() for name in files for path in here.rglob(name))
     for row, names in rows.items():
         assert names and all(f"\ndef {name}(" in tests for name in names), row

@@ -1,4 +1,4 @@
-"""Random programs with regions, against the same programs without; `make fuzz` runs more of them, without end."""
+"""Random programs with regions, against the same programs without. `make fuzz` runs more of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def test_random_programs(start: int) -> None:
     check(range(start, start + PART))
 
 
-def test_a_difference_is_found() -> None:
-    """A program that gives another value in a region, and one that draws others."""
+def test_the_check_finds_a_difference() -> None:
+    """The check fails for a program whose value is different with regions."""
     program = (
         "from programs import *\n\n\ndef make():\n    @remat\n    def f(x, y):\n"
         "        return x * {value}\n    return f, []\n\n\ncompare(make, 'backward', exact=True)"
@@ -24,7 +24,7 @@ def test_a_difference_is_found() -> None:
     assert outcome(program.format(value="(2.0 if REGIONS[0] else 3.0)")) is not None
 
 
-# What was handed over by the inner regions depended on which tensors were still referred to.
+# The values that inner regions handed over depended on which tensors were still alive.
 REFERRED_TO = """
 from programs import *
 
@@ -62,7 +62,7 @@ def make():
 recomputes_no_more(make, policies.save_convolutions, ~policies.save_ops("aten.add", "aten.tanh"))
 """
 
-# One call of a function shows that it can't run under saved-tensor hooks, after another one that could.
+# A call of a function can't run under saved-tensor hooks, though an earlier call could.
 FOUND_LATE = """
 from programs import *
 
@@ -90,7 +90,7 @@ def make():
 compare(make, 'hooks around', exact=True)
 """
 
-# A recompute in the middle of a first run came further than that, and updated statistics.
+# A recompute in the middle of a first run got further than the first run, and updated statistics.
 TOO_FAR = """
 from programs import *
 
@@ -121,7 +121,7 @@ compare(make, 'grad', exact=False)
 """
 
 
-# Below the level of `vjp`, an operand was a captured tensor too; only the first run told the two apart.
+# Below the level of `vjp`, an operand was also a captured tensor; only the first run distinguished the two.
 APART = """
 from programs import *
 
@@ -140,7 +140,7 @@ def make():
 compare(make, 'double', exact=False)
 """
 
-# A recompute inside a traced region called what its first one had not.
+# A recompute inside a traced region made a call that the first one had not made.
 TRACED = """
 from programs import *
 
@@ -164,7 +164,7 @@ def make():
 compare(make, 'two calls', exact=False)
 """
 
-# What a replay had put off was noted in the log of `debug=True` where it ran after all.
+# An operation that a replay had postponed was recorded in the log of `debug=True` when it finally ran.
 PUT_OFF = """
 from programs import *
 
@@ -198,7 +198,7 @@ def make():
 compare(make, 'three calls', exact=False)
 """
 
-# The log of `debug=True` noted a recompute of the region around, which only a first run comes by.
+# The log of `debug=True` recorded a recompute of the outer region, which happens only in a first run.
 AROUND = """
 from programs import *
 
@@ -219,7 +219,7 @@ def make():
 compare(make, 'grad', exact=False)
 """
 
-# Two chains of equal operations, of which the region overwrites the result of one: a recompute takes it for the other.
+# Two equal chains of operations, where the region overwrites one result: a recompute mistook one for the other.
 EQUAL = """
 from programs import *
 
@@ -288,8 +288,8 @@ def test_reduced_programs(program: str) -> None:
     assert outcome(program) is None
 
 
-# torch's forward derivative of softmax changes what it has saved. Without hooks this is an error in the backward; where
-# hooks keep the tensor itself torch gives a wrong gradient, and the region the right one.
+# torch's forward derivative of softmax changes a tensor that it has saved. Without hooks this is an error in the
+# backward. If hooks pack the tensor itself, torch computes a wrong gradient, and the region the right one.
 WRONG_WITHOUT = """
 from programs import *
 
@@ -302,6 +302,6 @@ compare(make, 'hooks around', exact=False)
 """
 
 
-def test_what_torch_gets_wrong_is_left_out() -> None:
+def test_wrong_gradients_of_torch_are_not_compared() -> None:
     error = outcome(WRONG_WITHOUT)
     assert error is None or isinstance(error, Unrunnable), error

@@ -1,7 +1,7 @@
-"""Every word of up to three transforms: by call, and by torch.autograd through the whole.
+"""All compositions of up to three transforms: called, and differentiated as a whole by torch.autograd.
 
-A word is a composition, the outermost transform first. The region is at the innermost level, or
-every level is one.
+A composition is a word whose letters are the transforms, the outermost first. The region is at the
+innermost level, or at every level.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def through(fn: Fn, word: tuple[str, ...]) -> tuple[Tensor, Tensor]:
 
 
 def plain_torch(run: Callable, word: tuple[str, ...]) -> Tensor | None:
-    """What it is without remat; None where plain torch refuses it.
+    """The result without remat; None if plain torch raises an error.
 
-    It does only where `torch.autograd.grad` is used: its input must require grad at the level where
-    it runs, which it does not right under a `vmap` or a `jvp`.
+    It does so only with `torch.autograd.grad`, whose input must require grad at the level where it
+    runs. Directly under a `vmap` or a `jvp` the input does not.
     """
     try:
         return run(build(word, f), word)
@@ -113,12 +113,12 @@ def plain_torch(run: Callable, word: tuple[str, ...]) -> Tensor | None:
 
 
 def check(word: tuple[str, ...]) -> None:
-    """Asserts that a region gives what the plain function does."""
+    """Assert that a region has the same results as the plain function."""
     wanted = {run: plain_torch(run, word) for run in (by_call, through)}
     for every in (False, True):
         for run, value in wanted.items():
             if every and len(word) == 3 and run is by_call:
-                continue  # takes long, and the other way gives the value too
+                continue  # it takes long, and the other run compares the value too
             if value is not None:
                 found = run(build(word, remat(f), every), word)
                 assert_same(found, value, exact=False)

@@ -11,7 +11,6 @@ from .costs import Costs, Share, pareto
 from .page import document, fragment, tradeoff
 from .units import aligned, flops_text, percent_text, size_text
 
-
 AS_WRITTEN = "as written"
 
 

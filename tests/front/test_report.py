@@ -49,4 +49,4 @@ def test_a_row_without_its_package_is_left_out_aloud(capsys: pytest.CaptureFixtu
     assert installed(None, "a row") and installed("torch", "a row")
     assert capsys.readouterr().err == ""
     assert not installed("no_such_package", "a row")
-    assert capsys.readouterr().err.startswith("a row: left out, as no_such_package is not installed")
+    assert capsys.readouterr().err.startswith("a row: skipped, because no_such_package is not installed")
