@@ -224,9 +224,19 @@ def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
         return _chosen(model, where.of)[:: where.n]
     if _is_types(where):
         return [(name, module) for name, module in model.named_modules() if isinstance(module, where)]
-    if callable(where):
+    if callable(where) and not isinstance(where, torch.nn.Module):
+        _check_called_with_two(where)
         return [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
     raise TypeError(
         f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
         f"submodule; got {where!r}."
     )
+
+
+def _check_called_with_two(where: Callable) -> None:
+    try:
+        inspect.signature(where).bind("name", torch.nn.Module)
+    except ValueError:  # functions written in C may have no signature
+        return
+    except TypeError:
+        raise TypeError(f"where is called with a submodule's name and the submodule, which {where!r} doesn't take.")

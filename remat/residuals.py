@@ -54,7 +54,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
     if private.transforms_active():
         raise RuntimeError(
             "saved_residuals can't be called under a torch.func transform. Pass it the transformed function: "
-            "`saved_residuals(torch.func.vmap(fn), x)`."
+            "`saved_residuals(torch.func.grad(fn), x)`."
         )
     check_hooks_are_allowed()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -12,8 +13,8 @@ from ._core.known import known_of
 from ._function import Remat
 from ._modules.eligible import check_module
 from ._modules.region_class import second_module
-from ._policy.policy import PolicyLike
-from ._region.habits import check_returns, refuse
+from ._policy.policy import Policy, PolicyLike
+from ._region.habits import POLICY_IS_A_KEYWORD, check_returns, refuse
 from ._region.options import DeterminismCheck, Options, checked_options
 
 F = TypeVar("F", bound=Callable)
@@ -46,13 +47,13 @@ def remat(
 def remat(
     fn: Any = None,
     /,
-    *others: Any,
+    *args: Any,
     policy: PolicyLike = None,
     preserve_rng_state: bool = True,
     determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
-    **habits: Any,
+    **kwargs: Any,
 ) -> Any:
     """Save only the inputs of ``fn`` between forward and backward, and recompute the rest in the backward.
 
@@ -97,15 +98,25 @@ def remat(
 
     After ``jax.checkpoint``; the recompute follows Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
-    if others or habits:
-        refuse(fn, others, habits)
+    if args or kwargs:
+        refuse(fn, args, kwargs, [*_SIGNATURE.parameters][1:])
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if fn is None:
         return functools.partial(_wrap, options=options)
     return _wrap(fn, options)
 
 
+# Without the parameters that are there only to be refused with a remedy.
+_SIGNATURE = inspect.signature(remat)
+_SIGNATURE = _SIGNATURE.replace(
+    parameters=[p for p in _SIGNATURE.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+)
+remat.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+
+
 def _wrap(fn: Any, options: Options) -> Any:
+    if isinstance(fn, Policy):
+        raise TypeError(POLICY_IS_A_KEYWORD.format("fn"))
     if not callable(fn) and not isinstance(fn, (classmethod, staticmethod)):
         raise TypeError(
             f"remat takes a function or another callable, got {type(fn).__name__}. Options are keywords: "

@@ -41,7 +41,7 @@ def checked_predicate(value: Any) -> Callable:
     if isinstance(private.overload_of(value), private.OPERATORS):
         raise PolicyError(f"{_EXPECTED}. For one operator write `policies.save_ops(...)`; got {value!r}.")
     if not callable(value) or isinstance(value, (type, torch.nn.Module)):
-        raise PolicyError(f"{_EXPECTED}; got {value!r}.{_nearest(value) if isinstance(value, str) else ''}")
+        raise PolicyError(f"{_EXPECTED}; got {value!r}.{_of_text(value) if isinstance(value, str) else ''}")
     name = getattr(function, "__name__", "")
     if getattr(function, "__module__", None) == "remat.policies" and name in PUBLIC_NAMES:
         raise PolicyError(f"policies.{name} returns a policy: call it, as in `policies.{name}(...)`.")
@@ -57,8 +57,13 @@ def checked_predicate(value: Any) -> Callable:
     except TypeError:
         fits = False
     if not fits:
-        raise PolicyError(f"{_EXPECTED}; {value!r} can't be called with `(ctx, op, *args, **kwargs)`.")
+        raise PolicyError(f"A policy function is called with `(ctx, op, *args, **kwargs)`, which {value!r} doesn't take.")
     return value
+
+
+def _of_text(text: str) -> str:
+    named = f"for values named by checkpoint_name write `policies.save_only_these_names({text!r})`."
+    return f"{near} Or {named}" if (near := _nearest(text)) else f" F{named[1:]}"
 
 
 def _nearest(text: str) -> str:

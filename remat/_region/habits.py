@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -10,6 +11,7 @@ import torch
 
 from .._policy.policy import Policy
 
+POLICY_IS_A_KEYWORD = "The policy is a keyword argument: `remat({}, policy=...)`."
 _OPTIONS = {
     "static_argnums": "is not needed, because arguments that aren't tensors are passed as they are: leave it out",
     "prevent_cse": "is not needed, because nothing merges a recompute with the forward: leave it out",
@@ -22,15 +24,15 @@ _OPTIONS = {
 }
 
 
-def refuse(fn: Any, others: Sequence[Any], options: Mapping[str, Any]) -> NoReturn:
-    """Raise an error that names what to write instead of ``remat(fn, *others, **options)``.
+def refuse(fn: Any, others: Sequence[Any], options: Mapping[str, Any], known: Sequence[str]) -> NoReturn:
+    """Raise an error that names what to write instead of ``remat(fn, *others, **options)``; ``known`` are its options.
 
     Raises:
         TypeError: always.
     """
     name = getattr(fn, "__name__", "fn")
     if others and len(others) == 1 and not options and _is_policy(others[0]):
-        raise TypeError(f"The policy is a keyword argument: `remat({name}, policy=...)`.")
+        raise TypeError(POLICY_IS_A_KEYWORD.format(name))
     if others:
         instead = f"`remat({name})(x)`"
         if options:
@@ -39,7 +41,10 @@ def refuse(fn: Any, others: Sequence[Any], options: Mapping[str, Any]) -> NoRetu
     for option in options:
         if option in _OPTIONS:
             raise TypeError(f"`{option}` {_OPTIONS[option]}.")
-    raise TypeError(f"remat has no option {next(iter(options))!r}.")
+    option = next(iter(options))
+    near = difflib.get_close_matches(option, known, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."
+    raise TypeError(f"remat has no option {option!r}. {hint}")
 
 
 def _is_policy(value: Any) -> bool:

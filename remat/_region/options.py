@@ -66,7 +66,10 @@ def checked_options(
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}.")
     if determinism_check not in CHECKS:
-        raise ValueError(f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.")
+        default = " torch's 'default' is 'metadata' here." if determinism_check == "default" else ""
+        raise ValueError(
+            f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.{default}"
+        )
     if torch.compiler.is_compiling() and isinstance(policy, (list, FunctionType)):
         pass  # Dynamo treats these as constants and can't trace the conversion: `_compile` does it later
     elif policy is not None:
