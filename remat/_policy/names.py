@@ -23,9 +23,9 @@ __all__ = ["checkpoint_name"]
 def checkpoint_name(x: T, name: str) -> T:
     """Give a value a name, so that a policy can select it.
 
-    Inside and outside of regions, ``x`` itself is returned. In a region with a policy such as
-    ``policies.save_only_these_names("hidden")`` the operation that computed the value is not recomputed, whichever
-    operation reads the value and through whichever alias. Elsewhere the name has no effect.
+    It returns ``x`` itself. In a region with a policy such as ``policies.save_only_these_names("hidden")`` the
+    operation that computed the value is not recomputed, whichever operation reads the value, through whichever alias.
+    Elsewhere the name has no effect.
 
     Args:
         x: a tensor, or any pytree: each tensor in it gets the name.

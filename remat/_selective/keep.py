@@ -26,8 +26,8 @@ class Keep:
         self.log = log
         self.hooks: Hooks | None = None  # saved-tensor hooks around the region, which save its residuals
         self.held: dict[int, torch.Tensor] = {}  # the candidates
-        self.enough = 12  # candidates, before the next check which of them are needed
-        # Residuals live as long as slots, or `_owned`, own them: all of the first run, then the ones a recompute reads.
+        self.enough = 12  # the number of candidates at which the recording checks which of them are needed
+        # Residuals are owned by slots, and by `_owned`: all residuals in the first run, later those that steps read.
         self._residuals: weakref.WeakValueDictionary[int, Residual] = weakref.WeakValueDictionary()
         self._owned: dict[int, Residual] = {}
         self._group: Group | None = None

@@ -1,4 +1,4 @@
-"""The recording of a first run under a policy: its operations, and what is saved by autograd, named and a candidate."""
+"""The recording of a first run under a policy: its operations, names, and the values that may have to be saved."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Residual:
     def go(
         self, tensor: torch.Tensor, form: tuple | None, layout: Layout | None, outer: Hooks | None, group: Group | None
     ) -> None:
-        """Save the value by the hooks around the region, or in host memory."""
+        """Hand the value to the hooks around the region, or copy it to host memory."""
         if outer is None and host_memory.in_host_memory(tensor):
             self.stay(tensor, form)
             return
