@@ -51,7 +51,7 @@ def check(
         loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
             tensors in the result.
         where: which submodules of a model are regions, as in :func:`remat.nn.apply`. By default ``fn`` is one region.
-        **kwargs: its keyword arguments.
+        **kwargs: its keyword arguments. If it has one with the name of an option above, wrap it in a lambda.
 
     Returns:
         A result that is true if both runs agree. Its text names what differs and where. If only one of the runs
@@ -80,7 +80,7 @@ def check(
         >>> remat.check(other_each_time, x).ok
         False
     """
-    _check_levels("check")
+    _check_call("check", transform=transform, loss=loss)
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
     with_remat = _with_regions(fn, policy, where, determinism_check="values")
     with with_remat():  # raises if `fn` can't be a region
@@ -118,7 +118,7 @@ def report(
         loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
             tensors in the result.
         where: which submodules of a model are regions, as in :func:`remat.nn.apply`. By default ``fn`` is one region.
-        **kwargs: its keyword arguments.
+        **kwargs: its keyword arguments. If it has one with the name of an option above, wrap it in a lambda.
 
     Returns:
         A report. Its text is a table; in a notebook it is a page with pictures, which ``to_html("report.html")`` writes
@@ -142,7 +142,7 @@ def report(
         >>> [row.label for row in report.pareto]  # one region alone: a recompute has the peak of the plain program
         ['save_matmuls']
     """
-    _check_levels("report")
+    _check_call("report", transform=transform, loss=loss)
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
     if policies is not None and not isinstance(policies, Iterable):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
@@ -191,7 +191,13 @@ def _environment(program: Program) -> dict[str, str]:
     return {"torch": f"torch {torch.__version__}", "device": ", ".join(names) or "CPU"}
 
 
-def _check_levels(name: str) -> None:
+def _check_call(name: str, **functions: Any) -> None:
+    for option, value in functions.items():
+        if value is not None and not callable(value):
+            raise TypeError(
+                f"The option {option} of remat.{name} must be a function, got {type(value).__name__}. If {option} is "
+                f"an argument of fn, wrap fn in a lambda."
+            )
     if private.transforms_active():
         raise RuntimeError(
             f"remat.{name} can't be called under a torch.func transform. Pass it the transform instead: "

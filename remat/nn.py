@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
@@ -239,4 +240,6 @@ def _check_called_with_two(where: Callable) -> None:
     except ValueError:  # functions written in C may have no signature
         return
     except TypeError:
-        raise TypeError(f"where is called with a submodule's name and the submodule, which {where!r} doesn't take.")
+        raise TypeError(
+            f"where is called with a submodule's name and the submodule, which {where!r} doesn't accept."
+        ) from None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._core import private
+from .._core.lines import Line, warn
 from .._core.parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from .._engine.saver import Saver
 from .._engine.shield import in_batched_backward, outside_of_batched_backward
@@ -160,6 +161,8 @@ def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: boo
     if call.tape is not None and isinstance(pullback, Pullback) and call.tape.serves(pullback):
         count = len(pullback.needs)
         return region.linearize(operands[:count], Recompute(region.root), call.tape)(operands[count:])
+    if region.root.options.debug and region.root.known.is_news(UNCOMPARED):
+        warn(UNCOMPARED, Line(region.root.code, region.root.number))
     with hooks_hidden():
         return region.run(operands, Recompute(region.root))
 
@@ -167,4 +170,8 @@ def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: boo
 CHANGES = (
     "The region changes an argument or a captured tensor in place while a torch.func transform differentiates it, so "
     "it can't be recomputed from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
+)
+UNCOMPARED = (
+    "debug=True compares no operations of a region whose derivative is itself mapped or differentiated, as in a Hessian or "
+    "a Hessian-vector product. Use determinism_check='values', which compares the region's results there."
 )

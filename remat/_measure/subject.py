@@ -28,6 +28,11 @@ class Subject:
     """``fn(*args, **kwargs)``, differentiated by the tensors that require grad; if none does, by all that can."""
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, *others: Any) -> None:
+        if not callable(fn):
+            raise TypeError(
+                f"Give the function or module first and then its arguments, as in `(fn, x)` for `fn(x)`; got "
+                f"{type(fn).__name__}."
+            )
         self.fn = fn
         self.arguments, self.tensors = take_apart(args, kwargs)
         self._found = find(fn, *self.arguments.searched(), *(other for other in others if other is not None))

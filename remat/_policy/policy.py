@@ -6,7 +6,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -48,6 +48,9 @@ class Policy(Rule):
 
     def __invert__(self) -> Policy:
         return Opposite(self)
+
+    def __bool__(self) -> NoReturn:  # `p or q` would be `p`
+        raise TypeError("A policy is neither true nor false: combine policies by `p | q`, `p & q` and `~p`.")
 
 
 # --- leaves; policies of names are in `names.py` ------------------------------------------------------------------
@@ -237,7 +240,7 @@ class Preset(_Turned):
 #: What is accepted as a policy: one of ``remat.policies``, operators in a list, tuple or set, a function as in
 #: torch's selective checkpoint, or None, which saves nothing.
 PolicyLike: TypeAlias = (
-    "Policy | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | Callable[..., bool | CheckpointPolicy] | None"
+    Policy | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | Callable[..., bool | CheckpointPolicy] | None
 )
 Preset.__module__ = "remat.policies"  # where pickle looks up presets, by their names
 

@@ -57,7 +57,7 @@ def checked_predicate(value: Any) -> Callable:
     except TypeError:
         fits = False
     if not fits:
-        raise PolicyError(f"A policy function is called with `(ctx, op, *args, **kwargs)`, which {value!r} doesn't take.")
+        raise PolicyError(f"A policy is called with `(ctx, op, *args, **kwargs)`, which {value!r} doesn't accept.")
     return value
 
 

@@ -133,7 +133,7 @@ def recorder_for(region: Any) -> Recorder | None:
     own, outer = region.options.policy, state.policies
     if own is None and not outer:
         return None
-    own = own or as_policy(None)
+    own = as_policy(own)
     if outer and own.by_step:
         own = as_policy(None)  # the enclosing region's policy decides
     policy = within(outer[-1] if outer else None, own)
