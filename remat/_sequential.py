@@ -46,7 +46,7 @@ def sequential(
         A function. It calls the modules themselves, so their parameters get gradients.
 
     Raises:
-        TypeError: ``functions`` holds something that can't be called, or an option has the wrong type.
+        TypeError: one of ``functions`` can't be called, or an option has the wrong type.
         ValueError: there are no functions, ``segments`` is out of its range, or a ``torch.nn.Sequential`` does more
             than call its modules: it has hooks or a forward of its own.
         PolicyError: ``policy`` is not a policy.

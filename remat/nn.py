@@ -71,7 +71,7 @@ def apply(
     Raises:
         ValueError: ``where`` chooses none of the submodules.
         TypeError: ``where`` or an option has the wrong type, or a chosen module can't have a region: a container that
-            is never called, such as ``ModuleList``, a TorchScript module, or one that doesn't know its shapes yet.
+            is never called, such as ``ModuleList``, a TorchScript module, or a lazy module without its shapes.
         PolicyError: ``policy`` is not a policy.
 
         No module is changed then.

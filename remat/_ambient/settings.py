@@ -117,14 +117,14 @@ def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], An
 
 
 _last: list[Any] = []
-_call: Any = getattr(operator, "call", operator.methodcaller("__call__"))  # Python 3.10 has none
+_call: Any = getattr(operator, "call", operator.methodcaller("__call__"))  # not in Python 3.10
 
 
 def read_settings() -> list[Any]:
     """Return the values of all settings, in a fixed order."""
     global _last
     settings, last = list(map(_call, _settings()[0])), _last
-    if settings == last:  # they seldom change, so that most regions have the same list
+    if settings == last:  # settings seldom change, so most regions share one list
         return last
     if weights(settings) is None:  # else the weights would be kept alive
         _last = settings

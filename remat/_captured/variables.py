@@ -34,7 +34,7 @@ class Variables(ABC):
     __slots__ = ("holder", "then", "whole")
 
     def __init__(self, holder: Any, then: dict[Any, Any], whole: bool = False) -> None:
-        self.holder, self.then, self.whole = holder, then, whole  # whole: it has no others
+        self.holder, self.then, self.whole = holder, then, whole  # whole: these are all of them
 
     @abstractmethod
     def now(self) -> dict[Any, Any]:

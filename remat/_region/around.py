@@ -82,5 +82,5 @@ def _has_history(tensor: torch.Tensor) -> bool:
 
 
 def _made_by_an_outer_region(tensor: torch.Tensor) -> bool:
-    """Whether it may be so. Parameters are not; other tensors that are not, the outer region refers to unchanged."""
+    """Whether an outer region may have made a tensor. If it has not, it refers to the tensor without packing it."""
     return not (tensor.is_leaf and tensor.requires_grad)

@@ -94,7 +94,7 @@ def _may_be_the_same(before: type, now: type) -> bool:
 
 
 _UNKNOWN = type(None), BackwardCFunction
-_MOVES = {  # these compute nothing, and the rules of ``vmap`` choose among them by how a tensor lies in memory
+_MOVES = {  # these compute nothing, and the rules of ``vmap`` choose among them by a tensor's memory layout
     "CatBackward0", "CloneBackward0", "ReshapeAliasBackward0", "StackBackward0", "UnsafeViewBackward0", "ViewBackward0",
 }  # fmt: skip
 

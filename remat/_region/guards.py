@@ -113,8 +113,7 @@ class Guards:
         """Pass these tensors to the saved-tensor hooks around the region, as autograd does with what it saves.
 
         ``to_region``: the hooks are those of an outer region, and get the tensors at these indices, once for each use.
-        In another run of that region two uses may be two tensors, or two tensors one, and the count must not depend
-        on that.
+        Another run of that region may find two tensors where this run finds one, and must pass the same number.
         """
         kind = Handed if to_region is None else HandedToRegion
         packed: dict[int, Handed | HandedToRegion] = {}
@@ -256,7 +255,7 @@ class Guards:
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
-        """Unpack what the hooks around the region have saved once, now, for all reads under this context."""
+        """Within, tensors that hooks around the region have saved are unpacked once, now, not at each read."""
         packed = self.packed
         self.packed = {i: each if i in self.changed else AtHand(each.get()) for i, each in packed.items()}
         try:
@@ -279,7 +278,7 @@ class Guards:
         }
 
     def captured_again(self, i: int) -> torch.Tensor:
-        """Return the i-th, a captured tensor: itself where possible, so that its variable needs no new value."""
+        """Return the i-th tensor, a captured one, for a recompute: itself if possible, so that no variable changes."""
         tensor = self.tensors[i]
         added_to = self.accumulated and self.requires_grad[i]
         if added_to or i in self.duals or i in self.packed or i in self.changed or tensor is None:

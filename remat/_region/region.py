@@ -69,7 +69,7 @@ class Region:
         self.consts: Guards = NO_GUARDS  # captured tensors that are not operands
         self.same: Sequence[tuple[int, int]] = ()  # pairs of operands and captured tensors that are one tensor
         self.twice: Sequence[int] = ()  # operands that are another operand or a captured tensor below the levels
-        self.overlaps: Sequence[Any] = ()  # groups of these tensors on one memory, which the region changed
+        self.overlaps: Sequence[Any] = ()  # groups of these that share memory and that the region changed
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
@@ -131,7 +131,7 @@ class Region:
         self.same = same(self.operands(), tensors)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make captured tensors operands that no known variable holds: they are swapped wherever they are read."""
+        """Add operands: captured tensors that no known variable holds, which are swapped wherever they are read."""
         self.swapped = [*self.swapped, *tensors]
 
     def operands(self) -> list[torch.Tensor]:
