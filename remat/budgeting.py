@@ -25,7 +25,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     differentiated with respect to tensors that require grad; if none does, to all floating-point arguments.
 
     Args:
-        fn: the function or module, without :func:`remat.remat` around it.
+        fn: the function or module. Regions in it have no effect.
         *args: arguments of ``fn``, any pytrees.
         cost: what an operation costs when it is recomputed. ``"roofline"``: microseconds by its FLOPs and the bytes
             that it moves, the same on every run. ``"flops"``: FLOPs of matrix products, convolutions and attention.

@@ -172,6 +172,6 @@ CHANGES = (
     "it can't be recomputed from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
 )
 UNCOMPARED = (
-    "debug=True compares no operations of a region whose derivative is itself mapped or differentiated, as in a Hessian or "
-    "a Hessian-vector product. Use determinism_check='values', which compares the region's results there."
+    "debug=True compares no operations of a region whose derivative is itself mapped or differentiated, as in a "
+    "Hessian-vector product. Use determinism_check='values', which compares the region's results there."
 )

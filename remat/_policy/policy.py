@@ -6,7 +6,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -48,9 +48,6 @@ class Policy(Rule):
 
     def __invert__(self) -> Policy:
         return Opposite(self)
-
-    def __bool__(self) -> NoReturn:  # `p or q` would be `p`
-        raise TypeError("A policy is neither true nor false: combine policies by `p | q`, `p & q` and `~p`.")
 
 
 # --- leaves; policies of names are in `names.py` ------------------------------------------------------------------

@@ -203,7 +203,30 @@ HABITS: list[tuple[Callable[[], Any], str]] = [
         "remat takes only the function, and returns one that takes the arguments: `remat(layer)(x)`, or "
         "`remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch.",
     ),
-    (lambda: remat.remat(layer, polcy=None), "remat has no option 'polcy'."),
+    (lambda: remat.remat(layer, polcy=None), "remat has no option 'polcy'. Did you mean 'policy'?"),
+    (
+        lambda: remat.remat(layer, x=1),
+        "remat has no option 'x'. Its options are policy, preserve_rng_state, determinism_check, early_stop, debug.",
+    ),
+    (lambda: remat.remat(policies.save_matmuls), "The policy is a keyword argument: `remat(fn, policy=...)`."),
+    (
+        lambda: remat.report(layer(torch.ones(3))),
+        "Give the function or module first and then its arguments, as in `(fn, x)` for `fn(x)`; got Tensor.",
+    ),
+    (
+        lambda: remat.check(layer, torch.ones(3), loss=3),
+        "The option loss of remat.check must be a function, got int. If loss is an argument of fn, wrap fn in a "
+        "lambda.",
+    ),
+    (
+        lambda: remat.nn.apply(model(), nn.Linear(4, 4)),
+        "where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
+        "submodule; got Linear(in_features=4, out_features=4, bias=True).",
+    ),
+    (
+        lambda: remat.nn.apply(model(), layer),
+        f"where is called with a submodule's name and the submodule, which {layer!r} doesn't accept.",
+    ),
     (
         lambda: remat.remat(nn.Linear(2, 2), torch.ones(3)),
         "remat takes only the function, and returns one that takes the arguments: `remat(fn)(x)`.",
@@ -216,6 +239,40 @@ def test_habits_are_answered(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError) as raised:
         call()
     assert str(raised.value) == message
+
+
+def test_the_determinism_check_of_torch_has_another_name() -> None:
+    with pytest.raises(ValueError, match=r"got 'default'\. torch's 'default' is 'metadata' here"):
+        remat.remat(layer, determinism_check="default")  # type: ignore[arg-type]
+
+
+def test_a_name_is_not_a_policy() -> None:
+    with pytest.raises(PolicyError, match=r"write `policies.save_only_these_names\('hidden'\)`\.$"):
+        remat.remat(layer, policy="hidden")  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match=r"A policy is called with `\(ctx, op, \*args, \*\*kwargs\)`, which"):
+        remat.remat(layer, policy=lambda op: True)
+
+
+def test_the_signature_has_the_options_alone() -> None:
+    expected = ["fn", "policy", "preserve_rng_state", "determinism_check", "early_stop", "debug"]
+    assert [*inspect.signature(remat.remat).parameters] == expected
+
+
+@pytest.mark.parametrize("second", [torch.func.hessian, lambda f: torch.func.jacfwd(torch.func.grad(f))])
+def test_debug_says_where_it_compares_nothing(second: Any) -> None:
+    calls = []
+
+    @remat.remat(debug=True)
+    def other_each_time(x: Tensor) -> Tensor:
+        calls.append(None)
+        return (x.sin() if len(calls) == 1 else x.cos()).exp()
+
+    with pytest.warns(RematWarning, match="debug=True compares no operations .* Use") as found:
+        second(lambda x: other_each_time(x).sum())(torch.ones(2))
+    assert found[0].filename == __file__
+    calls.clear()
+    with pytest.raises(RecomputeMismatchError), remat.override(determinism_check="values"):
+        second(lambda x: other_each_time(x).sum())(torch.ones(2))
 
 
 def test_the_names_of_jax() -> None:
