@@ -209,7 +209,7 @@ class Frame:
     def _is_last(self) -> bool:
         """Whether no recompute comes after this one, as the pass reads all slots and doesn't keep the graph.
 
-        False in an outer region, where each recompute must do the same.
+        False inside an outer region, where each recompute must do the same.
         """
         if self.record is None or self.record.in_region or self.inside or not self.one_output:
             return False
