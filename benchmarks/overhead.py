@@ -1,4 +1,4 @@
-"""The memory that a region takes besides its saved tensors, against torch's own checkpoints and `torch_remat`.
+"""The memory overhead of a region, without its saved tensors, against torch's own checkpoints and `torch_remat`.
 
     python -m benchmarks.overhead [--json] [--output FILE]
 
@@ -141,7 +141,7 @@ def _cells(row: Row, figure: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all cases and print the table; return the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description="Memory of a region besides its tensors.")
+    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description="Memory overhead of a region.")
     return report(parse(parser, argv), [case.measure() for case in CASES], table)
 
 

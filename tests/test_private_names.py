@@ -1,4 +1,4 @@
-"""What the package uses of torch's private names stands in two files, and exists in this torch."""
+"""The package uses torch's private names in two files only, and all of them exist in this torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from remat._core.state import carry
 PACKAGE = Path(remat.__file__).parent
 OWN = [PACKAGE / "_core" / name for name in ("private.py", "private_compile.py")]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in OWN)
-# What these call its imports, and the attributes that only an object has.
+# Private attributes of objects, each with an object that has it.
 ON_OBJECTS = {
     "_sequence_nr": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
     "_dynamo_marked_constant": lambda: torch.compiler.assume_constant_result(lambda: None),
@@ -38,7 +38,7 @@ def is_private(name: str) -> bool:
 
 
 def dotted(node: ast.expr) -> str | None:
-    """``a.b.c`` of an expression that is no more than that."""
+    """The text of an expression of the form ``a.b.c``, or None."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (root := dotted(node.value)) is not None:
@@ -47,7 +47,7 @@ def dotted(node: ast.expr) -> str | None:
 
 
 def torch_aliases(tree: ast.AST) -> dict[str, str]:
-    """The names by which a file calls torch's modules and what it imports from them."""
+    """A file's names for torch's modules and the objects that it imports from them."""
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -61,7 +61,7 @@ def torch_aliases(tree: ast.AST) -> dict[str, str]:
 
 
 def torch_names(tree: ast.AST) -> Iterator[str]:
-    """The full names of what a file imports or reads from torch, the longest of each chain."""
+    """The full names that a file imports or reads from torch, the longest name of each attribute chain."""
     aliases = torch_aliases(tree)
     yield from aliases.values()
     inner = set()
@@ -87,8 +87,8 @@ PRIVATE = private_ones(name for source in SOURCES for name in torch_names(source
 
 
 def find(name: str) -> Any:
-    """The object of a dotted name; raises if there is none."""
-    torch.set_default_device(None)  # its context has an attribute since the first call
+    """The object with a dotted name; raises if it doesn't exist."""
+    torch.set_default_device(None)  # after a first call, its context has an attribute
     parts, value = name.split("."), torch
     for i in range(1, len(parts)):
         if not hasattr(value, parts[i]):
@@ -111,7 +111,7 @@ def test_private_name_exists(name: str) -> None:
     find(name)
 
 
-def test_a_name_that_does_not_exist_is_noticed() -> None:
+def test_a_missing_name_is_an_error() -> None:
     for name in ("torch._C._autograd._no_such_name", "torch._no_such_module.name"):
         with pytest.raises((AttributeError, ImportError)):
             find(name)
@@ -148,7 +148,7 @@ def test_no_private_attribute_of_tensors_and_nodes_elsewhere(path: Path) -> None
 
 
 def test_every_name_of_the_file_is_used() -> None:
-    """A name that nobody needs any more is one more that a new torch can break."""
+    """A new torch version can break the names in this file, so it has no unused ones."""
     texts = [path.read_text() for path in FILES]
     own = "".join(path.read_text() for path in OWN)
     body = [node for source in SOURCES for node in source.body]
@@ -167,8 +167,8 @@ def test_every_name_of_the_file_is_used() -> None:
         assert used and (hasattr(private, name) or hasattr(private_compile, name)), name
 
 
-def test_what_is_carried_is_owned_once() -> None:
-    """Torch 2.11 takes a reference without adding one."""
+def test_a_carried_value_has_one_reference() -> None:
+    """torch 2.11 steals a reference to the value."""
     value = (object(),)
     before = sys.getrefcount(value)
     for _ in range(3):

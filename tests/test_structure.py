@@ -17,7 +17,7 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
 }
-# Each may import those before it. `_modules`, `_scan` and `_budget` are above all of them, with the public modules.
+# Each may import the packages before it. `_modules`, `_scan` and `_budget` are above all, with the public modules.
 PACKAGES = [
     "_core",
     "_policy",
@@ -33,7 +33,7 @@ PACKAGES = [
 
 
 def imported(name: str, path: Path) -> set[str]:
-    """The modules of the package that one imports, also within functions, but not for types alone."""
+    """The modules of the package that a module imports, also inside functions, but not for types only."""
     base_package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
 
@@ -58,7 +58,7 @@ IMPORTS = {name: imported(name, path) for name, path in MODULES.items()}
 
 
 def package(name: str) -> str:
-    """The folder that a module is in; empty for those at the top."""
+    """The folder of a module, empty at the top."""
     parts = MODULES[name].relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else ""
 
@@ -73,12 +73,12 @@ def test_a_cycle_is_found() -> None:
         TopologicalSorter({**IMPORTS, "remat._core.private": {"remat.nn"}}).prepare()
 
 
-def test_packages_import_those_below() -> None:
+def test_packages_import_lower_packages_only() -> None:
     used = {(package(name), package(other)) for name, others in IMPORTS.items() for other in others}
     between = {(a, b) for a, b in used if a in PACKAGES and b in PACKAGES and a != b}
     assert len(between) > 20
     assert all(PACKAGES.index(b) < PACKAGES.index(a) for a, b in between), between
-    # Of the public modules, private packages import the errors alone.
+    # Private packages import `remat.errors`, and no other public module.
     used_by_packages = set().union(*(others for name, others in IMPORTS.items() if package(name) in PACKAGES))
     assert {name for name in used_by_packages if not package(name)} == {"remat.errors"}
 
@@ -92,13 +92,13 @@ def test_files_are_short() -> None:
 def test_the_top_is_what_users_call() -> None:
     private = [path.name for path in PACKAGE.glob("_*.py") if path.name != "__init__.py"]
     assert len(private) <= 12
-    # Whoever looks for a function finds no module of its name, and the other way round.
+    # No function has the name of a module.
     functions = {name for name in remat.__all__ if callable(getattr(remat, name))}
     assert functions.isdisjoint(path.stem for path in MODULES.values())
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_package_says_what_it_is_for(name: str) -> None:
+def test_a_package_has_a_docstring_of_one_line(name: str) -> None:
     text = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
     assert text and len(text.splitlines()) == 1
 
@@ -115,8 +115,8 @@ def test_the_design_page_names_every_file() -> None:
     assert {name for name in top if f"`{name}`" not in text} == set()
 
 
-def test_the_import_does_not_take_in_dynamo() -> None:
-    """That takes as long as to import torch."""
+def test_the_package_does_not_import_dynamo() -> None:
+    """Its import takes as long as that of torch."""
     code = "import sys, remat, remat.nn; print([name for name in sys.modules if name.startswith('torch._dynamo')])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
     assert run.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Type checkers take what they should and refuse what they should, and know the types of all that is public."""
+"""Type checkers accept correct calls and reject wrong ones, and know the types of all public names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PYRIGHT = shutil.which("pyright", path=str(BIN))
 
 
 def run(*command: str) -> str:
-    paths = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # by which pyright finds packages
+    paths = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # pyright finds packages by PATH
     done = subprocess.run(command, cwd=ROOT, env=paths, capture_output=True, text=True, timeout=110)
     return done.stdout + done.stderr
 
@@ -36,13 +36,13 @@ def test_pyright() -> None:
 
 
 @pytest.mark.skipif(PYRIGHT is None, reason="no pyright")
-def test_the_types_of_all_that_is_public_are_known() -> None:
+def test_all_public_names_have_types() -> None:
     assert PYRIGHT is not None
     score = re.search(r"Type completeness score: ([\d.]+)%", run(PYRIGHT, "--verifytypes", "remat", "--ignoreexternal"))
     assert score is not None and float(score[1]) >= 95
 
 
-def test_the_cases_run_up_to_what_is_refused() -> None:
+def test_the_accepted_cases_run() -> None:
     text = (ROOT / CASES).read_text()
     assert text.count("# type: ignore") == 13
-    exec(compile(text.partition("# --- what is refused")[0], CASES, "exec"), {"__name__": "typing_cases"})
+    exec(compile(text.partition("# --- rejected")[0], CASES, "exec"), {"__name__": "typing_cases"})

@@ -1,4 +1,4 @@
-"""What type checkers must take and what they must refuse: each ignored line is an error for mypy and for pyright."""
+"""Calls that type checkers must accept or reject. Each ignored line is an error for mypy and for pyright."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -23,7 +23,7 @@ def predicate(ctx: object, op: object, *args: object, **kwargs: object) -> bool:
 
 x, net = torch.ones(3), nn.Linear(3, 3)
 
-# --- what is taken, and what it gives ---------------------------------------------------------------------------------
+# --- accepted calls, and their results --------------------------------------------------------------------------------
 
 y: Tensor = remat.remat(block)(x, scale=2.0)
 same: nn.Linear = remat.remat(net)
@@ -41,7 +41,7 @@ result: remat.CheckResult = remat.check(net, x, where=nn.Linear)
 rows: list[remat.SavedResidual] = remat.saved_residuals(block, x, inputs=True)
 own: remat.PolicyLike = ["aten.mm"]
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- rejected ---------------------------------------------------------------------------------------------------------
 
 remat.remat(block, policy=3)  # type: ignore
 remat.remat(block, policy="save_matmuls")  # type: ignore

@@ -1,4 +1,4 @@
-"""The benchmark of compiled steps: what a row is compared with, and the table."""
+"""The benchmark of compiled steps: its cases, the limits of rows, and the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of the benchmark of memory against time trains the same, on the CPU with tiny sizes."""
+"""All rows of the benchmark of memory against time have the same loss and gradients, on the CPU with tiny sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_losses_and_gradients_are_those_of_the_plain_step(rows: dict[tuple[str, 
             assert (row.loss_error, row.gradient_error) == (plain.loss_error, plain.gradient_error)
 
 
-def test_another_loss_or_gradient_is_a_failure() -> None:
+def test_a_wrong_loss_or_gradient_is_a_failure() -> None:
     near, far = 1e-6, 1e-3
     assert Row("", "", 1, 1.0, 1.0, near, near, 1e-4).passed
     assert not Row("", "", 1, 1.0, 1.0, far, near, 1e-4).passed
@@ -45,7 +45,7 @@ def test_another_loss_or_gradient_is_a_failure() -> None:
     assert not Row("", "", 1, 1.0, 1.0, near, float("nan"), 1e-4).passed
 
 
-def test_the_more_is_kept_the_more_memory_it_takes(rows: dict[tuple[str, str], Row]) -> None:
+def test_rows_that_save_more_take_more_memory(rows: dict[tuple[str, str], Row]) -> None:
     none = rows["plain", "none"].peak_bytes
     for family in ("remat", "torch"):
         full, names, matmuls = (rows[family, policy].peak_bytes for policy in ("full", "names", "save_matmuls"))
@@ -61,7 +61,7 @@ def test_the_more_is_kept_the_more_memory_it_takes(rows: dict[tuple[str, str], R
         assert rows["torch.compile", policy].peak_bytes < rows["torch.compile", "none"].peak_bytes
 
 
-def test_eager_rows_compute_the_same_and_those_of_the_same_policy_run_the_same() -> None:
+def test_eager_rows_have_the_same_results_and_equal_policies_run_the_same_operations() -> None:
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block(SIZES["width"], SIZES["heads"]) for _ in range(SIZES["layers"]))
     x = torch.randn(SIZES["batch"], SIZES["time"], SIZES["width"])
@@ -70,7 +70,7 @@ def test_eager_rows_compute_the_same_and_those_of_the_same_policy_run_the_same()
     net = {(each.family, each.policy): each.build(blocks, "aot_eager") for each in EAGER}
     ops = {key: count_ops(lambda net: net(x).sum().backward(), each) for key, each in net.items()}
     kernel = next(str(op.overloadpacket) for op in ATTENTION if ops["plain", "none"][str(op.overloadpacket)])
-    # A block has four products, of which the last is never needed again, and two more for the gradients of each.
+    # A block has four products and two more for the gradients of each. The last of the four is never recomputed.
     for policy, products, attentions in [("full", 3, 1), ("names", 2, 0), ("save_matmuls", 0, 1)]:
         for family in ("remat", "torch"):
             assert ops[family, policy]["aten.mm"] == SIZES["layers"] * (4 + 8 + products)
@@ -90,7 +90,7 @@ def some_rows() -> list[Row]:
     ]
 
 
-def test_the_picture_has_every_row_and_is_always_the_same(tmp_path: Path) -> None:
+def test_the_picture_has_every_eager_row_and_is_reproducible(tmp_path: Path) -> None:
     paths = [tmp_path / "new" / name for name in ("first.svg", "second.svg")]
     for path in paths:
         draw(some_rows(), path, "some title")
@@ -99,7 +99,7 @@ def test_the_picture_has_every_row_and_is_always_the_same(tmp_path: Path) -> Non
     assert text == paths[1].read_text() and "compiled" not in text
 
 
-def test_one_run_makes_table_json_and_picture(
+def test_one_run_writes_table_json_and_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr("benchmarks.gpu.measure", lambda options: some_rows())
@@ -110,7 +110,7 @@ def test_one_run_makes_table_json_and_picture(
     assert "7 blocks" in (tmp_path / "b").read_text()
 
 
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_it_prints_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

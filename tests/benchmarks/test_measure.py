@@ -1,4 +1,4 @@
-"""The measuring tools themselves, against counts made by hand."""
+"""Tests of the measuring tools, against counts by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def x() -> Tensor:
 
 
 class Cycle:
-    """An object that only the garbage collector frees, and what it holds."""
+    """An object in a reference cycle, which keeps other objects alive until the garbage collector runs."""
 
     def __init__(self, *held: Any) -> None:
         self.held = held
@@ -47,7 +47,7 @@ class Cycle:
 # peak and live
 
 
-def test_all_that_is_held_counts(x: Tensor) -> None:
+def test_all_live_tensors_count(x: Tensor) -> None:
     with PeakMemory() as memory:
         a = x + 1
         b = a * 2
@@ -60,7 +60,7 @@ def test_all_that_is_held_counts(x: Tensor) -> None:
     assert memory.peak == 2 * N + ROWS * ROWS * 4
 
 
-def test_freed_memory_is_noticed_at_once(x: Tensor) -> None:
+def test_freed_memory_is_subtracted_at_once(x: Tensor) -> None:
     with PeakMemory() as memory:
         y = x
         for _ in range(10):
@@ -69,7 +69,7 @@ def test_freed_memory_is_noticed_at_once(x: Tensor) -> None:
     assert memory.peak == 2 * N
 
 
-def test_a_chain_needs_two_at_a_time_and_a_list_all(x: Tensor) -> None:
+def test_a_chain_needs_two_tensors_at_once_and_a_list_all(x: Tensor) -> None:
     def listed(x: Tensor) -> list[Tensor]:
         return [x.exp() for _ in range(5)]
 
@@ -97,7 +97,7 @@ def test_views_count_once_and_views_of_inputs_not_at_all(view: Any, x: Tensor) -
     assert peak_bytes(lambda x: view(x.exp()), x) == N
 
 
-def test_a_view_keeps_its_whole_storage(x: Tensor) -> None:
+def test_a_view_keeps_its_whole_storage_alive(x: Tensor) -> None:
     assert held_bytes(lambda x: x.exp()[0, 0], x) == N
 
 
@@ -128,7 +128,7 @@ def test_several_outputs_and_list_arguments_are_found(x: Tensor) -> None:
     assert peak_bytes(lambda x: torch._foreach_add([x, x], 1), x) == 2 * N
 
 
-def test_resized_storages_count_at_their_size_now(x: Tensor) -> None:
+def test_resized_storages_count_at_their_current_size(x: Tensor) -> None:
     with PeakMemory() as memory:
         y = x.exp()
         y.resize_(3 * ROWS, COLUMNS)
@@ -141,7 +141,7 @@ def test_resized_storages_count_at_their_size_now(x: Tensor) -> None:
     del z
 
 
-def test_the_storage_counts_while_only_autograd_holds_it(x: Tensor) -> None:
+def test_a_storage_counts_while_only_autograd_saves_it(x: Tensor) -> None:
     x.requires_grad_()
     with gc_disabled(), PeakMemory() as memory:
         loss = x.tanh().sum()
@@ -150,14 +150,14 @@ def test_the_storage_counts_while_only_autograd_holds_it(x: Tensor) -> None:
         assert memory.live == 0
 
 
-def test_the_backward_is_seen_and_frees_its_residuals(x: Tensor) -> None:
+def test_the_backward_is_counted_and_frees_its_residuals(x: Tensor) -> None:
     x.requires_grad_()
     with PeakMemory() as memory:
         loss = x.tanh().tanh().sum()
         assert memory.live == 2 * N + SCALAR
         loss.backward()
         del loss
-    # Both residuals and a gradient, the loss and the gradient that its backward starts from.
+    # Both residuals and a gradient; the loss and the gradient that its backward starts from.
     assert memory.peak == 3 * N + 2 * SCALAR
     assert memory.live == N
     assert x.grad is not None
@@ -173,7 +173,7 @@ def test_a_backward_in_another_thread_frees_what_the_mode_counted(x: Tensor) -> 
         assert memory.live == SCALAR
 
 
-def test_hooks_of_the_backward_are_seen(x: Tensor) -> None:
+def test_saved_tensor_hooks_are_counted(x: Tensor) -> None:
     def pack(saved: Tensor) -> Tensor:
         return saved.half()
 
@@ -193,7 +193,7 @@ def test_modes_nest(x: Tensor) -> None:
     del z
 
 
-def test_sparse_tensors_pass_uncounted(x: Tensor) -> None:
+def test_sparse_tensors_are_not_counted(x: Tensor) -> None:
     with PeakMemory() as memory:
         sparse = x.to_sparse()
         assert memory.live == 0
@@ -221,7 +221,7 @@ class Wrapped(Tensor):
         return cls(func(*(a.elem if isinstance(a, cls) else a for a in args), **(kwargs or {})))
 
 
-def test_wrapper_subclasses_count_by_what_is_inside(x: Tensor) -> None:
+def test_wrapper_subclasses_count_by_their_inner_tensors(x: Tensor) -> None:
     w = Wrapped(x)
     assert peak_bytes(lambda w: w.exp().exp(), w) == 2 * N
     assert count_ops(lambda w: w.exp().exp(), w) == {"aten.exp": 2}
@@ -231,7 +231,7 @@ def test_wrapper_subclasses_count_by_what_is_inside(x: Tensor) -> None:
 
 
 def test_grad_is_counted_on_physical_tensors(x: Tensor) -> None:
-    # tanh's output and its gradient; the loss and the one that the backward starts from.
+    # The output of tanh and its gradient; the loss and the gradient that the backward starts from.
     with PeakMemory() as memory:
         g = grad(lambda x: x.tanh().sum())(x)
     assert memory.peak == 2 * N + 2 * SCALAR
@@ -251,7 +251,7 @@ def test_grad_and_vmap_nest(x: Tensor) -> None:
     assert peak_bytes(grad(lambda x: vmap(torch.tanh)(x).sum()), x) == 2 * N + 2 * SCALAR
 
 
-def test_plain_grad_keeps_more_the_deeper_the_function(x: Tensor) -> None:
+def test_plain_grad_needs_more_memory_for_a_deeper_function(x: Tensor) -> None:
     def peak(depth: int) -> int:
         def loss(x: Tensor) -> Tensor:
             for _ in range(depth):
@@ -264,7 +264,7 @@ def test_plain_grad_keeps_more_the_deeper_the_function(x: Tensor) -> None:
     assert peak(9) - peak(8) == 2 * N
 
 
-def test_a_jvp_carries_a_tangent_with_each_value(x: Tensor) -> None:
+def test_a_jvp_has_a_tangent_for_each_value(x: Tensor) -> None:
     with PeakMemory() as memory:
         out = jvp(torch.exp, (x,), (x,))
         assert memory.live == 2 * N
@@ -273,7 +273,7 @@ def test_a_jvp_carries_a_tangent_with_each_value(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_nothing_is_left_after_any_order_of_grad(order: int, x: Tensor) -> None:
+def test_nothing_is_alive_after_any_order_of_grad(order: int, x: Tensor) -> None:
     def fn(x: Tensor) -> Tensor:
         return x.tanh().sum()
 
@@ -287,7 +287,7 @@ def test_nothing_is_left_after_any_order_of_grad(order: int, x: Tensor) -> None:
 # the allocator
 
 
-def test_the_allocator_gives_what_the_dispatcher_sees(x: Tensor) -> None:
+def test_allocated_bytes_agree_with_the_dispatcher(x: Tensor) -> None:
     def step(x: Tensor) -> Tensor:
         return torch.autograd.grad(x.tanh().tanh().sum(), x)[0]
 
@@ -296,7 +296,7 @@ def test_the_allocator_gives_what_the_dispatcher_sees(x: Tensor) -> None:
     assert allocated_bytes(lambda x: x.view(-1), x) == 0
 
 
-def test_the_allocator_knows_what_is_used_within_a_kernel(x: Tensor) -> None:
+def test_allocated_bytes_contain_memory_inside_a_kernel(x: Tensor) -> None:
     def within(x: Tensor) -> Tensor:
         return torch.linalg.inv(x @ x.T + torch.eye(ROWS))
 
@@ -336,7 +336,7 @@ def test_ops_under_transforms_count_once_per_batch(x: Tensor) -> None:
 # freed without the garbage collector
 
 
-def test_the_collector_is_off_in_the_block_and_as_before_after_it() -> None:
+def test_the_collector_is_off_in_the_block_and_restored_after_it() -> None:
     assert gc.isenabled()
     with gc_disabled():
         assert not gc.isenabled()
@@ -363,7 +363,7 @@ def test_held_and_leaked(x: Tensor) -> None:
     gc.collect()
 
 
-def test_what_is_freed_passes(x: Tensor) -> None:
+def test_freed_objects_pass(x: Tensor) -> None:
     with assert_freed_without_gc() as watch:
         y = x.exp()
         thing = threading.Event()
@@ -371,7 +371,7 @@ def test_what_is_freed_passes(x: Tensor) -> None:
         del y, thing
 
 
-def test_what_a_view_or_a_graph_holds_is_alive(x: Tensor) -> None:
+def test_tensors_in_a_view_or_a_graph_are_alive(x: Tensor) -> None:
     message = r"still alive .*: storage of a torch.float32 tensor of shape \(8, 32\)$"
     with pytest.raises(AssertionError, match=message), assert_freed_without_gc() as watch:
         y = x.exp()
@@ -385,7 +385,7 @@ def test_what_a_view_or_a_graph_holds_is_alive(x: Tensor) -> None:
     del loss
 
 
-def test_what_only_a_cycle_holds_is_alive() -> None:
+def test_an_object_in_a_cycle_is_alive() -> None:
     message = r"still alive .*Cycle"
     with pytest.raises(AssertionError, match=message), assert_freed_without_gc() as watch:
         cycle = Cycle()
@@ -399,7 +399,7 @@ def test_watching_nothing_is_an_error() -> None:
         pass
 
 
-def test_an_exception_in_the_block_comes_first(x: Tensor) -> None:
+def test_an_exception_in_the_block_takes_precedence(x: Tensor) -> None:
     with pytest.raises(KeyError), assert_freed_without_gc() as watch:
         watch(x)
         raise KeyError
@@ -408,7 +408,7 @@ def test_an_exception_in_the_block_comes_first(x: Tensor) -> None:
 # examples
 
 
-def test_the_examples_in_the_docstrings_hold() -> None:
+def test_the_examples_in_the_docstrings() -> None:
     result = doctest.testmod(measure)
     assert result.attempted > 0
     assert result.failed == 0

@@ -1,4 +1,4 @@
-"""What the benchmark of overhead counts, against counts made by hand, and that its sides compute the same."""
+"""The counts of the overhead benchmark, against counts by hand, and the gradients of its sides."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from benchmarks.wrappers import torch_remat_checkpoint
 
 
 class Held:
-    """An object of a known size, held by the graph."""
+    """An object of a known size, referenced by the graph."""
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
 
 
 def holding(size: int) -> Callable:
-    """The layers, with so many bytes more in their graph."""
+    """The layers, with `size` more bytes in their graph."""
 
     def fn(*args: torch.Tensor) -> torch.Tensor:
         out = layers(*args)
@@ -31,7 +31,7 @@ def holding(size: int) -> Callable:
     return fn
 
 
-def test_what_a_graph_holds_counts() -> None:
+def test_objects_in_the_graph_count() -> None:
     nothing, small, large = overhead(layers), overhead(holding(1000)), overhead(holding(5000))
     assert abs(nothing.python_bytes) < 100 and abs(nothing.objects) < 0.1
     assert large.python_bytes - small.python_bytes == pytest.approx(4000, abs=100)
@@ -39,7 +39,7 @@ def test_what_a_graph_holds_counts() -> None:
     assert small.objects == pytest.approx(large.objects, abs=0.1) and small.objects > 0.9
 
 
-def test_data_of_tensors_does_not_count() -> None:
+def test_tensor_data_does_not_count() -> None:
     def fn(*args: torch.Tensor) -> torch.Tensor:
         out = layers(*args)
         out.grad_fn.metadata["held"] = torch.zeros(size)
@@ -60,13 +60,13 @@ def test_all_sides_have_the_same_gradients(case: Case) -> None:
         assert all(map(torch.equal, torch.autograd.grad(fn(*leaves).sum(), leaves), expected))
 
 
-def test_a_region_takes_something_and_the_table_shows_it() -> None:
+def test_the_table_shows_the_overhead() -> None:
     row = CASES[0].measure()
     assert row.remat.python_bytes > 0 and row.remat.objects > 0
     assert f"{row.remat.python_bytes:.0f}" in table([row])
 
 
-def test_the_table_has_a_place_for_what_is_not_there() -> None:
+def test_the_table_has_a_dash_for_a_missing_library() -> None:
     some = Overhead(python_bytes=1234.4, objects=56.0)
     lines = table([Row("none", some, some, None)]).splitlines()
     assert lines[-1].split() == ["none", "1234", "1234", "-", "56", "56", "-"]

@@ -1,4 +1,4 @@
-"""Under every policy a block keeps no more than torch's selective checkpoint does, and runs no more again."""
+"""Under every policy a block saves and recomputes no more than under torch's selective checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from remat import remat
 SIZES = Sizes(batch=2, time=16, width=32)
 BATCH, TIME, WIDTH = SIZES.batch, SIZES.time, SIZES.width
 POSITIONS = BATCH * TIME
-OUTPUT = POSITIONS * WIDTH * 4  # bytes of the block's output, which its head keeps
+OUTPUT = POSITIONS * WIDTH * 4  # bytes of the block's output, which the loss saves
 SCALAR = 4
-LINEAR = 2 * POSITIONS * WIDTH * WIDTH  # floating-point operations of one linear layer that keeps the width
-SCORES = 2 * BATCH * TIME * TIME * WIDTH  # and of one of the two products of attention
+LINEAR = 2 * POSITIONS * WIDTH * WIDTH  # floating-point operations of a linear layer with equal widths
+SCORES = 2 * BATCH * TIME * TIME * WIDTH  # floating-point operations of one of attention's two products
 
 
 pytestmark = pytest.mark.usefixtures("collector_off")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("collector_off")
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_neither_figure_is_more(transform: str, case: Case) -> None:
+def test_figures_are_within_their_bounds(transform: str, case: Case) -> None:
     row = case.measure(transform, SIZES)
     assert row.passed, table([row])
 
@@ -35,12 +35,12 @@ def case_named(name: str) -> Case:
     return case
 
 
-def test_figures_of_no_policy_are_those_counted_by_hand() -> None:
-    """Only the inputs are kept, and all runs again but the last layer, whose output the backward doesn't need."""
+def test_figures_without_a_policy_are_those_counted_by_hand() -> None:
+    """Only inputs are saved. All layers are recomputed except the last, whose output the backward doesn't need."""
     row = case_named("none").measure("autograd.grad", SIZES)
-    again = (4 + 4) * LINEAR + 2 * SCORES  # q, k, v, the projection, and up, which is four times as wide
-    assert row.remat == Figures(kept_bytes=OUTPUT + SCALAR, recomputed_flops=again)
-    assert row.bound.recomputed_flops == again + 4 * LINEAR
+    recomputed = (4 + 4) * LINEAR + 2 * SCORES  # q, k, v, the projection, and up, which is four times as wide
+    assert row.remat == Figures(kept_bytes=OUTPUT + SCALAR, recomputed_flops=recomputed)
+    assert row.bound.recomputed_flops == recomputed + 4 * LINEAR
     assert row.torch == row.remat
 
 
@@ -63,7 +63,7 @@ def test_more_in_either_figure_is_a_failure() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_what_is_compared_has_the_same_gradients(transform: str, case: Case) -> None:
+def test_all_sides_have_the_same_gradients(transform: str, case: Case) -> None:
     arguments = SIZES.arguments()
     expected = program(transform, plain)(*arguments)
     torch.testing.assert_close(program(transform, partial(remat, policy=case.policy))(*arguments), expected)

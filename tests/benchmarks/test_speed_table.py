@@ -1,4 +1,4 @@
-"""The two sides of each row of the speed benchmark compute the same, so that their times can be compared."""
+"""The two sides of each row of the speed benchmark run the same operations, so that their times are comparable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def need(case: Case) -> None:
 
 
 def leaves(result) -> list[torch.Tensor]:
-    """The gradients, in whatever structure a transform gives them."""
+    """The gradients in the result of any transform."""
     if isinstance(result, torch.Tensor):
         return [result]
     return [leaf for each in (result.values() if isinstance(result, dict) else result) for leaf in leaves(each)]
@@ -42,8 +42,8 @@ def leaves(result) -> list[torch.Tensor]:
     list(zip(WITH_PACKAGES, [(2 * 10 + 2 * 10, 2 * 10), (10 + 2 * 10, 2 * 10)])),
     ids=[case.name for case in WITH_PACKAGES],
 )
-def test_both_sides_run_the_same(case: Case, runs: tuple[int, int]) -> None:
-    """Each layer's product and its `tanh`, what isn't kept of them again, and two products for its gradients."""
+def test_both_sides_run_the_same_operations(case: Case, runs: tuple[int, int]) -> None:
+    """Each layer's product and `tanh`, recomputed unless it is saved, and two products for the gradients."""
     need(case)
     for side in (case.numerator, case.denominator):
         step = side.programs[0]()
@@ -53,22 +53,22 @@ def test_both_sides_run_the_same(case: Case, runs: tuple[int, int]) -> None:
         assert ops["aten.tanh_backward"] == runs[1] // 2
 
 
-@pytest.mark.parametrize("kept", ["nothing", "products", "tanhs"])
-def test_both_sides_keep_the_same(kept: str) -> None:
+@pytest.mark.parametrize("saved", ["nothing", "products", "tanhs"])
+def test_both_sides_save_the_same_bytes(saved: str) -> None:
     pytest.importorskip("torch_remat")
     depth, activation = 10, 8 * 8 * 4
     ours, theirs = {
         "nothing": lambda: (remat(layers), layers),
         "products": lambda: (remat(layers, policy=save_matmuls), marked_products(depth)),
         "tanhs": lambda: (remat(named_layers, policy=save_only_these_names("layer*")), marked_tanhs(depth)),
-    }[kept]()
+    }[saved]()
     tensors = [t.requires_grad_() for t in arguments(8, depth)]
 
     def held(fn: Fn) -> int:
         fn(*tensors)
         return held_bytes(fn, *tensors)
 
-    expected = {"nothing": 1, "products": 1 + depth, "tanhs": depth}[kept] * activation
+    expected = {"nothing": 1, "products": 1 + depth, "tanhs": depth}[saved] * activation
     assert held(ours) == held(torch_remat_checkpoint(theirs)) == expected
 
 
@@ -80,7 +80,7 @@ def test_the_table_has_every_row() -> None:
 
 
 def test_freed_memory_is_kept() -> None:
-    """No page is given back and asked for again: then a program that runs again meets none that is new."""
+    """The C library returns no pages to the system, so a repeated program has no page faults."""
     program = """
 import resource
 import torch
@@ -96,4 +96,4 @@ if keep_freed_memory():
     printed = run_program(program)
     if not printed:
         pytest.skip("another C library than glibc")
-    assert int(printed) < 100  # else 10240 in each of the ten
+    assert int(printed) < 100  # otherwise 10240 in each of ten iterations

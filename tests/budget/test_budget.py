@@ -1,4 +1,4 @@
-"""A budget as a policy: the choice is the best there is, and what it predicts is what happens."""
+"""Budgets: the choice is the best possible one, and its predictions of bytes and FLOPs are true."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SMALL = [chain, shared, noisy, several, in_place, without_grad]
 
 
 def solved(fn: Callable, cost: Any = "roofline") -> tuple[Problem, Callable[[Choice], Choice], list[Choice]]:
-    """What there is to choose from, what a choice comes to, and the options that are found."""
+    """The search problem of a function, a function that makes choices exact, and the options that the search finds."""
     found: list[Any] = []
 
     class Seen(choices.Choices):
@@ -96,7 +96,7 @@ def solved(fn: Callable, cost: Any = "roofline") -> tuple[Problem, Callable[[Cho
 )
 @pytest.mark.parametrize("fn", SMALL, ids=lambda fn: fn.__name__)
 def test_no_choice_is_better(fn: Callable, cost: Any) -> None:
-    """Against all subsets of the steps."""
+    """Compared with all subsets of the steps."""
     problem, planned, options = solved(fn, cost)
     steps = [step.number for step in problem.steps if any(value in problem.keepable for value in step.outs)]
     assert len(steps) <= 12
@@ -115,7 +115,7 @@ def test_predictions_of_the_search_are_those_of_the_plans(fn: Callable) -> None:
 
 @pytest.mark.parametrize("fn", [*SMALL, normed], ids=lambda fn: fn.__name__)
 def test_corners_of_the_hull(fn: Callable) -> None:
-    """What a minimum cut finds is among the best choices, with the cheapest and the one that keeps nothing."""
+    """Choices found by a minimum cut are optimal, and contain the cheapest choice and the one that saves nothing."""
     problem, planned, options = solved(fn)
     corners = best_of(map(planned, hull(problem)))
     least = {each.nbytes: each.cost for each in options}
@@ -124,14 +124,14 @@ def test_corners_of_the_hull(fn: Callable) -> None:
         assert corner.cost >= min(cost for nbytes, cost in least.items() if nbytes <= corner.nbytes) - 1e-9
 
 
-def test_long_programs_have_corners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_programs_have_only_corners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remat._selective.tradeoff.MOST_WAYS", 4)
     curve = remat.pareto(shared, X)
     assert not curve.is_exact and "convex hull" in str(curve)
     assert curve.points[0].nbytes == 0 and curve.points[-1].cost == 0
 
 
-# --- what is predicted happens ----------------------------------------------------------------------------------------
+# --- predictions are true ---------------------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -205,9 +205,9 @@ def test_bytes_and_flops_are_as_predicted(name: str, transform: Callable) -> Non
         fn = remat.remat(plain, policy=policy)
         held = held_at_end(fn, transform)
         known = fn._known.choices[policy]
-        tradeoff, choice = known[-1]  # under torch.func a first run with random numbers is started again
+        tradeoff, choice = known[-1]  # under torch.func, a first run with random numbers starts over
         assert choice.nbytes <= policy.nbytes(tradeoff.whole)
-        assert held == held_at_end(remat.remat(plain), transform)  # the first time nothing is kept
+        assert held == held_at_end(remat.remat(plain), transform)  # the first call saves nothing
         assert held_at_end(fn, transform) == held + choice.nbytes
         assert count_flops(forward(fn)) == without + choice.flops
         torch.manual_seed(1)
@@ -215,7 +215,7 @@ def test_bytes_and_flops_are_as_predicted(name: str, transform: Callable) -> Non
 
 
 def held_at_end(fn: Callable, transform: Callable) -> int:
-    """What is alive when the forward has ended."""
+    """The bytes that are alive at the end of the forward pass."""
     alive = []
     with PeakMemory() as memory:
         transform(fn, lambda: alive.append(memory.live))
@@ -224,7 +224,7 @@ def held_at_end(fn: Callable, transform: Callable) -> int:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_no_preset_is_better(name: str) -> None:
-    """At the bytes of a preset never more FLOPs are recomputed."""
+    """A choice that saves no more bytes than a preset recomputes no more FLOPs."""
     module = BLOCKS[name]().requires_grad_(False)
     curve = remat.pareto(module, X.clone().requires_grad_(), cost="flops")
     nothing = held_at_end(remat.remat(lambda x: module(x)), by_autograd)
@@ -234,8 +234,8 @@ def test_no_preset_is_better(name: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flops = count_flops(lambda: by_autograd(fn, lambda: None)) - without
-            kept = held_at_end(fn, by_autograd) - nothing
-        assert min(point.flops for point in curve.points if point.nbytes <= kept) <= flops
+            saved = held_at_end(fn, by_autograd) - nothing
+        assert min(point.flops for point in curve.points if point.nbytes <= saved) <= flops
 
 
 def test_costs() -> None:
@@ -258,15 +258,15 @@ def test_results_and_inputs_are_not_counted() -> None:
 
 
 def test_each_program_has_its_own_choice() -> None:
-    """Nothing is kept the first time; another size is another program."""
+    """The first call of a program saves nothing; another size is another program."""
     fn = remat.remat(chain, policy=policies.budget(1.0, cost="flops"))
     products = lambda x: count_ops(lambda: torch.autograd.grad(fn(x).sum(), x))["aten.mm"]
     small, large = (torch.randn(n, 16, requires_grad=True) for n in (4, 8))
     assert [products(x) for x in (small, small, large, small, large)] == [6, 4, 6, 4, 4]
 
 
-def test_a_program_that_leaves_the_known_one() -> None:
-    """Of which some is kept by then."""
+def test_a_program_that_deviates_from_a_known_one() -> None:
+    """When it deviates, values of the known program are saved already."""
     turn = [0]
 
     def fn(x: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def test_a_program_that_leaves_the_known_one() -> None:
     assert len(next(iter(region._known.choices.values()))) == 2
 
 
-def test_numbers_that_change_in_every_call_are_warned_of_once() -> None:
+def test_numbers_that_change_in_every_call_warn_once() -> None:
     f = remat.remat(lambda x, t: (x * t).sin().exp().sin(), policy=policies.budget(1.0))
     x = X.clone().requires_grad_()
     with warnings.catch_warnings(record=True) as caught:
@@ -300,7 +300,7 @@ def test_a_curve_gives_policies() -> None:
     assert policy == curve.at(0.5) and hash(policy) == hash(curve.at(0.5))
     fn, x = remat.remat(chain, policy=policy), X.clone().requires_grad_()
     best = [point for point in curve.points if point.nbytes <= policy.amount][-1]
-    assert held_bytes(lambda: fn(x)) == held_bytes(lambda: remat.remat(chain)(x)) + best.nbytes  # also the first time
+    assert held_bytes(lambda: fn(x)) == held_bytes(lambda: remat.remat(chain)(x)) + best.nbytes  # in the first call too
     assert curve.points[1].kept[0].startswith("aten.tanh.default at ") and curve.points[1].kept[0].endswith("(chain)")
 
 
@@ -312,10 +312,10 @@ def test_a_policy_for_another_program_warns_once() -> None:
         fn(x).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert count_ops(lambda: fn(x).sum().backward())["aten.mm"] == 2  # chosen anew
+        assert count_ops(lambda: fn(x).sum().backward())["aten.mm"] == 2  # a new choice
 
 
-def test_regions_inside_are_a_part_of_it() -> None:
+def test_inner_regions_are_a_part_of_the_program() -> None:
     inner = remat.remat(lambda x: (x @ W).tanh())
     fn = remat.remat(lambda x: inner(inner(x)).sin(), policy=policies.budget(1.0))
     x = X.clone().requires_grad_()
@@ -323,7 +323,7 @@ def test_regions_inside_are_a_part_of_it() -> None:
         assert count_ops(lambda: torch.autograd.grad(fn(x).sum(), x))["aten.mm"] == expected
 
 
-def test_a_policy_around_decides() -> None:
+def test_the_outer_policy_decides() -> None:
     inner = remat.remat(lambda x: checkpoint_name((x @ W).tanh(), "h") @ W, policy=policies.budget(1.0))
     fn = remat.remat(lambda x: inner(x).sin(), policy=policies.save_only_these_names("h"))
     x = X.clone().requires_grad_()
@@ -334,7 +334,7 @@ def test_a_policy_around_decides() -> None:
         )
 
 
-def test_a_new_program_does_not_keep_the_choices_of_several() -> None:
+def test_a_new_program_does_not_save_the_choices_of_several() -> None:
     def fn(x: Tensor, number: int) -> Tensor:
         made = [(x @ W).sin() for _ in range(4)]
         return made[number].exp().sum() if number < 4 else sum(each.exp().sum() for each in made)
@@ -362,9 +362,9 @@ def in_a_checkpoint_of_torch(fn: Callable) -> Callable:
 
 @pytest.mark.parametrize("around", [in_a_region, differentiated_in_a_region, in_a_checkpoint_of_torch])
 @pytest.mark.parametrize("amount", [1.0, 0.5])
-def test_a_recompute_around_knows_the_choices_of_its_first_run(around: Callable, amount: float) -> None:
+def test_an_outer_recompute_has_the_choices_of_its_first_run(around: Callable, amount: float) -> None:
     x = X.clone().requires_grad_()
-    fn = eval("lambda x: x.sin().cos().tanh()")  # new code, of which nothing is known
+    fn = eval("lambda x: x.sin().cos().tanh()")  # new code, without known programs
     expected = torch.autograd.grad(around(fn)(x).sum(), x)[0]
     inner = remat.remat(fn, policy=policies.budget(amount))
     for _ in range(3):
@@ -372,7 +372,7 @@ def test_a_recompute_around_knows_the_choices_of_its_first_run(around: Callable,
 
 
 @pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), lambda f: grad(lambda x: grad(f)(x).sum())])
-def test_so_it_does_under_transforms(transform: Callable) -> None:
+def test_an_outer_recompute_has_the_choices_of_its_first_run_under_transforms(transform: Callable) -> None:
     inner = remat.remat(eval("lambda x: x.sin().cos().tanh()"), policy=policies.budget(1.0))
     plain = transform(lambda x: ((x.sin().cos().tanh() * 2).sin().cos().tanh()).sum())(X)
     for _ in range(3):
@@ -408,12 +408,12 @@ def test_errors(wrong: Callable, message: str) -> None:
         (None, "The cost function of a budget failed for aten.mm.default"),
     ],
 )
-def test_a_cost_that_is_none(returned: Any, message: str) -> None:
+def test_invalid_costs(returned: Any, message: str) -> None:
     with pytest.raises(remat.PolicyError, match=message):
         remat.pareto(lambda x: (x @ W).tanh(), X[0], cost=lambda op, args, kwargs, result: returned)
 
 
-def test_policies_that_are_made_anew_are_forgotten() -> None:
+def test_choices_of_old_policies_are_forgotten() -> None:
     known = Known()
     for i in range(40):
         policy = policies.budget(i)
@@ -449,7 +449,7 @@ BATCH = torch.randn(4, 32, 16)
 
 
 def step(model: nn.Module) -> tuple[Any, int]:
-    """The gradients of a step, and its peak."""
+    """The gradients and the peak of a step."""
     model.zero_grad()
     with PeakMemory() as memory:
         model(BATCH).square().mean().backward()
@@ -462,7 +462,7 @@ def squared(out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("part", [0.8, 0.5, 0.35])
-def test_the_peak_keeps_to_the_budget(part: float, dropout: float) -> None:
+def test_the_peak_is_within_the_budget(part: float, dropout: float) -> None:
     model = make(dropout=dropout)
     torch.manual_seed(1)
     expected, plain = step(model)
@@ -472,26 +472,26 @@ def test_the_peak_keeps_to_the_budget(part: float, dropout: float) -> None:
     assert all(map(torch.equal, gradients, expected))
     assert result.without == pytest.approx(plain, rel=0.01) and result.amount == int(part * result.without)
     assert peak <= result.amount and peak == pytest.approx(result.peak, rel=0.02)
-    assert result.peak > 0.85 * result.amount  # nor is much of it left
+    assert result.peak > 0.85 * result.amount  # and most of the budget is used
     assert [block.name for block in result.blocks] == [str(i) for i in range(6)]
     assert str(result).count("\n") == 7
 
 
-def test_late_blocks_may_keep_more() -> None:
+def test_late_blocks_may_save_more() -> None:
     model = make(8)
     result = remat.nn.budget(model, LAYER, 0.35, BATCH, loss=squared, cost="flops")
     flops = [block.flops for block in result.blocks]
     uniform = remat.pareto(model[0], BATCH.clone().requires_grad_(), cost="flops")
-    kept = max(p.nbytes for p in uniform.points if sum_of_peak(make(8), uniform.at(p.nbytes)) <= result.amount)
-    one_for_all = 8 * min(p.flops for p in uniform.points if p.nbytes <= kept)
+    saved = max(p.nbytes for p in uniform.points if peak_with(make(8), uniform.at(p.nbytes)) <= result.amount)
+    one_for_all = 8 * min(p.flops for p in uniform.points if p.nbytes <= saved)
     assert flops[-1] <= flops[0] and sum(flops) <= one_for_all
 
 
-def sum_of_peak(model: nn.Module, policy: Any) -> int:
+def peak_with(model: nn.Module, policy: Any) -> int:
     return step(remat.nn.apply(model, LAYER, policy=policy))[1]
 
 
-def test_it_leaves_everything_as_it_was() -> None:
+def test_model_state_is_unchanged() -> None:
     model = make(2, dropout=0.1)
     model[0].self_attn.in_proj_weight.grad = torch.ones(48, 16)
     state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
@@ -521,7 +521,7 @@ def test_a_block_that_is_called_twice() -> None:
 
 
 def _choose(rank: int, folder: str) -> None:
-    """In one of two processes, which get batches of other sizes."""
+    """Run in one of two processes, whose batches have different sizes."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
         result = remat.nn.budget(make(4), LAYER, 0.6, torch.randn(8 - 4 * rank, 32, 16), loss=squared)
@@ -537,14 +537,14 @@ def test_all_processes_take_the_choice_of_the_first(tmp_path: Path) -> None:
     assert first == second and any(nbytes for _, nbytes, _ in first)
 
 
-# --- what is left out, and compiled code ------------------------------------------------------------------------------
+# --- skipped steps, and compiled code ---------------------------------------------------------------------------------
 
 
-def test_what_a_recompute_leaves_out_takes_the_memory_of_one() -> None:
+def test_placeholders_of_skipped_steps_share_memory() -> None:
     def f(x: Tensor) -> Tensor:
         values = [x]
         for _ in range(8):
-            values.append(values[-1] + 1)  # all are there until the end, and nothing needs them
+            values.append(values[-1] + 1)  # all are alive until the end, and nothing needs them
         return checkpoint_name(values[-1] + 1, "h").sin().exp().sin()
 
     leaf, other = (torch.ones(256, 256, requires_grad=True) for _ in range(2))
@@ -553,11 +553,11 @@ def test_what_a_recompute_leaves_out_takes_the_memory_of_one() -> None:
         loss.backward()
     f(other).sum().backward()
     assert torch.equal(leaf.grad, other.grad)
-    assert memory.peak <= 3 * leaf.nbytes + 64  # 10 with memory for each
+    assert memory.peak <= 3 * leaf.nbytes + 64  # 10 if each placeholder had its own memory
 
 
 @pytest.mark.parametrize("transform", [False, True])
-def test_compiled_code_keeps_nothing_and_says_so(transform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_saves_nothing_and_warns(transform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowering, "_warned", set())
     torch._dynamo.reset()
     f = remat.remat(chain, policy=policies.budget(0.5))

@@ -1,23 +1,23 @@
-"""Two simulated accelerators, so that the tests of devices run where there is none: `pytest -m cuda --simulate cuda`.
+"""Two simulated accelerators, so that the tests of devices run without a device: `pytest -m cuda --simulate cuda`.
 
-| file | what it has |
+| file | contents |
 |---|---|
-| `memory.h` | storages counted in bytes, pinned memory, and the race detector |
+| `memory.h` | memory of the devices with a count of its bytes, pinned memory, and the race detector |
 | `runtime.h` | the current device, streams, events, generators that count as CUDA's do |
 | `device.cpp` | operators: the CPU's kernels, on the device's memory |
-| `build.py`, `module.py` | compiling it, once; what `torch.cuda` gets, or `torch.sim` |
-| `plugin.py` | what each test runs under: a race is a failure |
-| `test_*.py` | what only such a device can tell |
+| `build.py`, `module.py` | the build, and the functions of the module `torch.cuda` or `torch.sim` |
+| `plugin.py` | the setup of the tests, under which a race is a failure |
+| `test_*.py` | tests that need such a device |
 
-``install("sim")`` goes by torch's way for backends out of its tree. ``install("cuda")`` does the same under CUDA's
-name, in a build of torch without CUDA, so that tests and code that say "cuda" run as they are.
+``install("sim")`` uses torch's interface for out-of-tree backends. ``install("cuda")`` does the same under CUDA's name,
+in a build of torch without CUDA, so that tests and code with the name "cuda" run unchanged.
 
-Every operator runs at once. But each access to memory of a device, or to pinned memory, is held against the accesses
-before it and what its stream has waited for, and so is each release of memory. What a device would be free to do in
-another order is a *race*, and `races` lists them. Reads of pinned memory by operators of the CPU are not seen.
+Operators run synchronously. But each access to device or pinned memory, and each release of memory, is compared with
+the earlier accesses and with what its stream has waited for. If a real device could execute the two in another order,
+that is a *race*. `races` returns all races. Reads of pinned memory by operators of the CPU are not tracked.
 
-It proves bookkeeping and order. What it doesn't have: kernels with numerics of their own, fused attention, cuDNN,
-graphs, memory that runs out, processes, `torch.compile`, time.
+The simulation checks bookkeeping and order. It has no kernels with their own numerics, fused attention, cuDNN, graphs,
+out-of-memory errors, processes, `torch.compile` or timing.
 """
 
 from .build import build, why_not

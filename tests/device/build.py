@@ -1,4 +1,4 @@
-"""Compiles the device: once for each state of its files and each version of torch, in a minute."""
+"""Compiles the device, once for each state of its files and each version of torch. It takes a minute."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BUILDS = HERE.parent.parent / ".build"
 
 
 def why_not(name: str) -> str | None:
-    """Why there can't be a simulated device here, or None."""
+    """The reason why the simulated device is not available here, or None."""
     if not torch.__version__.startswith("2.13.") or torch.backends.cuda.is_built():
-        return f"it is made for the CPU build of torch 2.13, and this is {torch.__version__}"
+        return f"it needs the CPU build of torch 2.13, and this is {torch.__version__}"
     if _library(name).exists():
         return None
     if shutil.which(os.environ.get("CXX", "c++")) is None:
@@ -31,7 +31,7 @@ def why_not(name: str) -> str | None:
 
 
 def build(name: str) -> ModuleType:
-    """The extension, compiled if it isn't yet."""
+    """The extension, compiled if necessary."""
     library = _library(name)
     if not library.exists():
         from torch.utils.cpp_extension import load
@@ -56,7 +56,7 @@ def _flags(name: str) -> list[str]:
 
 
 def _library(name: str) -> Path:
-    """Where it is, or will be."""
+    """The path of the compiled library."""
     sources = [path.read_bytes() for path in sorted(HERE.glob("*.[ch]*"))]
     parts = [*sources, " ".join(_flags(name)).encode(), torch.__version__.encode(), sys.version.encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

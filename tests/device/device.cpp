@@ -1,11 +1,11 @@
-// Operators of the simulated device, and what registers all of it with torch.
+// Operators of the simulated device, and their registration with torch.
 #include "runtime.h"
 
 namespace {
 
 // --- operators -----------------------------------------------------------------------------------
 
-// The same memory, as a tensor of the CPU. What has no memory yet may get some.
+// The same memory as a tensor of the CPU. A storage without memory becomes resizable.
 Tensor on_cpu(const Tensor& t) {
   auto& storage = t.storage();
   c10::DataPtr data(const_cast<void*>(storage.data()), c10::kCPU);
@@ -92,7 +92,7 @@ at::Scalar local_scalar_dense(const Tensor& self) {
 }
 void record_stream(Tensor& self, c10::Stream stream) { device_memory.recordStream(self.storage().data_ptr(), stream); }
 
-// The CPU's operator, where a backend that torch doesn't know has another.
+// The CPU's operator for one that exists only for out-of-tree backends.
 c10::OperatorHandle kernel_of(const c10::OperatorHandle& op) {
   static const std::string overrideable = "_overrideable";
   auto name = op.schema().name();
@@ -100,7 +100,7 @@ c10::OperatorHandle kernel_of(const c10::OperatorHandle& op) {
   return at == std::string::npos ? op : c10::Dispatcher::singleton().findSchemaOrThrow(name.substr(0, at).c_str(), "");
 }
 
-// All others: the CPU's kernel, on the same memory.
+// All other operators: the CPU's kernel, on the same memory.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -149,7 +149,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     (*stack)[first + i] = now;
   }
-  TORCH_CHECK(device, schema.name(), " has nothing to tell its device");
+  TORCH_CHECK(device, schema.name(), " has no argument that determines its device");
   c10::OptionalDeviceGuard guard(*device);
   {
     std::lock_guard<std::recursive_mutex> lock(mutex);
@@ -173,7 +173,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   kernel_of(op).redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   if (host_state.defined()) host.set_state(host_state);
-  for (auto& each : operands)  // what was given memory, or another shape
+  for (auto& each : operands)  // operands that got memory, or another shape
     if (each.writes && (each.cpu.sizes() != each.ours.sizes() || !each.ours.storage().nbytes()) && each.cpu.numel()) {
       each.ours.resize_(each.cpu.sizes());
       on_cpu(each.ours).copy_(each.cpu);

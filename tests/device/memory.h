@@ -1,4 +1,4 @@
-// Memory of the devices and pinned memory of the host, and what is known to happen before what on it: races.
+// Memory of the devices, pinned memory of the host, and the race detector.
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -24,9 +24,9 @@ constexpr int kDevices = 2;
 
 bool on_device(const Tensor& t) { return t.defined() && t.device().type() == kSim; }
 
-// --- streams: what is known to have happened before what -----------------------------------------
+// --- streams: which steps happened before which --------------------------------------------------
 
-// An actor is a stream, (device, id), or the host, (-1, 0). A clock says how many steps of each actor came before.
+// An actor is a stream, (device, id), or the host, (-1, 0). A clock counts the earlier steps of each actor.
 using Actor = std::pair<int, int64_t>;
 using Clock = std::map<Actor, uint64_t>;
 const Actor kHost{-1, 0};
@@ -45,7 +45,7 @@ std::recursive_mutex mutex;
 std::map<Actor, Clock> clocks;
 std::map<uintptr_t, Block> blocks;
 std::vector<std::string> races;
-size_t host_waits = 0;  // how often an operator made the host wait: `item`, a copy to or from memory that isn't pinned
+size_t host_waits = 0;  // number of operators that made the host wait: `item`, copies to or from unpinned memory
 size_t bytes_now[kDevices], bytes_peak[kDevices];
 thread_local int current = 0;
 thread_local int64_t current_streams[kDevices] = {};
@@ -74,7 +74,7 @@ void wait(const Actor& waiter, const Actor& other) { join(clocks[waiter], clocks
 struct Step {
   Actor who; uint64_t step; std::string op;
   Step(Actor who, std::string op) : who(who), op(std::move(op)) {
-    wait(who, kHost);  // the host has come here
+    wait(who, kHost);  // the step comes after all earlier work of the host
     step = ++clocks[who][who];
   }
   void touch(const void* data, bool writes) {
@@ -102,7 +102,7 @@ struct Step {
 
 // --- memory --------------------------------------------------------------------------------------
 
-void* take(int device, size_t nbytes, Actor home) {
+void* allocate_block(int device, size_t nbytes, Actor home) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   void* data = c10::GetCPUAllocator()->raw_allocate(std::max<size_t>(nbytes, 1));
   blocks[(uintptr_t)data] = Block{device, nbytes, home};
@@ -113,9 +113,9 @@ void* take(int device, size_t nbytes, Actor home) {
   return data;
 }
 
-// Memory that is free belongs to its home stream at once: what other streams do with it must have ended by then, or the
-// allocator must have been told.
-void give(void* data) {
+// The home stream may reuse freed memory at once. So accesses by another stream must have ended before, or that stream
+// must have been recorded by `record_stream`.
+void free_block(void* data) {
   if (!data) return;
   std::lock_guard<std::recursive_mutex> lock(mutex);
   auto found = blocks.find((uintptr_t)data);
@@ -137,10 +137,10 @@ void give(void* data) {
 
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t n) override {
-    void* data = take(current, n, current_actor(current));
-    return {data, data, &give, c10::Device(kSim, current)};
+    void* data = allocate_block(current, n, current_actor(current));
+    return {data, data, &free_block, c10::Device(kSim, current)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &give; }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {}
@@ -163,10 +163,10 @@ struct DeviceMemory final : c10::DeviceAllocator {
 
 struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
-    void* data = take(-1, n, kHost);
-    return {data, data, &give, c10::Device(c10::kCPU)};
+    void* data = allocate_block(-1, n, kHost);
+    return {data, data, &free_block, c10::Device(c10::kCPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &give; }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 };
 

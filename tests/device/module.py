@@ -1,4 +1,4 @@
-"""What torch and its users ask of a device's module, `torch.cuda` or `torch.sim`."""
+"""The functions of a device's module, `torch.cuda` or `torch.sim`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _cpp: Any = None
 
 
 def races() -> list[str]:
-    """What went wrong between streams since the last call."""
+    """The races between streams since the last call."""
     return _cpp.races()
 
 
 def install(name: str) -> types.ModuleType:
-    """Register the devices under this name, and return their module. Once in a process, before CUDA is asked for."""
+    """Register the devices under this name, and return their module. Call it once in a process, before CUDA is used."""
     global _cpp
     if (reason := why_not(name)) is not None:
         raise RuntimeError(reason)
@@ -40,7 +40,7 @@ def install(name: str) -> types.ModuleType:
     return module
 
 
-# What DataParallel calls, which a build without CUDA lacks.
+# Functions for DataParallel that a build without CUDA lacks.
 
 
 def _scatter(tensor: Any, devices: Any, chunk_sizes: Any, dim: int, streams: Any) -> list[Any]:
@@ -57,7 +57,7 @@ def _broadcast_coalesced(tensors: Any, devices: Any, buffer_size: int) -> list[l
 
 
 class _Device:
-    """The current device, within."""
+    """A context that sets the current device."""
 
     def __init__(self, device: Any) -> None:
         self.index = _index(device)
@@ -71,7 +71,7 @@ class _Device:
 
 
 class _Within:
-    """The current stream, and its device, within."""
+    """A context that sets the current stream and its device."""
 
     def __init__(self, stream: torch.Stream, get: Any, put: Any) -> None:
         self.stream, self.get, self.put = stream, get, put
@@ -109,7 +109,7 @@ def _functions(kind: str) -> dict[str, Any]:
 
         cuda_stream = property(lambda self: self.stream_id)
 
-    class Event(torch.Event):  # a class, as `isinstance(x, torch.cuda.Event)` stands in torch itself
+    class Event(torch.Event):  # a class, as torch calls `isinstance(x, torch.cuda.Event)`
         def __new__(cls, enable_timing: bool = False, **_: Any) -> Event:
             return super().__new__(cls, kind, enable_timing=enable_timing)
 
@@ -121,7 +121,7 @@ def _functions(kind: str) -> dict[str, Any]:
 
     def set_stream(stream: torch.Stream) -> None:
         index = _cpp.current_device()
-        torch.accelerator.set_stream(stream)  # and the stream's device
+        torch.accelerator.set_stream(stream)  # it also sets the stream's device
         _cpp.set_device(index)
 
     def within(stream: torch.Stream | None) -> Any:

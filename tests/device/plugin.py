@@ -1,4 +1,4 @@
-"""Tests on the simulated device: `--simulate cuda`, or `--simulate sim`."""
+"""The pytest plugin for `--simulate cuda` and `--simulate sim`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import install, races, why_not
 
 
 def start(name: str) -> None:
-    """Install the device, or end the run with one line that says why not."""
+    """Install the device, or end the run with the reason why it isn't available."""
     reason = why_not(name)
     if reason is None:
         install(name)
@@ -22,7 +22,7 @@ def start(name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def no_races() -> Iterator[None]:
-    """No test may leave work of the device to chance."""
+    """A test fails if it has a race."""
     races()
     yield
     found = races()

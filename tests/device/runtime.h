@@ -1,4 +1,4 @@
-// What torch asks of a device: the current one, streams, events, generators, pinned memory.
+// The interfaces that torch requires of a device: the current device, streams, events, generators, pinned memory.
 #pragma once
 #include "memory.h"
 
@@ -39,7 +39,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     if (event) join(clocks[actor(s)], *static_cast<Clock*>(event));
   }
-  bool queryEvent(void* event) const override {  // no work has ended that the host has not waited for
+  bool queryEvent(void* event) const override {  // work ends only when the host waits for it
     std::lock_guard<std::recursive_mutex> lock(mutex);
     return !event || known(*static_cast<Clock*>(event));
   }
@@ -93,7 +93,7 @@ struct Generator final : c10::GeneratorImpl {
     copy->seed_ = seed_, copy->offset_ = offset_;
     return copy;
   }
-  at::Generator next() {  // the CPU's generator for what one operator draws
+  at::Generator next() {  // a generator of the CPU for the numbers of one operator
     std::lock_guard<std::mutex> lock(mutex_);
     uint64_t mixed = seed_ * 0x9E3779B97F4A7C15ull + offset_ * 0xBF58476D1CE4E5B9ull + 1;
     offset_ += 4;

@@ -1,4 +1,4 @@
-"""The compositions of transforms, on a device as on the CPU."""
+"""The compositions of transforms, on a device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one_core() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("word", ["vmap-jacrev-vjp", "grad-vjp-jacrev", "grad-jacrev-jacrev", "vjp-jacrev-jvp"])
-def test_threads_that_let_go_late(word: str, one_core: None) -> None:
-    """What the thread of a device still holds after a backward pass inside is no captured tensor."""
+def test_threads_that_release_tensors_late(word: str, one_core: None) -> None:
+    """A tensor that the device's thread still references after an inner backward pass is not a captured tensor."""
     for _ in range(3):
         words.check(tuple(word.split("-")))

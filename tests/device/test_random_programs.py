@@ -1,4 +1,4 @@
-"""Random programs on a device, against the same without regions."""
+"""Random programs on a device, against the same programs without regions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated device itself."""
+"""Tests of the simulated device itself."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def test_races_are_found() -> None:
     with backend.stream(side):
         y = x * 2
     z = y + 1
-    assert len(races()) == 1  # it reads before the side stream has written
+    assert len(races()) == 1  # the sum reads before the side stream has written
     del y
-    assert len(races()) == 1  # memory of the side stream is free while the main stream reads it
+    assert len(races()) == 1  # memory of the side stream is freed while the main stream reads it
     host = torch.ones(4).pin_memory()
     with backend.stream(side):
         x.copy_(host, non_blocking=True)

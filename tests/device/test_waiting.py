@@ -1,4 +1,4 @@
-"""That nothing waits for a device where it need not."""
+"""Regions don't make the host wait for a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.offload(policies.save_matmuls)], ids=str)
 def test_a_region_does_not_wait(policy: policies.Policy | None) -> None:
-    """Not for small arguments either, which are compared with what they were."""
+    """Not for small arguments either, which are compared with copies."""
 
     def fn(x: Tensor, small: Tensor) -> Tensor:
         return torch.nn.functional.dropout((x @ x).sin() * small * captured, 0.5).cos()

@@ -1,4 +1,4 @@
-"""`remat.check`: it says whether the numbers are the same with rematerialization, and changes nothing."""
+"""`remat.check` reports whether a program has the same results with rematerialization, and changes no state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def per_sample(fn: Callable) -> Callable:
     return vmap(grad(lambda params, sample: fn(params, sample[None])), in_dims=(None, 0))
 
 
-# --- what is the same -------------------------------------------------------------------------------------------------
+# --- equal results ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls])
@@ -76,7 +76,7 @@ def test_a_model_under_functional_call() -> None:
     assert result.counts == {"result": 4, "gradient": 0, "changed tensor": 0}
 
 
-def test_a_result_that_has_a_loss_is_differentiated_by_that() -> None:
+def test_the_loss_of_a_result_is_differentiated() -> None:
     @dataclass
     class Output:
         loss: Tensor
@@ -91,7 +91,7 @@ def test_a_result_that_has_a_loss_is_differentiated_by_that() -> None:
     assert remat.check(lambda x: x > 0, rand(3)).counts["gradient"] == 0
 
 
-def test_rounding_is_no_difference() -> None:
+def test_rounding_is_not_a_difference() -> None:
     result = remat.check(lambda x: x * (1 + 1e-7 * is_recomputing()), rand(3).float().requires_grad_(), loss=square)
     assert result.ok
     result = remat.check(lambda x: x.sin() + 3e-7 * remat.is_disabled(), rand(3).float())
@@ -103,7 +103,7 @@ def square(y: Tensor) -> Tensor:
     return y.square().sum()
 
 
-# --- what differs -----------------------------------------------------------------------------------------------------
+# --- differences ------------------------------------------------------------------------------------------------------
 
 
 def test_a_value_that_differs() -> None:
@@ -135,7 +135,7 @@ def test_other_structures_and_types_differ() -> None:
         ("NumPy's random", lambda: numpy.random.rand()),
     ],
 )
-def test_a_generator_that_stands_elsewhere(name: str, draw: Callable) -> None:
+def test_a_generator_with_another_state(name: str, draw: Callable) -> None:
     result = remat.check(lambda x: draw() and x.sin() if remat.is_disabled() else x.sin(), rand(3))
     assert str(result) == (
         f"Different with remat:\n  {name}: has another state after the run, so other numbers were drawn"
@@ -169,7 +169,7 @@ def test_values_are_checked_in_the_recompute() -> None:
     assert isinstance(result.error, remat.RecomputeMismatchError)
 
 
-# --- what fails -------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def fails(x: Tensor, when: Callable[[], bool]) -> Tensor:
@@ -213,7 +213,7 @@ def test_under_a_transform_is_an_error() -> None:
         vmap(lambda x: remat.check(torch.sin, x) and x)(torch.ones(3))
 
 
-def test_what_cannot_be_checked_is_an_error() -> None:
+def test_wrong_arguments_are_errors() -> None:
     with pytest.raises(remat.PolicyError):
         remat.check(torch.sin, rand(3), policy="no such policy")
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
@@ -237,7 +237,7 @@ def test_nothing_is_changed(fails: bool, where: Any) -> None:
         assert str(result.error) == "mine"
 
 
-def test_memory_that_is_exchanged_is_put_back() -> None:
+def test_replaced_memory_is_restored() -> None:
     net = nn.Linear(3, 3)
     weight, pointer = net.weight.detach().clone(), net.weight.data_ptr()
 
@@ -262,7 +262,7 @@ def test_a_function_that_calls_itself() -> None:
         unbound = rand(3)
 
 
-def test_regions_that_a_model_has_stay() -> None:
+def test_existing_regions_of_a_model_stay() -> None:
     net = remat.nn.apply(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear)
     cls = type(net[0])
     assert remat.check(net, torch.ones(2, 3), where=nn.Tanh).ok

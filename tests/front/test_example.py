@@ -1,4 +1,4 @@
-"""The examples run, and show less memory with `remat` at the same gradients; the demonstration learns."""
+"""The examples run and show less memory with `remat` at the same gradients; the character model learns."""
 
 import os
 import re
@@ -25,9 +25,9 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs an example in this process, which has imported torch already, and returns what it printed.
+    """Run an example in this process, which has imported torch already, and return its output.
 
-    The current folder is an empty one, as it may leave a file.
+    The current folder is a temporary one, as an example may write a file.
     """
 
     def run(script: str, *options: str) -> str:
@@ -52,7 +52,7 @@ def output() -> str:
     command = [sys.executable, "examples/char_lm.py", "--quick"]
     result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stdout + result.stderr
-    # torch 2.15 takes its own deprecated torch.jit.script for forward-mode derivatives.
+    # torch 2.15 uses its own deprecated torch.jit.script for forward-mode derivatives.
     warned = [line for line in result.stderr.splitlines() if "Warning" in line and "`torch.jit.script`" not in line]
     assert not warned, result.stderr
     return result.stdout
@@ -62,7 +62,7 @@ def test_loss_falls(output: str) -> None:
     found = re.search(rf"^loss: {NUMBER} -> {NUMBER}$", output, re.MULTILINE)
     assert found, output
     first, last = map(float, found.groups())
-    assert first > 4.5  # a guess among 128 characters is worth log(128) = 4.85
+    assert first > 4.5  # the loss of a guess among 128 characters is log(128) = 4.85
     assert last < 0.7 * first
 
 
@@ -75,7 +75,7 @@ def test_sample_norms_are_printed(output: str) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_table(output: str, task: str) -> None:
-    """Of every task: less memory with `remat`, more where a policy keeps more, positive times, gradients that agree."""
+    """Less memory with `remat`, more if a policy saves more, positive times, and equal gradients."""
     found = re.search(rf"^{task} +memory, MiB +time, s +difference\n((?:  .*\n){{{len(WAYS)}}})", output, re.MULTILINE)
     assert found, output
     memory = {}
@@ -90,7 +90,7 @@ def test_table(output: str, task: str) -> None:
     assert nothing <= names <= matmuls < plain
 
 
-def test_exit_status_tells_that_the_loss_did_not_fall(printed: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_if_the_loss_did_not_fall(printed: Run, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tqdm", reason="needs the extra 'examples'")
     with pytest.raises(SystemExit) as exit_:
         printed("char_lm.py", "--quick", "--steps", "1")
@@ -100,7 +100,7 @@ def test_exit_status_tells_that_the_loss_did_not_fall(printed: Run, capsys: pyte
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_short_and_can_be_copied(path: Path) -> None:
-    """It imports nothing of the repository but `remat`. The demonstration may be longer."""
+    """It imports nothing from the repository except `remat`. The character model may be longer."""
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= (330 if path.name == "char_lm.py" else 100)
     imported = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
@@ -148,7 +148,7 @@ def test_hessian_vector_products(printed: Run) -> None:
 
 
 def test_maml(printed: Run) -> None:
-    """Plain, memory grows with the inner steps; with remat hardly."""
+    """Without remat, memory grows with the inner steps; with remat it hardly does."""
     text = printed("maml.py")
     rows = [row(f"{steps:>11}", text) for steps in (1, 2, 4, 8, 16)]
     plain, ours, differences = zip(*rows)
@@ -159,7 +159,7 @@ def test_maml(printed: Run) -> None:
 
 
 def test_choose_policy(printed: Run) -> None:
-    """The larger the budget, the less is recomputed; what doesn't fit is an error."""
+    """A larger budget means less recomputation; a budget that is too small is an error."""
     recomputed = []
     for budget in ("9", "30"):
         text = printed("choose_policy.py", budget)
@@ -215,7 +215,7 @@ def test_fsdp2() -> None:
     assert 0 < nothing < 0.1 * plain and nothing < matmuls < 0.7 * plain and peak < 0.5 * plain_peak
 
 
-def test_fsdp2_says_how_to_start_it(printed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp2_without_torchrun(printed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2"):
         printed("fsdp2.py")

@@ -1,4 +1,4 @@
-"""Regions and what else users do with torch: each of these was wrong, or an error, once."""
+"""Regions together with other features of torch. Each test is for a bug that existed once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_around_torch_checkpoint() -> None:
 
 
 class Sub(torch.Tensor):
-    """With the default ``__torch_function__``, under which ``backward`` switches torch functions off."""
+    """A subclass with the default ``__torch_function__``, under which ``backward`` disables torch functions."""
 
 
 def test_subclass() -> None:
@@ -117,7 +117,7 @@ def test_change_of_a_buffer_that_is_not_read() -> None:
 
 
 class Steps(nn.Module):
-    """Its regions capture all layers, and each reads one."""
+    """A module whose regions capture all layers, and read one each."""
 
     def __init__(self, wrap: Callable) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_optimizer_steps_in_the_backward() -> None:
     same(*results)
 
 
-def test_change_of_what_is_read_only_in_between() -> None:
+def test_change_of_a_tensor_that_only_an_intermediate_operation_reads() -> None:
     w = torch.ones(3)
     x = leaf(3)
     loss = remat(lambda x: (x.sin() + w).exp())(x).sum()  # autograd saves neither w nor the sum
@@ -160,7 +160,7 @@ def test_change_of_what_is_read_only_in_between() -> None:
         loss.backward()
 
 
-# --- what is left behind ----------------------------------------------------------------------------------------------
+# --- tensors that leave a region other than as results ----------------------------------------------------------------
 
 
 class Auxiliary(nn.Module):
@@ -178,15 +178,15 @@ class Auxiliary(nn.Module):
         return y
 
 
-def test_a_tensor_left_behind_under_a_transform() -> None:
+def test_a_tensor_in_an_attribute_under_a_transform() -> None:
     x = torch.ones(2, 3)
-    kept, cut = remat(Auxiliary(False)), remat(Auxiliary(True))
+    attached, detached = remat(Auxiliary(False)), remat(Auxiliary(True))
     with pytest.raises(CaptureError, match=r"stored a tensor of shape \(\) in self.aux.*Return it"):
-        torch.func.grad(lambda x: kept(x).sum() + kept.aux)(x)
-    torch.func.grad(lambda x: cut(x).sum())(x)
+        torch.func.grad(lambda x: attached(x).sum() + attached.aux)(x)
+    torch.func.grad(lambda x: detached(x).sum())(x)
     y = x.clone().requires_grad_()
-    actual = torch.autograd.grad(kept(y).sum() + kept.aux, y)  # plain autograd follows it
-    expected = torch.autograd.grad(kept.linear(y).sum() + kept.linear(y).square().mean(), y)
+    actual = torch.autograd.grad(attached(y).sum() + attached.aux, y)  # plain autograd follows it
+    expected = torch.autograd.grad(attached.linear(y).sum() + attached.linear(y).square().mean(), y)
     torch.testing.assert_close(actual, expected)
 
 
@@ -263,5 +263,5 @@ class WithBuiltin:
     act = remat(torch.sin)
 
 
-def test_class_attributes_that_are_no_functions() -> None:
+def test_class_attributes_that_are_not_functions() -> None:
     same(WithBuiltin().act(torch.ones(2)), torch.ones(2).sin())

@@ -1,4 +1,4 @@
-"""`remat.report`: what a program saves and recomputes under each policy, as figures, text and a page."""
+"""`remat.report`: what a program saves and recomputes under each policy, as numbers, text and a page."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def figures(report: remat.Report) -> dict[str, tuple[int, int]]:
 def test_the_model_of_the_readme() -> None:
     report = remat.report(loss, *readme(), policies=[None, policies.save_matmuls])
     product = 2 * 16 * 8 * 32  # FLOPs
-    # Each of four layers saves a hidden value and its input, which the first layer is given.
+    # Each of four layers saves a hidden value and its input. The input of the first layer is an argument.
     hidden, width, scalar = 16 * 32 * 8, 16 * 8 * 8, 8
     assert figures(report) == {
         "without remat": (4 * hidden + 4 * width + scalar, 0),
@@ -72,8 +72,8 @@ def test_the_model_of_the_readme() -> None:
 def test_gradients_by_torch_func() -> None:
     report = remat.report(loss, *readme(), transform=grad, policies=[None])
     assert report.name == "grad(loss)"
-    kept = figures(report)
-    assert kept["as written"][0] < kept["without remat"][0] / 4
+    rows = figures(report)
+    assert rows["as written"][0] < rows["without remat"][0] / 4
     for row, fn in zip(report.rows, (lambda *args: layers(layer, *args), loss)):
         assert row.peak_bytes == peak_bytes(grad(fn), *readme())
         assert row.flops == count_flops(grad(fn), *readme())
@@ -103,8 +103,8 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
 def test_a_model_of_transformers() -> None:
     model, inputs = gpt2()
     block = type(model.transformer.h[0])
-    asked = [None, policies.save_matmuls]
-    report = remat.report(model, **inputs, where=block, policies=asked)
+    candidates = [None, policies.save_matmuls]
+    report = remat.report(model, **inputs, where=block, policies=candidates)
     rows = {row.label: row for row in report.rows}
     assert list(rows) == ["without remat", "no policy", "save_matmuls"]
     assert rows["no policy"].saved_bytes < rows["save_matmuls"].saved_bytes < rows["without remat"].saved_bytes
@@ -117,7 +117,7 @@ def test_a_model_of_transformers() -> None:
     assert shares["GPT2LMHeadModel", "aten._log_softmax"].count == 1
     assert sum(share.nbytes for share in report.residuals["no policy"]) == rows["no policy"].saved_bytes
     assert {"transformer.h.*.mlp.c_fc", "transformer.h.*.attn"} <= {s.module for s in report.residuals["save_matmuls"]}
-    # It is what training keeps and recomputes.
+    # A training step saves the same bytes.
     remat.nn.apply(model, block)
     with gc_disabled():
         held = held_bytes(lambda: torch.autograd.graph.get_gradient_edge(model(**inputs).loss))
@@ -130,7 +130,7 @@ def test_a_model_of_transformers() -> None:
 def test_the_figures_are_those_of_the_benchmarks(policy: Any) -> None:
     weights, x = Sizes(2, 16, 32).arguments()
     wrap = lambda fn: remat.remat(fn, policy=policy)
-    expected = measure("func.grad", wrap, weights, x)  # the loss is among the bytes, which is made outside
+    expected = measure("func.grad", wrap, weights, x)  # the bytes contain the loss, which is computed outside
     report = remat.report(block, weights, x, policies=[policy], transform=mean_of_squares)
     row = report.policies[0]
     assert (row.saved_bytes, row.recomputed_flops) == (expected.kept_bytes - 4, expected.recomputed_flops)
@@ -147,7 +147,7 @@ def mean_of_squares(fn: Callable) -> Callable:
 # --- the figures ------------------------------------------------------------------------------------------------------
 
 
-def test_they_are_the_same_in_each_run() -> None:
+def test_figures_are_the_same_in_each_run() -> None:
     model, inputs = gpt2()
     reports = [remat.report(model, **inputs, where=type(model.transformer.h[0])) for _ in range(2)]
     assert reports[0] == reports[1]
@@ -163,14 +163,14 @@ def test_the_timeline_is_that_of_live_bytes() -> None:
         assert len(row.timeline) > row.forward_operations > 0
 
 
-def test_usual_policies_that_come_to_the_same_are_one_row() -> None:
+def test_usual_policies_with_the_same_figures_are_one_row() -> None:
     report = remat.report(layer, *(readme()[0][0], readme()[1]))
     assert [row.label for row in report.policies] == ["no policy", "save_matmuls"]
-    asked = remat.report(layer, *(readme()[0][0], readme()[1]), policies=[None, None])
-    assert [row.label for row in asked.policies] == ["no policy (1)", "no policy (2)"]
+    twice = remat.report(layer, *(readme()[0][0], readme()[1]), policies=[None, None])
+    assert [row.label for row in twice.policies] == ["no policy (1)", "no policy (2)"]
 
 
-def test_usual_policies_that_match_nothing_warn_nobody(recwarn: pytest.WarningsRecorder) -> None:
+def test_usual_policies_that_match_nothing_do_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     remat.report(torch.sin, rand(3))
     assert not recwarn.list
     for net in (torch.sin, nn.Tanh()):
@@ -204,7 +204,7 @@ def test_pareto() -> None:
 
 
 @pytest.mark.cuda
-def test_on_a_device_the_peak_of_its_allocator_is_there_too() -> None:
+def test_on_a_device_the_report_has_the_peak_of_its_allocator() -> None:
     w, x = (rand(64, 64, seed=seed, grad=False).float().to(DEVICE) for seed in range(2))
     fn = lambda w, x: torch.tanh(torch.tanh(torch.tanh(x @ w) @ w) @ w)
     on_cpu = remat.report(fn, w.cpu(), x.cpu(), policies=[None])
@@ -319,7 +319,7 @@ def test_the_page_in_a_browser(report: remat.Report, tmp_path: Path) -> None:
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=900,2000"]
     picture = tmp_path / "page.png"
     subprocess.run([*command, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True, timeout=60)
-    assert picture.stat().st_size > 20_000  # an empty page has a tenth
+    assert picture.stat().st_size > 20_000  # an empty page is a tenth of that
     dom = subprocess.run([*command, "--dump-dom", page.as_uri()], check=True, capture_output=True, timeout=60).stdout
     found = dom.decode()
     assert found.count("<polyline") == len(report.rows)

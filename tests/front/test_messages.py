@@ -1,4 +1,4 @@
-"""What users are told: errors of a recompute, what to write instead of habits from elsewhere, warnings."""
+"""Texts for users: errors of a recompute, advice for options of other libraries, warnings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat import MutationError, PolicyError, RecomputeMismatchError, RematWarni
 
 
 def line_of(fn: Callable, text: str) -> str:
-    """Where in a function's code a text is, as messages say it."""
+    """The place of a text in a function's code, in the format of messages."""
     lines, first = inspect.getsourcelines(fn)
     number = next(i for i, line in enumerate(lines) if text in line)
     return f"{__file__}:{first + number} ({fn.__name__})"
@@ -58,7 +58,7 @@ def test_an_optimizer_step_between_forward_and_backward() -> None:
 
 
 @pytest.mark.parametrize("by_func", [False, True])
-def test_an_argument_has_the_name_that_the_function_gives_it(by_func: bool) -> None:
+def test_an_argument_has_the_name_of_its_parameter(by_func: bool) -> None:
     @remat.remat
     def scaled(x: Tensor, scale: Tensor) -> Tensor:
         return (x * scale).sin()
@@ -111,15 +111,15 @@ def notes(error: BaseException) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_ops(torch.ops.aten.sin)])
-def test_an_error_of_a_recompute_alone_has_a_note(policy: Any) -> None:
+def test_an_error_only_in_a_recompute_has_a_note(policy: Any) -> None:
     loss = remat.remat(fails, policy=policy)(torch.ones(3, requires_grad=True)).sum()
     with pytest.raises(ValueError, match="mine") as raised:
         loss.backward()
-    called = line_of(test_an_error_of_a_recompute_alone_has_a_note, "loss = ")
+    called = line_of(test_an_error_only_in_a_recompute_has_a_note, "loss = ")
     assert notes(raised.value) == [f"while recomputing fails called at {called}"]
 
 
-def test_so_it_has_under_torch_func_and_in_regions_in_regions() -> None:
+def test_an_error_has_a_note_under_torch_func_and_in_nested_regions() -> None:
     with pytest.raises(ValueError, match="mine") as raised:
         torch.func.grad(lambda x: remat.remat(fails)(x).sum())(torch.ones(3))
     assert [note.partition(" called at ")[0] for note in notes(raised.value)] == ["while recomputing fails"]
@@ -141,7 +141,7 @@ def test_an_error_of_the_forward_has_no_note() -> None:
 
 
 def internal(error: BaseException) -> int:
-    """The frames of the package in a traceback."""
+    """The number of the package's frames in a traceback."""
     names = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
     return sum(name.startswith("remat.") for name in names)
 
@@ -161,14 +161,14 @@ def test_tracebacks_have_few_frames_of_the_package(debug: bool) -> None:
     assert max(found) > 6 if debug else max(found) <= 4
 
 
-# --- habits from elsewhere --------------------------------------------------------------------------------------------
+# --- options of other libraries ---------------------------------------------------------------------------------------
 
 
 def layer(x: Tensor) -> Tensor:
     return x.sin()
 
 
-HABITS: list[tuple[Callable[[], Any], str]] = [
+FOREIGN: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: remat.remat(layer, static_argnums=(1,)),
         "`static_argnums` is not needed, because arguments that aren't tensors are passed as they are: leave it out.",
@@ -234,8 +234,8 @@ HABITS: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), HABITS)
-def test_habits_are_answered(call: Callable[[], Any], message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), FOREIGN)
+def test_options_of_other_libraries_have_helpful_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError) as raised:
         call()
     assert str(raised.value) == message
@@ -334,7 +334,7 @@ def test_generators_and_async_functions_are_refused(fn: Any, what: str) -> None:
             remat.compat.checkpoint(fn, torch.ones(3), use_reentrant=False)
 
 
-def test_so_are_modules_of_a_model() -> None:
+def test_modules_whose_forward_is_a_generator_are_refused() -> None:
     with pytest.raises(TypeError, match="Generating is a generator function"):
         remat.nn.apply(nn.Sequential(Generating()), Generating)
 
@@ -342,18 +342,18 @@ def test_so_are_modules_of_a_model() -> None:
 # --- warnings and names -----------------------------------------------------------------------------------------------
 
 
-def test_warnings_are_of_a_category_at_the_line_of_the_user() -> None:
+def test_warnings_have_a_category_and_the_line_of_the_user() -> None:
     fn = remat.remat(layer, policy=policies.save_only_these_names("nobody"))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         fn(torch.ones(3, requires_grad=True)).sum().backward()
     (warning,) = found
     assert warning.category is RematWarning and issubclass(RematWarning, UserWarning)
-    where = line_of(test_warnings_are_of_a_category_at_the_line_of_the_user, "fn(torch.ones")
+    where = line_of(test_warnings_have_a_category_and_the_line_of_the_user, "fn(torch.ones")
     assert where.startswith(f"{warning.filename}:{warning.lineno} ")
 
 
-def test_errors_have_the_names_by_which_users_import_them() -> None:
+def test_errors_have_their_public_names() -> None:
     for name in (
         "PolicyError",
         "MutationError",

@@ -1,4 +1,4 @@
-"""`remat.override`, and torch's two switches: options of all regions that are called under them, however made."""
+"""`remat.override`, and torch's two switches: options for all regions that are called under them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Calls(nn.Module):
         return self.fn(x)
 
 
-# Every way to make a region, each from a function of one argument.
+# All ways to make a region of a function with one argument.
 WAYS: dict[str, Callable[[Callable], Callable]] = {
     "remat": remat.remat,
     "remat, policy": remat.remat(policy=policies.save_ops("aten.sin")),
@@ -53,26 +53,26 @@ ENDED: list[bool] = []
 
 
 def ends_late(x: Tensor) -> Tensor:
-    """After its last saved tensor comes more."""
+    """A function with operations after its last saved tensor."""
     y = x.sin().exp().sin().neg()
     ENDED.append(is_recomputing())
     return y
 
 
 def runs_to_its_end(out: Tensor) -> bool:
-    """Whether the recompute does, in a backward of a result of `ends_late`."""
+    """Whether the recompute runs to its end, in the backward of a result of `ends_late`."""
     ENDED.clear()
     out.sum().backward()
     return ENDED == [True]
 
 
 def other_constant(x: Tensor) -> Tensor:
-    """The same operations in both runs, with other values."""
+    """A function with the same operations but other values in the recompute."""
     return (x.sin() * (3 if is_recomputing() else 2)).exp().sin()
 
 
 def other_operation(x: Tensor) -> Tensor:
-    """An operation in one of the runs only, which saves nothing."""
+    """A function with one more operation in the recompute, which saves nothing."""
     return ((x.detach() * 2, x.sin())[1] if is_recomputing() else x.sin()).exp().sin()
 
 
@@ -80,7 +80,7 @@ def leaf() -> Tensor:
     return rand(3)
 
 
-# --- each option, however the region was made -------------------------------------------------------------------------
+# --- each option for each kind of region ------------------------------------------------------------------------------
 
 
 @every_way
@@ -122,7 +122,7 @@ def test_preserve_rng_state(way: str) -> None:
     f = WAYS[way](lambda x: F.dropout(x.sin(), 0.5).exp())
 
     def zeros_and_state() -> tuple[Tensor, Tensor]:
-        """Where the gradient is zero, and the generator after the backward, if it is seeded anew before that."""
+        """The zeros of the gradient, and the generator's state after a backward with another seed."""
         torch.manual_seed(0)
         x = rand(64)
         out = f(x)
@@ -134,12 +134,12 @@ def test_preserve_rng_state(way: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         seeded = torch.get_rng_state()
-        kept, state = zeros_and_state()
+        expected, state = zeros_and_state()
         assert torch.equal(state, seeded)
         with override(preserve_rng_state=False):
             other, state = zeros_and_state()
-        assert not torch.equal(state, seeded) and not torch.equal(other, kept)
-        assert torch.equal(zeros_and_state()[0], kept)
+        assert not torch.equal(state, seeded) and not torch.equal(other, expected)
+        assert torch.equal(zeros_and_state()[0], expected)
 
 
 @pytest.mark.parametrize("name", ["grad", "vjp", "vmap(grad)", "jacrev", "jvp(grad)"])
@@ -160,7 +160,7 @@ def test_under_torch_func(name: str) -> None:
 
 
 @every_way
-def test_no_number_changes(way: str) -> None:
+def test_gradients_are_the_same(way: str) -> None:
     f = WAYS[way](ends_late)
     x = leaf()
     expected = torch.autograd.grad(ends_late(x).sum(), x)
@@ -169,10 +169,10 @@ def test_no_number_changes(way: str) -> None:
             assert_same(torch.autograd.grad(f(x).sum(), x), expected)
 
 
-# --- what decides -----------------------------------------------------------------------------------------------------
+# --- precedence and lifetime ------------------------------------------------------------------------------------------
 
 
-def test_what_is_set_around_the_forward_decides() -> None:
+def test_the_options_around_the_forward_apply() -> None:
     f = remat.remat(ends_late)
     with override(early_stop=False):
         late = f(leaf())
@@ -184,14 +184,12 @@ def test_what_is_set_around_the_forward_decides() -> None:
 
 
 @pytest.mark.parametrize("lowering", ["autograd", "func"])
-def test_regions_inside_are_recomputed_under_what_was_set_around_the_forward(lowering: str) -> None:
-    """The inner region is called anew in the outer one's recompute, where the caller's context is gone."""
+def test_inner_regions_are_recomputed_with_the_options_around_the_forward(lowering: str) -> None:
+    """The outer region's recompute calls the inner region again, after the caller's context has ended."""
     runs = []
 
     def inner(x: Tensor) -> Tensor:
-        runs.append(
-            is_recomputing()
-        )  # in the forward, in the outer region's recompute, and in the inner one's for that
+        runs.append(is_recomputing())  # in the forward, the outer region's recompute, and the inner region's recompute
         return (x.sin() * (3 if len(runs) == 3 else 2)).exp().sin()
 
     outer = remat.remat(lambda x: remat.remat(inner)(x).sin())
@@ -203,7 +201,7 @@ def test_regions_inside_are_recomputed_under_what_was_set_around_the_forward(low
         return outer(leaf()).sum().backward
 
     backward = pullback()
-    with override(determinism_check="values"):  # around the backward alone
+    with override(determinism_check="values"):  # around the backward only
         backward()
     assert runs == [False, True, True]
     with override(determinism_check="values"):
@@ -212,20 +210,20 @@ def test_regions_inside_are_recomputed_under_what_was_set_around_the_forward(low
         backward()
 
 
-def test_disabled_around_the_backward_alone() -> None:
-    told = []
+def test_disabled_around_the_backward_only() -> None:
+    found = []
 
     def fn(x: Tensor) -> Tensor:
-        told.append(is_disabled())
+        found.append(is_disabled())
         return x.sin().exp()
 
     out = remat.remat(fn)(leaf()).sum()
     with disable_remat():
         out.backward()
-    assert told == [False, False]
+    assert found == [False, False]
 
 
-def test_the_innermost_decides_and_the_rest_stays() -> None:
+def test_the_innermost_override_applies_and_other_options_stay() -> None:
     f = remat.remat(ends_late)
     with override(early_stop=False, debug=True):
         with override(early_stop=True):
@@ -238,7 +236,7 @@ def test_the_innermost_decides_and_the_rest_stays() -> None:
     assert not runs_to_its_end(f(leaf()))
 
 
-def test_it_comes_before_options_of_the_region_and_torchs_switches() -> None:
+def test_precedence_over_options_of_the_region_and_torchs_switches() -> None:
     f = remat.remat(early_stop=False)(ends_late)
     with override(early_stop=True):
         assert not runs_to_its_end(f(leaf()))
@@ -254,10 +252,10 @@ def test_it_comes_before_options_of_the_region_and_torchs_switches() -> None:
 
 
 def test_in_a_region() -> None:
-    """An override that the function itself enters is entered in its recompute too."""
+    """An override inside the function also applies in its recompute."""
 
     def ends(**changes: Any) -> int:
-        """How often the inner region runs to its end: in the forward, in the outer recompute, in its own."""
+        """How many runs of the inner region reach its end: forward, outer recompute, inner recompute."""
         ended = []
 
         def inner(x: Tensor) -> Tensor:
@@ -277,7 +275,7 @@ def test_in_a_region() -> None:
     assert (ends(), ends(early_stop=False)) == (2, 3)
 
 
-def test_it_is_put_back_after_an_exception() -> None:
+def test_options_are_restored_after_an_exception() -> None:
     f = remat.remat(ends_late)
     with pytest.raises(KeyError), override(early_stop=False):
         raise KeyError
@@ -319,7 +317,7 @@ def test_disable_remat_and_override() -> None:
     assert runs == [False, False] and not is_disabled()
 
 
-def test_it_is_of_the_thread() -> None:
+def test_override_is_thread_local() -> None:
     f = remat.remat(ends_late)
     found: list[bool] = []
 
@@ -344,8 +342,8 @@ def test_as_a_decorator() -> None:
     assert not runs_to_its_end(remat.remat(ends_late)(leaf()))
 
 
-def test_regions_are_what_they_were() -> None:
-    """Copies and pickles of what was called under it have their own options."""
+def test_regions_are_not_changed() -> None:
+    """A copy made under an override has the region's own options."""
     model = remat.nn.apply(Calls(ends_late), Calls)
     with override(early_stop=False):
         assert runs_to_its_end(model(leaf()))
@@ -363,7 +361,7 @@ def test_regions_are_what_they_were() -> None:
         ({"policy": None}, TypeError, "policy"),
     ],
 )
-def test_what_is_no_option_is_an_error(changes: dict, error: type, text: str) -> None:
+def test_wrong_options_are_errors(changes: dict, error: type, text: str) -> None:
     with pytest.raises(error, match=text), override(**changes):
         pass
     assert not runs_to_its_end(remat.remat(ends_late)(leaf()))
@@ -381,12 +379,12 @@ def test_is_disabled() -> None:
         assert is_disabled()
     with override(debug=True):
         assert not is_disabled()
-    told: list[bool] = []
+    found: list[bool] = []
     with disable_remat():
-        thread = threading.Thread(target=lambda: told.append(is_disabled()))
+        thread = threading.Thread(target=lambda: found.append(is_disabled()))
         thread.start()
         thread.join()
-    assert told == [False] and not is_disabled()
+    assert found == [False] and not is_disabled()
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
@@ -410,7 +408,7 @@ def test_a_compiled_region_keeps_its_own_options() -> None:
         assert torch.equal(zeros(), expected)
 
 
-def test_where_a_graph_breaks_the_region_is_an_eager_one() -> None:
+def test_a_region_with_a_graph_break_is_eager() -> None:
     torch._dynamo.reset()
     f = torch.compile(remat.remat(ends_late), backend="eager")  # `is_recomputing` breaks the graph
     assert not runs_to_its_end(f(leaf()))

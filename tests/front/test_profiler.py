@@ -1,4 +1,4 @@
-"""Regions in the profiler: by name, once in each run, and only while one runs."""
+"""Regions in the profiler: one named range for each run, and none without a profiler."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def layer(x: Tensor) -> Tensor:
 
 
 def profiled(run: Callable[[], Any]) -> tuple[Any, Counter[str]]:
-    """What it returns, and the ranges of regions."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells on stderr that it starts and stops
+    """The result of `run`, and the ranges of regions."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports on stderr when it starts and stops
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         result = run()
     return result, Counter(event.name for event in profiler.events() if event.name.startswith("remat "))
@@ -196,8 +196,8 @@ class Calls(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_mode_sees_them(policy: Any) -> None:
-    """Of users, or of a region around that logs operations."""
+def test_no_mode_sees_the_ranges(policy: Any) -> None:
+    """Neither modes of users, nor the mode of an outer region that logs operations."""
     outer = transform(lambda x: transform(layer, policy=policy)(x).cos(), policy=policy)
 
     def seen() -> tuple[list, Counter[str]]:
@@ -216,7 +216,7 @@ def test_no_mode_sees_them(policy: Any) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("profiled_run", ["forward", "backward"])
 def test_a_profiler_of_one_run_only(profiled_run: str, policy: Any, options: dict) -> None:
-    """That is no difference between the runs, also not of torch functions that are compared under torch.func."""
+    """It makes no difference between the runs, nor between the torch functions that are compared under torch.func."""
     inner = transform(layer, policy=policy)
     outer = transform(lambda x: inner(x).cos() * inner(x), policy=policy, **options)
     x = rand(4, 8)

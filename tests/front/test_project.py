@@ -8,7 +8,7 @@ import remat
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_version_is_in_one_place() -> None:
+def test_the_version_is_defined_once() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", remat.__version__)
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'dynamic = ["version"]' in project and not re.search(r"^version\b", project, re.MULTILINE)
@@ -16,7 +16,7 @@ def test_the_version_is_in_one_place() -> None:
     assert headings[0] == remat.__version__
 
 
-def test_the_oldest_python_is_said_once_everywhere() -> None:
+def test_the_oldest_python_is_the_same_everywhere() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pythons = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
     assert f'requires-python = ">={pythons[0]}"' in project

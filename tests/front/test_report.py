@@ -1,4 +1,4 @@
-"""What all benchmarks do with their rows: a table or JSON, a file beside it, the exit status."""
+"""The output of all benchmarks: a table or JSON, a file, and the exit status."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(argv: list[str], *passed: bool) -> int:
     return report(parse(parser, argv), [Row(each) for each in passed], lambda rows: f"{len(rows)} rows")
 
 
-def test_a_row_that_fails_is_the_exit_status(capsys: pytest.CaptureFixture) -> None:
+def test_a_failing_row_sets_the_exit_status(capsys: pytest.CaptureFixture) -> None:
     assert run([], True, True) == 0
     assert run([], True, False) == 1
     assert capsys.readouterr().out.count("2 rows") == 2
@@ -45,7 +45,7 @@ def test_one_run_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out) == written
 
 
-def test_a_row_without_its_package_is_left_out_aloud(capsys: pytest.CaptureFixture) -> None:
+def test_a_row_without_its_package_is_skipped_with_a_message(capsys: pytest.CaptureFixture) -> None:
     assert installed(None, "a row") and installed("torch", "a row")
     assert capsys.readouterr().err == ""
     assert not installed("no_such_package", "a row")

@@ -1,4 +1,4 @@
-"""`saved_residuals`: exactly what is kept, where it is from, and nothing else is changed."""
+"""`saved_residuals` lists exactly the saved tensors and their sources, and changes no state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def block_args(grad: bool = True) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def sources(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
-    """Where the tensors are from, without files and lines."""
+    """The sources of the saved tensors, without files and lines."""
     return sorted(row.source.partition(" at ")[0] for row in saved_residuals(fn, *args, inputs=True, **kwargs))
 
 
@@ -57,7 +57,7 @@ def test_rematerialized(policy: str, requires_grad: bool) -> None:
     assert sources(remat(block, policy=POLICIES[policy]), *block_args(requires_grad)) == ARGUMENTS + OWN[policy]
 
 
-def test_plain_is_as_with_everything_saveable() -> None:
+def test_a_plain_function_has_the_residuals_of_everything_saveable() -> None:
     args = block_args()
     assert saved_residuals(block, *args) == saved_residuals(remat(block, policy=policies.everything_saveable), *args)
 
@@ -75,7 +75,7 @@ def test_rows() -> None:
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES.values() if policy])
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in {"mlp", "attention", "convolution", "layer_norm"}])
-def test_the_bytes_are_those_that_are_held(case: Case, policy: Any) -> None:
+def test_bytes_are_those_that_are_alive(case: Case, policy: Any) -> None:
     args = case.make_args()
     rows = saved_residuals(remat(case.fn, policy=policy), *args)
     own = sum(row.nbytes for row in rows if not row.source.startswith(("argument", "captured")))
@@ -84,12 +84,12 @@ def test_the_bytes_are_those_that_are_held(case: Case, policy: Any) -> None:
         return torch.autograd.graph.get_gradient_edge(remat(case.fn, policy=policy)(*args).sum())
 
     held = held_bytes(forward)
-    assert own <= held <= own + 64  # the sum may keep what it expands
+    assert own <= held <= own + 64  # the sum may save a few bytes itself
 
 
 @cases(stateful=False, random=False)
 def test_every_case(case: Case) -> None:
-    """It runs what the tests run, and with everything saveable it finds what is saved without remat."""
+    """It works for all cases. With `everything_saveable` a region saves no more than without remat."""
     plain = saved_residuals(case.fn, *case.make_args())
     everything = saved_residuals(remat(case.fn, policy=policies.everything_saveable), *case.make_args())
     given = ("argument", "captured")
@@ -111,12 +111,12 @@ def test_grad_inside() -> None:
     def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return remat(block)(p, x).square().sum()
 
-    kept, plain = (
+    with_remat, plain = (
         saved_residuals(grad(loss), *block_args(), inputs=True),
         saved_residuals(grad(lambda p, x: block(p, x).square().sum()), *block_args(), inputs=True),
     )
-    assert {"argument p['wq']", "argument x"} <= {row.source for row in kept}
-    assert sum(row.nbytes for row in kept) < sum(row.nbytes for row in plain)
+    assert {"argument p['wq']", "argument x"} <= {row.source for row in with_remat}
+    assert sum(row.nbytes for row in with_remat) < sum(row.nbytes for row in plain)
 
 
 def test_jvp_inside() -> None:
@@ -176,7 +176,7 @@ def test_captured_of_a_plain_function() -> None:
     ]
 
 
-def test_arguments_are_left_as_they_are() -> None:
+def test_arguments_are_not_changed() -> None:
     x, y = rand(3), rand(3, seed=1, grad=False)
 
     def fn(x: Tensor, y: Tensor, *rest: Tensor, scale: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def test_arguments_are_left_as_they_are() -> None:
     assert torch.equal(y, before) and x.grad is None and x.requires_grad
 
 
-def test_an_error_in_the_function_leaves_nothing_behind() -> None:
+def test_state_is_restored_after_an_error() -> None:
     counter = torch.zeros(3)
 
     def fails(x: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def printed(capsys: pytest.CaptureFixture, fn: Callable, *args: Any, **kwargs: A
     return [line.partition(f" at {__file__}")[0] for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_model_of_layers_prints_the_rows_that_matter(capsys: pytest.CaptureFixture) -> None:
+def test_layers_of_a_model_are_printed_in_groups(capsys: pytest.CaptureFixture) -> None:
     model, x = encoder()
     nn_apply(model, nn.TransformerEncoderLayer)
     assert printed(capsys, model, x) == [
@@ -275,7 +275,7 @@ def test_a_model_of_layers_prints_the_rows_that_matter(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, remat], ids=["plain", "remat"])
-def test_modules_have_the_names_by_which_the_function_knows_them(wrap: Callable) -> None:
+def test_modules_have_the_names_that_the_function_uses(wrap: Callable) -> None:
     model, x = encoder()
     everything = {"policy": policies.everything_saveable} if wrap is remat else {}
     named = {row.module for row in saved_residuals(wrap(lambda x: model(x).sin().sin(), **everything), x)}
@@ -299,7 +299,7 @@ def test_modules_have_the_names_by_which_the_function_knows_them(wrap: Callable)
     assert {(row.kind, row.module) for row in rows} == {("output", "LayerNorm"), ("constant", None)}
 
 
-def test_layers_are_in_a_group_and_others_are_not(capsys: pytest.CaptureFixture) -> None:
+def test_only_numbered_layers_are_in_a_group(capsys: pytest.CaptureFixture) -> None:
     x = rand(2, 4).float()
     assert printed(capsys, nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), x) == [
         "float32[2, 4]  cpu  32 B  x2  output of aten.tanh",
@@ -331,7 +331,7 @@ def test_sizes_are_easy_to_read(nbytes: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_program_changes_is_put_back(fails: bool) -> None:
+def test_changes_of_a_program_are_undone(fails: bool) -> None:
     net = Careless()
     before, weight = state_of(net), net.weight
     with pytest.raises(ValueError, match="mine") if fails else nullcontext():
@@ -344,7 +344,7 @@ def test_what_a_program_changes_is_put_back(fails: bool) -> None:
     assert net.weight.grad is given and given.tolist() == [1, 1, 1]
 
 
-def test_a_graph_from_before_is_not_freed() -> None:
+def test_an_earlier_graph_is_not_freed() -> None:
     w = rand(3)
     h = w.exp()
     assert saved_residuals(lambda x: (x * h).sin(), rand(3))

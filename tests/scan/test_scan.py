@@ -26,7 +26,7 @@ Loop = Callable[..., Any]
 
 
 def loop(step: Callable, carry: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
-    """What ``scan`` stands for."""
+    """The loop that ``scan`` replaces."""
     count = len(tree_leaves(xs)[0]) if length is None else length
     entries = [None] * count if xs is None else [tree_map(lambda t, i=i: t[i], xs) for i in range(count)]
     ys = []
@@ -45,12 +45,12 @@ def scan_with(checkpoints: Any, **options: Any) -> Loop:
 
 @cache
 def cost(count: int, spare: int) -> int:
-    """The steps that the reversal of a region of so many steps computes."""
+    """The number of steps that the reversal of a region of ``count`` steps computes."""
     return count + sum(cost(*each) for each in segments(count, spare))
 
 
-def test_the_schedule_is_the_best_there_is() -> None:
-    """Against the formula for all sizes, and against a search through all schedules for small ones."""
+def test_the_schedule_is_optimal() -> None:
+    """Compared with the formula for all sizes, and with a search through all schedules for small sizes."""
     for count in range(1, 1001):
         for spare in range(21):
             parts = segments(count + 1, spare)
@@ -67,14 +67,14 @@ def test_the_schedule_is_the_best_there_is() -> None:
 
 
 def formula(count: int, checkpoints: int) -> int:
-    """Griewank and Walther: ``r n - C(s + r, s + 1)`` steps for n that end with the loss, with s carries of all n."""
+    """Griewank and Walther: ``r n - C(s + r, s + 1)`` for n steps, the last one the loss, and s saved carries."""
     n, s, r = count + 1, checkpoints + 1, 0
     while comb(s + r, s) < n:
         r += 1
     return r * n - comb(s + r, s + 1)
 
 
-def test_how_often_a_step_is_computed_at_most() -> None:
+def test_the_depth_of_the_schedule() -> None:
     @cache
     def nested(count: int, spare: int) -> int:
         return max((nested(*each) + 1 for each in segments(count, spare)), default=0)
@@ -85,7 +85,7 @@ def test_how_often_a_step_is_computed_at_most() -> None:
 # --- values, derivatives, recomputed steps ----------------------------------------------------------------------------
 
 COUNT = 30
-calls = [0]  # a number itself would be put back by recomputes
+calls = [0]  # a recompute would restore a plain number
 torch.manual_seed(0)
 H, XS = torch.randn(4, 8, dtype=torch.double), torch.randn(COUNT, 4, 8, dtype=torch.double)
 W = torch.randn(8, 8, dtype=torch.double) * 0.3
@@ -126,10 +126,10 @@ def jacobian(run: Loop) -> Any:
     return jacrev(lambda h: total(run)(h, XS, W) * h[0])(H)
 
 
-# How often the steps are computed, in units of the forward and of the backward's least number.
+# How often all steps are computed in the forward, and how often the least number of the backward is recomputed.
 TRANSFORMS: dict[str, tuple[Callable[[Loop], Any], int, int]] = {
     "autograd": (by_autograd, 1, 1),
-    "a graph that is kept": (lambda run: by_autograd(run, again=2), 1, 2),
+    "a graph that is retained": (lambda run: by_autograd(run, again=2), 1, 2),
     "autograd twice": (twice_by_autograd, 1, 2),
     "func.grad": (lambda run: grad(total(run), (0, 1, 2))(H, XS, W), 1, 1),
     "vjp": (lambda run: vjp(total(run), H, XS, W)[1](torch.ones((), dtype=torch.double)), 1, 1),
@@ -206,7 +206,7 @@ def gradient_by(transform: str, run: Loop, step: Callable) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("transform", ["autograd", "func.grad", "vmap(grad)"])
-def test_the_peak_is_that_of_the_kept_carries_and_one_step(transform: str) -> None:
+def test_the_peak_is_that_of_the_saved_carries_and_one_step(transform: str) -> None:
     plain = peak_bytes(gradient_by(transform, loop, small_y))
     peaks = {k: peak_bytes(gradient_by(transform, scan_with(k), small_y)) for k in (1, 2, 4, 8)}
     one_step = peaks[1] - UNIT
@@ -215,7 +215,7 @@ def test_the_peak_is_that_of_the_kept_carries_and_one_step(transform: str) -> No
         assert peak <= one_step + (k + 0.05) * UNIT
 
 
-# The peak is at most so many carries for each checkpoint, and so many more.
+# The peak is at most this number of carries for each checkpoint, plus a constant number.
 OTHERS: dict[str, tuple[Callable[[Callable], Any], int, int]] = {
     "in a region": (lambda loss: grad(remat.remat(loss))(STATE), 1, 5),
     "jacrev of two results": (lambda loss: jacrev(lambda h: torch.stack([loss(h)] * 2))(STATE), 2, 9),
@@ -226,7 +226,7 @@ OTHERS: dict[str, tuple[Callable[[Callable], Any], int, int]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_peak_under_other_transforms(name: str) -> None:
-    """Nested regions hold what they are called with: at second order, few checkpoints are deep and take more of it."""
+    """Nested regions keep their arguments alive. At second order, fewer checkpoints nest deeper and take more."""
     transform, each, more = OTHERS[name]
     plain = peak_bytes(lambda: transform(loss_by(loop, small_y)))
     for k in (1, 2, 4, 8):
@@ -236,7 +236,7 @@ def test_the_peak_under_other_transforms(name: str) -> None:
 
 
 def test_the_peak_of_forward_mode() -> None:
-    """The loop holds nothing; the regions of `scan`, which are in one another, hold what each is called with."""
+    """The plain loop saves nothing; the nested regions of `scan` keep their arguments alive."""
     assert peak_bytes(lambda: jvp(loss_by(scan_with(None), small_y), (STATE,), (STATE,))) < 24 * UNIT
 
 
@@ -246,14 +246,14 @@ def test_the_peak_with_a_compiled_step() -> None:
     assert peak_bytes(gradient_by("autograd", scan_with(4), step)) <= (4 + 5.05) * UNIT
 
 
-def test_between_forward_and_backward_the_carries_alone_are_kept() -> None:
+def test_only_carries_are_saved_between_forward_and_backward() -> None:
     h = STATE.clone().requires_grad_()
     for k in (1, 4, 8):
         assert held_bytes(lambda k=k: remat.scan(small_y, h, INPUTS, checkpoints=k)) <= (k + 1.05) * UNIT
 
 
-def test_results_are_written_to_their_place() -> None:
-    """The loop has them all, and then their stack too."""
+def test_results_are_written_into_the_stack() -> None:
+    """The plain loop needs memory for all results and for their stack."""
     plain = lambda: remat.scan(large_y, STATE, INPUTS)
     assert peak_bytes(lambda: loop(large_y, STATE, INPUTS)) > 128 * UNIT
     assert peak_bytes(plain) < (64 + 9) * UNIT
@@ -262,7 +262,7 @@ def test_results_are_written_to_their_place() -> None:
 
 
 def test_checkpoints_as_memory() -> None:
-    """As many carries as fit, or that part of all."""
+    """The memory determines the number of carries; a float is a part of the memory of all carries."""
     h = STATE.clone().requires_grad_()
     nested = lambda h, x: tuple({"a": t} for t in small_y(h["a"], x))
     for checkpoints, k in (("64KiB", 4), ("0.1MB", 6), (0.125, 8), ("1B", 0)):
@@ -273,7 +273,7 @@ def test_checkpoints_as_memory() -> None:
     assert held_bytes(few) <= 1.05 * UNIT
 
 
-def test_nothing_stays() -> None:
+def test_nothing_stays_alive() -> None:
     with assert_freed_without_gc() as watch:
         h = STATE.clone().requires_grad_()
         last, ys = remat.scan(large_y, h, INPUTS)
@@ -308,8 +308,8 @@ def test_modules_with_dropout_and_buffers() -> None:
 
 
 @pytest.mark.parametrize("transform", ["autograd", "func.grad"])
-def test_what_a_policy_keeps_is_not_computed_again(transform: str) -> None:
-    """It is kept of all steps, the carries are not."""
+def test_values_that_a_policy_saves_are_not_recomputed(transform: str) -> None:
+    """They are saved for all steps; carries are not."""
     weight = torch.eye(SIZE) * 0.9
 
     def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -328,7 +328,7 @@ def test_what_a_policy_keeps_is_not_computed_again(transform: str) -> None:
 
 
 def test_an_inner_training_loop() -> None:
-    """Each step differentiates a loss, as in MAML; the outer gradient goes through all of them."""
+    """Each step differentiates a loss, as in MAML; the outer gradient differentiates through all steps."""
 
     def run(each: Loop) -> Any:
         rate = torch.tensor(0.1, dtype=torch.double, requires_grad=True)
@@ -347,7 +347,7 @@ def test_an_inner_training_loop() -> None:
 
 @pytest.mark.parametrize("transform", ["autograd", "func.grad"])
 def test_a_backward_in_a_step_recomputes_nothing(transform: str) -> None:
-    """A step runs at the end of a region, in which it would have all steps before it computed again."""
+    """A step runs at the end of a region, so a recompute of that region would recompute all steps before it."""
     steps = [0]
 
     def step(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,7 +406,7 @@ def test_without_xs_and_without_y() -> None:
     assert torch.equal(*(torch.autograd.grad(each.sum(), h)[0] for each in (last, expected)))
 
 
-def test_results_that_need_no_gradient_and_results_that_are_there() -> None:
+def test_results_without_gradient_and_results_that_are_inputs() -> None:
     def step(h: Tensor, x: Tensor) -> tuple[Tensor, Any]:
         h = h.sin() * x
         return h, (h, x, h.detach(), (h > 0.5), h.argmax())
@@ -431,14 +431,14 @@ def test_results_may_be_changed_in_place() -> None:
 
 
 def test_some_steps_without_history() -> None:
-    """The first result doesn't depend on what is differentiated."""
+    """The first result doesn't depend on the differentiated tensor."""
     w = torch.ones(3, requires_grad=True)
     step = lambda h, x: (h * w, h * 2)
     run = lambda each: torch.autograd.grad(each(step, torch.ones(3), length=4)[1].square().sum(), w)
     assert torch.equal(run(loop)[0], run(remat.scan)[0])
 
 
-def test_under_a_policy_around() -> None:
+def test_under_an_outer_policy() -> None:
     h = torch.ones(4, 4, requires_grad=True)
     step = lambda h, x: ((h @ W[:4, :4].float()).sin(), h.sum())
 
@@ -452,8 +452,8 @@ def test_under_a_policy_around() -> None:
 
 
 @pytest.mark.parametrize("policy", [policies.save_matmuls, policies.everything_saveable])
-def test_results_in_a_region_that_leaves_out_steps(policy: Any) -> None:
-    """What computes a ``y`` is needed there, as it is written into the result."""
+def test_results_in_a_region_that_skips_steps(policy: Any) -> None:
+    """The step that computes a ``y`` must not be skipped, as the ``y`` is written into the result."""
 
     def fn(each: Loop) -> Callable:
         step = lambda h, x: ((h @ W).sin(), h * 2)
@@ -474,7 +474,7 @@ def test_both_runs_have_the_same_operations() -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_the_deepest_nest_under_a_mode(debug: bool) -> None:
+def test_the_deepest_nesting_under_a_mode(debug: bool) -> None:
     h = torch.ones(3, 3, requires_grad=True)
     run = scan_with(0, policy=None if debug else policies.save_matmuls)
     with remat.override(debug=True) if debug else nullcontext():
@@ -584,7 +584,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "xs has 4 entries, but there are 5 steps",
     ),
     "no length": (lambda: remat.scan(lambda h, x: (h, None), ONES), ValueError, "The number of steps is unknown"),
-    "a length that is none": (
+    "an invalid length": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, length=2.0),
         TypeError,
         "length must be an integer, got 2.0",
