@@ -14,8 +14,8 @@ from ._function import Remat
 from ._modules.eligible import check_module
 from ._modules.region_class import second_module
 from ._policy.policy import Policy, PolicyLike
-from ._region.habits import POLICY_IS_A_KEYWORD, check_returns, refuse
 from ._region.options import DeterminismCheck, Options, checked_options
+from ._region.unsupported import POLICY_IS_A_KEYWORD, check_returns, refuse
 
 F = TypeVar("F", bound=Callable)
 

@@ -31,7 +31,7 @@ def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[b
     run = partial(_again, region) if root.ran else partial(region.run, run=Run())
     recorded = torch.is_grad_enabled() and any(map(is_recorded, operands))
     if recorded and not region.uses_func:
-        run = partial(_checkpointed, run, root.kept.policy)
+        run = partial(_checkpointed, run, root.saved.policy)
     if root.ran:
         return run(operands)
     before = list(map(private_compile.value_now, operands))
@@ -86,7 +86,7 @@ def _checkpointed(run: Callable, policy: Any, operands: Tensors) -> list:
         first.ac_graph_id = next(private_compile.graph_ids)
         return first, again
 
-    with hooks_allowed(whoever_forbids=True):
+    with hooks_allowed(even_if_disabled=True):
         return private.original_checkpoint(
             lambda *tensors: run(list(tensors)),
             *operands,

@@ -25,7 +25,7 @@ from .._region.options import Options
 from .._region.outputs import Outputs
 from .._region.run import Run
 from .bottom import run_at_bottom
-from .keep import Kept
+from .saved_values import SavedValues
 
 
 def call(fn: Callable, args: tuple, kwargs: dict, policy: Any, context_fn: Any = None) -> Any:
@@ -75,7 +75,7 @@ def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
         return functorch.call(
             Interpreter(graph).run, Options(policy=policy, determinism_check="none"), Known(), args, {}
         )
-    region = TracedRegion(graph, Kept(policy), kinds, args)
+    region = TracedRegion(graph, SavedValues(policy), kinds, args)
     try:
         outs = apply(region, region.operands, Call(None, run_at_bottom))
     except RuntimeError as error:
@@ -101,8 +101,8 @@ class TracedRegion:
     is_pullback = uses_func = ran = False
     mapped = True  # the randomness mode of a ``vmap`` level applies even if no operand is batched
 
-    def __init__(self, graph: GraphModule, kept: Kept, kinds: tuple, args: tuple) -> None:
-        self.graph, self.kept, self.kinds = graph, kept, kinds
+    def __init__(self, graph: GraphModule, saved: SavedValues, kinds: tuple, args: tuple) -> None:
+        self.graph, self.saved, self.kinds = graph, saved, kinds
         self.given, self.operands = take_apart(args, {})
         self.known = Known()
         self.changed: dict[int, Any] = {}  # the old values of operands that the first run has changed
@@ -121,7 +121,7 @@ class TracedRegion:
         """Run the graph, and return the new tensors among the results."""
         args, _ = self.given.filled(operands)
         again, self.ran = self.ran, True
-        result = self.kept.run(self.graph, args, again)
+        result = self.saved.run(self.graph, args, again)
         return self.outputs.compare(result, operands) if again else self.outputs.record(result, operands)
 
     call_again = run

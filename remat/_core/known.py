@@ -28,7 +28,7 @@ class Known:
         self.programs: dict[Any, Any] = {}  # the operations of the last first run under a policy, by the policy's judge
         self.choices: dict[Any, list[Any]] = {}  # what a policy with a budget has chosen to save, by policy
 
-    def is_news(self, warning: str) -> bool:
+    def is_new_warning(self, warning: str) -> bool:
         """Whether this warning was not given yet; from now on it counts as given."""
         news = warning not in self.warnings
         self.warnings.add(warning)

@@ -23,10 +23,10 @@ from .._core.state import state
 from .._core.streams import current_streams, taken
 from .._policy.policy import Policy
 from .._region.around import of_region
+from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS, fingerprint
 from .._region.guards import Guards
 from .._region.sharing import overlapping
-from .._region.telling import told
 from .._region.turns import turn
 from ..errors import MutationError, RecomputeMismatchError
 from .operation_log import OpLog
@@ -117,7 +117,7 @@ class Frame:
         try:
             return self._read(packed)
         except Exception as error:
-            raise told(error, self.region, recomputing=False)  # noqa: B904
+            raise with_region(error, self.region, recomputing=False)  # noqa: B904
 
     def _read(self, packed: Any) -> torch.Tensor:
         """``unpack`` for the cases that its fast path doesn't handle."""
@@ -213,7 +213,7 @@ class Frame:
         """
         if self.record is None or self.record.in_region or self.inside or not self.one_output:
             return False
-        if self.record.keep.nbytes <= LEFT_ALONE_BYTES:
+        if self.record.saved_values.nbytes <= LEFT_ALONE_BYTES:
             return False
         inputs = *self.operands.tensors, *self.consts.tensors
         return all(t is not None and (not is_in_graph(t) or _is_reached(t)) for t in inputs)

@@ -10,12 +10,12 @@ from .._core.known import Known
 from .._core.state import state
 from .._region.arguments import take_apart
 from .._region.around import Around
+from .._region.error_context import without_internals
 from .._region.guards import Guards
 from .._region.hooks import is_hooks_refusal
 from .._region.options import Options
 from .._region.region import Region
 from .._region.run import FirstRun
-from .._region.telling import without_internals
 from .._selective.recorder import recorder_for
 from .saver import Saver
 

@@ -18,8 +18,8 @@ from .._core.streams import is_on_another
 from .._region.around import RegionHooks
 from .._region.fingerprints import describe, is_other, look_at
 from .._region.hooks import drop_gradient_hooks
-from .._region.left_out import Restart
 from .._region.lowerings import Lowerings
+from .._region.placeholders import Restart
 from .._region.run import Run
 from .._selective.attempt import Attempt
 from ..errors import RecomputeMismatchError
@@ -73,7 +73,7 @@ class Filler(RegionHooks):
 
     def _run(self) -> None:
         """Recompute the region; if that reads a value that it skipped, recompute all of it."""
-        if not self._attempt(whole=not self.frame.options.may_leave_out):
+        if not self._attempt(whole=not self.frame.options.may_skip):
             self.go_back(0)
             self.stopped, self.difference = False, None
             self._attempt(whole=True)
@@ -101,12 +101,12 @@ class Filler(RegionHooks):
                 result = frame.region.call_again(operands, run)
         except (Stop, Restart, Exception):
             # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.
-            if not self.stopped and not run.starts_over:
+            if not self.stopped and not run.must_restart:
                 raise
         finally:
             private.pop_hooks()
             drop_gradient_hooks(frame.consts.tensors, first_hook)
-        if run.starts_over:
+        if run.must_restart:
             return False
         if not self.stopped:
             self._check_end(result, run.log)
@@ -166,10 +166,10 @@ class Filler(RegionHooks):
         if private.is_wrapped(tensor):
             return bare(tensor)
         replay = self.attempt.replay
-        if replay is not None and replay.left_out:
+        if replay is not None and replay.placeholders:
             count = self.count
             if count < len(self.slots) and self.slots[count]:
-                replay.left_out.read([tensor])
+                replay.placeholders.read([tensor])
         return self.pack(tensor)
 
     def _check_more(self) -> None:

@@ -50,10 +50,10 @@ class Saver(RegionHooks):
         if frame.outer is None and frame.options.offload_inputs and not root.kinds:
             frame.operands.offload()  # not under torch.func, whose levels own their inputs
         if recording is not None:
-            recording.keep.hooks = frame.outer
+            recording.saved_values.hooks = frame.outer
             recording.in_region = root.around is not None and root.around.region is not None
         run.log = frame.log
-        with hooks_allowed(whoever_forbids=root.ran):
+        with hooks_allowed(even_if_disabled=root.ran):
             below = self._pack_below_levels if root.kinds else self.pack
             unpack = frame.unpack if recording is None else frame.unpack_under_policy
             private.push_hooks(self._pack_and_note if frame.noted else below, unpack)

@@ -30,7 +30,7 @@ def shields(frame: Frame) -> list[Any]:
     if not private.is_torch_function_enabled():
         contexts.append(private.torch_function_enabled())
     if private.hooks_disabled_message() is not None:
-        contexts.append(hooks_allowed(whoever_forbids=True))
+        contexts.append(hooks_allowed(even_if_disabled=True))
     if frame.modes and not modes_that_see():
         contexts.append(PlainMode())
     if (frame.operands.duals or frame.consts.duals) and not private.dual_level_active():

@@ -71,7 +71,7 @@ def _recompute(root: Any) -> Iterator[None]:
     if root.record is not None:
         root.record.in_backward()
     batched = outside_of_batched_backward() if in_batched_backward() else nullcontext()
-    with hooks_allowed(whoever_forbids=True), batched:
+    with hooks_allowed(even_if_disabled=True), batched:
         yield
 
 
@@ -125,7 +125,7 @@ def is_refused_change(error: RuntimeError) -> bool:
 def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     check_hooks_are_allowed()
     run = FirstRun(call.recorder, call.watch)
-    saver = _saver(region, call.kept, region.root.consts, run, region.root.options.read_inside)
+    saver = _saver(region, call.guards, region.root.consts, run, region.root.options.read_inside)
     try:
         return saver.run(region.run, inputs)
     except RuntimeError as error:
@@ -137,7 +137,7 @@ def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
 def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     root = region.root
     outs = region.run(inputs, FirstRun(call.recorder, call.watch))
-    call.kept.close()
+    call.guards.close()
     root.consts.close()
     if call.recorder is not None:
         root.record = call.recorder.close(outs, slots_tell=False)
@@ -161,7 +161,7 @@ def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: boo
     if call.tape is not None and isinstance(pullback, Pullback) and call.tape.serves(pullback):
         count = len(pullback.needs)
         return region.linearize(operands[:count], Recompute(region.root), call.tape)(operands[count:])
-    if region.root.options.debug and region.root.known.is_news(UNCOMPARED):
+    if region.root.options.debug and region.root.known.is_new_warning(UNCOMPARED):
         warn(UNCOMPARED, Line(region.root.code, region.root.number))
     with hooks_hidden():
         return region.run(operands, Recompute(region.root))

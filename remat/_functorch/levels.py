@@ -18,13 +18,13 @@ import torch.autograd.forward_ad as fwAD
 from .._core import private
 from .._core.parts import is_differentiable, is_dual
 from .._core.state import own_work
-from .._region.telling import told
-from .._region.watch import GivenUp
+from .._region.error_context import with_region
+from .._region.watch import Abandoned
 from ..errors import MutationError, RematError
 from .batched import Batched, PullbackOfBatched, batched_pullback
 from .bottom import has_dual, is_followed_by_autograd, run_in_node
 from .derived import Graded, Jvp, Tensors, without_overlap
-from .proof import nobody_reads_the_graph
+from .proof import graph_is_unreachable
 from .pullback import InnerPullback, Pullback
 from .tape import Call
 
@@ -59,7 +59,7 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         if first and randomness != "same" and region.root.ambient.moved():
             # The randomness mode of a ``vmap`` level applies even if no operand is batched.
             region.root.mapped = True
-            raise GivenUp(region.root)
+            raise Abandoned(region.root)
         return outs
     if isinstance(region, Pullback):
         size = interpreter.batch_size()
@@ -176,7 +176,7 @@ class RegionNode(private.SingleLevelFunction):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
         region, call, level, operands = ctx.region, ctx.call, ctx.level, ctx.operands
         needs = ctx.needs_input_grad[4:]
-        if not nobody_reads_the_graph(level, operands, ctx.thread):
+        if not graph_is_unreachable(level, operands, ctx.thread):
             grads = pull_back(region, operands, cotangents, needs, call, level)
         else:  # this is the node's only backward, and its level need not record it
             ctx.region = ctx.call = ctx.operands = None
@@ -213,7 +213,7 @@ class PlainNode(torch.autograd.Function):
         try:
             call.guarded(call.operands)  # its error is more precise than autograd's
         except MutationError as error:
-            raise told(error, ctx.region, recomputing=False)  # noqa: B904
+            raise with_region(error, ctx.region, recomputing=False)  # noqa: B904
         return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
 
 
@@ -234,6 +234,6 @@ def pull_back(
         with own_work():
             found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call)
     except Exception as error:
-        raise told(error, region, recomputing=False)  # noqa: B904
+        raise with_region(error, region, recomputing=False)  # noqa: B904
     grads, present = iter(found), iter(pullback.present)
     return [next(grads) if needed and next(present) else None for needed in needs]

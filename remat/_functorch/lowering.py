@@ -16,13 +16,13 @@ from .._core.known import Known
 from .._core.state import own_work, state
 from .._region.arguments import take_apart
 from .._region.around import Around
+from .._region.error_context import without_internals
 from .._region.hooks import drop_gradient_hooks, is_hooks_refusal
 from .._region.intercept import given_as, made_inside
 from .._region.lowerings import go_back, mark
 from .._region.options import Options
 from .._region.region import Region
-from .._region.telling import without_internals
-from .._region.watch import GivenUp, Watch
+from .._region.watch import Abandoned, Watch
 from .._selective.recorder import recorder_for
 from .bottom import run_at_bottom
 from .left_behind import check_left_behind
@@ -47,8 +47,8 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             used_func = known.uses_func  # an inner region may be of the same function, and set it
             try:
                 return _first_run(region, shared)
-            except GivenUp as given_up:
-                if given_up.region is not region:
+            except Abandoned as abandoned:
+                if abandoned.region is not region:
                     raise
             except Exception as error:
                 if is_hooks_refusal(error) and not used_func:
@@ -56,7 +56,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                 elif not _adopts_captured(region, shared.watch):
                     raise
             with own_work():
-                shared.kept.roll_back()
+                shared.guards.roll_back()
                 go_back(marks)
                 drop_gradient_hooks((*shared.operands, *map(given_as, region.operands())), first_hook)
                 region.restart()
@@ -75,7 +75,7 @@ def _first_run(region: Region, shared: Call) -> Any:
         learnt = _learns(region, shared.watch)
         check_left_behind(region, shared.watch, outs)
     if learnt or _adopts_captured(region, shared.watch):
-        raise GivenUp(region)
+        raise Abandoned(region)
     shared.watch = shared.recorder = None  # a watch refers to its region
     made_inside(outs)
     return region.outputs.build(outs, operands)

@@ -20,7 +20,7 @@ from .._core.engine_call import nearest_engine_call
 _FUNC_GRAD_CALL = private.func_grad_engine_call.__code__
 
 
-def nobody_reads_the_graph(level: int, saved: Sequence[torch.Tensor], thread: int) -> bool:
+def graph_is_unreachable(level: int, saved: Sequence[torch.Tensor], thread: int) -> bool:
     """Whether it is proved that no code can: the level is alive and on top, and torch.func itself runs this backward.
 
     ``saved`` are the operands of a node at ``level``. ``thread`` is the thread that ran its forward.

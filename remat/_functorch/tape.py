@@ -16,7 +16,7 @@ from .pullback import Pull, Pullback, gradients
 class Call:
     """What the nodes of one call of a region share of its first run. It owns the tape, so no region may own it."""
 
-    __slots__ = ("batched", "bottom", "depends", "kept", "operands", "recorder", "tape", "watch")
+    __slots__ = ("batched", "bottom", "depends", "guards", "operands", "recorder", "tape", "watch")
 
     def __init__(self, recorder: Any, bottom: Callable[..., list]) -> None:
         self.recorder = recorder  # records the first run, under a policy
@@ -26,17 +26,17 @@ class Call:
         self.batched: dict[Any, Batched] = {}  # the ``vmap`` of the region, and of its pullbacks
         self.tape: Tape | None = None
         self.operands: Tensors = ()
-        self.kept: Guards = NO_GUARDS  # the operands' guards
+        self.guards: Guards = NO_GUARDS  # the operands' guards
 
     def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
         """Guard the operands of the first run, as its ``inputs``, which may be leaves in place of operands."""
-        self.operands, self.kept = operands, Guards(inputs, names(root), root.known.changing)
+        self.operands, self.guards = operands, Guards(inputs, names(root), root.known.changing)
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, checked for changes, and as they were before the region changed them."""
         known = len(self.operands)
         same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
-        return [self.kept.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
+        return [self.guards.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
 
 
 def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:

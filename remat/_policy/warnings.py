@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .._selective.recording import Recording
 
 
-class Told:
+class Warned:
     """The warnings already given about a policy, shared by all functions or modules that got it in one call."""
 
     silenced = False
@@ -29,23 +29,23 @@ class Told:
 @contextmanager
 def silenced() -> Iterator[None]:
     """Within the context, no region warns, and no warning counts as given."""
-    before, Told.silenced = Told.silenced, True
+    before, Warned.silenced = Warned.silenced, True
     try:
         yield
     finally:
-        Told.silenced = before
+        Warned.silenced = before
 
 
-def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, known: Known) -> None:
+def warn_of_names(mentioned: Iterable[str], given: Iterable[str], warned: Warned, known: Known) -> None:
     """Warn of the names that a policy mentions but that no value of the region has, after the region's first run."""
-    if Told.silenced:
+    if Warned.silenced:
         return
     given = sorted(given)
     for pattern in mentioned:
-        if any(is_named(name, pattern) for name in given) or pattern in told.names:
+        if any(is_named(name, pattern) for name in given) or pattern in warned.names:
             continue
-        told.names.add(pattern)
-        if known.is_news(pattern):
+        warned.names.add(pattern)
+        if known.is_new_warning(pattern):
             near = difflib.get_close_matches(pattern, given, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             seen = f"Values were named {', '.join(map(repr, given))}" if given else "There were no named values"
@@ -59,19 +59,19 @@ def warn_of_names(mentioned: Iterable[str], given: Iterable[str], told: Told, kn
 class Unmatched:
     """A region whose policy has matched no operator. It warns in the backward pass, as later calls may match one."""
 
-    __slots__ = ("known", "line", "operators", "policy", "told")
+    __slots__ = ("known", "line", "operators", "policy", "warned")
 
     def __init__(self, recording: Recording) -> None:
-        self.policy, self.told, self.known = recording.own, recording.told, recording.known
+        self.policy, self.warned, self.known = recording.own, recording.warned, recording.known
         self.operators = list(dict.fromkeys(str(entry.key[0]) for entry in recording.log.entries))
         self.line = user_line()
 
     def warn(self) -> None:
         """Warn, unless another call has matched an operator or this warning was given before."""
-        if self.told.operators or Told.silenced:
+        if self.warned.operators or Warned.silenced:
             return
-        self.told.operators = True
-        if not self.known.is_news(f"the operators of {self.policy!r}"):
+        self.warned.operators = True
+        if not self.known.is_new_warning(f"the operators of {self.policy!r}"):
             return
         shown, more = self.operators[:_SHOWN], len(self.operators) - _SHOWN
         warn(
@@ -84,8 +84,8 @@ class Unmatched:
 
 def unmatched(recording: Recording) -> Unmatched | None:
     """Return the region that has just run, if its own policy judges operators and has matched none of them."""
-    own, told = recording.own, recording.told
-    if told.operators or own.ignores_operators or not recording.log:
+    own, warned = recording.own, recording.warned
+    if warned.operators or own.ignores_operators or not recording.log:
         return None
     if own.asks:
         if own is not recording.policy:
@@ -97,7 +97,7 @@ def unmatched(recording: Recording) -> Unmatched | None:
             op = recording.log.maker(value).key[0]
             verdicts.append(own.judge(None, op, (), {}, frozenset(names)))
         matches = any(verdict is not Verdict.RECOMPUTE for verdict in verdicts)
-    told.operators |= matches
+    warned.operators |= matches
     return None if matches else Unmatched(recording)
 
 

@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from .._core.parts import bottom
 from .._core.private import NO_VERSION, raw_version, saved_look, without_levels
 from .._core.state import unseen
-from .left_out import LeftOutTensor
+from .placeholders import Placeholder
 
 CHECKS = ("metadata", "values", "none")
 
@@ -112,7 +112,7 @@ def checksum(tensor: torch.Tensor) -> int:
     """Return a sum of the tensor's bits, weighted by position, modulo 2**64. Batched tensors are taken as a whole."""
     with torch.no_grad(), unseen(), without_levels():
         data = bottom(tensor)
-        if isinstance(data, LeftOutTensor):  # skipped by the recompute of an outer region
+        if isinstance(data, Placeholder):  # skipped by the recompute of an outer region
             data.check()
         data = data.detach()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous()

@@ -21,18 +21,18 @@ _DISABLE = disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr
 class hooks_allowed:
     """Within, saved-tensor hooks are allowed although torch.func has disabled them in this thread.
 
-    With ``whoever_forbids`` also where the user has disabled them: a recompute must run wherever the backward does.
+    With ``even_if_disabled`` also where the user has disabled them: a recompute must run wherever the backward does.
     """
 
-    __slots__ = ("lifted", "whoever_forbids")
+    __slots__ = ("even_if_disabled", "lifted")
 
-    def __init__(self, whoever_forbids: bool = False) -> None:
-        self.whoever_forbids = whoever_forbids
+    def __init__(self, even_if_disabled: bool = False) -> None:
+        self.even_if_disabled = even_if_disabled
         self.lifted: str | None = None
 
     def __enter__(self) -> None:
         message = private.hooks_disabled_message()
-        if message is not None and (self.whoever_forbids or _REFUSAL in message):
+        if message is not None and (self.even_if_disabled or _REFUSAL in message):
             private.hooks_enable()
             self.lifted = message
 

@@ -18,7 +18,7 @@ from .._core import private
 from .._core.facts import mapped, tensors
 from .._core.state import own_work, state
 from ..errors import CaptureError, MutationError
-from .watch import GivenUp, Watch
+from .watch import Abandoned, Watch
 
 
 class Interceptor(TorchFunctionMode):
@@ -100,7 +100,7 @@ class Interceptor(TorchFunctionMode):
                 f"nor found in what the function captures, and it is a new tensor in each run. Pass it as an argument."
             )
         watch.region.adopt([tensor])
-        raise GivenUp(watch.region)
+        raise Abandoned(watch.region)
 
     def _swap(self, value: Any) -> Any:
         return mapped(self._swapped, value)

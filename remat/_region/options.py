@@ -13,7 +13,7 @@ import torch
 from .._core import private
 from .._core.state import overriding, state
 from .._policy.policy import Policy, as_policy
-from .._policy.warnings import Told
+from .._policy.warnings import Warned
 from .contexts import Contexts
 from .fingerprints import CHECKS
 
@@ -36,11 +36,11 @@ class Options:
     offload_inputs: bool = False  # to host memory, in plain autograd
     read_inside: bool = False  # slots own their values while the region runs, for backward passes inside it
     name: str = field(default="", compare=False)  # the path of the module in its model
-    told: Told = field(default_factory=Told, compare=False, repr=False)
+    warned: Warned = field(default_factory=Warned, compare=False, repr=False)
     override: dict[str, Any] | None = field(default=None, compare=False, repr=False)  # in effect at the call
 
     @property
-    def may_leave_out(self) -> bool:
+    def may_skip(self) -> bool:
         """Whether a recompute may skip values that nothing needs: not if all values are compared."""
         return self.determinism_check != "values"
 
@@ -75,7 +75,7 @@ def checked_options(
     elif policy is not None:
         policy = as_policy(policy)
     # Dynamo can't trace the default factory of a field.
-    return Options(preserve_rng_state, determinism_check, early_stop, debug, policy, told=Told())
+    return Options(preserve_rng_state, determinism_check, early_stop, debug, policy, warned=Warned())
 
 
 @contextmanager

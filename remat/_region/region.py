@@ -25,13 +25,13 @@ from .._core.ranges import in_range
 from .._core.state import first_run, own_work, recomputing, state
 from .arguments import Arguments
 from .around import Around
+from .error_context import with_region
 from .guards import NO_GUARDS, Guards
 from .intercept import Interceptor, made_inside
 from .options import Options
 from .outputs import Outputs
 from .run import Run
 from .sharing import apart, as_before, same, twice_below
-from .telling import told
 from .turns import turn
 
 _on_cpu = attrgetter("is_cpu")
@@ -194,7 +194,7 @@ class Region:
         try:
             return self._recompute(operands, run)
         except Exception as error:
-            raise told(error, self)  # noqa: B904
+            raise with_region(error, self)  # noqa: B904
 
     def _recompute(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
         assert self.ambient is not None

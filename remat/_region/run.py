@@ -18,7 +18,7 @@ class Run:
     recorder: Any = None  # records the operations of a first run under a policy
     replay: Any = None  # the dispatch mode of a recompute under a policy
     watch: Any = None  # finds captured tensors that no variable leads to
-    starts_over = False  # it has read a value that it skips
+    must_restart = False  # it has read a value that it skips
 
     def __init__(self) -> None:
         self.log: Any = None  # the operation log of ``debug=True``

@@ -13,7 +13,7 @@ from .._core.devices import wait_for_backward_threads
 from .._core.parts import is_followed_below, requires_grad_somewhere
 
 
-class GivenUp(BaseException):
+class Abandoned(BaseException):
     """Abandons a first run, as the region now knows more. Not an Exception, so that user code doesn't catch it."""
 
     def __init__(self, region: Any) -> None:

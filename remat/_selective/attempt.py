@@ -9,8 +9,8 @@ import torch
 
 from .._core.parts import all_parts
 from .._region.around import Around
-from .._region.left_out import Restart
 from .._region.lowerings import go_back, mark
+from .._region.placeholders import Restart
 from .._region.run import Run
 from .plan import Plan
 from .record import Record
@@ -37,8 +37,8 @@ class Attempt(Run):
         return self.replay
 
     @property
-    def starts_over(self) -> bool:  # type: ignore[override]
-        return self.replay is not None and self.replay.left_out.is_read
+    def must_restart(self) -> bool:  # type: ignore[override]
+        return self.replay is not None and self.replay.placeholders.is_read
 
     def escaped(self, result: Any = None) -> bool:
         """Whether placeholders of skipped values are still alive, other than those in the result."""
@@ -61,15 +61,15 @@ class Recompute(Run):
         around, marks = Around(), mark()
         # If the region overwrites its operands, a second attempt would get operands that the first has changed.
         changes = not record.program.overwritten.isdisjoint(record.inputs[: len(all_parts([*operands]))])
-        attempt = Attempt(record, record.plan() if self.root.options.may_leave_out and not changes else None)
+        attempt = Attempt(record, record.plan() if self.root.options.may_skip and not changes else None)
         attempt.log = self.log
         try:
             result = go(attempt)
-            if not attempt.starts_over and not attempt.escaped(result):
+            if not attempt.must_restart and not attempt.escaped(result):
                 return result
             del result
         except (Restart, Exception):
-            if not attempt.starts_over:
+            if not attempt.must_restart:
                 raise
         around.undo()
         go_back(marks)

@@ -23,7 +23,7 @@ from .._region.lowerings import as_in_first_run
 from .costs import cost_of
 from .hull import hull
 from .log import Log
-from .plan import Leave, always, can_be_left, never
+from .plan import CanSkip, always, can_be_skipped, never
 from .program import Program
 from .storages import Storages
 from .tradeoff import Choice, Problem, TooMany, best_of, pareto
@@ -60,7 +60,7 @@ class Choices:
         self._matches = as_in_first_run([] if _is_in_torch_checkpoint() else [*self._known])
         self._chosen = policy.chosen  # a choice made earlier, as long as the operators match its program
         self.so_far: frozenset[int] = frozenset()  # what a new program saves: one choice, as all may exceed the budget
-        self._news = known.is_news
+        self._news = known.is_new_warning
         self.costs: list[float] = []  # of the steps
         self.flops: list[int] = []  # of the steps
         self.sizes: dict[int, int] = {}  # of values, in bytes
@@ -141,7 +141,7 @@ class Choices:
             for value, step in values
             if is_judged(step.result, step.facts) and (step.facts.writes or value not in program.overwritten)
         }
-        stays = {step.number for step in program.steps if not (lazy and step.can_be_left)}
+        stays = {step.number for step in program.steps if not (lazy and step.can_be_skipped)}
         return Problem(program.steps, self.costs, sizes, keepable, roots, stays)
 
 
@@ -158,7 +158,7 @@ def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[
     owned = saveable.intersection(problem.roots)
     missing = [value for value in problem.roots if value not in owned]
     end = max((problem.roots[value] for value in missing), default=0)
-    leave: Leave = can_be_left if lazy else always
+    leave: CanSkip = can_be_skipped if lazy else always
     saved = owned | program.plan(missing, end, saveable, leave).used
     runs = program.plan(missing, end, saved, leave if lazy else never).run
     nbytes = sum(problem.sizes[value] for value in saved)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from .values import UNTOLD
+from .values import UNDESCRIBED
 
 if TYPE_CHECKING:
     from .program import Step
 
 
-Leave: TypeAlias = "Callable[[Step], bool]"  # whether a step may be skipped if nothing needs its results
+CanSkip: TypeAlias = "Callable[[Step], bool]"  # whether a step may be skipped if nothing needs its results
 
 
 class Plan(NamedTuple):
@@ -27,7 +27,7 @@ def plan(
     dispensable: Collection[int],
     roots: Collection[int],
     available: Collection[int],
-    may_be_left: Leave,
+    may_be_left: CanSkip,
 ) -> Plan:
     """Plan a recompute of the ``roots``, where the ``available`` values are saved.
 
@@ -44,7 +44,7 @@ def plan(
         # A step that changes its arguments is restored as a whole. Of others, unneeded dispensable results are skipped.
         in_part = (wanted or draws) and not step.is_whole
         whole = [value for value in step.outs if not in_part or value in needed or value not in dispensable]
-        given = step.result is not UNTOLD and all(value in available for value in whole)
+        given = step.result is not UNDESCRIBED and all(value in available for value in whole)
         given = given and any(value in available for value in step.outs)
         if given and (wanted or not draws):
             result.used.update(whole)
@@ -69,6 +69,6 @@ def never(step: Step) -> bool:
     return False
 
 
-def can_be_left(step: Step) -> bool:
+def can_be_skipped(step: Step) -> bool:
     """Skip a step if a read of its placeholder results would be detected."""
-    return step.can_be_left
+    return step.can_be_skipped

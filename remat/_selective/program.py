@@ -15,15 +15,15 @@ import torch
 from .._core.facts import Facts, facts_of
 from .._core.private import OpOverload
 from .log import Entry, Log
-from .plan import Leave, Plan, plan
-from .values import UNTOLD, Layout
+from .plan import CanSkip, Plan, plan
+from .values import UNDESCRIBED, Layout
 
 
 class Step:
     """An operation of a first run that made or changed a value. Operations that only return views are not steps."""
 
     __slots__ = (
-        "can_be_left", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "is_whole", "key",
+        "can_be_skipped", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "is_whole", "key",
         "number", "operands", "outs", "reads", "result",
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ class Step:
             and type(self.func) is OpOverload
             and len(self.operands) == len(entry.reads)
         )
-        self.can_be_left = False  # whether it can be skipped if nothing needs it: a read of its results is detected
+        self.can_be_skipped = False  # whether it can be skipped if nothing needs it: a read of its results is detected
 
 
 class Program:
@@ -72,8 +72,8 @@ class Program:
         # User code can read a value undetected if it is not differentiated, or is detached.
         self.dispensable = {value for entry in entries for value in entry.tracked if value not in log.exposed}
         for step in self.steps:
-            step.can_be_left = (
-                step.result is not UNTOLD
+            step.can_be_skipped = (
+                step.result is not UNDESCRIBED
                 and not (step.facts.observes or step.draws)
                 and (not step.facts.writes or step.facts.updates_statistics)
                 and self.overwritten.isdisjoint(set(step.reads).difference(step.entry.overwritten))
@@ -115,7 +115,7 @@ class Program:
             found.setdefault(step.key, []).append(step)
         return found
 
-    def plan(self, roots: Collection[int], end: int, available: Collection[int], leave: Leave) -> Plan:
+    def plan(self, roots: Collection[int], end: int, available: Collection[int], leave: CanSkip) -> Plan:
         """Return the plan of a recompute of these values, which ends after the first ``end`` steps."""
         question = frozenset(roots), end, frozenset(available), leave
         found = self._plans.get(question)

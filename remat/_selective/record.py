@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from .._policy.warnings import unmatched, warn_of_names
-from .plan import Leave, Plan, always, can_be_left, never
+from .plan import CanSkip, Plan, always, can_be_skipped, never
 from .recording import Recording
 from .residual import Residual
 from .saves import Source
@@ -20,7 +20,7 @@ class Record:
     """
 
     def __init__(self, recording: Recording, slots_tell: bool) -> None:
-        self.policy, self.known, self.keep = recording.policy, recording.known, recording.keep
+        self.policy, self.known, self.saved_values = recording.policy, recording.known, recording.saved_values
         self.inputs = recording.inputs  # the values of the operands and the captured tensors
         self.drawing, self.views = recording.drawing, recording.views
         self.in_region = recording.in_region
@@ -29,8 +29,8 @@ class Record:
         self._end = len(recording.log)
         self._wanted = [*recording.saves.above]  # the values that autograd saved: a full recompute makes them
         self._unmatched = unmatched(recording)
-        warn_of_names(recording.own.mentioned_names, recording.named, recording.told, recording.known)
-        roots = recording.saves.roots(self._end, self.keep.hooks is not None)
+        warn_of_names(recording.own.mentioned_names, recording.named, recording.warned, recording.known)
+        roots = recording.saves.roots(self._end, self.saved_values.hooks is not None)
         steps = None if recording.choices is None else recording.choices.steps(self.program)
         if recording.choices is not None:
             _save_only(recording, recording.choices.so_far if steps is None else steps)
@@ -46,9 +46,9 @@ class Record:
         """Save the needed values, and release the candidates. Return whether all that autograd saved is saved."""
         above, missing = self._wanted[:], list[Source]()
         for slot, source in recording.saves.slots():
-            if slot is None and self.keep.hooks is None:
+            if slot is None and self.saved_values.hooks is None:
                 continue  # what is handed to outer hooks, however, must not depend on which slots are alive
-            residual = self.keep.of_slot(source.value)
+            residual = self.saved_values.of_slot(source.value)
             if residual is None:
                 missing.append(source)
                 continue
@@ -58,8 +58,8 @@ class Record:
         needed = [value for source in missing for value in source.values]
         end = max((source.after for source in missing), default=0) if self._slots_tell and not above else self._end
         # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
-        leave = (can_be_left if self._is_lazy else always) if self._slots_tell else never
-        self.keep.close(self.program.plan([*above, *needed], end, self.keep.there(), leave).used)
+        leave = (can_be_skipped if self._is_lazy else always) if self._slots_tell else never
+        self.saved_values.close(self.program.plan([*above, *needed], end, self.saved_values.there(), leave).used)
         self._wanted += needed
         return not missing and not above
 
@@ -70,17 +70,17 @@ class Record:
 
     # --- recomputes ---------------------------------------------------------------------------------------------------
 
-    def kept(self, value: int) -> Residual | None:
+    def residual(self, value: int) -> Residual | None:
         """Return the residual of a value, or None if the value is not saved or its residual was freed."""
-        return self.keep.kept(value)
+        return self.saved_values.residual(value)
 
     def keep_all(self) -> None:
         """Own the residuals that only slots own so far, before the slots are freed."""
-        self.keep.own(self._wanted)
+        self.saved_values.own(self._wanted)
 
     def at_hand(self) -> AbstractContextManager[None]:
         """Within the context, have the residuals that hooks or host memory save at hand. They are fetched on entry."""
-        return self.keep.at_hand()
+        return self.saved_values.at_hand()
 
     def in_backward(self) -> None:
         """Give the warning about unmatched operators, as a backward pass has begun."""
@@ -90,17 +90,17 @@ class Record:
 
     def plan(self, slots: Iterable[Any] | None = None) -> Plan:
         """Return the plan of a recompute that fills these slots, or all slots of the first run."""
-        leave: Leave = can_be_left if self._slots_tell and self._is_lazy else never
+        leave: CanSkip = can_be_skipped if self._slots_tell and self._is_lazy else never
         if slots is None:
-            return self.program.plan(self._wanted, self._end, self.keep.there(), leave)
+            return self.program.plan(self._wanted, self._end, self.saved_values.there(), leave)
         sources = [slot.source for slot in slots]
         end = max((source.after for source in sources), default=0)
         roots = [value for source in sources for value in source.values]
-        return self.program.plan(roots, end, self.keep.there(), leave)
+        return self.program.plan(roots, end, self.saved_values.there(), leave)
 
     def whole_plan(self) -> Plan:
         """Return the plan of a recompute of all values that autograd saved, in which no step is skipped."""
-        return self.program.plan(self._wanted, self._end, self.keep.there(), never)
+        return self.program.plan(self._wanted, self._end, self.saved_values.there(), never)
 
 
 def _save_only(recording: Recording, steps: Collection[int]) -> None:
@@ -108,7 +108,7 @@ def _save_only(recording: Recording, steps: Collection[int]) -> None:
     log = recording.log
     for value in [value for value in log.saveable if log.made[value] not in steps]:
         del log.saveable[value]
-        recording.keep.forget(value)
+        recording.saved_values.forget(value)
     for slot, source in recording.saves.slots():
         if slot is not None and source.values and source.values[0] not in log.saveable:
             slot.residual = None

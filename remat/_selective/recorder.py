@@ -140,4 +140,4 @@ def recorder_for(region: Any) -> Recorder | None:
     tensors = *region.operands(), *region.consts.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
         return None
-    return Recorder(Recording(policy, region.known, own, region.options.told))
+    return Recorder(Recording(policy, region.known, own, region.options.warned))

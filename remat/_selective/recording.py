@@ -17,14 +17,14 @@ from .._core.state import unseen
 from .._policy.budget import Budget
 from .._policy.judge import Question, judge_of, question
 from .._policy.policy import Policy, Verdict
-from .._policy.warnings import Told
+from .._policy.warnings import Warned
 from .choices import Choices
-from .keep import Keep
 from .last_run import LastRun
 from .log import Entry, Log
-from .plan import always, can_be_left
+from .plan import always, can_be_skipped
 from .program import Program
 from .residual import as_bytes
+from .saved_values import SavedValues
 from .saves import Saves, Source
 from .storages import Storages
 from .values import Layout, is_as_it_lies, is_judged, template
@@ -35,14 +35,14 @@ DETACH = torch.ops.aten.detach.default
 class Recording:
     """The state of a region's first run while it executes."""
 
-    def __init__(self, policy: Policy, known: Known, own: Policy, told: Told) -> None:
+    def __init__(self, policy: Policy, known: Known, own: Policy, warned: Warned) -> None:
         self.policy = policy
         self.known = known
-        self.own, self.told = own, told  # the region's own policy, without those of enclosing regions
+        self.own, self.warned = own, warned  # the region's own policy, without those of enclosing regions
         self.in_region = False  # whether the hooks around belong to an enclosing region
         self.storages = Storages()
         self.log = Log()
-        self.keep = Keep(self.log)
+        self.saved_values = SavedValues(self.log)
         self.inputs: list[int] = []  # the values of the operands and the captured tensors
         self.results: set[int | None] = set()  # the values of the region's results, when it has ended
         self.saves = Saves()
@@ -76,10 +76,10 @@ class Recording:
 
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """Copy values that an operation is about to overwrite if they may have to be saved."""
-        held = self.keep.held
+        held = self.saved_values.held
         for tensor in facts.written(args, kwargs):
             value = self.storages.get(tensor)
-            self.keep.before_writing(value)
+            self.saved_values.before_writing(value)
             reads_it = self._judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
             if value in self.log.saveable and (reads_it or value in held):
                 with unseen():
@@ -107,8 +107,8 @@ class Recording:
         if entry.holds:
             for value, tensor in zip(entry.reads, read):
                 if value in self.log.saveable:
-                    self.keep.hold(value, tensor)
-        if len(self.keep.held) >= self.keep.enough:
+                    self.saved_values.hold(value, tensor)
+        if len(self.saved_values.held) >= self.saved_values.enough:
             self._drop_unneeded()
 
     def _entry(
@@ -163,7 +163,7 @@ class Recording:
         storages = self.storages
         before = tuple([storages.get(tensor) for tensor in written])
         for value, tensor in zip(before, written):
-            self.keep.is_overwritten(value)
+            self.saved_values.is_overwritten(value)
             now = storages.number()
             storages.put(holder(tensor), now)
             storages.forget(tensor)
@@ -192,7 +192,7 @@ class Recording:
         verdict = self._judge.verdict_for(facts) or self._judge.on(asked)
         if verdict is Verdict.RECOMPUTE:
             return
-        self.told.operators |= self.own.verdict_for(facts.func) not in (None, Verdict.RECOMPUTE)
+        self.warned.operators |= self.own.verdict_for(facts.func) not in (None, Verdict.RECOMPUTE)
         for number in made:
             self._questions[number] = asked
             log.lines.setdefault(number, user_line())
@@ -209,14 +209,14 @@ class Recording:
             may_be_kept = value in log.saveable or self._judge.judges_names
             self.saves.add(slot, Source((value,), Layout(0, form) if may_be_kept else None, after))
             if value in log.saveable:
-                slot.residual = self.keep.keep(value, tensor, form)
+                slot.residual = self.saved_values.save(value, tensor, form)
             if self._judge.judges_names and value in log.made and len(log.maker(value).outs) > 1:
                 self._siblings[value] = tensor
         else:
             found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
             self.saves.add(slot, Source(tuple([value for value, _ in found]), None, after))
             for each in found:
-                self.keep.hold(*each)  # a recompute makes the saved tensor from these values
+                self.saved_values.hold(*each)  # a recompute makes the saved tensor from these values
 
     def needs(self, tensor: torch.Tensor) -> None:
         """Record that autograd saved a tensor at a torch.func level, as it will again in a recompute."""
@@ -224,14 +224,14 @@ class Recording:
             value = self.storages.find(part)
             if value is not None:
                 self.saves.above.append(value)
-                self.keep.hold(value, part)
+                self.saved_values.hold(value, part)
 
     # --- names --------------------------------------------------------------------------------------------------------
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """Record the name of a tensor."""
         self.named.setdefault(name, line)
-        log, held = self.log, self.keep.held
+        log, held = self.log, self.saved_values.held
         for part in parts(tensor):
             value = self.storages.find(part)
             made = None if value is None else log.made.get(value)
@@ -246,7 +246,7 @@ class Recording:
                 verdict = self._judge.on(asked, frozenset(self.names[value]))
             log.decide(value, verdict)
             if self._is_read(value):
-                self.keep.hold(value, part)
+                self.saved_values.hold(value, part)
             for operand in entry.reads:
                 if operand in held and not self._is_read(operand):
                     del held[operand]
@@ -254,7 +254,7 @@ class Recording:
             for sibling in entry.outs if value in log.saveable else ():
                 if sibling not in log.saveable and sibling not in self.names and sibling in self._siblings:
                     log.decide(sibling, verdict)
-                    self.keep.hold(sibling, self._siblings[sibling])
+                    self.saved_values.hold(sibling, self._siblings[sibling])
 
     def _is_read(self, value: int) -> bool:
         """Whether autograd has saved a value, or an operation that may be recomputed has read it."""
@@ -273,15 +273,15 @@ class Recording:
         """
         if self.in_region:
             return
-        keep, count = self.keep, len(self.log)
-        alive = {value for value in self.storages.values() if value not in keep.held}
+        values, count = self.saved_values, len(self.log)
+        alive = {value for value in self.storages.values() if value not in values.held}
         saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
-        available = {value for value in self.log.saveable if value in alive} | keep.there()
+        available = {value for value in self.log.saveable if value in alive} | values.there()
         program = Program(self.log) if self._last is None else self._last.program(self.log)
         # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
-        leave = can_be_left if program.lazy and not self.known.compiles else always
-        keep.drop(program.plan([*alive, *saved, *self.saves.above], count, available, leave).used)
-        keep.enough = len(keep.held) + max(4, len(keep.held), count // 16)
+        leave = can_be_skipped if program.lazy and not self.known.compiles else always
+        values.drop(program.plan([*alive, *saved, *self.saves.above], count, available, leave).used)
+        values.enough = len(values.held) + max(4, len(values.held), count // 16)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -291,6 +291,6 @@ class Recording:
 
     def let_go(self) -> None:
         """Drop all references to tensors, whose autograd history may lead back to this object."""
-        self.keep.let_go()
+        self.saved_values.let_go()
         self._siblings.clear()
         self._questions.clear()

@@ -17,7 +17,7 @@ from .._core.parts import all_parts, is_wrapper_call, parts
 from .._core.private import without_torch_function
 from .._core.state import state, unseen
 from .._core.streams import outlived, streams_for, taken
-from .._region.left_out import LeftOut
+from .._region.placeholders import Placeholders
 from ..errors import RecomputeMismatchError
 from .plan import Plan
 from .program import Step
@@ -37,14 +37,14 @@ class Replay(RegionMode):
         self.whole = whole  # it skips no step
         self.last = last  # values that are saved only for this recompute can be released as they are restored
         self.position = 0  # of the step that is expected next
-        self.left_out = LeftOut()
+        self.placeholders = Placeholders()
         self.has_not_drawn = False  # whether an operation that draws random numbers was restored, so drew none
         self.storages = record.storages.copy()
         # The values of the restored steps that must be fetched first.
         self.brought: dict[int, torch.Tensor] = {}
         with without_torch_function():
             for value in [value for number in sorted(self.plan.given) for value in record.program.steps[number].outs]:
-                residual = record.kept(value)
+                residual = record.residual(value)
                 if residual is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
             self.home = streams_for(self.brought.values())  # the streams that they were fetched for
@@ -60,12 +60,12 @@ class Replay(RegionMode):
         filling = self.number < state.filling  # a region inside is recomputed, which the first run's log doesn't have
         if filling:
             with without_torch_function():
-                self.left_out.read(tensors((args, kwargs)))
+                self.placeholders.read(tensors((args, kwargs)))
         if filling or state.unseen or self.ranges:
-            return self.left_out.mark(func(*args, **kwargs))
+            return self.placeholders.mark(func(*args, **kwargs))
         record, storages = self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
-            if not self.left_out and not facts.reshapes:
+            if not self.placeholders and not facts.reshapes:
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
@@ -74,13 +74,13 @@ class Replay(RegionMode):
             if step is not None:
                 if step.number in self.plan.given and not (self.whole and step.draws):
                     return self._restore(step, args, kwargs, read)
-                if step.can_be_left and step.number not in self.plan.run:
+                if step.can_be_skipped and step.number not in self.plan.run:
                     with unseen():
                         return self._rebuild(step, args, kwargs, read, [None] * len(step.outs))
             if draw is not None and self.has_not_drawn:
-                self.left_out.restart()
+                self.placeholders.restart()
             if not facts.reads_nothing:
-                self.left_out.read(read)
+                self.placeholders.read(read)
             self._check_writes(facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
@@ -100,7 +100,7 @@ class Replay(RegionMode):
         """Raise an error for a write to the saved tensor itself. Values that the first run overwrites are copies."""
         for tensor in written:
             value = self.storages.find(tensor)
-            if value is not None and value not in self.record.program.overwritten and self.record.kept(value):
+            if value is not None and value not in self.record.program.overwritten and self.record.residual(value):
                 raise RecomputeMismatchError(
                     "The region changed a tensor in place in the recompute, but not in its first run. A region's "
                     "function must be deterministic: look for Python state that changed between the runs."
@@ -113,8 +113,8 @@ class Replay(RegionMode):
             if facts.reshapes:
                 self.storages.forget(args[0])
             if not self.storages.new(result):
-                return self.left_out.mark(result)
-            self.left_out.read(tensors((args, kwargs)))
+                return self.placeholders.mark(result)
+            self.placeholders.read(tensors((args, kwargs)))
         return func(*args, **kwargs)
 
     # --- matching -----------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Replay(RegionMode):
         for value in step.outs:
             content: Any = self.brought.pop(value, None)
             if content is None:
-                content = self.record.kept(value)
+                content = self.record.residual(value)
             else:
                 taken(content, self.home)
             if content is not None and value in self.record.program.overwritten:
@@ -176,7 +176,7 @@ class Replay(RegionMode):
             if content is not None and accelerator():
                 outlived(tensor_of(content))  # its memory may belong to a stream that the recompute doesn't use
             if self.last:
-                self.record.keep.release(value)
+                self.record.saved_values.release(value)
         with unseen():
             return self._rebuild(step, args, kwargs, read, saved)
 
@@ -188,18 +188,18 @@ class Replay(RegionMode):
             count -= len(written)
             for value, tensor, content in zip(step.outs[count:], written, contents[count:]):
                 if content is None:
-                    self.left_out.add(tensor)  # the tensor, which may be the region's own, is the placeholder
+                    self.placeholders.add(tensor)  # the tensor, which may be the region's own, is the placeholder
                 else:
                     as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
-                    self.left_out.is_full(tensor)
+                    self.placeholders.is_full(tensor)
                 self.storages.bind(tensor, value)
-        return self.left_out.mark(self._build(step.result, step, contents, read))
+        return self.placeholders.mark(self._build(step.result, step, contents, read))
 
     def _build(self, item: Any, step: Step, contents: list, read: list) -> Any:
         if isinstance(item, Layout):
             content = contents[item.i]
             if content is None:
-                contents[item.i] = tensor = self.left_out.stand_in(item)
+                contents[item.i] = tensor = self.placeholders.placeholder(item)
             else:
                 tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
             self.storages.add((tensor, tensor.untyped_storage(), item.form), step.outs[item.i])
@@ -213,4 +213,4 @@ class Replay(RegionMode):
     def escaped(self, result: Any = None) -> bool:
         """Whether placeholders are still alive when the run has ended, other than those in the ``result``."""
         with without_torch_function():
-            return self.left_out.escaped(but=[part for tensor in tensors(result) for part in parts(tensor)])
+            return self.placeholders.escaped(but=[part for tensor in tensors(result) for part in parts(tensor)])

@@ -11,7 +11,7 @@ from .._core import host_memory, private
 from .._core.host_memory import Group, Offloaded
 from .._core.state import alias, unseen
 from .._region.handover import Handed, Hooks
-from .._region.left_out import LeftOutTensor
+from .._region.placeholders import Placeholder
 from ..errors import MutationError
 from .values import form_of
 
@@ -42,7 +42,7 @@ class Residual:
         if outer is None and host_memory.in_host_memory(tensor):
             self.stay(tensor, form)
             return
-        if outer is None and isinstance(tensor, LeftOutTensor):  # skipped by the recompute of an enclosing region
+        if outer is None and isinstance(tensor, Placeholder):  # skipped by the recompute of an enclosing region
             tensor.check()
         with unseen():
             self._near = alias(tensor)  # until the first run ends

@@ -107,7 +107,7 @@ def layouts(template: Any) -> Iterator[Layout]:
 
 
 _new = tuple.__new__  # takes half the time of the named tuple's constructor
-UNTOLD: Any = object()  # a result that can't be described
+UNDESCRIBED: Any = object()  # a result that can't be described
 
 
 def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> Any:
@@ -118,19 +118,19 @@ def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> 
                 return _layout(result, form, i)
             if storage is holder(result):
                 return _layout(result, place_of(result)[1], i)
-        return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNTOLD)
+        return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNDESCRIBED)
     if isinstance(result, (tuple, list)):
         items = [template(item, new, arguments) for item in result]
-        return UNTOLD if any(item is UNTOLD for item in items) else type(result)(items)
-    return UNTOLD if isinstance(result, torch.ScriptObject) else result
+        return UNDESCRIBED if any(item is UNDESCRIBED for item in items) else type(result)(items)
+    return UNDESCRIBED if isinstance(result, torch.ScriptObject) else result
 
 
 def _layout(tensor: torch.Tensor, form: tuple | None, i: int) -> Any:
     if form is None or not is_as_it_lies(form) or tensor.is_quantized or has_no_memory(tensor):
-        return UNTOLD
+        return UNDESCRIBED
     return _new(Layout, (i, form))
 
 
 def is_judged(result: Any, facts: Facts) -> bool:
     """Whether the policy decides about a result: not if it can't be described, or is uninitialized memory."""
-    return result is not UNTOLD and not facts.makes_nothing
+    return result is not UNDESCRIBED and not facts.makes_nothing

@@ -478,8 +478,8 @@ def test_the_kind_of_a_left_out_value_may_be_asked_for() -> None:
 
     def fn(x: Tensor) -> Tensor:
         runs.append(1)
-        h, left_out = named(x.sin()), (x * 3).abs()
-        return ((h * 2).exp() * left_out.new_tensor([1.0, 2, 3, 4])).sin()
+        h, placeholders = named(x.sin()), (x * 3).abs()
+        return ((h * 2).exp() * placeholders.new_tensor([1.0, 2, 3, 4])).sin()
 
     gradients(remat(fn, policy=NAMES))
     assert len(runs) == 2

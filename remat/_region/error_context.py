@@ -14,7 +14,7 @@ from ..errors import MutationError, RecomputeMismatchError
 E = TypeVar("E", bound=Exception)
 
 
-def told(error: E, region: Any, recomputing: bool = True) -> E:
+def with_region(error: E, region: Any, recomputing: bool = True) -> E:
     """Add the region's name and the line that called it to an error, and remove the package's frames.
 
     ``recomputing``: the user's function was being recomputed, so an error that it raised gets a note.

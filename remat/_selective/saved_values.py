@@ -19,7 +19,7 @@ from .log import Log
 from .residual import Residual
 
 
-class Keep:
+class SavedValues:
     """The values of a log that are saved, and the candidates that may have to be saved."""
 
     def __init__(self, log: Log) -> None:
@@ -39,11 +39,11 @@ class Keep:
         elif value not in self.log.overwritten and value not in self.held:
             self.held[value] = tensor
 
-    def kept(self, value: int) -> Residual | None:
+    def residual(self, value: int) -> Residual | None:
         """Return the residual of a value, or None if the value is not saved or its residual was freed."""
         return self._residuals.get(value)
 
-    def keep(self, value: int, tensor: torch.Tensor, form: tuple | None = None) -> Residual:
+    def save(self, value: int, tensor: torch.Tensor, form: tuple | None = None) -> Residual:
         """Save a value, as long as the returned residual lives. ``tensor`` is on its storage, in this form."""
         residual = self._residuals.get(value)
         if residual is None:
@@ -63,7 +63,7 @@ class Keep:
         if value is None:
             return None
         if value in self.held and value not in self._owned:
-            self.keep(value, self.held[value])  # autograd saved it before it got its name
+            self.save(value, self.held[value])  # autograd saved it before it got its name
         return self._owned.get(value)
 
     def before_writing(self, value: int) -> None:
@@ -88,7 +88,7 @@ class Keep:
 
     def close(self, needed: Collection[int]) -> None:
         """Own the residuals that a recompute needs, and release all others, when the first run has ended."""
-        owned = {value: self.kept(value) or self.keep(value, self.held[value]) for value in sorted(needed)}
+        owned = {value: self.residual(value) or self.save(value, self.held[value]) for value in sorted(needed)}
         self.let_go()
         self._owned = owned
         del self.log  # only the first run needs it
@@ -116,7 +116,7 @@ class Keep:
 
     def own(self, values: Collection[int]) -> None:
         """Own the residuals of these values, which only slots own so far, before the slots are freed."""
-        self._owned.update((value, residual) for value in values if (residual := self.kept(value)) is not None)
+        self._owned.update((value, residual) for value in values if (residual := self.residual(value)) is not None)
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:

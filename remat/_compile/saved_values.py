@@ -17,7 +17,7 @@ from .._policy.verdict import RECOMPUTE, Verdict
 from .tags import judge_named
 
 
-class Kept:
+class SavedValues:
     """The values of a graph's first run that a policy saves, and all random ones.
 
     Calls are identified by the graph's nodes: the n-th call of an operation by a node is the same in each run.
@@ -48,9 +48,9 @@ class _Nodes(Interpreter):
 class _Calls(private.DispatchMode):
     """A mode that sees the operations of one run."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, saved: SavedValues) -> None:
         super().__init__()
-        self.kept = kept
+        self.saved = saved
         self.node = ""
         self.count: Counter = Counter()
 
@@ -65,13 +65,13 @@ class _Calls(private.DispatchMode):
 class _FirstRun(_Calls):
     """The mode of a first run, which saves values."""
 
-    def __init__(self, kept: Kept) -> None:
-        super().__init__(kept)
+    def __init__(self, saved: SavedValues) -> None:
+        super().__init__(saved)
         self.made: dict[Any, tuple[Hashable, Any]] = {}  # by nodes of the trace, for names
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs, key, facts = kwargs or {}, self.key(op), facts_of(op)
-        policy, values = self.kept.policy, self.kept.values
+        policy, values = self.saved.policy, self.saved.values
         for node, verdict in judge_named(policy, op, args):
             if node in self.made:
                 self.save(self.made[node], verdict)
@@ -89,16 +89,16 @@ class _FirstRun(_Calls):
     def save(self, made: tuple[Hashable, Any], verdict: Verdict) -> None:
         key, value = made
         if verdict is RECOMPUTE:
-            self.kept.values.pop(key, None)
+            self.saved.values.pop(key, None)
         else:
-            self.kept.values[key] = value
+            self.saved.values[key] = value
 
 
 class _Recompute(_Calls):
     """The mode of a recompute, which returns saved values."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs, found = kwargs or {}, self.kept.values.get(self.key(op))
+        kwargs, found = kwargs or {}, self.saved.values.get(self.key(op))
         if found is None:
             return op(*args, **kwargs)
         result, written = mapped(private_compile.holding, found)

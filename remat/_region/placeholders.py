@@ -38,7 +38,7 @@ class Restart(BaseException):
     """A recompute reads a value that it has skipped. Not an Exception, so that user code doesn't catch it."""
 
 
-class LeftOut:
+class Placeholders:
     """The placeholders of one recompute, by their storages. References to them are weak."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LeftOut:
     def __bool__(self) -> bool:
         return bool(self._storages)
 
-    def stand_in(self, layout: Layout) -> torch.Tensor:
+    def placeholder(self, layout: Layout) -> torch.Tensor:
         """Return a new placeholder. Large ones on a device share one memory, since they are never written to.
 
         They contain NaN, so that an undetected read shows in the result.
@@ -115,7 +115,7 @@ class LeftOut:
         return any(ref() is not None and key not in unread for key, ref in self._storages.items())
 
     def mark(self, result: Any) -> Any:
-        """Make the placeholders in a result `LeftOutTensor`s, which notice when torch exposes their memory."""
+        """Make the placeholders in a result `Placeholder`s, which notice when torch exposes their memory."""
         if isinstance(result, torch.Tensor):
             return self._marked(result) if self._storages and self.has(result) else result
         if type(result) in (tuple, list):
@@ -125,15 +125,15 @@ class LeftOut:
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not torch.Tensor:
             return tensor  # a FakeTensor has no data to expose
-        marked = as_subclass(LeftOutTensor, tensor)
-        marked.left_out = weakref.ref(self)
+        marked = as_subclass(Placeholder, tensor)
+        marked.placeholders = weakref.ref(self)
         return marked
 
 
-class LeftOutTensor(torch.Tensor):
+class Placeholder(torch.Tensor):
     """A placeholder. The dispatcher sees operations on it, but not reads of its memory by these methods."""
 
-    left_out: weakref.ref[LeftOut]
+    placeholders: weakref.ref[Placeholders]
     _READERS = frozenset(
         {
             "numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__",
@@ -143,19 +143,19 @@ class LeftOutTensor(torch.Tensor):
 
     def check(self) -> None:
         """Note a read of its memory that the dispatcher doesn't see."""
-        left_out = self.left_out()
-        if left_out is not None:
+        placeholders = self.placeholders()
+        if placeholders is not None:
             with without_overrides():
-                left_out.read([self])
+                placeholders.read([self])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", None)
         # Of its own tensor, ``new_tensor`` reads only dtype and device.
-        read = [t for t in tensors((args[name == "new_tensor" :], kwargs)) if isinstance(t, LeftOutTensor)]
+        read = [t for t in tensors((args[name == "new_tensor" :], kwargs)) if isinstance(t, Placeholder)]
         for tensor in read:
-            left_out = tensor.left_out()
-            if name in cls._READERS or (left_out is not None and not left_out.is_own_thread):
+            placeholders = tensor.placeholders()
+            if name in cls._READERS or (placeholders is not None and not placeholders.is_own_thread):
                 tensor.check()
         with without_overrides():
             return func(*args, **kwargs)
