@@ -232,8 +232,8 @@ C10_REGISTER_GUARD_IMPL(SIM_TYPE, Guard)
 REGISTER_ALLOCATOR(kSim, &device_memory)
 
 #if SIM_IS_CUDA
-// torch has asked for the hooks when it was imported, and keeps what it got: an object with no members, which
-// becomes ours.
+// torch created its hooks object when it was imported, and never replaces it. The object has no members, so copying
+// our vtable pointer into it makes it ours.
 const bool hooked = [] {
   static Hooks ours;
   static_assert(sizeof(at::CUDAHooksInterface) == sizeof(void*) && sizeof(Hooks) == sizeof(void*));
