@@ -11,7 +11,7 @@ import torch
 from . import policies as policies_
 from ._core import private
 from ._core.state import disable_remat
-from ._measure.comparison import CheckResult, compared
+from ._measure.comparison import CheckResult, Difference, compared
 from ._measure.costs import Costs, Share, distinct, measured
 from ._measure.program import Program
 from ._measure.subject import Subject
@@ -22,7 +22,7 @@ from ._region.options import override
 from .nn import Where, apply
 from .transform import remat
 
-__all__ = ["CheckResult", "Costs", "Report", "Share", "check", "report"]
+__all__ = ["CheckResult", "Costs", "Difference", "Report", "Share", "check", "report"]
 
 
 def check(

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from ._budget.model import BlockBudget, chosen_by_budget
+from ._budget.model import BlockBudget, BlockChoice, chosen_by_budget
 from ._measure.program import Program
 from ._measure.subject import Subject
 from ._modules.eligible import check_module
@@ -29,7 +29,7 @@ from ._policy.budget import Budget
 from ._policy.policy import PolicyLike
 from ._region.options import DeterminismCheck, checked_options
 
-__all__ = ["BlockBudget", "apply", "budget", "every", "undo"]
+__all__ = ["BlockBudget", "BlockChoice", "apply", "budget", "every", "undo"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 Types: TypeAlias = type | tuple[type, ...]
@@ -74,10 +74,9 @@ def apply(
             is never called, such as ``ModuleList``, a TorchScript module, or a lazy module without its shapes.
         PolicyError: ``policy`` is not a policy.
 
-        No module is changed then.
-
     Note:
-        The class of a chosen module becomes a subclass with the same name, so ``type(module) is Linear`` is false then.
+        If an error is raised, no module is changed. The class of a chosen module becomes a subclass with the same name,
+        so ``type(module) is Linear`` is false.
         FSDP2's ``fully_shard`` and parametrizations change the class too; they can be applied before or after.
 
     Example:

@@ -35,8 +35,8 @@ _ROUNDS = 8  # the most plans that are tried
 _WAYS = 500  # the most ways that are continued at each block
 
 
-class Kept(NamedTuple):
-    """What one block saves, and what it recomputes."""
+class BlockChoice(NamedTuple):
+    """What one block saves and recomputes: its name, saved bytes, cost, recomputed FLOPs, and saved operations."""
 
     name: str
     nbytes: int
@@ -61,7 +61,7 @@ class BlockBudget:
     peak: int
     least: int
     without: int
-    blocks: tuple[Kept, ...]
+    blocks: tuple[BlockChoice, ...]
 
     @property
     def flops(self) -> int:
@@ -256,9 +256,11 @@ def _operators(tradeoff: Tradeoff) -> tuple[str, ...]:
     return tuple(full_name(key[0]) for key in tradeoff.keys)
 
 
-def _saved(name: str, tradeoff: Tradeoff, choice: Choice) -> Kept:
+def _saved(name: str, tradeoff: Tradeoff, choice: Choice) -> BlockChoice:
     operators = _operators(tradeoff)
-    return Kept(name, choice.nbytes, choice.cost, choice.flops, tuple(operators[i] for i in sorted(choice.steps)))
+    return BlockChoice(
+        name, choice.nbytes, choice.cost, choice.flops, tuple(operators[i] for i in sorted(choice.steps))
+    )
 
 
 def _too_little(amount: int, least: int, count: int, in_backward: bool, names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ def apply_activation_checkpointing(
     model: torch.nn.Module,
     checkpoint_wrapper_fn: Callable[[Any], torch.nn.Module] | None = None,
     check_fn: Callable[[torch.nn.Module], bool] = lambda module: True,
-    auto_wrap_policy: PolicyLike = None,
+    auto_wrap_policy: Callable[..., Any] | None = None,
     policy: PolicyLike = None,
 ) -> None:
     """Make every call of the chosen submodules a region, in place. A drop-in for torch's function of this name.
