@@ -12,40 +12,44 @@ TEST := $(VENV)/.test
 LINT := $(VENV)/.lint
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test test-all fuzz lint docs bench package clean
+# Without a target, make lists the targets.
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+.PHONY: help demo test test-all fuzz lint docs bench package clean
 
 # Threads that wait without spinning are much faster on a busy machine, and hardly slower on an idle one.
-demo: $(DEMO)
+demo: $(DEMO)  ## train a small transformer, and print memory and time with and without remat
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/char_lm.py $(ARGS)
 
 # The second and third run are for tests marked `cuda`, on a simulated device under both of its names (tests/device).
-test: $(TEST)
+test: $(TEST)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate cuda tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate sim tests
 
 # The same with all cases of the tests of which `make test` runs only some.
-test-all: $(TEST)
+test-all: $(TEST)  ## run all cases of the tests (30 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --all
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate cuda --all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate sim tests
 
 # Compare random programs with and without regions, until stopped: make fuzz, make fuzz ARGS="--seconds 600".
-fuzz: $(TEST)
+fuzz: $(TEST)  ## compare random programs with and without regions
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py $(ARGS)
 
-lint: $(LINT)
+lint: $(LINT)  ## ruff, mypy and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy remat tests/typing_cases.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" pyright tests/typing_cases.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" pyright --verifytypes remat --ignoreexternal | grep "completeness score: 100%"
 
-docs: $(DOCS)
+docs: $(DOCS)  ## build the documentation in docs/_build
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build
 
 # Each prints a table and writes its figures to .bench. `benchmarks.gpu` needs a GPU; without one it prints a message.
-bench: $(TEST)
+bench: $(TEST)  ## run the benchmarks
 	$(BIN)/python -m benchmarks.memory --output .bench/memory.json
 	$(BIN)/python -m benchmarks.policies --output .bench/policies.json
 	$(BIN)/python -m benchmarks.overhead --output .bench/overhead.json
@@ -57,13 +61,13 @@ bench: $(TEST)
 	$(BIN)/python -m benchmarks.speed --output .bench/speed.json
 
 # Build the source distribution and the wheel in dist.
-package: $(DEMO)
+package: $(DEMO)  ## build the source distribution and the wheel in dist
 	rm -rf dist
 	$(PIP) -q build
 	$(BIN)/python -m build
 
 # This does not remove the environments: delete .venv by hand to rebuild it.
-clean:
+clean:  ## remove what the other targets have built, except the environments
 	rm -rf .bench .build docs/_build build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 

@@ -36,7 +36,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from remat import checkpoint_name, policies, print_saved_residuals, remat
+import remat
+from remat import checkpoint_name, policies, print_saved_residuals
 
 VOCABULARY = 128  # ASCII
 FALL = 0.7  # the final loss must be below this share of the first one
@@ -50,9 +51,9 @@ Wrap = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 # are results of a matrix product, and have no name.
 WAYS: dict[str, Wrap] = {
     "plain": lambda fn: fn,
-    "remat": remat,
-    "remat, save_matmuls": remat(policy=policies.save_matmuls),
-    "remat, names": remat(policy=policies.save_only_these_names("query_key_value", "hidden")),
+    "remat": remat.remat,
+    "remat, save_matmuls": remat.remat(policy=policies.save_matmuls),
+    "remat, names": remat.remat(policy=policies.save_only_these_names("query_key_value", "hidden")),
 }
 
 
@@ -171,7 +172,7 @@ def train(data: Tensor, config: Config, generator: torch.Generator) -> tuple[Tre
     """Train with `remat` around every block; return the parameters and the loss of every step."""
     params = init_params(config, generator)
     moments = (optree.tree_map(torch.zeros_like, params),) * 2
-    step_fn = grad_and_value(make_loss(config.heads, remat))
+    step_fn = grad_and_value(make_loss(config.heads, remat.remat))
     losses: list[float] = []
     with tqdm(range(1, config.steps + 1), desc="training", unit="step") as progress:
         for step in progress:
@@ -188,7 +189,7 @@ def write_text(params: Tree, config: Config, generator: torch.Generator, length:
     """Generate `length` characters, starting after a line break."""
     tokens = torch.tensor([ord("\n")])
     for _ in range(length):
-        logits = model(params, tokens[-config.context :], config.heads, remat)[-1]
+        logits = model(params, tokens[-config.context :], config.heads, remat.remat)[-1]
         following = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, following])
     text = "".join(map(chr, tokens.tolist())).strip("\n")
@@ -302,7 +303,7 @@ def main() -> int:
     tokens = sample_batch(data, config, generator)
     vector = optree.tree_map(lambda p: torch.randn(p.shape, generator=generator), params)
     tasks = derivatives(params, tokens, vector)
-    norms = sample_norms(tasks["per-sample gradients"](make_loss(config.heads, remat)))
+    norms = sample_norms(tasks["per-sample gradients"](make_loss(config.heads, remat.remat)))
     print(f"gradient norms of {config.batch} samples: {norms.min():.3f} to {norms.max():.3f}")
     print("\nwhat a block saves with 'remat, names':")
     x = torch.zeros(config.batch, config.context, config.width)

@@ -74,7 +74,8 @@ def train(with_remat: bool) -> tuple[Transformer, list[float], float]:
 def main() -> None:
     before, losses, seconds = train(with_remat=False)
     after, losses_after, seconds_after = train(with_remat=True)
-    without, with_remat = remat.report(after, make_batch(), policies=[]).rows
+    report = remat.report(after, make_batch(), policies=[])
+    without, with_remat = report.plain, report.as_written
 
     print(f"{STEPS} steps                {'before':>12} {'after':>12}")
     print(f"first loss              {losses[0]:12.4f} {losses_after[0]:12.4f}")

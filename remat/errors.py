@@ -35,8 +35,9 @@ class RecomputeMismatchError(RematError):
 
     Example:
         >>> import torch
-        >>> from remat import RecomputeMismatchError, is_recomputing, remat
-        >>> f = remat(lambda x: (x.sin() if is_recomputing() else x.cos()).exp(), debug=True)
+        >>> import remat
+        >>> from remat import RecomputeMismatchError, is_recomputing
+        >>> f = remat.remat(lambda x: (x.sin() if is_recomputing() else x.cos()).exp(), debug=True)
         >>> try:
         ...     f(torch.ones(3, requires_grad=True)).sum().backward()
         ... except RecomputeMismatchError as error:
@@ -60,9 +61,10 @@ class MutationError(RematError):
 
     Example:
         >>> import torch
-        >>> from remat import MutationError, remat
+        >>> import remat
+        >>> from remat import MutationError
         >>> w, x = torch.ones(3, requires_grad=True), torch.ones(3)
-        >>> y = remat(lambda w, x: (w * x).sin())(w, x).sum()
+        >>> y = remat.remat(lambda w, x: (w * x).sin())(w, x).sum()
         >>> _ = x.mul_(2)
         >>> try:
         ...     y.backward()

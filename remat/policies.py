@@ -270,8 +270,9 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
 
     Example:
         >>> import torch
-        >>> from remat import policies, remat
-        >>> f = remat(lambda x: torch.tanh(x @ x).sin(), policy=policies.budget("64KiB"))
+        >>> import remat
+        >>> from remat import policies
+        >>> f = remat.remat(lambda x: torch.tanh(x @ x).sin(), policy=policies.budget("64KiB"))
         >>> f(torch.ones(8, 8, requires_grad=True)).sum().backward()
     """
     return Budget(amount, cost)

@@ -38,15 +38,16 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
 
     Example:
         >>> import torch
-        >>> from remat import remat, saved_residuals
+        >>> import remat
+        >>> from remat import saved_residuals
         >>> def f(x, w):
         ...     return torch.tanh(x @ w).sin()
         >>> x, w = torch.ones(4, 2), torch.ones(2, 3)
         >>> [(residual.op, residual.shape, residual.nbytes) for residual in saved_residuals(f, x, w)]
         [('aten.tanh', (4, 3), 48)]
-        >>> saved_residuals(remat(f), x, w)
+        >>> saved_residuals(remat.remat(f), x, w)
         []
-        >>> [residual.source for residual in saved_residuals(remat(f), x, w, inputs=True)]
+        >>> [residual.source for residual in saved_residuals(remat.remat(f), x, w, inputs=True)]
         ['argument x', 'argument w']
 
     After ``jax.ad_checkpoint.saved_residuals``.

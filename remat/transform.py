@@ -89,11 +89,11 @@ def remat(
 
     Example:
         >>> import torch
-        >>> from remat import remat
+        >>> import remat
         >>> def f(x):
         ...     return x.sin().exp().sin().sum()
         >>> x = torch.linspace(0, 1, 5)
-        >>> torch.equal(torch.func.grad(remat(f))(x), torch.func.grad(f)(x))
+        >>> torch.equal(torch.func.grad(remat.remat(f))(x), torch.func.grad(f)(x))
         True
 
     After ``jax.checkpoint``; the recompute follows Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.

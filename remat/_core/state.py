@@ -72,9 +72,10 @@ def is_recomputing() -> bool:
 
     Example:
         >>> import torch
-        >>> from remat import is_recomputing, remat
+        >>> import remat
+        >>> from remat import is_recomputing
         >>> runs = []
-        >>> @remat
+        >>> @remat.remat
         ... def f(x):
         ...     runs.append(is_recomputing())
         ...     return x.sin().cos()
@@ -94,8 +95,9 @@ def disable_remat() -> Iterator[None]:
 
     Example:
         >>> import torch
-        >>> from remat import disable_remat, remat
-        >>> f = remat(torch.sin)
+        >>> import remat
+        >>> from remat import disable_remat
+        >>> f = remat.remat(torch.sin)
         >>> x = torch.ones(3, requires_grad=True)
         >>> with disable_remat():
         ...     y = f(x)  # saves what torch.sin saves

@@ -43,8 +43,9 @@ def checkpoint_name(x: T, name: str) -> T:
 
     Example:
         >>> import torch
-        >>> from remat import checkpoint_name, policies, remat
-        >>> @remat(policy=policies.save_only_these_names("hidden"))
+        >>> import remat
+        >>> from remat import checkpoint_name, policies
+        >>> @remat.remat(policy=policies.save_only_these_names("hidden"))
         ... def mlp(x, w1, w2):
         ...     hidden = checkpoint_name(torch.tanh(x @ w1), "hidden")
         ...     return hidden @ w2

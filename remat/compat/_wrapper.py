@@ -59,10 +59,10 @@ def is_checkpointing() -> bool:
 
     Example:
         >>> import torch
-        >>> from remat import remat
+        >>> import remat
         >>> from remat.compat import is_checkpointing, is_recomputing
         >>> runs = []
-        >>> @remat
+        >>> @remat.remat
         ... def f(x):
         ...     runs.append((is_checkpointing(), is_recomputing()))
         ...     return x.sin().cos()
