@@ -1107,7 +1107,7 @@ ROWS = {
     ],
     "`respect_saved_tensors_hooks`": ["test_hooks_around_get_what_is_kept"],
     "`context_fn`, selective": ["test_a_list", "test_two_policies_are_an_error", "test_selective_with_other_options"],
-    "selective: what is kept": ["test_what_the_backward_does_not_need_is_not_kept"],
+    "selective: what is saved": ["test_what_the_backward_does_not_need_is_not_kept"],
     "selective: backward twice, double backward, `torch.func.grad`": [
         "test_backward_twice",
         "test_double_backward",
@@ -1138,7 +1138,7 @@ ROWS = {
     ],
     "`GraphExecGroup`": ["test_passes_may_have_inputs_in_common", "test_what_a_policy_keeps_may_be_read_by_both"],
     "errors": ["test_errors_are_torchs"],
-    "a backward that needs inputs alone": ["test_a_backward_that_needs_the_inputs_alone_runs_nothing_again"],
+    "a backward pass that needs only the inputs": ["test_a_backward_that_needs_the_inputs_alone_runs_nothing_again"],
     "`ctx.saved_tensors` read twice": ["test_saved_tensors_are_read_twice"],
     "statistics of batch norm, counters in buffers": ["test_statistics_change_once"],
     "variables of closures and globals, attributes of modules and of the object that is called, that changed since": [
@@ -1149,7 +1149,7 @@ ROWS = {
         "test_it_is_not_detected",
         "test_checksums_find_it",
     ],
-    "captured tensors changed in place before the backward": ["test_captured_tensors_changed_in_place"],
+    "captured tensors changed in place before the backward pass": ["test_captured_tensors_changed_in_place"],
     "default dtype, attention kernels, deterministic algorithms, precision of products, changed since": [
         "test_settings_that_changed",
     ],
