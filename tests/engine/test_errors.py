@@ -286,8 +286,8 @@ def test_other_structure(fn: Callable, sentence: str, take: str) -> None:
             torch.func.grad(lambda x: leaves_sum(f(x)))(x)
     text, _, region = str(raised.value).partition("\nThe region is ")
     assert text == (
-        f"The region returned another structure in the recompute: {sentence} A region's function must return the same "
-        f"structure in each run: look for a branch on Python state that changed between the runs."
+        f"The region returned a different structure in the recompute: {sentence} A region's function must return the "
+        f"same structure in each run: look for a branch on Python state that changed between the runs."
     )
     assert region.startswith(f"{fn.__name__} called at {__file__}:")
 
