@@ -15,6 +15,7 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 autodoc_typehints = "description"
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {"PolicyLike": "PolicyLike", "Where": "Where"}
 python_use_unqualified_type_names = True
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
@@ -31,7 +32,7 @@ def leave_out_any(app, domain, objtype, content):
     """A type of ``Any`` says nothing: overloads in the signature do."""
     for field in list(content.findall(nodes.field)):
         name, body = field.children
-        if name.astext().split()[0] in ("type", "rtype") and body.astext().strip() == "Any":
+        if name.astext().split()[0] in ("type", "rtype") and body.astext().strip() == "~typing.Any":
             field.parent.remove(field)
 
 

@@ -1,4 +1,15 @@
-"""Rematerialization for PyTorch: the same values and derivatives from less memory."""
+"""Activation checkpointing for PyTorch as a function transform, like ``jax.checkpoint``.
+
+``remat.remat(fn)`` has the same values and derivatives as ``fn``, saves only its inputs for the backward pass, and
+recomputes the rest. ``remat.policies`` choose what else is saved, ``remat.nn.apply`` makes a model's layers regions,
+``remat.report`` measures memory, and ``remat.check`` compares values and gradients.
+
+Example:
+    >>> import torch, remat
+    >>> layer = remat.remat(lambda x, w: torch.tanh(torch.tanh(x @ w) @ w), policy=remat.policies.save_matmuls)
+    >>> torch.func.grad(lambda w: layer(torch.ones(2, 3), w).sum())(torch.ones(3, 3)).shape
+    torch.Size([3, 3])
+"""
 
 from . import compat, integrations, nn, policies
 from ._core.state import disable_remat, is_disabled, is_recomputing

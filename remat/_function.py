@@ -83,7 +83,8 @@ class Remat:
         return Remat(bind(self._fn, instance, owner), self._options, self._known)
 
     def __repr__(self) -> str:
-        return f"remat({self._fn!r})"
+        policy = self._options.policy
+        return f"remat({self._fn!r})" if policy is None else f"remat({self._fn!r}, policy={policy!r})"
 
     def __reduce__(self) -> Any:
         # A decorated function is pickled by its qualified name, as functions are.

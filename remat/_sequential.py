@@ -14,6 +14,7 @@ from ._core.known import Known
 from ._function import Remat
 from ._policy.policy import PolicyLike
 from ._region.options import DeterminismCheck, checked_options
+from .errors import shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,11 +86,13 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def row_of(functions: Any) -> list[Callable]:
     """Return the functions as a list, after checking them."""
     if not isinstance(functions, Iterable):
-        raise TypeError(f"functions must be an iterable of functions or modules, such as a list; got {functions!r}.")
+        raise TypeError(
+            f"functions must be an iterable of functions or modules, such as a list; got {shown(functions)}."
+        )
     row = list(functions)  # not `children()`, which lists a repeated module only once
     for i, fn in enumerate(row):
         if not callable(fn):
-            raise TypeError(f"functions[{i}] must be a function or a module, got {fn!r}.")
+            raise TypeError(f"functions[{i}] must be a function or a module, got {shown(fn)}.")
     if not row:
         raise ValueError("There are no functions to call.")
     return row
@@ -98,7 +101,7 @@ def row_of(functions: Any) -> list[Callable]:
 def check_segments(segments: Any, count: int) -> None:
     """Check that ``count`` functions can be divided into ``segments`` segments."""
     if not isinstance(segments, int) or isinstance(segments, bool):
-        raise TypeError(f"segments must be an integer, got {segments!r}.")
+        raise TypeError(f"segments must be an integer, got {shown(segments)}.")
     if not 1 <= segments <= count:
         raise ValueError(f"segments must be from 1 to {count}, the number of functions; got {segments}.")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch.utils.checkpoint import CheckpointError
 
 __all__ = ["CaptureError", "MutationError", "PolicyError", "RecomputeMismatchError", "RematError", "RematWarning"]
@@ -99,6 +102,14 @@ class RematWarning(UserWarning):
         >>> warnings.filterwarnings("error", category=RematWarning)
         >>> warnings.filterwarnings("default", category=RematWarning)
     """
+
+
+def shown(value: Any) -> str:
+    """A wrong argument as a message shows it: short, and without the data of tensors."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 # Tracebacks print the public names: ``remat.PolicyError``.

@@ -144,7 +144,7 @@ def report(
     """
     _check_call("report", transform=transform, loss=loss)
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
-    if policies is not None and not isinstance(policies, Iterable):
+    if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
     asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
     plain = measured(program, "without remat", _without_regions(fn))
@@ -201,7 +201,7 @@ def _check_call(name: str, **functions: Any) -> None:
     if private.transforms_active():
         raise RuntimeError(
             f"remat.{name} can't be called under a torch.func transform. Pass it the transform instead: "
-            f"`remat.{name}(fn, x, transform=torch.func.vmap)`."
+            f"`remat.{name}(fn, x, transform=torch.func.grad)`."
         )
 
 

@@ -28,6 +28,7 @@ from ._modules.region_class import change_back, change_in_place
 from ._policy.budget import Budget
 from ._policy.policy import PolicyLike
 from ._region.options import DeterminismCheck, checked_options
+from .errors import shown
 
 __all__ = ["BlockBudget", "BlockChoice", "apply", "budget", "every", "undo"]
 
@@ -194,11 +195,11 @@ def every(n: int, of: Types) -> Every:
         Every(n=2, of=<class 'torch.nn.modules.linear.Linear'>)
     """
     if not isinstance(n, int) or isinstance(n, bool):
-        raise TypeError(f"every(n, of) takes an integer n, got {n!r}.")
+        raise TypeError(f"every(n, of) takes an integer n, got {shown(n)}.")
     if n < 1:
         raise ValueError(f"every(n, of) takes an n of at least 1, got {n}.")
     if not _is_types(of):
-        raise TypeError(f"every(n, of) takes a type or a tuple of types, got {of!r}.")
+        raise TypeError(f"every(n, of) takes a type or a tuple of types, got {shown(of)}.")
     return Every(n, of)
 
 
@@ -211,7 +212,9 @@ def _checked(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Mod
     chosen = _chosen(model, where)
     if not chosen:
         classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-        raise ValueError(f"where={where!r} chooses none of the model's modules. They are of the classes {classes}.")
+        raise ValueError(
+            f"where={shown(where)} chooses none of the model's modules. They are of the classes {classes}."
+        )
     for name, module in chosen:
         check_module(module, name)
     return chosen
@@ -219,7 +222,8 @@ def _checked(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Mod
 
 def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"The model must be a torch.nn.Module, got {type(model).__name__}.")
+        hint = " For a function use `remat.remat(fn)`." if callable(model) else ""
+        raise TypeError(f"The model must be a torch.nn.Module, got {type(model).__name__}.{hint}")
     if isinstance(where, Every):
         return _chosen(model, where.of)[:: where.n]
     if _is_types(where):
@@ -229,7 +233,7 @@ def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
         return [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
     raise TypeError(
         f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
-        f"submodule; got {where!r}."
+        f"submodule; got {shown(where)}."
     )
 
 
@@ -240,5 +244,5 @@ def _check_called_with_two(where: Callable) -> None:
         return
     except TypeError:
         raise TypeError(
-            f"where is called with a submodule's name and the submodule, which {where!r} doesn't accept."
+            f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
         ) from None

@@ -27,28 +27,18 @@ from ._policy.predicates import checked_predicate
 from .errors import PolicyError
 
 __all__ = [
-    "budget",
-    "checkpoint_dots",
-    "checkpoint_dots_with_no_batch_dims",
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "everything_saveable",
-    "nothing_saveable",
-    "offload",
-    "offload_dot_with_no_batch_dims",
-    "save_and_offload_only_these_names",
-    "save_any_names_but_these",
-    "save_anything_except_these_names",
-    "save_attention",
-    "save_collectives",
-    "save_convolutions",
-    "save_from_both_policies",
-    "save_if",
-    "save_matmuls",
-    "save_matmuls_without_batch_dims",
-    "save_only_these_names",
-    "save_ops",
-]
+    "budget", "checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "dots_saveable",
+    "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable", "offload",
+    "offload_dot_with_no_batch_dims", "save_and_offload_only_these_names", "save_any_names_but_these",
+    "save_anything_except_these_names", "save_attention", "save_collectives", "save_convolutions",
+    "save_from_both_policies", "save_if", "save_matmuls", "save_matmuls_without_batch_dims",
+    "save_only_these_names", "save_ops",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
 
 #: Saves the inputs of a region only, as ``policy=None`` does.
 nothing_saveable: Policy = as_policy(None)

@@ -121,10 +121,12 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, Policy):
         raise TypeError(POLICY_IS_A_KEYWORD.format("fn"))
     if not callable(fn) and not isinstance(fn, (classmethod, staticmethod)):
-        raise TypeError(
-            f"remat takes a function or another callable, got {type(fn).__name__}. Options are keywords: "
-            f"`remat(fn, early_stop=False)`."
+        hint = (
+            "Pass the function, not its result: `remat(fn)(x)`"
+            if isinstance(fn, torch.Tensor)
+            else "Options are keywords: `remat(fn, early_stop=False)`"
         )
+        raise TypeError(f"remat takes a function or another callable, got {type(fn).__name__}. {hint}.")
     if not torch.compiler.is_compiling():
         check_returns(fn)  # Dynamo can't trace it
     if isinstance(fn, type):

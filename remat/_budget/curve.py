@@ -73,7 +73,7 @@ class Curve:
             (
                 size_text(point.nbytes),
                 f"{point.nbytes / max(1, self.whole):.0%}",
-                f"{point.cost:,.0f}",
+                f"{point.cost:,.0f}" if point.cost >= 100 else f"{point.cost:.3g}",
                 flops_text(point.flops),
                 f"{len(point.kept)} of {len(self.operators)}",
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ..errors import shown
+
 _UNITS = {"B": 1, **{f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}B": 10 ** (3 * i) for i, p in enumerate(("K", "M", "G", "T"), 1)} | {"kB": 1000}
 
@@ -17,7 +19,7 @@ def parse_amount(amount: Any, whole: int, name: str) -> int:
         ValueError: it is negative, a string without a known unit, or a float that isn't in (0, 1].
     """
     if isinstance(amount, bool) or not isinstance(amount, (int, str, float)):
-        raise TypeError(f"{name} must be a number of bytes, a string such as '64MiB', or a float; got {amount!r}.")
+        raise TypeError(f"{name} must be a number of bytes, a string such as '64MiB', or a float; got {shown(amount)}.")
     if isinstance(amount, float):
         if not 0 < amount <= 1:
             raise ValueError(f"{name} as a float must be a fraction in (0, 1]; got {amount!r}. Pass bytes as an int.")

@@ -20,7 +20,7 @@ STYLE = """
 .remat-chart text { fill: #d5d9df; } .remat-chart .halo { stroke: #17191d; }
 }
 """
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 84, 24, 16, 52
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 96, 24, 16, 52
 TICKS = 5
 
 
@@ -136,7 +136,7 @@ def scatter(
         near = next((at for at in labels if abs(at[0] - x_at) + abs(at[1] - y_at) < 4), (x_at, y_at))
         labels.setdefault(near, []).append(p.label)
     for place, names in labels.items():
-        parts.append(_label(", ".join(dict.fromkeys(names)), *place, taken))
+        parts.append(_label(", ".join(dict.fromkeys(filter(None, names))), *place, taken))
     return _svg(parts + _legend(legend, top), frame.height)
 
 

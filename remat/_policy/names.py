@@ -11,7 +11,7 @@ import torch
 from .._core import private, private_compile, trees
 from .._core.lines import user_line
 from .._core.state import guarded, state
-from ..errors import PolicyError
+from ..errors import PolicyError, shown
 from .policy import Policy
 from .verdict import RECOMPUTE, SAVE, Ask, Verdict, Verdicts
 
@@ -55,7 +55,8 @@ def checkpoint_name(x: T, name: str) -> T:
     Modeled on ``jax.ad_checkpoint.checkpoint_name``.
     """
     if not isinstance(name, str):
-        raise TypeError(f"checkpoint_name(x, name): the name must be a string; got {name!r}.")
+        swapped = " The arguments are swapped." if isinstance(x, str) else ""
+        raise TypeError(f"checkpoint_name(x, name): the name must be a string; got {shown(name)}.{swapped}")
     if torch.compiler.is_compiling():
         return _named_in_trace(x, name) if guarded.traced is not None and guarded.traced.judges_names else x
     if state.recordings:
@@ -95,9 +96,10 @@ class Names(Policy):
     def __post_init__(self) -> None:
         for pattern in self.patterns:
             if not isinstance(pattern, str) or not pattern:
+                apart = " Pass the names separately." if isinstance(pattern, (list, tuple, set)) else ""
                 raise PolicyError(
                     f"policies.{self.kind} takes names as nonempty strings, as in "
-                    f"`policies.{self.kind}('q', 'k*')`; got {pattern!r}."
+                    f"`policies.{self.kind}('q', 'k*')`; got {shown(pattern)}.{apart}"
                 )
         object.__setattr__(self, "key", frozenset(self.patterns))
 

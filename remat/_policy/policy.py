@@ -6,7 +6,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -49,6 +49,11 @@ class Policy(Rule):
 
     def __invert__(self) -> Policy:
         return Opposite(self)
+
+    def __bool__(self) -> NoReturn:  # `p or q` would silently be `p`
+        raise TypeError(
+            "A policy is neither true nor false. Combine policies by `p | q`, `p & q` and `~p`; compare with None."
+        )
 
 
 # --- leaves; policies of names are in `names.py` ------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from .._core import private
-from ..errors import PolicyError
+from ..errors import PolicyError, shown
 from . import operators
 
 _EXPECTED = (
@@ -39,9 +39,9 @@ def checked_predicate(value: Any) -> Callable:
     """
     function = getattr(value, "func", value)  # the function of a functools.partial
     if isinstance(private.overload_of(value), private.OPERATORS):
-        raise PolicyError(f"{_EXPECTED}. For one operator write `policies.save_ops(...)`; got {value!r}.")
+        raise PolicyError(f"{_EXPECTED}. For one operator write `policies.save_ops(...)`; got {shown(value)}.")
     if not callable(value) or isinstance(value, (type, torch.nn.Module)):
-        raise PolicyError(f"{_EXPECTED}; got {value!r}.{_of_text(value) if isinstance(value, str) else ''}")
+        raise PolicyError(f"{_EXPECTED}; got {shown(value)}.{_of_text(value) if isinstance(value, str) else ''}")
     name = getattr(function, "__name__", "")
     if getattr(function, "__module__", None) == "remat.policies" and name in PUBLIC_NAMES:
         raise PolicyError(f"policies.{name} returns a policy: call it, as in `policies.{name}(...)`.")
@@ -57,7 +57,7 @@ def checked_predicate(value: Any) -> Callable:
     except TypeError:
         fits = False
     if not fits:
-        raise PolicyError(f"A policy is called with `(ctx, op, *args, **kwargs)`, which {value!r} doesn't accept.")
+        raise PolicyError(f"A policy is called with `(ctx, op, *args, **kwargs)`, which {shown(value)} doesn't accept.")
     return value
 
 

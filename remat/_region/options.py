@@ -14,6 +14,7 @@ from .._core import private
 from .._core.state import overriding, state
 from .._policy.policy import Policy, as_policy
 from .._policy.warnings import Warned
+from ..errors import shown
 from .contexts import Contexts
 from .fingerprints import CHECKS
 
@@ -64,7 +65,7 @@ def checked_options(
         ("debug", debug),
     ):
         if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
+            raise TypeError(f"{name} must be True or False, got {shown(value)}.")
     if determinism_check not in CHECKS:
         default = " torch's 'default' is 'metadata' here." if determinism_check == "default" else ""
         raise ValueError(

@@ -33,6 +33,7 @@ from .outputs import Outputs
 from .run import Run
 from .sharing import apart, as_before, same, twice_below
 from .turns import turn
+from .unsupported import UNFINISHED, refuse_unfinished
 
 _on_cpu = attrgetter("is_cpu")
 
@@ -201,7 +202,10 @@ class Region:
         contexts, fn = self.options.contexts, self.fn
         if private.profiling():
             fn = in_range(fn, "recompute" if again else "forward")
-        return fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
+        result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
+        if isinstance(result, UNFINISHED):
+            refuse_unfinished(result)
+        return result
 
     def first(self, args: tuple, kwargs: dict, run: Run) -> Any:
         """The first run, on the user's own arguments."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -73,3 +74,12 @@ _KINDS: list[tuple[Callable[[Any], bool], str]] = [
     (inspect.iscoroutinefunction, "an async function"),
     (inspect.isasyncgenfunction, "an async generator function"),
 ]
+UNFINISHED = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
+
+
+def refuse_unfinished(result: Any) -> NoReturn:
+    """Raise an error for a result that is computed only after the region has ended."""
+    raise TypeError(
+        f"A region returned a {type(result).__name__}, whose body would run outside the region. Return its values, as "
+        f"in `list(...)`."
+    )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._core import trees
+from ..errors import shown
 
 
 class Kind(NamedTuple):
@@ -33,8 +34,8 @@ class Trees:
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 raise TypeError(
-                    f"{self._name(i)} must be a tensor, got {leaf!r}. Convert numbers with `torch.as_tensor`, and let "
-                    f"the step function capture values that steps don't change."
+                    f"{self._name(i)} must be a tensor, got {shown(leaf)}. Convert numbers with `torch.as_tensor`, and "
+                    f"let the step function capture values that steps don't change."
                 )
         self.kinds = [_kind(leaf) for leaf in leaves]
         self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
@@ -108,7 +109,7 @@ def _integer(length: Any) -> int:
     """Return an integer as an int; NumPy's are accepted too."""
     if not isinstance(length, (bool, torch.Tensor)) and hasattr(length, "__index__"):
         return index(length)
-    raise TypeError(f"length must be an integer, got {length!r}.")
+    raise TypeError(f"length must be an integer, got {shown(length)}.")
 
 
 def _name(spec: Any, i: int) -> str:

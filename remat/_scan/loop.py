@@ -17,6 +17,7 @@ from .._core.known import known_of
 from .._core.state import state
 from .._function import call
 from .._region.options import Options, checked_options
+from ..errors import shown
 from .checks import Trees, checked_length, checked_pair
 from .results import Results
 from .schedule import depth, segments
@@ -90,7 +91,7 @@ def scan(
     Modeled on ``jax.lax.scan``; the schedule is that of A. Griewank and A. Walther, "Algorithm 799: revolve", 2000.
     """
     if not callable(step):
-        raise TypeError(f"step must be a function of a carry and an x, got {step!r}.")
+        raise TypeError(f"step must be a function of a carry and an x, got {shown(step)}.")
     options = replace(checked_options(policy), read_inside=True)  # a step may run a backward pass, inside many regions
     count = checked_length(xs, length)
     kinds = Trees(carry, "carry")

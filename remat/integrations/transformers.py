@@ -55,7 +55,8 @@ def enable(model: M, policy: PolicyLike = None) -> M:
     found = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     if not found:
         raise TypeError(
-            f"enable takes a transformers.PreTrainedModel, or a model that contains one; got {type(model).__name__}."
+            f"enable takes a transformers.PreTrainedModel, or a model that contains one; got {type(model).__name__}. "
+            f"For other models use `remat.nn.apply`."
         )
     inner = found[0]  # a peft model contains it
     if not inner.supports_gradient_checkpointing:

@@ -308,9 +308,7 @@ def test_a_policy_for_another_program_warns_once() -> None:
     policy = remat.pareto(chain, X.clone().requires_grad_(), cost="flops").at(1.0)
     fn = remat.remat(lambda x: (x @ W).sin().exp(), policy=policy)
     x = X.clone().requires_grad_()
-    with pytest.warns(
-        UserWarning, match="was chosen for a different sequence of operations: the function executes other operations"
-    ):
+    with pytest.warns(UserWarning, match="was chosen for a different sequence of operations"):
         fn(x).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -499,7 +497,7 @@ def test_model_state_is_unchanged() -> None:
     state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     classes = [type(module) for module in model.modules()]
     with pytest.raises(
-        remat.RematError, match=r"takes at least .*, even if the chosen submodules save nothing, but the budget is 1 B"
+        remat.RematError, match=r"needs at least .*, even if the chosen submodules save nothing, but the budget is 1 B"
     ):
         remat.nn.budget(model, LAYER, 1, BATCH, loss=squared)
     assert [type(module) for module in model.modules()] == classes

@@ -916,7 +916,7 @@ def test_errors_of_checkpoint_sequential(module: Any) -> None:
 def test_checkpoint_sequential_takes_one_input(segments: int, second: str) -> None:
     x, y = rand(3), rand(3, seed=1)
     inputs: dict[str, Any] = {"a tensor": y, "a list": [y], "a dict": {"y": y}}
-    with pytest.raises(TypeError, match=r"takes one input.*got an object of type (Tensor|list|dict) for use_reentrant.*as one tuple"):
+    with pytest.raises(TypeError, match=r"takes one input.*of type (Tensor|list|dict) for use_reentrant.*as one tuple"):
         checkpoint_sequential([deep, deep], segments, x, inputs[second])
     for use_reentrant in (None, False, 0):
         assert torch.equal(checkpoint_sequential([deep, deep], segments, x, use_reentrant), deep(deep(x)))

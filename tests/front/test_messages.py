@@ -210,6 +210,10 @@ FOREIGN: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: remat.remat(policies.save_matmuls), "The policy is a keyword argument: `remat(fn, policy=...)`."),
     (
+        lambda: policies.save_matmuls or policies.save_attention,
+        "A policy is neither true nor false. Combine policies by `p | q`, `p & q` and `~p`; compare with None.",
+    ),
+    (
         lambda: remat.report(layer(torch.ones(3))),
         "Give the function or module first and then its arguments, as in `(fn, x)` for `fn(x)`; got Tensor.",
     ),
@@ -366,3 +370,38 @@ def test_errors_have_their_public_names() -> None:
     with pytest.raises(PolicyError) as raised:
         remat.remat(layer, policy=3)
     assert traceback.format_exception_only(raised.value)[-1].startswith("remat.PolicyError: A policy is one of")
+
+
+def test_a_region_that_returns_a_generator() -> None:
+    def values(x: Tensor) -> Iterator[Tensor]:
+        yield x.exp()
+
+    with pytest.raises(TypeError, match=r"A region returned a generator, whose body would run outside the region\."):
+        remat.remat(lambda x: values(x))(torch.ones(3, requires_grad=True))
+    with pytest.raises(TypeError, match="returned a generator"):
+        torch.func.grad(lambda x: next(remat.remat(lambda x: values(x))(x)).sum())(torch.ones(3))
+    assert torch.equal(remat.remat(lambda x: [*values(x)])(torch.ones(3))[0], torch.ones(3).exp())
+
+
+def test_wrong_arguments_are_shown_short() -> None:
+    big = torch.ones(1000, 1000)
+    for call in (
+        lambda: remat.checkpoint_name("h", big),
+        lambda: remat.scan(big, big, big),
+        lambda: policies.budget(big),
+        lambda: remat.remat(layer, early_stop=big),
+        lambda: remat.sequential(big),
+        lambda: remat.nn.apply(model(), nn.Sequential(*(Block() for _ in range(20)))),
+        lambda: policies.save_only_these_names(["a", "b"]),
+    ):
+        with pytest.raises((TypeError, PolicyError)) as raised:
+            call()
+        assert len(str(raised.value)) < 350
+    with pytest.raises(TypeError, match=r"got a tensor of shape \[1000, 1000\]\. The arguments are swapped\.$"):
+        remat.checkpoint_name("h", big)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match=r"got \['a', 'b'\]\. Pass the names separately\.$"):
+        policies.save_only_these_names(["a", "b"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Pass the function, not its result: `remat\(fn\)\(x\)`"):
+        remat.remat(layer(torch.ones(3)))
+    with pytest.raises(TypeError, match="must be a list of policies"):
+        remat.report(layer, torch.ones(3), policies="dots")  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def test_rows() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES.values() if policy])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES.values() if policy is not None])
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in {"mlp", "attention", "convolution", "layer_norm"}])
 def test_bytes_are_those_that_are_alive(case: Case, policy: Any) -> None:
     args = case.make_args()

@@ -96,7 +96,9 @@ def test_per_sample_gradients(model: str, attention: str, ours: Callable) -> Non
         result, peak, products = watched(per_sample, regions)
         assert_same(result, expected)
         assert peak < 0.6 * its_peak
-        again = 0 if policy else LAYERS * (PER_LAYER[model] - 2 * (model == "Llama" and attention == "sdpa"))
+        again = (
+            0 if policy is not None else LAYERS * (PER_LAYER[model] - 2 * (model == "Llama" and attention == "sdpa"))
+        )
         assert products <= its_products + again
 
 

@@ -323,7 +323,7 @@ def test_values_that_a_policy_saves_are_not_recomputed(transform: str) -> None:
         torch.testing.assert_close(tree_leaves(gradient_by(transform, run, step)()), expected)
         products[policy] = count_ops(gradient_by(transform, run, step))["aten.mm"]
         peak = peak_bytes(gradient_by(transform, run, step))
-        assert peak <= (4 + 11 + (64 if policy else 0)) * UNIT
+        assert peak <= (4 + 11 + (0 if policy is None else 64)) * UNIT
     assert products == {None: 2 * 64 + recomputed(64, 4), policies.save_matmuls: 2 * 64}
 
 
@@ -541,7 +541,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no pair": (
         lambda: remat.scan(lambda h, x: h, ONES, length=2),
         TypeError,
-        r"step must return a pair, the next carry and y \(None if there is none\); step 0 returned an object of type Tensor",
+        r"step must return a pair, the next carry and y \(None if there is none\); step 0 returned an object of type T",
     ),
     "a carry that grows": (
         lambda: remat.scan(lambda h, x: ({"h": torch.cat([h["h"], h["h"]])}, None), {"h": ONES}, length=2),
