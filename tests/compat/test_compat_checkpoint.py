@@ -1143,11 +1143,11 @@ ROWS = {
     "statistics of batch norm, counters in buffers": ["test_statistics_change_once"],
     "variables of closures and globals, attributes of modules and of the object that is called, that changed since": [
         "test_what_closures_hold_is_as_in_the_first_run",
-        "test_what_is_put_back",
+        "test_what_is_restored",
     ],
     "attributes of other objects, of classes and of imported modules, numbers in lists and dicts, that changed since": [
-        "test_it_is_not_detected",
-        "test_checksums_find_it",
+        "test_change_is_not_detected",
+        "test_checksums_detect_the_change",
     ],
     "captured tensors changed in place before the backward": ["test_captured_tensors_changed_in_place"],
     "default dtype, attention kernels, deterministic algorithms, precision of products, changed since": [
