@@ -937,7 +937,7 @@ def test_segments_must_be_a_number_of_segments() -> None:
     assert runs.count == 2
 
 
-def test_a_module_that_is_there_twice_is_called_twice() -> None:
+def test_a_module_that_occurs_twice_is_called_twice() -> None:
     """torch leaves the second call out."""
     act = nn.Tanh()
     model, x = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act).double(), rand(2, 3)
@@ -1134,7 +1134,7 @@ ROWS = {
     "`checkpoint_sequential`: `segments` out of range": ["test_segments_must_be_a_number_of_segments"],
     "`checkpoint_sequential` with a second input": ["test_checkpoint_sequential_takes_one_input"],
     "`checkpoint_sequential`: a module that is twice in a `Sequential`": [
-        "test_a_module_that_is_there_twice_is_called_twice"
+        "test_a_module_that_occurs_twice_is_called_twice"
     ],
     "`GraphExecGroup`": ["test_passes_may_have_inputs_in_common", "test_what_a_policy_keeps_may_be_read_by_both"],
     "errors": ["test_errors_are_torchs"],

@@ -473,7 +473,7 @@ def test_hooks_run_outside_of_the_region(lib: Any) -> None:
     assert_same(*results)
 
 
-def test_a_forward_of_the_module_itself(lib: Any) -> None:
+def test_forward_set_on_the_instance(lib: Any) -> None:
     """fairscale takes the one of the class."""
     module = made(nn.Linear, 4, 4)
     module.forward = lambda x: (x * 3).sin().exp()
@@ -759,7 +759,7 @@ ROWS = {
     "`copy.deepcopy`": ["test_deepcopy"],
     "pickle, `torch.save` of the module": ["test_other_copies", "test_pickle_of_fairscale"],
     "hooks of the module": ["test_hooks_run_outside_of_the_region"],
-    "a `forward` that was set on the module": ["test_a_forward_of_the_module_itself"],
+    "a `forward` that was set on the module": ["test_forward_set_on_the_instance"],
     "wrapped twice": ["test_wrapped_twice", "test_wrapped_twice_the_new_options_count"],
     "reference cycle": ["test_nothing_is_left_and_there_is_no_cycle"],
     "the recompute": ["test_where_the_run_again_ends"],
