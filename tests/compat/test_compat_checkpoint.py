@@ -1117,7 +1117,7 @@ ROWS = {
     "selective: views (`aten.view`, `aten.t`)": ["test_policies_about_views"],
     "selective: tensors made of others (wrapper subclasses)": [
         "test_the_operation_is_judged",
-        "test_a_predicate_is_asked_once",
+        "test_a_predicate_is_called_once",
         "test_the_operations_inside_are_judged_too",
     ],
     "selective: `MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`": ["test_answers_of_a_policy_function"],

@@ -219,7 +219,7 @@ def test_region_with_transforms_saves_memory() -> None:
     assert count_ops(program(remat), x)["aten.sin"] <= 2 * forward
 
 
-# --- a region that restarts inside a region ----- --------------------------------------------------------------------
+# --- a region that restarts inside a region --------------------------------------------------------------------------
 
 
 def test_an_abandoned_first_run_leaves_no_record_in_the_outer_region() -> None:
@@ -237,7 +237,7 @@ def test_an_abandoned_first_run_leaves_no_record_in_the_outer_region() -> None:
     both(program)
 
 
-# --- what each level tracks- ------------------------------------------------------------------------------------------
+# --- what each level tracks -------------------------------------------------------------------------------------------
 
 
 def depends(x: Tensor, y: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def few_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
-# --- counting -------- ------------------------------------------------------------------------------------------------
+# --- counting --------------------------------------------------------------------------------------------------------
 
 KINDS = {"matmul": ("mm", "bmm"), "maximum": ("maximum", "relu")} | {k: (k,) for k in ("sin", "exp", "tanh", "mul")}
 
@@ -343,7 +343,7 @@ def test_any_number_of_passes(function: str, policy: str) -> None:
     assert passes == passes[:1] * 4
 
 
-# --- only needed values are saved- ------------------------------------------------------------------------------------
+# --- only needed values are saved -------------------------------------------------------------------------------------
 
 
 def held(fn: Fn, args: Sequence[Tensor]) -> int:

@@ -278,7 +278,7 @@ def test_by_default_it_is_shown_once_per_line() -> None:
     assert len([warning for warning in found if UNMATCHED in str(warning.message)]) == 1
 
 
-# --- one policy for several functions - -------------------------------------------------------------------------------
+# --- one policy for several functions ---------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

@@ -250,7 +250,7 @@ def test_inference_tensors_that_change(captured: bool) -> None:
         out.sum().backward()
 
 
-# --- wrappers that are created in each call -- ------------------------------------------------------------------------
+# --- wrappers that are created in each call ---------------------------------------------------------------------------
 
 
 def wrapped(module: Any) -> Callable:
