@@ -293,7 +293,7 @@ def test_backward_of_torch_func_runs_on_a_device_thread() -> None:
     same(plain(remat(fn), x), plain(fn, x))
 
 
-# --- transforms, modules ------------ ---------------------------------------------------------------
+# --- transforms, modules ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])

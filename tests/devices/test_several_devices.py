@@ -137,7 +137,7 @@ def test_a_pipeline(wrap: Callable) -> None:
     assert_same(run(wrap), run(lambda f: f))
 
 
-# --- two backward threads ------ --------------------------------------------------------------------------------------
+# --- two backward threads ---------------------------------------------------------------------------------------------
 
 
 class Pauses:
@@ -256,7 +256,7 @@ def test_a_backward_over_both_devices_in_a_recompute() -> None:
         pauses.on = False
 
 
-# --- state of threads -- ----------------------------------------------------------------------------------------------
+# --- state of threads -------------------------------------------------------------------------------------------------
 
 
 class Notes(torch.autograd.Function):

@@ -284,7 +284,7 @@ def shares_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return h.sin().exp(), h.cos().exp()
 
 
-def test_what_a_policy_keeps_may_be_read_by_both() -> None:
+def test_values_that_a_policy_saves_can_be_read_by_both() -> None:
     """Both passes need the product. It isn't recomputed, so the order of the passes doesn't matter."""
     x, w = rand(4, 4), rand(4, 4, seed=1)
     outs = shares_a_product(x, w)

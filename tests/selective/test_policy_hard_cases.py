@@ -321,7 +321,7 @@ def test_a_skipped_value_that_user_code_stores_is_computed() -> None:
     assert all(torch.equal(log[0], tensor) for tensor in log)
 
 
-# --- differences between the runs - -----------------------------------------------------------------------------------
+# --- differences between the runs -------------------------------------------------------------------------------------
 
 
 def another_order(x: Tensor) -> Tensor:
