@@ -1,4 +1,4 @@
-"""`GraphExecGroup` beside torch's checkpoint: one recompute for several backward passes in its scope."""
+"""`GraphExecGroup` compared with torch's checkpoint: one recompute for several backward passes in its scope."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_only_the_inputs_of_segments_are_saved() -> None:
     x = rand(SIZE)
     for segments in (1, 2, 5, 10):
         kept = held_bytes(remat.sequential([deep] * 10, segments), x) / (8 * SIZE)
-        assert kept == segments  # the result, and the inputs of all segments but the first
+        assert kept == segments  # the result, and the inputs of all segments except the first
     assert held_bytes(plain([deep] * 10), x) / (8 * SIZE) == 10
 
 
