@@ -793,7 +793,7 @@ def test_hooks_around_own_what_the_region_saves() -> None:
 
 
 def test_hooks_around_may_compute() -> None:
-    """The computations of a pack hook are not saved in turn."""
+    """Tensors that a pack hook computes are not saved."""
     hooks, (x, w) = Hooks(lambda tensor: tensor * tensor.abs().sign(), lambda packed: packed * 1), leaves()
     with hooks:
         out = remat(block)(x.clone(), w)
