@@ -30,7 +30,7 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
         if is_disabled():
             return fn(*args, **kwargs)
         options = options.overridden()
-    if state.policies and state.policies[-1].by_step:
+    if state.policies and state.policies[-1].is_budget:
         return fn(*args, **kwargs)  # a budget decides for everything inside its region
     if private.tracing():
         return fn(*args, **kwargs)

@@ -75,7 +75,7 @@ def _check_sequential(module: torch.nn.Sequential) -> None:
     if own or any(vars(module).get(name) for name in _HOOKS):
         raise ValueError(
             f"The {type(module).__name__} has {'a forward' if own else 'hooks'} of its own, which would not be called. "
-            f"Pass `list(module)` if that is not needed, or make it one region: `remat(module)`."
+            f"Pass `list(module)` if they are not needed, or make it one region: `remat(module)`."
         )
 
 

@@ -22,7 +22,8 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     """Return what ``fn(*args, **kwargs)`` can save as a region, and what its recompute costs then.
 
     ``fn`` runs once, without a backward pass. Buffers, generators and the state of modules are restored. ``fn`` is
-    differentiated with respect to tensors that require grad; if none does, to all floating-point arguments.
+    differentiated with respect to tensors that require grad; if none does, with respect to all floating-point
+    arguments.
 
     Args:
         fn: the function or module. Regions in it have no effect.

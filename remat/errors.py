@@ -8,10 +8,10 @@ __all__ = ["CaptureError", "MutationError", "PolicyError", "RecomputeMismatchErr
 
 
 class RematError(CheckpointError):
-    """Base class of the errors below.
+    """Base class of the package's errors.
 
-    It is a ``torch.utils.checkpoint.CheckpointError``, so code that handles the errors of torch's function handles
-    these too.
+    It is a ``torch.utils.checkpoint.CheckpointError``, so code that handles the errors of
+    ``torch.utils.checkpoint.checkpoint`` handles these too.
 
     Example:
         >>> from remat import MutationError, RematError
@@ -23,9 +23,10 @@ class RematError(CheckpointError):
 class RecomputeMismatchError(RematError):
     """The recompute of a region differs from its forward.
 
-    Raised when the recompute saves another number of tensors, tensors of another shape, dtype or device, other
-    values (with ``determinism_check="values"``), or returns another structure. The usual reasons are Python state
-    that changed between forward and backward, and a branch on a value that isn't reproducible.
+    Raised when the recompute saves a different number of tensors, tensors of a different shape, stride, dtype, device
+    or operation, different values (with ``determinism_check="values"``), or returns a different structure. The usual
+    reasons are Python state that changed between forward and backward, and a branch on a value that isn't
+    reproducible.
 
     Attributes:
         region: the name of the region, and the line that called it, as in the message.
@@ -53,8 +54,8 @@ class RecomputeMismatchError(RematError):
 class MutationError(RematError):
     """An input or captured tensor of a region was changed in place before the region was recomputed.
 
-    The recompute would see the new value and give wrong gradients, so it does not start. The message names the
-    tensor, the region that reads it, and the line that called the region.
+    The recompute, or the backward pass itself, needs the old value, so gradients would be wrong. The message names
+    the tensor, the region that reads it, and the line that called the region.
 
     Attributes:
         region: the name of the region, and the line that called it, as in the message.

@@ -106,13 +106,13 @@ def report(
     with respect to all floating-point arguments.
 
     Bytes are bytes of live tensors, counted at each operation. FLOPs are those of matrix products, convolutions and
-    attention. Both are the same in every run. On a device, the report also has the peak of its allocator.
+    attention. Both are deterministic. On a device, the report also has the peak of its allocator.
 
     Args:
         fn: the function or module.
         *args: its arguments, any pytrees.
         policies: the policies to try, each as in :func:`remat.remat`. By default no policy, attention, matrix
-            products, and both, without duplicates of the same effect.
+            products, and both; policies with identical costs are listed once.
         transform: a transform such as ``torch.func.grad``. If given, ``transform(remat(fn))(*args, **kwargs)`` runs,
             and no loss is computed.
         loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point

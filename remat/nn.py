@@ -57,7 +57,7 @@ def apply(
 
     Args:
         model: the model; it can be chosen itself, as the submodule with the name ``""``.
-        where: which submodules: a type or a tuple of types, :func:`every` n-th module of a type, or a function that
+        where: which submodules: a type or a tuple of types, ``every(n, type)``, or a function that
             gets a submodule's name and the submodule, and returns whether it is chosen.
         policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
         preserve_rng_state: give a recompute the random numbers of the forward, as in :func:`remat.remat`.
@@ -132,8 +132,8 @@ def budget(
         TypeError: ``where`` has the wrong type, or a chosen module can't have a region.
 
     Note:
-        A block that later gets other shapes chooses again, within the bytes that it saves here. In a distributed job
-        call this function in all processes; they use the choice of the first one.
+        A block that later gets different shapes chooses again, within the bytes that it saves here. In a distributed
+        job call this function in all processes; they use the choice of the first one.
 
     Example:
         >>> import torch
@@ -196,7 +196,7 @@ def every(n: int, of: Types) -> Every:
     if not isinstance(n, int) or isinstance(n, bool):
         raise TypeError(f"every(n, of) takes an integer n, got {n!r}.")
     if n < 1:
-        raise ValueError(f"every(n, of) takes n of at least 1, got {n}.")
+        raise ValueError(f"every(n, of) takes an n of at least 1, got {n}.")
     if not _is_types(of):
         raise TypeError(f"every(n, of) takes a type or a tuple of types, got {of!r}.")
     return Every(n, of)

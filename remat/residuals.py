@@ -29,7 +29,8 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
 
     Returns:
         One entry for each saved storage, the largest first. ``source`` is one of ``argument params['w1']``,
-        ``captured self.weight``, ``named 'q' at file:line (function)``, ``output of aten.mm at file:line (function)``.
+        ``captured self.weight``, ``named 'q' at file:line (function)``, ``output of aten.mm at file:line (function)``,
+        ``not made by an operation, such as a constant``.
         If ``fn`` calls ``torch.func.grad`` or ``vjp`` itself, all differentiated inputs are listed.
 
     Raises:
@@ -50,7 +51,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
         >>> [residual.source for residual in saved_residuals(remat.remat(f), x, w, inputs=True)]
         ['argument x', 'argument w']
 
-    After ``jax.ad_checkpoint.saved_residuals``.
+    Modeled on ``jax.ad_checkpoint.saved_residuals``.
     """
     if private.transforms_active():
         raise RuntimeError(

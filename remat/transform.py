@@ -65,12 +65,13 @@ def remat(
             pytrees; non-tensor leaves pass through unchanged. For a module, the result is a module of a subclass that
             shares parameters, hooks and attributes with it, so ``state_dict`` keys stay the same.
         policy: what may be saved beyond the inputs: one of :mod:`remat.policies`, a list of operators, or a function
-            with the signature of torch's selective checkpoint. A value is saved only if the backward pass uses it.
-            ``None`` saves only the inputs.
-        preserve_rng_state: give a recompute the random numbers of the forward. If false, random generators are not
-            touched, which is right only if the region draws no random numbers.
-        determinism_check: what a recompute must reproduce: ``"metadata"`` (shape, dtype and device of every saved
-            tensor, structure of the result), ``"values"`` (also a checksum of every saved tensor) or ``"none"``.
+            with the signature of the ``policy_fn`` of torch's selective checkpoint. A value is saved only if the
+            backward pass uses it. ``None`` saves only the inputs.
+        preserve_rng_state: make the recompute draw the same random numbers as the forward. If false, random generators
+            are not touched, which is safe only if the region draws no random numbers.
+        determinism_check: what a recompute must reproduce: ``"metadata"`` (shape, strides, dtype and device of every
+            saved tensor, the operation that made it, and the structure of the result), ``"values"`` (also a checksum
+            of every saved tensor) or ``"none"``.
         early_stop: stop a recompute as soon as it has every tensor that the backward needs.
         debug: also compare the forward and the recompute operation by operation. The error names the source line of
             the first operation that differs, and its ``logs`` list all operations. Slow.
@@ -84,6 +85,7 @@ def remat(
             options of ``jax.checkpoint`` and ``torch.utils.checkpoint``, the message names the replacement.
         ValueError: ``determinism_check`` is not one of these three strings.
         PolicyError: ``policy`` is not a policy.
+        RematError: ``fn`` is a module whose library's own activation checkpointing is on.
         RecomputeMismatchError: in the backward, if a recompute differs from the forward.
         MutationError: in the backward, if an input or a captured tensor was changed in place after the forward.
 
@@ -96,7 +98,8 @@ def remat(
         >>> torch.equal(torch.func.grad(remat.remat(f))(x), torch.func.grad(f)(x))
         True
 
-    After ``jax.checkpoint``; the recompute follows Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    Modeled on ``jax.checkpoint``. The method is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+    2016.
     """
     if args or kwargs:
         refuse(fn, args, kwargs, [*_SIGNATURE.parameters][1:])
@@ -106,7 +109,7 @@ def remat(
     return _wrap(fn, options)
 
 
-# Without the parameters that are there only to be refused with a remedy.
+# Hides *args and **kwargs, which exist only for a helpful error message.
 _SIGNATURE = inspect.signature(remat)
 _SIGNATURE = _SIGNATURE.replace(
     parameters=[p for p in _SIGNATURE.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -105,7 +105,8 @@ def test_a_package_has_a_docstring_of_one_line(name: str) -> None:
 
 def test_the_design_page_names_every_file() -> None:
     text = (PACKAGE.parent / "docs" / "internals" / "design.md").read_text()
-    rows = {line.split("`")[1].rstrip("/"): line for line in text.splitlines() if line.startswith("| `_")}
+    entries = text.split("\n## Packages\n")[1].split("\n## ")[0].split("\n- **`")[1:]
+    rows = {entry.split("/`")[0]: entry for entry in entries}
     folders = {folder.name for folder in PACKAGE.glob("_*") if (folder / "__init__.py").exists()}
     assert set(rows) == folders
     for folder in folders:

@@ -269,9 +269,9 @@ def _too_little(amount: int, least: int, count: int, in_backward: bool, names: S
     else:
         place = f"in or after {names[count - 1]!r}" if count else "before the first of the chosen submodules"
     return (
-        f"A step of this model takes at least {size_text(least)}, even if the chosen submodules save nothing, but the "
-        f"budget is {size_text(amount)}. The peak is {place}. Choose smaller submodules, a smaller batch, or a budget "
-        f"of {least} bytes or more."
+        f"A training step of this model needs at least {size_text(least)}, even if the chosen submodules save "
+        f"nothing, but the budget is {size_text(amount)}. The peak is {place}. Choose smaller submodules, a smaller "
+        f"batch, or a budget of {least} bytes or more."
     )
 
 

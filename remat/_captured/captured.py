@@ -77,10 +77,10 @@ class Captured:
                 self._seen.add(id(value))
                 visit(self, value, path)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """After the first run: release containers that may lead to the region."""
         for copy in self._copies.values():
-            copy.let_go()
+            copy.release()
 
     def see(self, value: Any, path: Path) -> None:
         if (visit := visits[type(value)]) is not None:

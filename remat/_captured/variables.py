@@ -125,7 +125,7 @@ class Copy:
 
     def __init__(self, source: Any, items: dict[Any, Any] | None = None) -> None:
         self.address, self.kind = id(source), type(source)
-        self.plain: Any = None  # the container itself; after `let_go` only if its values are plain
+        self.plain: Any = None  # the container itself; after `release` only if its values are plain
         self.items = items  # None for a list or dict until it is visited
         self.whole = False  # restore all of it: it belongs to a module, or is a dict with tensors
         self.make: Callable[[], Any] = self.kind
@@ -137,10 +137,10 @@ class Copy:
         return now is self.plain if self.plain is not None else type(now) is self.kind and id(now) == self.address
 
     def fill(self, source: Any, items: dict[Any, Any], whole: bool) -> None:
-        """Record the contents now, and the container itself until ``let_go``."""
+        """Record the contents now, and the container itself until ``release``."""
         self.plain, self.items, self.whole = source, items, whole
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """After the first run: release the container itself unless its values were and are plain."""
         source = self.plain
         values = list(source.values() if isinstance(source, dict) else source or ())

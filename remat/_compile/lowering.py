@@ -30,7 +30,7 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
     if options.determinism_check != "metadata" or options.debug or not options.early_stop:
         warn_of_ignored_options()
     policy = options.policy
-    if isinstance(policy, Policy) and policy.by_step:
+    if isinstance(policy, Policy) and policy.is_budget:
         warn_of_ignored_budget()
         policy = None
     if guarded.disabled or guarded.traced is not None or private.exporting():

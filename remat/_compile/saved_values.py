@@ -18,7 +18,7 @@ from .tags import judge_named
 
 
 class SavedValues:
-    """The values of a graph's first run that a policy saves, and all random ones.
+    """The values of a graph's first run that a policy saves, those of random operations and of higher-order operators.
 
     Calls are identified by the graph's nodes: the n-th call of an operation by a node is the same in each run.
     """

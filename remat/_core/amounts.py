@@ -9,7 +9,7 @@ _UNITS = {"B": 1, **{f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}B": 10 ** (3 * i) for i, p in enumerate(("K", "M", "G", "T"), 1)} | {"kB": 1000}
 
 
-def as_bytes(amount: Any, whole: int, name: str) -> int:
+def parse_amount(amount: Any, whole: int, name: str) -> int:
     """The number of bytes of an amount. A float is a fraction of ``whole``. Errors call the amount ``name``.
 
     Raises:

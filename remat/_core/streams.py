@@ -41,7 +41,7 @@ def resumed(streams: list[torch.Stream]) -> Iterator[None]:
         caller.wait_stream(stream)
 
 
-def outlived(tensor: torch.Tensor) -> None:
+def record_use(tensor: torch.Tensor) -> None:
     """Keep a tensor's memory, which may be another stream's, from being reused before the current stream is done."""
     for stream in streams_for([tensor]):
         tensor.record_stream(stream)
@@ -53,7 +53,7 @@ def is_on_another(device: torch.device, streams: list[torch.Stream]) -> bool:
     return bool(known) and torch.accelerator.current_stream(device) not in known
 
 
-def taken(tensor: torch.Tensor, streams: list[torch.Stream]) -> None:
+def make_readable(tensor: torch.Tensor, streams: list[torch.Stream]) -> None:
     """Let the current stream read a tensor that a recompute has made on these streams, and perhaps others."""
     for stream in streams:
         if stream.device == tensor.device:

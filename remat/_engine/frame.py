@@ -20,7 +20,7 @@ from .._core.parts import is_in_graph
 from .._core.passes import current_group, current_scope
 from .._core.private import modes_that_see, raw_version
 from .._core.state import state
-from .._core.streams import current_streams, taken
+from .._core.streams import current_streams, make_readable
 from .._policy.policy import Policy
 from .._region.around import of_region
 from .._region.error_context import with_region
@@ -38,23 +38,46 @@ class Frame:
     """What a region's first run leaves for backward passes: its slots, and everything that is needed to fill them."""
 
     __slots__ = (
-        "__weakref__", "check", "consts", "inside", "lock", "log", "look", "lowerings", "mixed",
-        "modes", "noted", "one_output", "open", "operands", "options", "outer", "policies", "policy",
-        "read_inside", "read_once", "record", "refs", "region", "slots", "stopped", "streams",
+        "__weakref__",
+        "captured_inputs",
+        "check",
+        "inside",
+        "lock",
+        "log",
+        "look",
+        "lowerings",
+        "mixed",
+        "modes",
+        "noted",
+        "one_output",
+        "open",
+        "operands",
+        "options",
+        "outer",
+        "policies",
+        "policy",
+        "read_inside",
+        "read_once",
+        "record",
+        "refs",
+        "region",
+        "slots",
+        "stopped",
+        "streams",
     )  # fmt: skip
 
     def __init__(
         self,
         region: Any,
         operands: Guards,
-        consts: Guards,
+        captured_inputs: Guards,
         outer: tuple | None,
         policy: Policy | None,
         read_inside: bool,
     ) -> None:
         self.region = region
         self.operands = operands
-        self.consts = consts
+        self.captured_inputs = captured_inputs
         self.options = options = region.root.options
         self.outer = outer  # the hooks around the region, to which operands and captured tensors were handed
         self.read_inside = read_inside  # backward passes inside read slots, which own their values in the first run
@@ -73,7 +96,7 @@ class Frame:
         self.modes = modes_that_see() > 0
         self.log = OpLog() if options.debug else None
         self.policies = state.policies
-        self.lowerings: list[bool] = []  # of the inner regions
+        self.lowerings: list[Any] = []  # of the inner regions
         self.policy = policy
         self.record: Any = None  # of the first run under the policy, once that run has ended
         self.noted = read_inside or policy is not None
@@ -83,14 +106,14 @@ class Frame:
         self.open = False
         if self.read_inside:
             self.clear()
-        root, both = self.region.root, (self.operands, self.consts)
+        root, both = self.region.root, (self.operands, self.captured_inputs)
         tensors = [tensor for guards in both for tensor in guards.tensors]
         for guards in both:
             guards.close()
         if self.region is root and any(guards.may_have_changed for guards in both):
             root.overlaps = overlapping(tensors, *both)
         del tensors
-        self.consts.forget_histories()
+        self.captured_inputs.forget_histories()
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
@@ -122,12 +145,12 @@ class Frame:
     def _read(self, packed: Any) -> torch.Tensor:
         """``unpack`` for the cases that its fast path doesn't handle."""
         if self.open:
-            self.has_backward_inside()
+            self.on_inner_backward()
         if type(packed) is tuple:
             guards, i = packed
             tensor = self._as_reader(guards.saved, i)
             if self.streams and i in guards.packed:  # an outer region's recompute made it, and may have stopped
-                taken(tensor, self.streams)
+                make_readable(tensor, self.streams)
             return tensor
         if not isinstance(packed, Slot):
             return self._as_reader(packed)
@@ -143,7 +166,7 @@ class Frame:
             packed.value = None
             value = self._as_reader(self._filled, packed, True)
         if self.mixed:
-            taken(value, self.streams)
+            make_readable(value, self.streams)
         if private.version(value) != packed.version or (packed.first and packed.has_changed()):
             raise MutationError(
                 f"A tensor that the region captured or computed, {fingerprint(value, 'metadata')}, was saved for the "
@@ -156,12 +179,12 @@ class Frame:
             running.read(packed, self, state.reader)
         return value
 
-    def has_backward_inside(self) -> None:
+    def on_inner_backward(self) -> None:
         """Note that a backward pass runs before the first run has ended, here and in outer regions."""
         if not self.inside:
             self.inside = True
             if (around := of_region(self.outer)) is not None:
-                around.has_backward_inside()
+                around.on_inner_backward()
 
     def _as_reader(self, get: Callable, *args: Any) -> torch.Tensor:
         """Call ``get``; meanwhile this frame is the reader of the values that outer regions recompute."""
@@ -196,7 +219,7 @@ class Frame:
                     error.logs = self.log.texts()
                 raise
             finally:
-                filler.let_go()
+                filler.release()
             self.read_once &= not self.mixed
             if value is None:
                 return self._filled(wanted, to_the_end)  # another thread has released the value meanwhile
@@ -215,7 +238,7 @@ class Frame:
             return False
         if self.record.saved_values.nbytes <= LEFT_ALONE_BYTES:
             return False
-        inputs = *self.operands.tensors, *self.consts.tensors
+        inputs = *self.operands.tensors, *self.captured_inputs.tensors
         return all(t is not None and (not is_in_graph(t) or _is_reached(t)) for t in inputs)
 
     def _release(self) -> None:

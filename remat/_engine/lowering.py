@@ -39,7 +39,7 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
     try:
         region.open(around=around)
         run = FirstRun(recorder_for(region))
-        saver = Saver(region, operands, region.consts, around.hooks, run, options.read_inside)
+        saver = Saver(region, operands, region.captured_inputs, around.hooks, run, options.read_inside)
         try:
             return saver.run(region.first, args, kwargs)
         except RuntimeError as error:

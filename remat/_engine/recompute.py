@@ -81,9 +81,9 @@ class Filler(RegionHooks):
     def _attempt(self, whole: bool) -> bool:
         """Recompute the region once; return False if that has to be repeated in full."""
         frame, root = self.frame, self.root
-        frame.consts.accumulated |= frame.inside
+        frame.captured_inputs.accumulated |= frame.inside
         if frame.open:
-            frame.consts.find_changed()
+            frame.captured_inputs.find_changed()
             frame.operands.find_changed()
         with own_work():
             operands = frame.operands.all_again()
@@ -105,7 +105,7 @@ class Filler(RegionHooks):
                 raise
         finally:
             private.pop_hooks()
-            drop_gradient_hooks(frame.consts.tensors, first_hook)
+            drop_gradient_hooks(frame.captured_inputs.tensors, first_hook)
         if run.must_restart:
             return False
         if not self.stopped:
@@ -123,7 +123,7 @@ class Filler(RegionHooks):
             plan = record.plan() if frame.record is None else record.plan(slot for slot in self.slots if slot)
         return Attempt(record, plan, self.is_last and not self.to_the_end)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop all references: a container may still lead to a node of the recompute, which owns its pack hook."""
         del self.attempt, self.frame, self.root, self.slots, self.rest, self.last_slot
 

@@ -30,17 +30,23 @@ class Saver(RegionHooks):
     __slots__ = ("_known", "_look", "_recording", "_run", "_slot", "_slots", "_start", "frame")
 
     def __init__(
-        self, region: Any, operands: Guards, consts: Guards, outer: tuple | None, run: Run, read_inside: bool = False
+        self,
+        region: Any,
+        operands: Guards,
+        captured_inputs: Guards,
+        outer: tuple | None,
+        run: Run,
+        read_inside: bool = False,
     ) -> None:
         self._run = run
         self._recording = None if run.recorder is None else run.recorder.recording
         policy = None if self._recording is None else self._recording.policy
-        self.frame = frame = Frame(region, operands, consts, outer, policy, read_inside)
+        self.frame = frame = Frame(region, operands, captured_inputs, outer, policy, read_inside)
         self._start = private.next_sequence_number()
         self._slot: Callable[[], Slot] = Slot if self._recording is None else RecordedSlot
         self._look, self._slots = frame.look, frame.slots
         self._known: dict[int, tuple[Guards, int]] = {}
-        for guards in (consts, operands) if consts.tensors else (operands,):
+        for guards in (captured_inputs, operands) if captured_inputs.tensors else (operands,):
             self._known.update(zip(map(id, guards.tensors), zip(repeat(guards), count())))
 
     def run(self, call: Callable, *args: Any) -> Any:
@@ -158,5 +164,5 @@ class Saver(RegionHooks):
         del self._slots[max(0, count - len(refs)) :]
         del refs[count:]
 
-    def has_backward_inside(self) -> None:
-        self.frame.has_backward_inside()
+    def on_inner_backward(self) -> None:
+        self.frame.on_inner_backward()

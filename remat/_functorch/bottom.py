@@ -125,7 +125,7 @@ def is_refused_change(error: RuntimeError) -> bool:
 def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     check_hooks_are_allowed()
     run = FirstRun(call.recorder, call.watch)
-    saver = _saver(region, call.guards, region.root.consts, run, region.root.options.read_inside)
+    saver = _saver(region, call.guards, region.root.captured_inputs, run, region.root.options.read_inside)
     try:
         return saver.run(region.run, inputs)
     except RuntimeError as error:
@@ -138,17 +138,17 @@ def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     root = region.root
     outs = region.run(inputs, FirstRun(call.recorder, call.watch))
     call.guards.close()
-    root.consts.close()
+    root.captured_inputs.close()
     if call.recorder is not None:
-        root.record = call.recorder.close(outs, slots_tell=False)
+        root.record = call.recorder.close(outs, has_slots=False)
     return outs
 
 
-def _saver(region: Any, operands: Guards, consts: Guards, run: Run, read_inside: bool = False) -> Saver:
+def _saver(region: Any, operands: Guards, captured_inputs: Guards, run: Run, read_inside: bool = False) -> Saver:
     around = Around()
     around.take(operands)
-    around.take_captured(consts)
-    return Saver(region, operands, consts, around.hooks, run, read_inside)
+    around.take_captured(captured_inputs)
+    return Saver(region, operands, captured_inputs, around.hooks, run, read_inside)
 
 
 def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:

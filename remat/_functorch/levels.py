@@ -111,8 +111,8 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     level = interpreter.level()
     if private.dual_level_active() and any(private.level_of(t) == level and is_dual(t) for t in operands):
         raise RematError(
-            "A region got a dual tensor that `forward_ad.make_dual` made inside of a function which torch.func.grad or "
-            "vjp differentiates. Make the dual tensor outside of that function, or use torch.func.jvp inside."
+            "A region got a dual tensor that `forward_ad.make_dual` made inside a function differentiated by "
+            "torch.func.grad or vjp. Make the dual tensor outside of that function, or use torch.func.jvp inside."
         )
     recorded = torch.is_grad_enabled()
     followed = tuple([recorded and t.requires_grad and private.level_of(t) == level for t in operands])

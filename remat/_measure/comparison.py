@@ -154,7 +154,7 @@ def _differences(expected: Outcome, found: Outcome) -> tuple[list[Difference], f
                 differences.append(Difference(name, how))
     for name, state in expected.generators.items():
         if found.generators.get(name) != state:
-            differences.append(Difference(name, "has another state after the run, so other numbers were drawn"))
+            differences.append(Difference(name, "is in a different state after the run"))
     return differences, rounding
 
 

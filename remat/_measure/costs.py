@@ -74,7 +74,7 @@ class Costs:
         return sorted(shares, key=lambda share: (-share.nbytes, share.module or "", share.op))
 
     def beats(self, other: Costs) -> bool:
-        """Whether it has a lower peak or fewer recomputed FLOPs than another one, and not more of the other."""
+        """Whether it has a lower peak or fewer recomputed FLOPs than another one, and is not worse in either."""
         mine, theirs = (self.peak_bytes, self.recomputed_flops), (other.peak_bytes, other.recomputed_flops)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs))
 

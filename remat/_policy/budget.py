@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .._core.amounts import as_bytes
+from .._core.amounts import parse_amount
 from ..errors import PolicyError
 from .policy import Policy
 from .verdict import RECOMPUTE, SAVE, Ask, Verdict, Verdicts
@@ -29,7 +29,7 @@ class Budget(Policy):
     cost: str | Callable = "roofline"
     chosen: Chosen | None = None
 
-    by_step = True
+    is_budget = True
     ignores_operators = True
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Budget(Policy):
             PolicyError: the amount is invalid.
         """
         try:
-            return as_bytes(self.amount, whole, "The amount of a budget")
+            return parse_amount(self.amount, whole, "The amount of a budget")
         except (TypeError, ValueError) as error:
             raise PolicyError(str(error)) from None
 

@@ -52,7 +52,7 @@ def checkpoint_name(x: T, name: str) -> T:
         >>> x, w1, w2 = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
         >>> mlp(x, w1, w2).sum().backward()  # recomputes nothing
 
-    After ``jax.ad_checkpoint.checkpoint_name``.
+    Modeled on ``jax.ad_checkpoint.checkpoint_name``.
     """
     if not isinstance(name, str):
         raise TypeError(f"checkpoint_name(x, name): the name must be a string; got {name!r}.")

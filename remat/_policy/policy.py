@@ -19,7 +19,8 @@ from .verdict import OFFLOAD, RECOMPUTE, SAVE, Ask, Rule, Verdict, Verdicts, unk
 class Policy(Rule):
     """Which values a region may save between its forward and its backward pass. ``remat.policies`` has all policies.
 
-    Policies can be compared, hashed, pickled and copied, and print as the expression that creates them. ``p | q``
+    Policies can be compared, hashed, pickled and copied. Those of ``remat.policies`` print as the expression that
+    creates them. ``p | q``
     saves what either policy saves, ``p & q`` what both save (``q`` judges only values that ``p`` saves), and ``~p``
     saves what ``p`` does not save. If one side would save a value and the other would offload it, that is an error.
 
@@ -96,7 +97,7 @@ class If(Policy):
 
 # --- trees --------------------------------------------------------------------------------------------------------
 
-_OTHER = "any other operator"  # an operator that no policy mentions
+_OTHER, _OTHER_NAME = "any other operator", "any other name"  # that no policy mentions
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class _Pair(Policy):
         _check_parts(self)
         for op in (*self.mentioned_ops, _OTHER):
             self.verdict_for(op)
-        for name in (*(pattern.replace("*", "") for pattern in self.mentioned_names), "any other name"):
+        for name in (*(pattern.replace("*", "") for pattern in self.mentioned_names), _OTHER_NAME):
             self._evaluate(_OTHER, frozenset((name,)), unknown)
 
     def __repr__(self) -> str:
@@ -137,9 +138,10 @@ class _Pair(Policy):
         b = self.right._evaluate(op, names, ask)
         if {a, b} == {SAVE, OFFLOAD}:
             saver, offloader = (self.left, self.right) if a is SAVE else (self.right, self.left)
-            named = f" named {', '.join(map(repr, sorted(names)))}" if names else ""
+            named = f" named {', '.join(map(repr, sorted(names)))}" if names and _OTHER_NAME not in names else ""
+            made = "" if op is _OTHER else f" made by {op}"
             raise PolicyError(
-                f"A value{named} made by {op} would be saved by p = {saver!r} and offloaded by q = {offloader!r}. "
+                f"A value{named}{made} would be saved by p = {saver!r} and offloaded by q = {offloader!r}. "
                 f"{self._remedy}"
             )
         return None if a is None or b is None else self._join(a, b)
@@ -244,7 +246,7 @@ Preset.__module__ = "remat.policies"  # where pickle looks up presets, by their 
 
 def _check_parts(policy: Policy) -> None:
     for part in policy._parts():
-        if part.by_step:
+        if part.is_budget:
             raise PolicyError(f"A budget can't be combined with another policy: {part!r} decides alone what is saved.")
 
 

@@ -33,7 +33,7 @@ Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # calls a predicate, or 
 class Rule(ABC):
     """The base class of policies: it returns a verdict on every value, and what is certain about all values."""
 
-    by_step = False  # whether a first run, when it ends, chooses the saved steps for later runs of the same program
+    is_budget = False  # whether a first run, when it ends, chooses the saved steps for later runs of the same program
 
     @abstractmethod
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:

@@ -76,7 +76,7 @@ class Unmatched:
         shown, more = self.operators[:_SHOWN], len(self.operators) - _SHOWN
         warn(
             f"The policy {self.policy!r} of a rematerialized function saves nothing, because it has matched none of "
-            f"the operators that were executed: {', '.join(shown)}{f' and {more} others' if more > 0 else ''}. "
+            f"the operators that were executed: {', '.join(shown)}{f' and {more} more' if more > 0 else ''}. "
             f"{_OF_FUNCTIONS if self.policy.has_predicate else _OF_OPERATORS}",
             self.line,
         )

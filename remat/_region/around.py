@@ -32,7 +32,7 @@ class RegionHooks(ABC):
     def go_back(self, count: int) -> None:
         """Forget all saved tensors after the first ``count``."""
 
-    def has_backward_inside(self) -> None:  # noqa: B027
+    def on_inner_backward(self) -> None:  # noqa: B027
         """Called when a backward pass runs before the first run has ended."""
 
 
@@ -68,13 +68,13 @@ class Around:
             each = range(len(operands)) if uses is None else [i for _, i in uses]
             operands.hand_over(self.hooks, None, None if self.region is None else each)
 
-    def take_captured(self, consts: Guards) -> None:
+    def take_captured(self, captured_inputs: Guards) -> None:
         """Pass captured tensors to the hooks, except those that stay alive anyway."""
-        if self.hooks is not None and consts.tensors:
+        if self.hooks is not None and captured_inputs.tensors:
             in_region = self.region is not None
             which = _made_by_an_outer_region if in_region else _has_history
-            each = range(len(consts)) if in_region else None
-            consts.hand_over(self.hooks, None if getattr(self.owner, "takes_all", False) else which, each)
+            each = range(len(captured_inputs)) if in_region else None
+            captured_inputs.hand_over(self.hooks, None if getattr(self.owner, "takes_all", False) else which, each)
 
 
 def _has_history(tensor: torch.Tensor) -> bool:

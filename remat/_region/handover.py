@@ -19,7 +19,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Handed:
-    """A tensor that was passed to hooks. They may return other values, but not another shape, dtype or device."""
+    """A tensor that was passed to hooks. They may change its values, but not its shape, dtype or device."""
 
     __slots__ = ("_kind", "_stride", "_unpack", "packed")
 
@@ -40,7 +40,7 @@ class Handed:
         """Unpack the tensor for one reader.
 
         Raises:
-            RematError: the unpack hook returns another shape, dtype or device, or not a tensor.
+            RematError: the unpack hook returns a different shape, dtype or device, or no tensor.
         """
         running = current_scope() if _unpacks_once(self._unpack) else None
         if running is None:

@@ -54,7 +54,7 @@ class Interceptor(TorchFunctionMode):
             with own_work():  # else interceptors of outer regions would see the watch's own calls
                 watch.calls(func, args, state.interceptors[-1].level or 0)
                 for tensor in args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs)):
-                    if watch.is_captured(tensor):
+                    if watch.note_read(tensor):
                         self._give_up(watch, tensor)
         result = func(*args, **kwargs)
         if self.stale and tensors(result):
@@ -89,7 +89,7 @@ class Interceptor(TorchFunctionMode):
         """Return the tensor that an operand of an inner region is in this region."""
         if id(tensor) in self.swaps:
             return self._swap(tensor)
-        if self.watch is not None and self.watch.is_captured(tensor):
+        if self.watch is not None and self.watch.note_read(tensor):
             self._give_up(self.watch, tensor)
         return tensor
 

@@ -72,7 +72,7 @@ class Outputs:
     def _check_tree(self, spec: Any) -> None:
         if spec != self.spec:
             raise RecomputeMismatchError(
-                f"The region returned another structure in the recompute: "
+                f"The region returned a different structure in the recompute: "
                 f"{trees.describe_difference(self.spec, spec, 'output')} A region's function must return the same "
                 f"structure in each run: look for a branch on Python state that changed between the runs."
             )

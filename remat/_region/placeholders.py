@@ -81,7 +81,7 @@ class Placeholders:
         ref = self._storages.get(id(storage))
         return ref is not None and ref() is storage
 
-    def is_full(self, tensor: torch.Tensor) -> None:
+    def mark_filled(self, tensor: torch.Tensor) -> None:
         """Note that a placeholder has been filled with its value."""
         if self.has(tensor):
             del self._storages[id(holder(tensor))]

@@ -43,9 +43,36 @@ class Region:
     is_pullback = False
 
     __slots__ = (
-        "ambient", "arguments", "arity", "around", "bindings", "by_level", "captured", "code", "consts", "fn",
-        "found", "guessed", "hooked", "ids", "inherited", "kinds", "known", "mapped", "number", "options",
-        "outputs", "overlaps", "paths", "ran", "record", "same", "swapped", "tensors", "twice", "variables",
+        "ambient",
+        "arguments",
+        "arity",
+        "around",
+        "bindings",
+        "by_level",
+        "captured_inputs",
+        "captured_operands",
+        "code",
+        "fn",
+        "guessed",
+        "hooked",
+        "ids",
+        "inherited",
+        "kinds",
+        "known",
+        "mapped",
+        "number",
+        "options",
+        "outputs",
+        "overlaps",
+        "paths",
+        "ran",
+        "record",
+        "same",
+        "search_result",
+        "swapped",
+        "tensors",
+        "twice",
+        "variables",
     )  # fmt: skip
 
     def __init__(
@@ -55,18 +82,18 @@ class Region:
         self.arguments, self.tensors = arguments, tensors
         self.code, self.number = user_line(4)  # the user's line that called it; a `Line` would be one more object
         self.around = around  # the hooks around it, with their positions at its start, for `restart`
-        self.found: Captured | None = None  # the result of `search`
+        self.search_result: Captured | None = None  # the result of `search`
         self.variables: Sequence[Variables] = ()  # the variables that the function reads
         # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
-        self.captured: Sequence[torch.Tensor] = ()  # captured tensors that are operands
+        self.captured_operands: Sequence[torch.Tensor] = ()  # captured tensors that are operands
         self.swapped: Sequence[torch.Tensor] = ()  # the first of these, in no known variable: swapped where read
-        # Ids of swapped tensors that were only inferred to be captured, as they outlived a first run.
+        # Ids of swapped tensors that were only inferred to be captured, as they record_use a first run.
         self.guessed: frozenset[int] = frozenset()
-        self.paths: Sequence[Path] = ()  # of the captured tensors in `consts`
+        self.paths: Sequence[Path] = ()  # of the captured tensors in `captured_inputs`
         self.ids: Sequence[int] = ()  # the ids of these, by which `variables` refer to them
         self.bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured tensor -> path, index of an operand
         self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
-        self.consts: Guards = NO_GUARDS  # captured tensors that are not operands
+        self.captured_inputs: Guards = NO_GUARDS  # captured tensors that are not operands
         self.same: Sequence[tuple[int, int]] = ()  # pairs of operands and captured tensors that are one tensor
         self.twice: Sequence[int] = ()  # operands that are another operand or a captured tensor below the levels
         self.overlaps: Sequence[Any] = ()  # groups of these that share memory and that the region changed
@@ -91,25 +118,25 @@ class Region:
         Captured tensors for which ``follow`` is true become operands. The region saves the other captured tensors,
         through the hooks ``around`` if they accept them. The state is recorded last, as hooks may draw random numbers.
         """
-        found, generators = self.found or self.search(), self.arguments.generators()
+        found, generators = self.search_result or self.search(), self.arguments.generators()
         self._find_captured(found, generators, follow)
-        self.arity = len(self.tensors) + len(self.captured)
-        tensors: list[Any] = [*self.tensors, *self.consts.tensors, *self.captured]
+        self.arity = len(self.tensors) + len(self.captured_operands)
+        tensors: list[Any] = [*self.tensors, *self.captured_inputs.tensors, *self.captured_operands]
         devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         if around is not None:
-            around.take_captured(self.consts)
+            around.take_captured(self.captured_inputs)
         self.ambient = Ambient.capture(devices, generators, self.options.preserve_rng_state)
 
     def search(self) -> Captured:
         """Find what the function captures."""
-        self.found = found = find(self.fn, *self.arguments.searched())
+        self.search_result = found = find(self.fn, *self.arguments.searched())
         self.variables = found.variables
         return found
 
     def _find_captured(self, found: Captured, generators: list[torch.Generator], follow: Any) -> None:
-        consts: dict[int, tuple[Path, torch.Tensor]] = {}
+        captured_inputs: dict[int, tuple[Path, torch.Tensor]] = {}
         bindings: dict[int, tuple[Path, int]] = {}
-        self.captured = captured = list(self.swapped)
+        self.captured_operands = captured = list(self.swapped)
         index = {id(t): i for i, t in enumerate([*self.tensors, *captured])} if follow else {}
         for path, value in found.tensors:
             if not isinstance(value, torch.Tensor):
@@ -120,14 +147,14 @@ class Region:
                     captured.append(value)
                 bindings.setdefault(id(value), (path, index[id(value)]))
             else:
-                consts.setdefault(id(value), (path, value))
+                captured_inputs.setdefault(id(value), (path, value))
         self.bindings = bindings
-        if not consts:
+        if not captured_inputs:
             return
-        paths, tensors = zip(*consts.values())
-        self.ids, self.paths = list(consts), paths
-        self.consts = Guards(tensors, lambda i: f"captured {paths[i]}", self.known.changing)
-        self.consts.watch_gradients()
+        paths, tensors = zip(*captured_inputs.values())
+        self.ids, self.paths = list(captured_inputs), paths
+        self.captured_inputs = Guards(tensors, lambda i: f"captured {paths[i]}", self.known.changing)
+        self.captured_inputs.watch_gradients()
         self.same = same(self.operands(), tensors)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -136,14 +163,14 @@ class Region:
 
     def operands(self) -> list[torch.Tensor]:
         """Return the operands that the caller of the region passed."""
-        return [*self.tensors, *self.captured]
+        return [*self.tensors, *self.captured_operands]
 
     def forget(self) -> None:
         """Release the operands, which the recompute gets from its caller, and the captured tensors."""
-        self.tensors, self.captured = [], []
-        if self.found is not None:
-            self.found.let_go()
-        self.found = self.around = None
+        self.tensors, self.captured_operands = [], []
+        if self.search_result is not None:
+            self.search_result.release()
+        self.search_result = self.around = None
 
     def name(self, i: int) -> str:
         """The name of the i-th operand in errors."""
@@ -184,7 +211,7 @@ class Region:
         return result
 
     def _from_outside(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [*operands, *(tensor for tensor in self.consts.tensors if tensor is not None)]
+        return [*operands, *(tensor for tensor in self.captured_inputs.tensors if tensor is not None)]
 
     def call_again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
         """Recompute the result, with the ambient state and the captured tensors of the first run."""
@@ -199,7 +226,7 @@ class Region:
     def _recompute(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
         assert self.ambient is not None
         with turn(), recomputing(self.options.override), self.ambient.restored():
-            captured = [self.consts.captured_again(i) for i in range(len(self.consts))]
+            captured = [self.captured_inputs.captured_again(i) for i in range(len(self.captured_inputs))]
             if self.same or self.overlaps:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)
             tensors = {**self._followed(operands), **dict(zip(self.ids, captured))}
@@ -209,12 +236,14 @@ class Region:
     def run(self, operands: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
         """Run or recompute for the func lowering. Return the new tensors; ``outputs`` records the other results."""
         if self.ran:
-            captured = twice_below(operands, operands, self.consts.tensors, self.same)  # levels may have hidden these
+            captured = twice_below(
+                operands, operands, self.captured_inputs.tensors, self.same
+            )  # levels may have hidden these
             operands = apart(operands, {*self.twice, *captured})
             result = run.carry_out(operands, partial(self._again, operands))
             return self.outputs.compare(result, operands)
         self.ran = True
-        self.twice = twice_below(operands, self.operands(), self.consts.tensors, self.same)
+        self.twice = twice_below(operands, self.operands(), self.captured_inputs.tensors, self.same)
         operands = apart(operands, self.twice)
         with self._bound_first(operands), self._swapped(operands, self.operands(), run.watch) or nullcontext():
             result = self.call(operands, run.mode(self._from_outside(operands)), run.log)
@@ -231,13 +260,13 @@ class Region:
 
     def _found(self) -> dict[int, torch.Tensor]:
         """The captured tensors by their ids."""
-        assert self.found is not None
-        return {id(tensor): tensor for _, tensor in self.found.tensors}
+        assert self.search_result is not None
+        return {id(tensor): tensor for _, tensor in self.search_result.tensors}
 
     def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, watch: Any = None) -> Any:
         own = dict(zip(map(id, self.swapped), operands[len(self.arguments.positions) :])) if self.swapped else {}
         # A captured tensor may have been changed since, as long as the recompute does not read it.
-        stale = self.consts.stale() if self.ran else {}
+        stale = self.captured_inputs.stale() if self.ran else {}
         if own or self.inherited or stale or watch is not None or self.hooked:
             # Hooks can't be registered on tensors that don't require grad.
             stands_for = {id(t): outer for t, outer in zip(operands, given) if outer is None or outer.requires_grad}
@@ -248,7 +277,7 @@ class Region:
         """Undo the effects of a first run that was abandoned, so that it can start again."""
         assert self.ambient is not None
         self.ambient.rewind()
-        self.consts.roll_back()
+        self.captured_inputs.roll_back()
         bound(self.variables, self._found()).put()
         if self.around is not None:
             self.around.undo()

@@ -51,7 +51,7 @@ class Overlap(NamedTuple):
 
     extents: dict[int, Extent]
     operands: Guards
-    consts: Guards
+    captured_inputs: Guards
 
     def of_copies(self) -> dict[int, Extent]:
         """The tensors of which a recompute gets copies."""
@@ -59,13 +59,13 @@ class Overlap(NamedTuple):
         return {
             i: extent
             for i, extent in self.extents.items()
-            if (i in self.operands.changed if i < first else i - first in self.consts.changed)
+            if (i in self.operands.changed if i < first else i - first in self.captured_inputs.changed)
         }
 
 
-def overlapping(tensors: Sequence[Any], operands: Guards, consts: Guards) -> list[Overlap]:
+def overlapping(tensors: Sequence[Any], operands: Guards, captured_inputs: Guards) -> list[Overlap]:
     """Find overlaps of tensors that the guards may have copies of. Overlaps of different dtypes are not found."""
-    changed = [*operands.may_have_changed, *(len(operands) + i for i in consts.may_have_changed)]
+    changed = [*operands.may_have_changed, *(len(operands) + i for i in captured_inputs.may_have_changed)]
     spans: dict[Any, list[tuple[int, int, int]]] = {}
     extents: dict[int, Extent] = {}
     storages = []  # kept alive, so that their ids stay valid
@@ -84,7 +84,7 @@ def overlapping(tensors: Sequence[Any], operands: Guards, consts: Guards) -> lis
                 groups.append({})
             groups[-1][i] = extents[i]
             last = max(last, end)
-    return [Overlap(group, operands, consts) for group in groups if len(group) > 1]
+    return [Overlap(group, operands, captured_inputs) for group in groups if len(group) > 1]
 
 
 def as_before(

@@ -1,6 +1,6 @@
 """Recomputes take turns: autograd runs a thread for each device, but a recompute changes state of the whole process.
 
-That state is the CPU generators of Python and torch, and variables in globals, containers and modules.
+That state is the CPU generators of torch, Python and NumPy, and variables in globals, containers and modules.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Watch:
         cuts = self.cuts and not one_graph
         return cuts or (self.maps and private.VMAP in kinds and private.GRAD in kinds[kinds.index(private.VMAP) :])
 
-    def is_captured(self, tensor: torch.Tensor) -> bool:
+    def note_read(self, tensor: torch.Tensor) -> bool:
         if self._is_seen(tensor):
             return False
         if id(tensor) in self.wrappers:

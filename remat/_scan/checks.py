@@ -68,7 +68,7 @@ def _kind(leaf: torch.Tensor) -> Kind:
 def checked_pair(pair: Any, number: int) -> tuple[Any, Any]:
     """Return the carry and the y that a step has returned."""
     if not isinstance(pair, tuple) or len(pair) != 2:
-        got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else f"a {type(pair).__name__}"
+        got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else f"an object of type {type(pair).__name__}"
         raise TypeError(
             f"step must return a pair, the next carry and y (None if there is none); step {number} returned {got}."
         )

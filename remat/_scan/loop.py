@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .._core import private, trees
-from .._core.amounts import as_bytes
+from .._core.amounts import parse_amount
 from .._core.known import known_of
 from .._core.state import state
 from .._function import call
@@ -87,7 +87,7 @@ def scan(
         torch.Size([100])
         >>> sums.sum().backward()
 
-    After ``jax.lax.scan``; the schedule is that of A. Griewank and A. Walther, "Algorithm 799: revolve", 2000.
+    Modeled on ``jax.lax.scan``; the schedule is that of A. Griewank and A. Walther, "Algorithm 799: revolve", 2000.
     """
     if not callable(step):
         raise TypeError(f"step must be a function of a carry and an x, got {step!r}.")
@@ -111,7 +111,7 @@ def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
             raise ValueError(f"checkpoints must not be negative, got {checkpoints}.")
         return min(checkpoints, count)
     nbytes = max(1, kinds.nbytes)
-    return min(as_bytes(checkpoints, nbytes * count, "checkpoints") // nbytes, count)
+    return min(parse_amount(checkpoints, nbytes * count, "checkpoints") // nbytes, count)
 
 
 def _check_depth(count: int, spare: int, options: Options) -> None:

@@ -36,7 +36,9 @@ class Results:
             self._is_none = True
             return []
         if self._is_none:
-            raise ValueError(f"Step {number} changes y from None to a {type(y).__name__}. It must not change.")
+            raise ValueError(
+                f"Step {number} changes y from None to an object of type {type(y).__name__}. It must not change."
+            )
         if self._kinds is None:
             self._kinds = Trees(y, "y")
             self._writes &= all(leaf.layout is torch.strided for leaf in trees.flatten(y)[0])

@@ -93,7 +93,7 @@ class Choices:
         self.so_far = self.so_far or earlier.steps
         if not self._matches and self._news(f"a choice for {len(earlier.operators)} operations"):
             warn(
-                f"{self._policy!r} was made for another program: the function executes other operations here. What is "
+                f"{self._policy!r} was chosen for a different sequence of operations. What is "
                 f"saved is chosen again, for the same number of bytes. Call `remat.pareto` with arguments like those "
                 f"of this call, or use `policies.budget`.",
                 user_line(),

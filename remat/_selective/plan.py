@@ -18,7 +18,7 @@ class Plan(NamedTuple):
     """The numbers of the steps that run, of the steps that are restored from saved values, and of these values."""
 
     run: set[int]
-    given: set[int]
+    restored: set[int]
     used: set[int]
 
 
@@ -44,14 +44,14 @@ def plan(
         # A step that changes its arguments is restored as a whole. Of others, unneeded dispensable results are skipped.
         in_part = (wanted or draws) and not step.is_whole
         whole = [value for value in step.outs if not in_part or value in needed or value not in dispensable]
-        given = step.result is not UNDESCRIBED and all(value in available for value in whole)
-        given = given and any(value in available for value in step.outs)
-        if given and (wanted or not draws):
+        is_saved = step.result is not UNDESCRIBED and all(value in available for value in whole)
+        is_saved = is_saved and any(value in available for value in step.outs)
+        if is_saved and (wanted or not draws):
             result.used.update(whole)
         # Generators must advance as in the first run if a later step draws from them.
         must_draw = draws and draws_later
-        if given and not must_draw:
-            result.given.add(step.number)
+        if is_saved and not must_draw:
+            result.restored.add(step.number)
         else:
             result.run.add(step.number)
             needed.update(step.reads)

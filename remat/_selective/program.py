@@ -20,7 +20,7 @@ from .values import UNDESCRIBED, Layout
 
 
 class Step:
-    """An operation of a first run that made or changed a value. Operations that only return views are not steps."""
+    """An operation of a first run that made or changed a value, or returned no tensor. Views are not steps."""
 
     __slots__ = (
         "can_be_skipped", "constants", "count", "draws", "entry", "facts", "func", "is_simple", "is_whole", "key",

@@ -16,16 +16,16 @@ from .saves import Source
 class Record:
     """The record of a region's first run, made when the run has ended.
 
-    ``slots_tell`` is False if there were no slots. Then it isn't known which values the backward pass needs.
+    ``has_slots`` is False if there were no slots. Then it isn't known which values the backward pass needs.
     """
 
-    def __init__(self, recording: Recording, slots_tell: bool) -> None:
+    def __init__(self, recording: Recording, has_slots: bool) -> None:
         self.policy, self.known, self.saved_values = recording.policy, recording.known, recording.saved_values
         self.inputs = recording.inputs  # the values of the operands and the captured tensors
         self.drawing, self.views = recording.drawing, recording.views
         self.in_region = recording.in_region
         self.program = recording.program()
-        self._slots_tell = slots_tell
+        self._has_slots = has_slots
         self._end = len(recording.log)
         self._wanted = [*recording.saves.above]  # the values that autograd saved: a full recompute makes them
         self._unmatched = unmatched(recording)
@@ -36,7 +36,7 @@ class Record:
             _save_only(recording, recording.choices.so_far if steps is None else steps)
         complete = self._decide_what_is_saved(recording)
         if recording.choices is not None and steps is None:
-            recording.choices.close(recording.log, self.program, roots, recording.results, slots_tell and self._is_lazy)
+            recording.choices.close(recording.log, self.program, roots, recording.results, has_slots and self._is_lazy)
         # A recompute gets the inputs as arguments.
         self.storages = recording.storages.outside({*recording.log.made, *self.inputs})
         if complete:  # a first-order backward pass recomputes nothing, so that copies of constants aren't needed
@@ -56,9 +56,9 @@ class Record:
             if slot is not None and slot.residual is None:
                 slot.residual = residual
         needed = [value for source in missing for value in source.values]
-        end = max((source.after for source in missing), default=0) if self._slots_tell and not above else self._end
+        end = max((source.after for source in missing), default=0) if self._has_slots and not above else self._end
         # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
-        leave = (can_be_skipped if self._is_lazy else always) if self._slots_tell else never
+        leave = (can_be_skipped if self._is_lazy else always) if self._has_slots else never
         self.saved_values.close(self.program.plan([*above, *needed], end, self.saved_values.there(), leave).used)
         self._wanted += needed
         return not missing and not above
@@ -90,7 +90,7 @@ class Record:
 
     def plan(self, slots: Iterable[Any] | None = None) -> Plan:
         """Return the plan of a recompute that fills these slots, or all slots of the first run."""
-        leave: CanSkip = can_be_skipped if self._slots_tell and self._is_lazy else never
+        leave: CanSkip = can_be_skipped if self._has_slots and self._is_lazy else never
         if slots is None:
             return self.program.plan(self._wanted, self._end, self.saved_values.there(), leave)
         sources = [slot.source for slot in slots]

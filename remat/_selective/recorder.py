@@ -109,22 +109,22 @@ class Recorder(RegionMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if exception[0] is not None:
-            self.recording.let_go()
+            self.recording.release()
         state.recordings = state.recordings[:-1]
 
     def bind(self, operands: Iterable[torch.Tensor]) -> None:
         """Record the inputs."""
         self.recording.bind(operands)
 
-    def close(self, results: Iterable[torch.Tensor], slots_tell: bool = True) -> Record:
-        """Return the record of the first run, which has ended. ``slots_tell`` is False if there were no slots."""
+    def close(self, results: Iterable[torch.Tensor], has_slots: bool = True) -> Record:
+        """Return the record of the first run, which has ended. ``has_slots`` is False if there were no slots."""
         recording = self.recording
         recording.results = {recording.storages.find(part) for tensor in results for part in parts(tensor)}
         del self.recording  # it has references to operands
         try:
-            return Record(recording, slots_tell)
+            return Record(recording, has_slots)
         except BaseException:  # the recompute of an enclosing region may be stopped here
-            recording.let_go()
+            recording.release()
             raise
 
 
@@ -134,10 +134,10 @@ def recorder_for(region: Any) -> Recorder | None:
     if own is None and not outer:
         return None
     own = as_policy(own)
-    if outer and own.by_step:
+    if outer and own.is_budget:
         own = as_policy(None)  # the enclosing region's policy decides
     policy = within(outer[-1] if outer else None, own)
-    tensors = *region.operands(), *region.consts.tensors
+    tensors = *region.operands(), *region.captured_inputs.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
         return None
     return Recorder(Recording(policy, region.known, own, region.options.warned))

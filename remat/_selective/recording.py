@@ -101,7 +101,7 @@ class Recording:
         if self.choices is not None:
             self.choices.ran(func, facts, args, kwargs, result, self.storages)
         if entry.overwritten:
-            self.saves.are_filled(number, dict(zip(entry.overwritten, entry.outs[-len(entry.overwritten) :])))
+            self.saves.on_overwrite(number, dict(zip(entry.overwritten, entry.outs[-len(entry.overwritten) :])))
         if entry.verdict is not None or self.choices is not None:
             self.log.lines[number] = (last and last.line(number)) or user_line()
         if entry.holds:
@@ -163,7 +163,7 @@ class Recording:
         storages = self.storages
         before = tuple([storages.get(tensor) for tensor in written])
         for value, tensor in zip(before, written):
-            self.saved_values.is_overwritten(value)
+            self.saved_values.on_overwrite(value)
             now = storages.number()
             storages.put(holder(tensor), now)
             storages.forget(tensor)
@@ -289,8 +289,8 @@ class Recording:
         """Return the program of the log, which is complete."""
         return Program(self.log) if self._last is None else self._last.close(self.log)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop all references to tensors, whose autograd history may lead back to this object."""
-        self.saved_values.let_go()
+        self.saved_values.release_all()
         self._siblings.clear()
         self._questions.clear()

@@ -16,7 +16,7 @@ from .._core.facts import Facts, facts_of, tensors
 from .._core.parts import all_parts, is_wrapper_call, parts
 from .._core.private import without_torch_function
 from .._core.state import state, unseen
-from .._core.streams import outlived, streams_for, taken
+from .._core.streams import make_readable, record_use, streams_for
 from .._region.placeholders import Placeholders
 from ..errors import RecomputeMismatchError
 from .plan import Plan
@@ -43,7 +43,9 @@ class Replay(RegionMode):
         # The values of the restored steps that must be fetched first.
         self.brought: dict[int, torch.Tensor] = {}
         with without_torch_function():
-            for value in [value for number in sorted(self.plan.given) for value in record.program.steps[number].outs]:
+            for value in [
+                value for number in sorted(self.plan.restored) for value in record.program.steps[number].outs
+            ]:
                 residual = record.residual(value)
                 if residual is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
@@ -72,7 +74,7 @@ class Replay(RegionMode):
             draw, read = self.draw(facts, args, kwargs), list[torch.Tensor]()
             step = self._step_of(func, draw, args, kwargs, read)
             if step is not None:
-                if step.number in self.plan.given and not (self.whole and step.draws):
+                if step.number in self.plan.restored and not (self.whole and step.draws):
                     return self._restore(step, args, kwargs, read)
                 if step.can_be_skipped and step.number not in self.plan.run:
                     with unseen():
@@ -168,13 +170,13 @@ class Replay(RegionMode):
             if content is None:
                 content = self.record.residual(value)
             else:
-                taken(content, self.home)
+                make_readable(content, self.home)
             if content is not None and value in self.record.program.overwritten:
                 # The region changes the tensor in place later, so it gets a copy.
                 content = as_bytes(tensor_of(content)).clone()
             saved.append(content)
             if content is not None and accelerator():
-                outlived(tensor_of(content))  # its memory may belong to a stream that the recompute doesn't use
+                record_use(tensor_of(content))  # its memory may belong to a stream that the recompute doesn't use
             if self.last:
                 self.record.saved_values.release(value)
         with unseen():
@@ -191,7 +193,7 @@ class Replay(RegionMode):
                     self.placeholders.add(tensor)  # the tensor, which may be the region's own, is the placeholder
                 else:
                     as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
-                    self.placeholders.is_full(tensor)
+                    self.placeholders.mark_filled(tensor)
                 self.storages.bind(tensor, value)
         return self.placeholders.mark(self._build(step.result, step, contents, read))
 

@@ -31,16 +31,16 @@ class Residual:
         self._near: torch.Tensor | None = None
         self._offloaded: Offloaded | None = None
 
-    def stay(self, tensor: torch.Tensor, form: tuple | None) -> None:
+    def save_here(self, tensor: torch.Tensor, form: tuple | None) -> None:
         """Save the value where it is."""
         self._guard, self._written, self._form = alias(tensor), private.version(tensor), form or form_of(tensor)
 
-    def go(
+    def save_elsewhere(
         self, tensor: torch.Tensor, form: tuple | None, layout: Layout | None, outer: Hooks | None, group: Group | None
     ) -> None:
         """Hand the value to the hooks around the region, or copy it to host memory."""
         if outer is None and host_memory.in_host_memory(tensor):
-            self.stay(tensor, form)
+            self.save_here(tensor, form)
             return
         if outer is None and isinstance(tensor, Placeholder):  # skipped by the recompute of an enclosing region
             tensor.check()
@@ -98,11 +98,11 @@ class Residual:
             )
         return self._guard
 
-    def come(self) -> None:
+    def fetch(self) -> None:
         """Fetch the value, and own it until ``leave``."""
         self._near = self.get()
 
-    def leave(self) -> None:
+    def drop_fetched(self) -> None:
         """Release the fetched value."""
         self._near = None
 
@@ -115,7 +115,7 @@ class Residual:
         """Release the value on the device. A shared storage, as of a result, may be overwritten next."""
         if self._near is not None and private.is_shared(self._near):
             self.before_writing()
-        self.leave()
+        self.drop_fetched()
 
 
 def tensor_of(content: Residual | torch.Tensor) -> torch.Tensor:

@@ -50,11 +50,11 @@ class SavedValues:
             log = self.log
             residual = Residual(log.maker(value).key[0], log.lines.get(log.made[value]))
             if self.hooks is None and log.saveable[value] is Verdict.SAVE:
-                residual.stay(tensor, form)
+                residual.save_here(tensor, form)
             else:
                 if self.hooks is None and self._group is None:
                     self._group = Group()
-                residual.go(tensor, form, log.layout(value), self.hooks, self._group)
+                residual.save_elsewhere(tensor, form, log.layout(value), self.hooks, self._group)
             self._residuals[value] = self._owned[value] = residual
         return residual
 
@@ -71,7 +71,7 @@ class SavedValues:
         if value in self._owned:
             self._owned[value].before_writing()
 
-    def is_overwritten(self, value: int) -> None:
+    def on_overwrite(self, value: int) -> None:
         """Remove the residual of a value whose storage was overwritten."""
         residual = self._residuals.pop(value, None)
         if residual is not None:
@@ -89,11 +89,11 @@ class SavedValues:
     def close(self, needed: Collection[int]) -> None:
         """Own the residuals that a recompute needs, and release all others, when the first run has ended."""
         owned = {value: self.residual(value) or self.save(value, self.held[value]) for value in sorted(needed)}
-        self.let_go()
+        self.release_all()
         self._owned = owned
         del self.log  # only the first run needs it
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Drop the candidates, whose autograd history may lead back to this object, and all owned residuals."""
         self.held.clear()
         for residual in self._owned.values():
@@ -123,9 +123,9 @@ class SavedValues:
         """Within the context, have the residuals that hooks or host memory save at hand. They are fetched on entry."""
         far = [residual for residual in self._residuals.values() if residual.is_elsewhere]
         for residual in far:
-            residual.come()
+            residual.fetch()
         try:
             yield
         finally:
             for residual in far:
-                residual.leave()
+                residual.drop_fetched()

@@ -52,7 +52,7 @@ class Saves:
         later = takewhile(lambda slot: slot[1].after > since, reversed(self._slots))
         return value in self.above or any(value in source.values for _, source in later)
 
-    def are_filled(self, number: int, written: dict[int, int]) -> None:
+    def on_overwrite(self, number: int, written: dict[int, int]) -> None:
         """Replace values that were just overwritten: autograd may save an argument before it is filled (``rrelu``)."""
         self.above = [written.get(value, value) for value in self.above]
         for i in range(len(self._slots) - 1, -1, -1):

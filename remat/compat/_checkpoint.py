@@ -257,8 +257,8 @@ def checkpoint_sequential(
     if use_reentrant is not None and not isinstance(use_reentrant, int):
         raise TypeError(
             f"checkpoint_sequential takes one input, for the first function, and then use_reentrant, a bool; got "
-            f"a {type(use_reentrant).__name__} for use_reentrant. Pass several inputs as one tuple, or call "
-            f"remat.sequential(functions, segments)(*inputs), whose first function takes any arguments."
+            f"an object of type {type(use_reentrant).__name__} for use_reentrant. Pass several inputs as one tuple, "
+            f"or call remat.sequential(functions, segments)(*inputs), whose first function takes any arguments."
         )
     _check_reentrant(use_reentrant)
     row = row_of(list(functions) if isinstance(functions, torch.nn.Sequential) else functions)

@@ -916,7 +916,9 @@ def test_errors_of_checkpoint_sequential(module: Any) -> None:
 def test_checkpoint_sequential_takes_one_input(segments: int, second: str) -> None:
     x, y = rand(3), rand(3, seed=1)
     inputs: dict[str, Any] = {"a tensor": y, "a list": [y], "a dict": {"y": y}}
-    with pytest.raises(TypeError, match=r"takes one input.*got a (Tensor|list|dict) for use_reentrant.*as one tuple"):
+    with pytest.raises(
+        TypeError, match=r"takes one input.*got an object of type (Tensor|list|dict) for use_reentrant.*as one tuple"
+    ):
         checkpoint_sequential([deep, deep], segments, x, inputs[second])
     for use_reentrant in (None, False, 0):
         assert torch.equal(checkpoint_sequential([deep, deep], segments, x, use_reentrant), deep(deep(x)))
@@ -1107,7 +1109,7 @@ ROWS = {
     ],
     "`respect_saved_tensors_hooks`": ["test_hooks_around_get_saved_values"],
     "`context_fn`, selective": ["test_a_list", "test_two_policies_are_an_error", "test_selective_with_other_options"],
-    "selective: what is kept": ["test_what_the_backward_does_not_need_is_not_saved"],
+    "selective: what is saved": ["test_what_the_backward_does_not_need_is_not_saved"],
     "selective: backward twice, double backward, `torch.func.grad`": [
         "test_backward_twice",
         "test_double_backward",
@@ -1141,7 +1143,7 @@ ROWS = {
         "test_values_that_a_policy_saves_can_be_read_by_both",
     ],
     "errors": ["test_errors_are_subclasses_of_torchs"],
-    "a backward that needs inputs alone": ["test_a_backward_that_needs_only_inputs_recomputes_nothing"],
+    "a backward pass that needs only the inputs": ["test_a_backward_that_needs_only_inputs_recomputes_nothing"],
     "`ctx.saved_tensors` read twice": ["test_saved_tensors_can_be_read_twice"],
     "statistics of batch norm, counters in buffers": ["test_statistics_change_once"],
     "variables of closures and globals, attributes of modules and of the object that is called, that changed since": [
@@ -1152,7 +1154,7 @@ ROWS = {
         "test_change_is_not_detected",
         "test_checksums_detect_the_change",
     ],
-    "captured tensors changed in place before the backward": ["test_captured_tensors_changed_in_place"],
+    "captured tensors changed in place before the backward pass": ["test_captured_tensors_changed_in_place"],
     "default dtype, attention kernels, deterministic algorithms, precision of products, changed since": [
         "test_settings_that_have_changed",
     ],

@@ -35,7 +35,7 @@ from remat._core import private
 from remat._core.state import state
 
 ERRORS = [CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError]
-ADVICE = "A region must do the same each time. Look for Python state that changed between the runs"
+ADVICE = "A region's function must be deterministic. Look for Python state that changed between the runs"
 
 
 def same(actual: Any, expected: Any) -> None:
@@ -129,7 +129,7 @@ def test_more_tensors() -> None:
         backward(remat(saves_more, early_stop=False))
     message = str(raised.value)
     assert message.startswith(
-        "The region saved 3 tensors for its backward in the forward, and one more when it was run again, at "
+        "The region saved 3 tensors for its backward in the forward, and one more in the recompute, at "
     )
     assert line_of(saves_more, "return y.cos().sin() if") in message
     assert ADVICE in message
@@ -151,8 +151,7 @@ def test_fewer_tensors(fn: Callable, check: str, counts: tuple, early_stop: bool
         backward(remat(fn, early_stop=early_stop, determinism_check=check))
     message = str(raised.value)
     assert message.startswith(
-        f"The region saved {counts[0]} tensors for its backward in the forward, and only "
-        f"{counts[1]} when it was run again. "
+        f"The region saved {counts[0]} tensors for its backward in the forward, and only {counts[1]} in the recompute. "
     )
     assert ADVICE in message
 
@@ -218,8 +217,8 @@ def test_other_metadata(fn: Callable, before: str, now: str, check: str) -> None
         backward(remat(fn, determinism_check=check))
     message = str(raised.value)
     assert re.match(
-        rf"Tensor 1 that the region saved for its backward was {before}.* in the forward and is {now}.* when the "
-        rf"region was run again, at ",
+        rf"Tensor 1 that the region saved for its backward was {before}.* in the forward and {now}.* in the "
+        rf"recompute, at ",
         message,
     )
     assert line_of(fn, "return y.exp()") in message
@@ -287,8 +286,8 @@ def test_other_structure_of_the_output(fn: Callable, sentence: str, take: str) -
             torch.func.grad(lambda x: leaves_sum(f(x)))(x)
     text, _, region = str(raised.value).partition("\nThe region is ")
     assert text == (
-        f"The region returned another structure in the recompute: {sentence} A region's function must return the same "
-        f"structure in each run: look for a branch on Python state that changed between the runs."
+        f"The region returned a different structure in the recompute: {sentence} A region's function must return the "
+        f"same structure in each run: look for a branch on Python state that changed between the runs."
     )
     assert region.startswith(f"{fn.__name__} called at {__file__}:")
 

@@ -541,7 +541,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no pair": (
         lambda: remat.scan(lambda h, x: h, ONES, length=2),
         TypeError,
-        r"step must return a pair, the next carry and y \(None if there is none\); step 0 returned a Tensor",
+        r"step must return a pair, the next carry and y \(None if there is none\); step 0 returned an object of type Tensor",
     ),
     "a carry that grows": (
         lambda: remat.scan(lambda h, x: ({"h": torch.cat([h["h"], h["h"]])}, None), {"h": ONES}, length=2),
@@ -566,7 +566,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "y after None": (
         lambda: remat.scan(lambda h, x: (h + 1, h if h[0] > 1 else None), ONES, length=3),
         ValueError,
-        "Step 1 changes y from None to a Tensor",
+        "Step 1 changes y from None to an object of type Tensor",
     ),
     "a number": (
         lambda: remat.scan(lambda h, x: (h, None), (ONES, 3), length=2),
