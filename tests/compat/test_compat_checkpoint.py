@@ -210,7 +210,7 @@ def test_what_is_not_a_function(module: Any) -> None:
 
 @checkpoint(use_reentrant=False, policy=policies.save_matmuls)
 def decorated(x: Tensor, policy: float = 1.0, debug: bool = False) -> Tensor:
-    """Its keyword arguments have names of options."""
+    """Its keyword arguments have the names of options."""
     return x.sin().exp() * policy * (2 if debug else 1)
 
 
