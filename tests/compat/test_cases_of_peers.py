@@ -1,4 +1,4 @@
-"""What torch's checkpoint, fairscale's and JAX's are known to do, beyond what the other files here assert."""
+"""Known behaviour of torch's checkpoint, fairscale and JAX that the other files here don't test."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ with_policies = pytest.mark.parametrize("policy", POLICIES, ids=str)
 
 
 def region(fn: Callable, **options: Any) -> Callable:
-    """Each call with a record of its own, as torch's function."""
+    """A region whose records are new in each call, as torch's function has none."""
     return lambda *args, **kwargs: compat.checkpoint(functools.partial(fn, **kwargs), *args, **options)
 
 
 def counted(fn: Callable) -> tuple[Callable, list[int]]:
-    """The function, and how often it was called."""
+    """The function, and the number of its calls."""
     calls: list[int] = [0]
 
     @functools.wraps(fn)
@@ -48,7 +48,7 @@ def counted(fn: Callable) -> tuple[Callable, list[int]]:
 
 
 def derivative(fn: Callable) -> Callable:
-    """By autograd, to be differentiated once more."""
+    """The derivative by autograd, which can be differentiated again."""
 
     def call(x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -62,7 +62,7 @@ def chain(x: Tensor) -> Tensor:
 
 
 def backward_inside(x: Tensor) -> Tensor:
-    """Of which the results aren't used."""
+    """Backward passes whose results aren't used."""
     for _ in range(2):
         torch.autograd.grad(chain(x).sum(), x)
     return x.sin()
@@ -100,7 +100,7 @@ def nodes(tensor: Tensor) -> Iterator[Any]:
 
 
 class Mark:
-    """Lives as long as the node that it is put on."""
+    """Lives as long as the node that it is attached to."""
 
 
 @pytest.mark.parametrize("early_stop", EARLY)
@@ -108,7 +108,7 @@ class Mark:
 @pytest.mark.parametrize("nested", NESTED)
 @pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
 def test_nested_derivatives(policy: Any, nested: str, fn: Callable, early_stop: bool) -> None:
-    """They are right to the third order, and their graphs go without the collector."""
+    """They are correct to the third order, and their graphs are freed without the garbage collector."""
     build, x = NESTED[nested], rand(3)
     wrapped = build(lambda f: remat(f, policy=policy, early_stop=early_stop), fn)
     assert_same(wrapped(x).detach(), build(lambda f: f, fn)(x).detach(), exact=False)
@@ -135,7 +135,7 @@ def used(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("fn", [unused_before, used])
 @pytest.mark.parametrize("inner", POLICIES, ids=str)
 def test_a_backward_in_an_inner_region(inner: Any, fn: Callable) -> None:
-    """Recomputes that region in its own first run, which is no part of what the region around does."""
+    """It recomputes that region in its own first run, whose operations are not part of the outer region."""
 
     def of(outer: Callable, inner: Callable) -> Callable:
         return derivative(outer(lambda x: derivative(inner(fn))(x.cos())))
@@ -151,7 +151,7 @@ def test_a_backward_in_an_inner_region(inner: Any, fn: Callable) -> None:
 @pytest.mark.parametrize("early_stop", EARLY)
 @with_policies
 def test_a_hook_on_a_node_of_the_forward(policy: Any, early_stop: bool) -> None:
-    """Is called once: the recompute has nodes of its own."""
+    """The hook is called once: the recompute has its own nodes."""
     calls: list[Any] = []
     x = rand(3)
     out = remat(lambda x: x.sin().cos().sin(), policy=policy, early_stop=early_stop)(x)
@@ -175,7 +175,7 @@ def test_a_hook_on_a_tensor_used_inside_and_outside(policy: Any) -> None:
 @pytest.mark.parametrize("early_stop", EARLY)
 @with_policies
 def test_a_backward_in_a_hook(policy: Any, early_stop: bool) -> None:
-    """Of another part of the same region, while the backward of the whole runs."""
+    """A backward of another part of the same region, while the backward of the whole runs."""
 
     def step(wrap: Callable) -> Tensor:
         a = rand(3)
@@ -190,8 +190,8 @@ def test_a_backward_in_a_hook(policy: Any, early_stop: bool) -> None:
 # --- torch: what is saved ---------------------------------------------------------------------------------------------
 
 
-def test_looking_at_a_saved_tensor() -> None:
-    """Outside of a backward each look is a recompute, and nothing stays. After the backward it is gone."""
+def test_reading_a_saved_tensor_of_a_node() -> None:
+    """Outside of a backward each read recomputes, and saves nothing. After the backward it raises."""
     fn, calls = counted(lambda a: (a * a * a, a.exp())[1])
     a = rand(5)
     out = remat(fn)(a)
@@ -226,8 +226,8 @@ def test_a_saved_input_is_the_same_object() -> None:
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_values_go_one_by_one(retain: bool) -> None:
-    """While the backward goes through a region, also if the graph is kept, what has been used is freed."""
+def test_values_are_freed_one_by_one(retain: bool) -> None:
+    """As the backward runs through a region, values that have been read are freed, also if the graph is retained."""
 
     def live(fn: Callable, memory: PeakMemory) -> list[int]:
         found: list[int] = []
@@ -249,9 +249,9 @@ def test_values_go_one_by_one(retain: bool) -> None:
             with PeakMemory() as memory:
                 found[name] = live(wrap, memory)
     ours, its = found["remat"], found["torch"]
-    assert len(ours) == 4 and ours[0] == its[0] < ours[3]  # the recompute is after the first
+    assert len(ours) == 4 and ours[0] == its[0] < ours[3]  # the first hook runs before the recompute
     assert ours[1] > ours[2] > ours[3]
-    # A node of a graph that is kept may read what it saved once more, so that goes when another node reads its own.
+    # A node of a retained graph may read its value again, so the value is released when another node reads its own.
     assert all(a <= b + retain * x.nbytes for a, b in zip(ours, its, strict=True))
 
 
@@ -259,7 +259,7 @@ def region_of_torch(fn: Callable) -> Callable:
     return lambda *args: torch_checkpoint(fn, *args, use_reentrant=False)
 
 
-def test_kept_values_go_with_the_graph() -> None:
+def test_saved_values_are_freed_with_the_graph() -> None:
     """Also if no backward runs."""
     x, w = rand(4, 4), rand(4, 4, seed=1)
     f = remat(lambda x: (x @ w).sin().exp(), policy=policies.save_matmuls)
@@ -323,7 +323,7 @@ def test_an_operator_with_a_number_among_its_results(policy: Any) -> None:
 
 
 class Sized(torch.Tensor):
-    """A wrapper that is asked for its sizes."""
+    """A wrapper with its own dispatch of sizes."""
 
     inner: Tensor
 
@@ -349,7 +349,7 @@ def asks_for_sizes(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 @pytest.mark.parametrize("policy", [*POLICIES, policies.save_if(asks_for_sizes), ["aten.view"]],
                          ids=str)  # fmt: skip
-def test_a_subclass_that_is_asked_for_its_sizes(policy: Any) -> None:
+def test_a_subclass_with_its_own_sizes(policy: Any) -> None:
     def fn(x: Tensor) -> Tensor:
         y = (x * x.sum()).view(-1).view(4, 3)
         assert y.grad_fn is None or tuple(y.grad_fn._saved_self_sym_sizes) == (12,)
@@ -365,7 +365,7 @@ def test_a_subclass_that_is_asked_for_its_sizes(policy: Any) -> None:
 
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_many_calls_of_one_module(requires_grad: bool) -> None:
-    """That are joined, so that one backward recomputes them all."""
+    """The results are joined, so that one backward recomputes all calls."""
     module = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 6)).double()
 
     def gradients(call: Callable) -> Any:
@@ -401,7 +401,7 @@ def test_a_result_without_a_history_is_added_to_in_place() -> None:
 
 @with_policies
 def test_backward_of_each_result(policy: Any) -> None:
-    """Of results that were scaled in place, of other values among them, and of an input that is returned."""
+    """Results that were scaled in place, values that aren't tensors, and an input that is returned."""
 
     def fn(a: Tensor, b: Tensor, scale: int, c: Tensor) -> tuple:
         x, y = a + b * c, a * b + c
@@ -421,8 +421,8 @@ def test_backward_of_each_result(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("early_stop", EARLY)
-def test_more_is_saved_in_the_recompute(early_stop: bool) -> None:
-    """What comes after the last tensor that is needed isn't met with early stop."""
+def test_more_tensors_in_the_recompute(early_stop: bool) -> None:
+    """With early stop the recompute doesn't reach operations after the last tensor that is needed."""
     longer = [False, True]
 
     def fn(x: Tensor) -> Tensor:
@@ -439,7 +439,7 @@ def test_more_is_saved_in_the_recompute(early_stop: bool) -> None:
 
 
 def test_data_parallel() -> None:
-    """On the CPU it calls its module."""
+    """On the CPU `DataParallel` only calls its module."""
     linear, x = nn.Linear(2, 2, bias=False), torch.ones(2, 2, requires_grad=True)
     found = torch.autograd.grad(compat.checkpoint(nn.DataParallel(linear), x, use_reentrant=False).sum(), x)
     assert_same(found, torch.autograd.grad(linear(x).sum(), x))
@@ -448,8 +448,8 @@ def test_data_parallel() -> None:
 # --- fairscale --------------------------------------------------------------------------------------------------------
 
 
-def test_recompute_just_before_the_backward_of_each() -> None:
-    """Not all at once."""
+def test_each_region_is_recomputed_just_before_its_backward() -> None:
+    """Regions are not recomputed all at once."""
     log: list[str] = []
 
     class Logged(torch.autograd.Function):
@@ -478,7 +478,7 @@ def test_recompute_just_before_the_backward_of_each() -> None:
 @pytest.mark.parametrize("kind", ["float32", "data in half", "half"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm2d])
 def test_norms_in_half_precision(norm: Any, kind: str) -> None:
-    """With a step of an optimizer, state and all."""
+    """With steps of an optimizer; parameters and buffers are compared."""
 
     def trained(wrap: Callable) -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -507,7 +507,7 @@ def test_norms_in_half_precision(norm: Any, kind: str) -> None:
 
 
 def in_halves(fns: list[Callable], wrap: Callable) -> Callable:
-    """Regions in regions, as in treeverse."""
+    """Nested regions, as in treeverse."""
     if len(fns) <= 2:
         return lambda x: functools.reduce(lambda x, f: f(x), fns, x)
     middle = len(fns) // 2
@@ -517,7 +517,7 @@ def in_halves(fns: list[Callable], wrap: Callable) -> Callable:
 
 @pytest.mark.parametrize("length", [4, 8, 16])
 def test_regions_in_halves(length: int) -> None:
-    """The counts are at most those of torch's checkpoint, of which JAX's own (2, 8, 24) has another early stop."""
+    """The counts are at most those of torch's checkpoint; JAX's are 2, 8 and 24, with another early stop."""
 
     def of(wrap: Callable) -> tuple[Tensor, int]:
         x, f = rand(3), in_halves([torch.sin] * length, wrap)
@@ -553,7 +553,7 @@ def test_vmap_of_other_dimensions_and_of_constants(policy: Any) -> None:
 
 
 def test_a_region_without_arguments() -> None:
-    """It returns what it captures, which was computed outside."""
+    """It returns a captured tensor, which was computed outside."""
     x = rand(3)
     for policy in POLICIES:
         y = 2 * x
@@ -563,7 +563,7 @@ def test_a_region_without_arguments() -> None:
         assert_same(grad(inner)(x.detach()), torch.full((3,), 2.0, dtype=x.dtype))
 
 
-def test_a_loop_whose_state_depends_on_a_captured_number_alone() -> None:
+def test_a_loop_whose_state_depends_only_on_a_captured_number() -> None:
     """The first state doesn't require grad, and one result is a constant."""
     start = rand(5, 3, grad=False)
 
@@ -586,7 +586,7 @@ def test_a_loop_whose_state_depends_on_a_captured_number_alone() -> None:
 
 
 class Twice(torch.autograd.Function):
-    """With a rule for each transform, and a constant in one of them."""
+    """A Function with a rule for each transform; one of the rules returns a constant."""
 
     generate_vmap_rule = True
 
@@ -609,7 +609,7 @@ class Twice(torch.autograd.Function):
 
 
 @with_policies
-def test_rules_of_ones_own(policy: Any) -> None:
+def test_custom_rules_of_a_function(policy: Any) -> None:
     def fn(x: Tensor) -> Tensor:
         for _ in range(2):
             x = Twice.apply((x @ x) * 0.5)
@@ -624,16 +624,16 @@ def test_rules_of_ones_own(policy: Any) -> None:
 
 
 @with_policies
-def test_a_derivative_inside_of_which_a_result_is_dropped(policy: Any) -> None:
+def test_a_derivative_of_a_function_that_drops_a_result(policy: Any) -> None:
     f = lambda x: grad(lambda x: (x * x, x)[0])(x)
     x = torch.tensor(3.0)
     assert_same(grad(remat(f, policy=policy))(x), torch.tensor(2.0))
-    constant = lambda x: torch.tensor(3.0) * x  # of which no input is needed
+    constant = lambda x: torch.tensor(3.0) * x  # whose derivative needs no input
     assert_same(grad(remat(constant, policy=policy))(x), torch.tensor(3.0))
 
 
-def test_constants_are_no_residuals() -> None:
-    """They are made again."""
+def test_constants_are_not_residuals() -> None:
+    """They are recomputed."""
     x = rand(100, 100)
     cases: dict[str, tuple[Callable, int]] = {
         "diagonal": (lambda x: torch.einsum("ii->i", x), 0),
@@ -670,7 +670,7 @@ def test_allowed_and_denied_names(policy: Any, kept: int) -> None:
     assert ops["aten.sin"] == 4 + 4 - kept
 
 
-def test_a_named_value_that_is_read_twice_is_kept_once() -> None:
+def test_a_named_value_that_is_read_twice_is_saved_once() -> None:
     def fn(x: Tensor) -> Tensor:
         y = checkpoint_name(torch.ones(50, dtype=x.dtype).sin(), "y")
         return x * y * y
@@ -682,8 +682,8 @@ def test_a_named_value_that_is_read_twice_is_kept_once() -> None:
 
 
 @with_policies
-def test_gradients_that_depend_on_the_precision_of_what_was_saved(policy: Any) -> None:
-    """A value in bfloat16 stays one: result and gradient are the same product."""
+def test_gradients_that_depend_on_the_precision_of_a_saved_tensor(policy: Any) -> None:
+    """A saved bfloat16 value stays in bfloat16: result and gradient are the same product."""
 
     class Cast(torch.autograd.Function):
         @staticmethod
@@ -721,7 +721,7 @@ def test_an_error_of_the_function_shows_its_line(policy: Any) -> None:
 
 
 class SinOfNamedCos(torch.autograd.Function):
-    """Gives what it keeps for its backward a name."""
+    """Names a value that it saves for its backward."""
 
     @staticmethod
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -755,7 +755,7 @@ def test_a_name_in_the_forward_of_a_function(names: tuple, recomputed: int) -> N
     assert_same(grad(lambda x: f(x).sum())(x.detach()), expected.detach(), exact=False)
 
 
-def test_what_is_kept_and_returned_is_there_once() -> None:
+def test_a_value_that_is_saved_and_returned_exists_once() -> None:
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         y = checkpoint_name(x.sin(), "y")
         return y, y * y

@@ -1,4 +1,4 @@
-"""`remat.compat.checkpoint` and `checkpoint_sequential` beside torch's: each option, in the same call of both."""
+"""`remat.compat.checkpoint` and `checkpoint_sequential` compared with torch's: each option, in equal calls of both."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from remat.compat import checkpoint, checkpoint_sequential
 
 
 def deep(x: Tensor) -> Tensor:
-    """Keeps four tensors, the last of which is the result of the third operation."""
+    """Saves four tensors; the last one is the result of the third operation."""
     return x.sin().exp().sin().cos()
 
 
 def sines_of_backward(out: Tensor) -> int:
-    """How often the backward runs a sine: the derivative of the cosine is one of them."""
+    """The number of sines that the backward recomputes; the derivative of the cosine is one more."""
     return count_ops(out.sum().backward)["aten.sin"] - 1
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- public names -----------------------------------------------------------------------------------------------------
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     names = set(torch.utils.checkpoint.__all__) - {"CheckpointFunction"}
     assert names <= set(remat.compat.__all__)
     own = {"checkpoint", "checkpoint_sequential"}
@@ -55,7 +55,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_signatures() -> None:
-    """All of torch's parameters in order. New are `policy`, and what this version of torch doesn't have yet."""
+    """All of torch's parameters in order, plus `policy` and those that this version of torch doesn't have yet."""
     for name in ("checkpoint", "checkpoint_sequential"):
         ours = dict(inspect.signature(getattr(remat.compat, name)).parameters)
         theirs = dict(inspect.signature(getattr(torch.utils.checkpoint, name)).parameters)
@@ -73,7 +73,7 @@ def test_signatures() -> None:
             assert parameter.default == theirs[parameter.name].default, parameter
 
 
-def test_errors_are_torchs() -> None:
+def test_errors_are_subclasses_of_torchs() -> None:
     for error in (RecomputeMismatchError, MutationError, PolicyError):
         assert issubclass(error, CheckpointError)
 
@@ -116,7 +116,7 @@ def test_arguments_and_results(module: Any) -> None:
 
 
 @both
-def test_what_is_kept_and_what_is_run_again(module: Any) -> None:
+def test_what_is_saved_and_what_is_recomputed(module: Any) -> None:
     x = rand(64)
     assert held_bytes(lambda x: module.checkpoint(deep, x, use_reentrant=False), x) == x.nbytes  # the result
     out = module.checkpoint(deep, x, use_reentrant=False)
@@ -174,7 +174,7 @@ def test_a_region_in_a_region(module: Any) -> None:
 
 
 @both
-def test_exceptions_of_the_function_pass(module: Any) -> None:
+def test_exceptions_of_the_function_propagate(module: Any) -> None:
     def fails(x: Tensor) -> Tensor:
         raise KeyError("user")
 
@@ -198,7 +198,7 @@ def test_an_input_changed_after_the_call_is_an_error(module: Any) -> None:
 
 
 @both
-def test_what_is_no_function(module: Any) -> None:
+def test_what_is_not_a_function(module: Any) -> None:
     with pytest.raises(TypeError):
         module.checkpoint(3, rand(3), use_reentrant=False)
     with pytest.raises(TypeError):
@@ -245,7 +245,7 @@ def test_decorator_of_a_method() -> None:
     assert held_bytes(model, x) == 6 * 8
 
 
-def test_decorator_takes_options_alone() -> None:
+def test_decorator_takes_only_options() -> None:
     with pytest.raises(ValueError, match="no option scale"):
         checkpoint(use_reentrant=False, scale=2.0)
 
@@ -283,7 +283,7 @@ def test_use_reentrant() -> None:
     ):
         with pytest.raises(ValueError, match=r"without a graph[\s\S]*use_reentrant=False"):
             call()
-    with pytest.warns(UserWarning, match="use_reentrant"):  # torch, by default
+    with pytest.warns(UserWarning, match="use_reentrant"):  # torch warns by default
         torch.utils.checkpoint.checkpoint(deep, x)
 
 
@@ -291,7 +291,7 @@ def test_use_reentrant() -> None:
 
 
 def runs_differ(first: Callable, again: Callable) -> Callable:
-    """`first` when it is called for the first time, `again` later."""
+    """`first` in the first call, `again` in later calls."""
     runs = itertools.count()
 
     def fn(x: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ def test_determinism_check(module: Any, again: str) -> None:
     for options in ({}, {"determinism_check": "default"}):
         with pytest.raises(CheckpointError):
             gradient(module, fn(), **options)
-    if again == "number":  # there is nothing that could be used instead
+    if again == "number":  # there is no other value to use instead
         with pytest.raises(CheckpointError):
             gradient(module, fn(), determinism_check="none")
     else:
@@ -330,7 +330,7 @@ def test_determinism_check(module: Any, again: str) -> None:
 
 
 @both
-def test_determinism_check_is_one_of_these(module: Any) -> None:
+def test_determinism_check_must_be_a_known_value(module: Any) -> None:
     for context in (contextlib.nullcontext(), torch.no_grad()):
         with context, pytest.raises(ValueError, match=r"determinism_check.*default.*none.*but|one of.*got|got"):
             gradient(module, deep, determinism_check="strict")
@@ -348,8 +348,8 @@ def test_determinism_check_of_values() -> None:
     gradient(remat.compat, fn(), determinism_check="metadata")
 
 
-def test_what_made_a_saved_tensor_is_compared() -> None:
-    """torch compares shape, dtype and device alone, and gives the derivative of neither function."""
+def test_the_operation_of_a_saved_tensor_is_compared() -> None:
+    """torch compares only shape, dtype and device, and its result is the derivative of neither function."""
     first, again = lambda x: x.tanh().sin(), lambda x: x.exp().sin()
     wrong = gradient(torch.utils.checkpoint, runs_differ(first, again))
     assert not any(torch.equal(wrong, gradient(remat.compat, fn)) for fn in (first, again))
@@ -360,7 +360,7 @@ def test_what_made_a_saved_tensor_is_compared() -> None:
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `debug=True` torch leaves its logger so that pytest, which can't format what it logs, would listen to it."""
+    """With `debug=True` torch leaves its logger in a state in which pytest would fail to format its records."""
     monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", True)
 
 
@@ -368,7 +368,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fails_with(module: Any, **options: Any) -> str:
-    """The text of the error of a region that does something else when it runs again."""
+    """The text of the error of a region whose recompute differs from its first run."""
     with pytest.raises(CheckpointError) as raised:
         gradient(module, runs_differ(lambda x: x.sin().exp().sin(), lambda x: x[:1].sin().exp().sin()), **options)
     return str(raised.value)
@@ -402,7 +402,7 @@ def test_set_checkpoint_debug_enabled(module: Any, setters: Any) -> None:
 
 @pytest.mark.parametrize("setters", [torch.utils.checkpoint, remat.compat], ids=["torch", "remat"])
 def test_switches_reach_every_region(setters: Any) -> None:
-    """torch's own act on calls of its function; `tests/front/test_override.py` has every way to make a region."""
+    """torch's switches act on calls of its function; `tests/front/test_override.py` covers every kind of region."""
     f = remat.remat(runs_differ(lambda x: x.sin().exp().sin(), lambda x: x[:1].sin().exp().sin()))
     with setters.set_checkpoint_debug_enabled(True):
         out = f(rand(3)).sum()
@@ -429,8 +429,8 @@ def test_debug_names_the_line() -> None:
     assert f"test_compat_checkpoint.py:{number} (again)" in str(raised.value)
 
 
-def test_debug_compares_what_saves_nothing() -> None:
-    """torch's `debug` says more of an error, and makes none."""
+def test_debug_compares_operations_that_save_nothing() -> None:
+    """torch's `debug` only adds detail to an error, and raises none itself."""
 
     def fn() -> Callable:
         return runs_differ(deep, lambda x: (x.detach() * 2, deep(x))[1])
@@ -454,12 +454,12 @@ def test_debug_with_contexts() -> None:
 
 
 def ends_late(x: Tensor) -> Tensor:
-    """After its last saved tensor come two operations that save none."""
+    """Two operations follow its last saved tensor."""
     return x.sin().exp().sin().cumsum(0).neg()
 
 
 def ends_of_backward(out: Tensor) -> int:
-    """How often the backward runs what comes last: the derivative has two of them."""
+    """How often the backward recomputes the last operations; the derivative runs `cumsum` once itself."""
     counts = count_ops(out.sum().backward)
     return counts["aten.cumsum"] - 1
 
@@ -477,7 +477,7 @@ def test_early_stop(module: Any, setters: Any) -> None:
         early = run(early_stop=False)
         with setters.set_checkpoint_early_stop(True):
             early = run(early_stop=False)
-    with setters.set_checkpoint_early_stop(True):  # what counts is the setting at the forward
+    with setters.set_checkpoint_early_stop(True):  # the setting of the forward counts
         assert ends_of_backward(never) == ends_of_backward(never_either) == 1
     with setters.set_checkpoint_early_stop(False):
         assert ends_of_backward(early) == 0
@@ -485,7 +485,7 @@ def test_early_stop(module: Any, setters: Any) -> None:
 
 
 @both
-def test_early_stop_changes_no_number(module: Any) -> None:
+def test_early_stop_changes_no_result(module: Any) -> None:
     for early_stop in (True, False):
         assert_same(gradient(module, ends_late, early_stop=early_stop), gradient(module, lambda x: ends_late(x)))
     (expected,) = values_and_grads(ends_late, x := rand(3))[1]
@@ -501,7 +501,7 @@ def drops(x: Tensor) -> Tensor:
 
 
 def dropped(module: Any, draw: Callable[[], Any] = lambda: None, **options: Any) -> tuple:
-    """A mask, that of its derivative, and where the generator stands at the end."""
+    """The mask, that of the derivative, and whether the backward leaves the generator's state unchanged."""
     torch.manual_seed(0)
     x = torch.ones(64, requires_grad=True)
     out = module.checkpoint(drops, x, use_reentrant=False, **options)
@@ -525,7 +525,7 @@ def test_preserve_rng_state(module: Any) -> None:
 
 @pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["Python", "NumPy"])
 def test_other_generators(draw: Callable[[], float]) -> None:
-    """Python's and NumPy's numbers are the same in all runs, and none is used up; torch draws others."""
+    """Python's and NumPy's numbers are the same in all runs, and the state is unchanged; torch draws others."""
 
     def states() -> Any:
         return random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2]
@@ -556,8 +556,8 @@ def test_a_generator_that_is_passed() -> None:
 
 
 @both
-def test_default_device_type_has_no_influence_here(module: Any) -> None:
-    """torch asks it whose generators to take; here it is those of the devices of all tensors."""
+def test_default_device_type_has_no_effect(module: Any) -> None:
+    """For torch it selects whose generators to restore; here the generators of all tensors' devices are restored."""
     before = module.DefaultDeviceType.get_device_type()
     module.DefaultDeviceType.set_device_type("cpu")
     try:
@@ -568,7 +568,7 @@ def test_default_device_type_has_no_influence_here(module: Any) -> None:
         module.DefaultDeviceType.set_device_type(before)
 
 
-# --- what torch gets wrong, or refuses --------------------------------------------------------------------------------
+# --- where torch is wrong, or raises ----------------------------------------------------------------------------------
 
 
 def test_statistics_change_once() -> None:
@@ -596,14 +596,14 @@ class ReadsTwice(torch.autograd.Function):
         return grad * (first + second) / 2
 
 
-def test_a_backward_that_needs_the_inputs_alone_runs_nothing_again() -> None:
+def test_a_backward_that_needs_only_inputs_recomputes_nothing() -> None:
     for module, runs in ((torch.utils.checkpoint, 2), (remat.compat, 1)):
         fn = Runs(lambda x: x.sin())
         gradient(module, fn)
         assert fn.count == runs
 
 
-def test_saved_tensors_are_read_twice() -> None:
+def test_saved_tensors_can_be_read_twice() -> None:
     def fn(x: Tensor) -> Tensor:
         return ReadsTwice.apply(x.sin())
 
@@ -614,7 +614,7 @@ def test_saved_tensors_are_read_twice() -> None:
 
 
 def test_user_code_that_catches_everything() -> None:
-    """torch ends the second run by an exception that it catches; then the run goes on."""
+    """torch ends the recompute with an exception; `fn` catches it, and the recompute continues."""
 
     def fn(x: Tensor) -> Tensor:
         try:
@@ -629,7 +629,7 @@ def test_user_code_that_catches_everything() -> None:
         gradient(torch.utils.checkpoint, fn)
 
 
-def test_what_closures_hold_is_as_in_the_first_run() -> None:
+def test_variables_of_closures_are_as_in_the_first_run() -> None:
     scale = 2.0
 
     def fn(x: Tensor) -> Tensor:
@@ -702,7 +702,7 @@ def test_a_backward_through_vmap(module: Any) -> None:
 
 @both
 def test_functional_call(module: Any) -> None:
-    """The module has its own parameters back when it runs again: torch's gradients are those at these."""
+    """In the recompute the module has its own parameters again: torch's gradients are for those."""
 
     class Outer(nn.Module):
         def __init__(self, call: Callable) -> None:
@@ -737,7 +737,7 @@ def test_captured_tensors_changed_in_place(module: Any) -> None:
             torch.autograd.grad(out, x)
 
 
-SETTINGS: dict[str, tuple[Callable, Callable, tuple]] = {  # reads it as a number, sets it, to what and back
+SETTINGS: dict[str, tuple[Callable, Callable, tuple]] = {  # get as a number, set, values to set and reset
     "default dtype": (lambda: torch.empty(0).itemsize, torch.set_default_dtype, (torch.float64, torch.float32)),
     "attention kernels": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, (False, True)),
     "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, (2, 0)),
@@ -749,8 +749,8 @@ SETTINGS: dict[str, tuple[Callable, Callable, tuple]] = {  # reads it as a numbe
 
 @both
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_changed(module: Any, name: str) -> None:
-    """Numbers hang on these, on some devices."""
+def test_settings_that_have_changed(module: Any, name: str) -> None:
+    """Results depend on these settings on some devices."""
     get, put, (now, before) = SETTINGS[name]
     x, fn = rand(3), lambda x: (x * (1 + get())).sin().exp()
     (expected,) = torch.autograd.grad(fn(x).sum(), x)
@@ -809,12 +809,12 @@ def test_policy() -> None:
 
 
 def row(length: int) -> list[Runs]:
-    """Functions of which each saves its own result."""
+    """Functions that each save their own result."""
     return [Runs(functools.partial(lambda x, w: (x * w).exp(), w=rand(3, seed=i))) for i in range(length)]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8])
-def test_checkpoint_sequential_runs_what_torchs_does(length: int) -> None:
+def test_checkpoint_sequential_has_the_same_segments_as_torchs(length: int) -> None:
     for segments in range(1, length + 1):
         found = []
         for module in (torch.utils.checkpoint, remat.compat):
@@ -828,7 +828,7 @@ def test_checkpoint_sequential_runs_what_torchs_does(length: int) -> None:
 
 
 def layers() -> nn.Sequential:
-    """With random numbers, and statistics in the first segment of two."""
+    """Layers with random numbers, and with statistics in the first of two segments."""
     return made(
         lambda: nn.Sequential(
             nn.Linear(3, 3),
@@ -863,8 +863,8 @@ def test_checkpoint_sequential_of_modules(module: Any, kind: Callable) -> None:
 
 
 @both
-def test_checkpoint_sequential_takes_the_modules_of_a_sequential_alone(module: Any) -> None:
-    """Its own hooks don't run."""
+def test_checkpoint_sequential_calls_only_the_modules_in_a_sequential(module: Any) -> None:
+    """The hooks of the `Sequential` itself don't run."""
     model, calls = layers(), []
     model.register_forward_hook(lambda *args: calls.append(args))
     module.checkpoint_sequential(model, 2, rand(4, 3), use_reentrant=False)
@@ -874,7 +874,7 @@ def test_checkpoint_sequential_takes_the_modules_of_a_sequential_alone(module: A
 
 
 @both
-def test_checkpoint_sequential_keeps_the_inputs_of_segments(module: Any) -> None:
+def test_checkpoint_sequential_saves_the_inputs_of_segments(module: Any) -> None:
     x = rand(64)
     held = held_bytes(lambda x: module.checkpoint_sequential([deep] * 8, 4, x, use_reentrant=False), x)
     # The inputs of three segments without the first, the result, and five tensors within the last segment.
@@ -916,7 +916,9 @@ def test_errors_of_checkpoint_sequential(module: Any) -> None:
 def test_checkpoint_sequential_takes_one_input(segments: int, second: str) -> None:
     x, y = rand(3), rand(3, seed=1)
     inputs: dict[str, Any] = {"a tensor": y, "a list": [y], "a dict": {"y": y}}
-    with pytest.raises(TypeError, match=r"takes one input.*of type (Tensor|list|dict) for use_reentrant.*as one tuple"):
+    with pytest.raises(
+        TypeError, match=r"takes one input.*got an object of type (Tensor|list|dict) for use_reentrant.*as one tuple"
+    ):
         checkpoint_sequential([deep, deep], segments, x, inputs[second])
     for use_reentrant in (None, False, 0):
         assert torch.equal(checkpoint_sequential([deep, deep], segments, x, use_reentrant), deep(deep(x)))
@@ -937,8 +939,8 @@ def test_segments_must_be_a_number_of_segments() -> None:
     assert runs.count == 2
 
 
-def test_a_module_that_is_there_twice_is_called_twice() -> None:
-    """torch leaves the second call out."""
+def test_a_module_that_occurs_twice_is_called_twice() -> None:
+    """torch skips the second call."""
     act = nn.Tanh()
     model, x = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act).double(), rand(2, 3)
     for segments in (1, 2, 4):
@@ -961,7 +963,7 @@ def test_policy_of_checkpoint_sequential() -> None:
     assert products(policies.save_matmuls) == 0
 
 
-# --- as it is used ----------------------------------------------------------------------------------------------------
+# --- in training ------------------------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -1000,7 +1002,7 @@ def test_training(module: Any) -> None:
 
 
 @both
-def test_nothing_is_left_without_the_collector(module: Any) -> None:
+def test_everything_is_freed_without_garbage_collection(module: Any) -> None:
     with assert_freed_without_gc() as watch:
         x = rand(3)
         out = module.checkpoint(lambda x, scale: deep(x * scale), x, scale=rand(3, seed=1), use_reentrant=False)
@@ -1017,7 +1019,7 @@ def block(x: Tensor, w: Tensor) -> Tensor:
 
 
 def products_of_compiled(fn: Callable) -> int:
-    """The products in the backward graph of one full graph, after its gradients were compared."""
+    """The products in the backward graph of one full graph, whose gradients are checked."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -1081,77 +1083,80 @@ def test_compile_of_the_other_forms() -> None:
 
 # --- the documentation ------------------------------------------------------------------------------------------------
 
-# The rows of the table in docs/how-to/migrating.md, each with the tests of what it says.
+# The rows of the table in docs/how-to/migrating.md, each with its tests.
 ROWS = {
     "`use_reentrant`": ["test_use_reentrant"],
-    "no function": ["test_decorator", "test_decorator_of_a_method", "test_decorator_takes_options_alone"],
+    "no function": ["test_decorator", "test_decorator_of_a_method", "test_decorator_takes_only_options"],
     "`policy`": ["test_policy", "test_a_parameter_named_policy"],
     "`preserve_rng_state`": ["test_preserve_rng_state", "test_other_generators", "test_a_generator_that_is_passed"],
-    "`DefaultDeviceType`": ["test_default_device_type_has_no_influence_here"],
+    "`DefaultDeviceType`": ["test_default_device_type_has_no_effect"],
     "`determinism_check`": [
         "test_determinism_check",
         "test_determinism_check_of_values",
-        "test_what_made_a_saved_tensor_is_compared",
+        "test_the_operation_of_a_saved_tensor_is_compared",
     ],
     "`debug`": [
         "test_debug",
         "test_debug_names_the_line",
-        "test_debug_compares_what_saves_nothing",
+        "test_debug_compares_operations_that_save_nothing",
         "test_debug_with_contexts",
     ],
-    "`early_stop`": ["test_early_stop", "test_early_stop_changes_no_number"],
+    "`early_stop`": ["test_early_stop", "test_early_stop_changes_no_result"],
     "`set_checkpoint_early_stop`, `set_checkpoint_debug_enabled`": [
         "test_early_stop",
         "test_set_checkpoint_debug_enabled",
         "test_switches_reach_every_region",
     ],
-    "`respect_saved_tensors_hooks`": ["test_hooks_around_get_what_is_kept"],
+    "`respect_saved_tensors_hooks`": ["test_hooks_around_get_saved_values"],
     "`context_fn`, selective": ["test_a_list", "test_two_policies_are_an_error", "test_selective_with_other_options"],
-    "selective: what is saved": ["test_what_the_backward_does_not_need_is_not_kept"],
+    "selective: what is saved": ["test_what_the_backward_does_not_need_is_not_saved"],
     "selective: backward twice, double backward, `torch.func.grad`": [
         "test_backward_twice",
         "test_double_backward",
         "test_selective_under_torch_func",
     ],
-    "selective: policy function": ["test_what_a_policy_function_gets"],
+    "selective: policy function": ["test_arguments_of_a_policy_function"],
     "selective: views (`aten.view`, `aten.t`)": ["test_policies_about_views"],
     "selective: tensors made of others (wrapper subclasses)": [
         "test_the_operation_is_judged",
-        "test_a_predicate_is_asked_once",
+        "test_a_predicate_is_called_once",
         "test_the_operations_inside_are_judged_too",
     ],
-    "selective: `MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`": ["test_answers_of_a_policy_function"],
+    "selective: `MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`": ["test_results_of_a_policy_function"],
     "selective: in-place changes in the region": ["test_changes_in_the_region"],
     "selective: `allow_cache_entry_mutation=True`": ["test_changes_after_the_region"],
     "selective: a region in a region": ["test_selective_and_nested"],
     "`context_fn`, other contexts": [
         "test_a_pair_of_contexts",
         "test_the_second_context_is_entered_for_each_run",
-        "test_subclasses_of_torchs_modes_are_a_pair_as_any",
+        "test_subclasses_of_torchs_modes_are_treated_as_any_pair",
         "test_contexts_and_a_policy",
     ],
     "contexts that suppress exceptions": ["test_a_first_context_that_swallows_exceptions"],
     "`checkpoint_sequential`: `segments` out of range": ["test_segments_must_be_a_number_of_segments"],
     "`checkpoint_sequential` with a second input": ["test_checkpoint_sequential_takes_one_input"],
     "`checkpoint_sequential`: a module that is twice in a `Sequential`": [
-        "test_a_module_that_is_there_twice_is_called_twice"
+        "test_a_module_that_occurs_twice_is_called_twice"
     ],
-    "`GraphExecGroup`": ["test_passes_may_have_inputs_in_common", "test_what_a_policy_keeps_may_be_read_by_both"],
-    "errors": ["test_errors_are_torchs"],
-    "a backward pass that needs only the inputs": ["test_a_backward_that_needs_the_inputs_alone_runs_nothing_again"],
-    "`ctx.saved_tensors` read twice": ["test_saved_tensors_are_read_twice"],
+    "`GraphExecGroup`": [
+        "test_passes_may_have_inputs_in_common",
+        "test_values_that_a_policy_saves_can_be_read_by_both",
+    ],
+    "errors": ["test_errors_are_subclasses_of_torchs"],
+    "a backward pass that needs only the inputs": ["test_a_backward_that_needs_only_inputs_recomputes_nothing"],
+    "`ctx.saved_tensors` read twice": ["test_saved_tensors_can_be_read_twice"],
     "statistics of batch norm, counters in buffers": ["test_statistics_change_once"],
     "variables of closures and globals, attributes of modules and of the object that is called, that changed since": [
-        "test_what_closures_hold_is_as_in_the_first_run",
-        "test_what_is_put_back",
+        "test_variables_of_closures_are_as_in_the_first_run",
+        "test_what_is_restored",
     ],
     "attributes of other objects, of classes and of imported modules, numbers in lists and dicts, that changed since": [
-        "test_it_is_not_detected",
-        "test_checksums_find_it",
+        "test_change_is_not_detected",
+        "test_checksums_detect_the_change",
     ],
     "captured tensors changed in place before the backward pass": ["test_captured_tensors_changed_in_place"],
     "default dtype, attention kernels, deterministic algorithms, precision of products, changed since": [
-        "test_settings_that_changed",
+        "test_settings_that_have_changed",
     ],
     "hooks that the function registers on what it is given or captures": ["test_hooks_of_the_function"],
     "`except Exception` in the function": ["test_user_code_that_catches_everything"],

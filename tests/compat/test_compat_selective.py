@@ -1,4 +1,4 @@
-"""`context_fn` of `remat.compat.checkpoint` beside torch's: selective contexts, and any other pair of contexts."""
+"""`context_fn` of `remat.compat.checkpoint` compared with torch's: selective contexts and other pairs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEWER = torch.__version__ >= (2, 13)
 
 
 def layers(x: Tensor, w: Tensor) -> Tensor:
-    """Two products, of which only the first has a result that the backward needs, and two sines."""
+    """Two products and a sine; the backward needs the result of the first product only."""
     return (x @ w).sin() @ w
 
 
@@ -48,12 +48,12 @@ def selective(policy: Any, **options: Any) -> Callable:
 
 
 def by(answer: Any) -> Callable:
-    """A policy function with this answer for matrix products."""
+    """A policy function that returns this for matrix products."""
     return lambda ctx, op, *args, **kwargs: answer if op == MM else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def kept_and_run_again(call: Callable) -> tuple[int, int]:
-    """How many 4 x 4 matrices a call keeps, and how many products its backward runs besides its own four."""
+    """Numbers of 4 x 4 matrices that a call saves, and of products recomputed in the backward (beyond its own 4)."""
     x, w = arguments()
     return held_bytes(call, x, w) // x.nbytes, count_ops(call(x, w).sum().backward)["aten.mm"] - 4
 
@@ -63,11 +63,11 @@ def kept_and_run_again(call: Callable) -> tuple[int, int]:
 
 @both
 @pytest.mark.parametrize("answer", [*CheckpointPolicy, True, False], ids=str)
-def test_answers_of_a_policy_function(module: Any, answer: Any) -> None:
+def test_results_of_a_policy_function(module: Any, answer: Any) -> None:
     call = functools.partial(module.checkpoint, deep, use_reentrant=False, context_fn=selective(by(answer)))
     name = getattr(answer, "name", str(answer))
     saved = name.endswith("SAVE") or name == "True"
-    if name.endswith("OFFLOAD"):  # torch computes it again
+    if name.endswith("OFFLOAD"):  # torch recomputes it
         saved = not is_torch(module)
     assert kept_and_run_again(call) == ((3, 0) if saved else (1, 2))
     assert_same(values_and_grads(call, *arguments()), values_and_grads(deep, *arguments()))
@@ -88,20 +88,20 @@ def test_a_list(module: Any) -> None:
 
 
 @both
-def test_other_answers_mean_recompute(module: Any) -> None:
+def test_other_results_mean_recompute(module: Any) -> None:
     for answer in (None, 1, "save"):
         call = functools.partial(module.checkpoint, deep, use_reentrant=False)
         assert kept_and_run_again(functools.partial(call, context_fn=selective(by(answer)))) == (1, 2)
 
 
-def test_other_answers_of_a_policy_are_errors() -> None:
+def test_other_results_of_a_policy_are_errors() -> None:
     for answer in (None, 1, "save"):
         with pytest.raises(PolicyError, match="must return"):
             checkpoint(deep, *arguments(), policy=by(answer))
 
 
 @both
-def test_what_a_policy_function_gets(module: Any) -> None:
+def test_arguments_of_a_policy_function(module: Any) -> None:
     asked: list[tuple] = []
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -117,7 +117,7 @@ def test_what_a_policy_function_gets(module: Any) -> None:
         assert torch.equal(asked[0][3], x @ w)
         assert torch.equal(asked[3][3], out)
     out.sum().backward()
-    if NEWER or not is_torch(module):  # torch 2.11 asks again
+    if NEWER or not is_torch(module):  # torch 2.11 calls it in the recompute too
         assert [entry[0] for entry in asked] == first
 
 
@@ -126,7 +126,7 @@ VIEWS = {"aten.t.default", "aten.view.default", "aten.slice.Tensor", "aten.trans
 
 @both
 def test_policies_about_views(module: Any) -> None:
-    """torch's function is asked about them. In a list they are kept, and the value is computed all the same."""
+    """torch calls the function for views. In a list they count as saved, but the value is computed all the same."""
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         y = (x @ w.t()).view(-1)[:8].view(2, 4).transpose(0, 1).contiguous().sin_()
@@ -142,7 +142,7 @@ def test_policies_about_views(module: Any) -> None:
     call = functools.partial(module.checkpoint, fn, use_reentrant=False, context_fn=selective(policy))
     assert_same(values_and_grads(call, *arguments()), values_and_grads(fn, *arguments()))
     assert set(asked) & VIEWS == (VIEWS if is_torch(module) else set())
-    again = 1 + (is_torch(module) and not NEWER)  # torch 2.11 asks again
+    again = 1 + (is_torch(module) and not NEWER)  # torch 2.11 calls it in the recompute too
     assert [op for op in asked if op not in VIEWS] == again * [
         "aten.mm.default", "aten.clone.default", "aten.clone.default", "aten.sin_.default", "aten.sum.default",
         "aten._local_scalar_dense.default", "aten.exp.default",
@@ -155,8 +155,8 @@ def test_policies_about_views(module: Any) -> None:
         return held_bytes(call, x, w) // x.nbytes, count_ops(call(x, w).sum().backward)["aten.mm"] - 2
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a list that keeps nothing
-        result = kept_and_products()[0]  # which the caller holds
+        warnings.simplefilter("ignore")  # about a list that saves nothing
+        result = kept_and_products()[0]  # the caller owns it
         assert kept_and_products(aten.view.default) == ((result + 1, 1) if is_torch(module) else (result, 1))
         assert kept_and_products(MM) == kept_and_products(MM, aten.view.default) == (result + 1, 0)
 
@@ -183,8 +183,8 @@ def test_a_policy_with_state(module: Any) -> None:
 
 
 @both
-def test_what_the_backward_does_not_need_is_not_kept(module: Any) -> None:
-    """Of the second product it needs nothing. torch keeps it."""
+def test_what_the_backward_does_not_need_is_not_saved(module: Any) -> None:
+    """The backward needs nothing of the second product. torch saves it."""
     call = functools.partial(
         module.checkpoint, lambda x, w: layers(x, w) * 2, use_reentrant=False, context_fn=selective([MM])
     )
@@ -192,7 +192,7 @@ def test_what_the_backward_does_not_need_is_not_kept(module: Any) -> None:
 
 
 def refused(module: Any, call: Callable[[Callable], Any]) -> Any:
-    """What `call` makes of a selective checkpoint, with torch's an error."""
+    """Check `call` with a selective checkpoint; with torch's it raises."""
     region = functools.partial(module.checkpoint, deep, use_reentrant=False, context_fn=selective([MM]))
     if not is_torch(module):
         return call(region)
@@ -242,7 +242,7 @@ def test_selective_under_vmap_and_jacobians() -> None:
 
 
 def changes(x: Tensor, w: Tensor) -> Tensor:
-    """It changes a product in place that its policy would keep."""
+    """It changes a product in place that its policy would save."""
     return (x @ w).mul_(2).sin() @ w
 
 
@@ -291,7 +291,7 @@ def test_selective_with_other_options(module: Any, option: dict) -> None:
 
 @both
 @pytest.mark.parametrize("option", [{}, {"respect_saved_tensors_hooks": True}, {"respect_saved_tensors_hooks": False}])
-def test_hooks_around_get_what_is_kept(module: Any, option: dict) -> None:
+def test_hooks_around_get_saved_values(module: Any, option: dict) -> None:
     if is_torch(module) and option and torch.__version__ < (2, 15):
         pytest.skip("torch's function hasn't got this option yet")
     call = functools.partial(module.checkpoint, deep, use_reentrant=False, context_fn=selective([MM]), **option)
@@ -331,7 +331,7 @@ def test_two_policies_are_an_error() -> None:
 
 
 @both
-def test_a_function_makes_contexts_anew_for_each_call(module: Any) -> None:
+def test_a_function_makes_new_contexts_for_each_call(module: Any) -> None:
     made = Runs(selective([MM]))
     call = functools.partial(module.checkpoint, deep, use_reentrant=False, context_fn=made)
     x, w = arguments()
@@ -348,14 +348,14 @@ def test_selective_and_nested(module: Any, outside: bool) -> None:
     call = functools.partial(
         module.checkpoint, lambda x, w: inner(x, w).sin(), use_reentrant=False, **(option if outside else {})
     )
-    # torch keeps what the inner contexts say, also from the first run, and runs the inner region again in either case.
-    # Here the outer region decides for all that is in it.
+    # torch saves what the inner contexts decide, also from the first run, and always recomputes the inner region.
+    # Here the outer region decides for everything inside it.
     assert kept_and_run_again(call) == ((3, 2) if is_torch(module) else (3, 0) if outside else (1, 2))
     plain = lambda x, w: deep(x, w).sin()
     assert_same(values_and_grads(call, *arguments()), values_and_grads(plain, *arguments()))
 
 
-def test_a_policy_function_is_not_held_on_to() -> None:
+def test_a_policy_function_is_not_kept_alive() -> None:
     def run() -> weakref.ref:
         weight = rand(2, 2)
 
@@ -373,7 +373,7 @@ def test_a_policy_function_is_not_held_on_to() -> None:
 
 
 def subclassed(log: list[str]) -> Callable:
-    """A pair of subclasses of torch's modes, which say what they see."""
+    """A pair of subclasses of torch's modes, which log the operations."""
 
     class Caching(torch.utils.checkpoint._CachingTorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -396,7 +396,7 @@ def subclassed(log: list[str]) -> Callable:
 
 
 @both
-def test_subclasses_of_torchs_modes_are_a_pair_as_any(module: Any) -> None:
+def test_subclasses_of_torchs_modes_are_treated_as_any_pair(module: Any) -> None:
     log: list[str] = []
     call = functools.partial(module.checkpoint, deep, use_reentrant=False, context_fn=subclassed(log))
     x, w = arguments()
@@ -472,7 +472,7 @@ def test_the_second_context_is_entered_for_each_run(module: Any, kind: Callable)
     ).sum()
     first = torch.autograd.grad(out, (x, w), retain_graph=True)
     if is_torch(module) and kind is generated:
-        with pytest.raises((AttributeError, RuntimeError)):  # "generator didn't yield", in a way
+        with pytest.raises((AttributeError, RuntimeError)):  # a form of "generator didn't yield"
             torch.autograd.grad(out, (x, w))
         return
     assert_same(torch.autograd.grad(out, (x, w)), first)
@@ -501,7 +501,7 @@ def test_dispatch_modes(module: Any) -> None:
 
 
 class Doubled(TorchDispatchMode):
-    """Changes what sines are."""
+    """Doubles every sine."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -510,7 +510,7 @@ class Doubled(TorchDispatchMode):
 
 @both
 def test_modes_that_change_values(module: Any) -> None:
-    """Of the second run what the first saved is different: then the derivative has it from there."""
+    """The recompute saves other values than the first run, and the derivative uses those of the recompute."""
 
     def fn(x: Tensor) -> Tensor:
         return x.sin().exp().exp()
@@ -532,7 +532,7 @@ def test_modes_that_change_values(module: Any) -> None:
 
 @both
 def test_random_numbers_in_contexts(module: Any) -> None:
-    """The second context begins where the first one did."""
+    """The second context starts with the generator state of the first."""
 
     class Draws:
         def __enter__(self) -> None:
@@ -607,7 +607,7 @@ def test_contexts_under_torch_func(kind: Callable) -> None:
 
 
 def test_contexts_and_a_policy() -> None:
-    """A mode sees all that the function calls in the second run, and what is kept does not run."""
+    """A mode sees each call of the function in the recompute, but saved values are not computed."""
     first: list[str] = []
     again: list[str] = []
     call = functools.partial(checkpoint, deep, context_fn=lambda: (Log(first), Log(again)), policy=[MM])
@@ -699,7 +699,7 @@ def test_a_first_context_that_swallows_exceptions(module: Any, swallows: Callabl
 @both
 @pytest.mark.parametrize("swallows", SWALLOWS, ids=["suppress", "all"])
 def test_a_second_context_that_swallows_exceptions(module: Any, swallows: Callable) -> None:
-    """Also that by which the second run ends. One of the function itself is missed: a run again that is cut short."""
+    """Also the exception that ends the recompute. If it swallows one of the function, the recompute is incomplete."""
     call = functools.partial(
         module.checkpoint, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), swallows())
     )
@@ -721,7 +721,7 @@ def test_a_second_context_that_swallows_exceptions(module: Any, swallows: Callab
 @pytest.mark.parametrize(
     "wrong", [None, 3, (1, 2), (contextlib.nullcontext(),) * 3, (contextlib.nullcontext, contextlib.nullcontext)]
 )
-def test_what_is_no_pair_of_contexts(module: Any, wrong: Any) -> None:
+def test_what_is_not_a_pair_of_contexts(module: Any, wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError, AttributeError)) as raised:
         module.checkpoint(deep, *arguments(), use_reentrant=False, context_fn=lambda: wrong)
     assert is_torch(module) or (raised.type is TypeError and "two context managers" in str(raised.value))

@@ -1,6 +1,6 @@
-"""`remat.compat.checkpoint_wrapper` beside fairscale's: each row of the table in the documentation.
+"""`remat.compat.checkpoint_wrapper` compared with fairscale's: each row of the table in the documentation.
 
-What fairscale's documentation promises is the reference. Where fairscale itself fails, the test says how.
+What fairscale's documentation promises is the reference. Where fairscale itself fails, the test shows how.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ FIRST, AGAIN, NEITHER = (True, False), (False, True), (False, False)
 
 
 class Block(nn.Module):
-    """Notes what it is told of its runs."""
+    """Records the flags that it reads in its runs."""
 
     def __init__(self, lib: Any = remat.compat) -> None:
         super().__init__()
-        self.lib = lib.__name__  # as a module can't be pickled
+        self.lib = lib.__name__  # its name, as an imported module can't be pickled
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor, scale: float = 1.0, *, shift: Tensor | None = None) -> Tensor:
@@ -82,13 +82,13 @@ class Norm(nn.Module):
 
 
 def made(make: Callable[..., Any] = Block, *args: Any) -> Any:
-    """The same module at each call."""
+    """The same module in each call."""
     torch.manual_seed(0)
     return make(*args).double()
 
 
 def step(module: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor | None]:
-    """The gradients of all parameters by `.backward()`, the only way that fairscale knows."""
+    """The gradients of all parameters by `.backward()`, the only way that fairscale supports."""
     for p in module.parameters():
         p.grad = None
     RUNS.clear()
@@ -97,17 +97,17 @@ def step(module: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor | None]:
 
 
 X = rand(5, 4)
-H = rand(5, 4, seed=1, grad=False)  # of which no gradient is wanted
+H = rand(5, 4, seed=1, grad=False)  # without a gradient
 
 
 # --- the names --------------------------------------------------------------------------------------------------------
 
 
-def test_every_public_name_is_there(fairscale: Any) -> None:
+def test_every_public_name_exists(fairscale: Any) -> None:
     public = importlib.import_module("fairscale.nn.checkpoint")
     names = {name for name, value in vars(public).items() if inspect.isfunction(value)}
     assert names == {"checkpoint_wrapper", "is_checkpointing", "is_recomputing"}
-    for name in {*names, "disable_checkpointing"}:  # which is imported from the file in it
+    for name in {*names, "disable_checkpointing"}:  # this one is imported from a file inside the package
         assert callable(getattr(remat.compat, name)) and callable(getattr(fairscale, name))
     theirs = list(inspect.signature(fairscale.checkpoint_wrapper).parameters.values())
     ours = list(inspect.signature(checkpoint_wrapper).parameters.values())
@@ -116,11 +116,11 @@ def test_every_public_name_is_there(fairscale: Any) -> None:
 
 
 def test_names_that_are_not_needed(fairscale: Any) -> None:
-    """What they are for is so in a region by itself."""
+    """A region does by itself what they are for."""
     for name in ("enable_checkpointing", "enable_recomputing", "patch_batchnorm"):
         assert hasattr(fairscale, name) and not hasattr(remat.compat, name), name
     with fairscale.enable_recomputing(), fairscale.enable_checkpointing():
-        assert fairscale.is_recomputing() and fairscale.is_checkpointing()  # and that is all
+        assert fairscale.is_recomputing() and fairscale.is_checkpointing()  # they have no other effect
     module = checkpoint_wrapper(made(Norm))
     step(module)
     assert module.updates() == [1, 1]
@@ -139,11 +139,11 @@ def test_wraps_in_place(lib: Any) -> None:
     x = rand(64, 4)
     result, inside = 64 * 4 * 8, 64 * (8 + 8 + 4) * 8
     assert held_bytes(plain, x) >= result + inside
-    assert held_bytes(module, x) < result + 5200  # fairscale and remat keep the state of the generator
+    assert held_bytes(module, x) < result + 5200  # fairscale and remat save the state of the generator
 
 
-def test_where_the_run_again_ends(lib: Any) -> None:
-    """fairscale runs all of it again; the last operation isn't needed."""
+def test_where_the_recompute_ends(lib: Any) -> None:
+    """fairscale recomputes everything; the last operation isn't needed."""
     module = lib.checkpoint_wrapper(made(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))))
     out = module(X).sum()
     products = count_ops(out.backward)
@@ -172,8 +172,8 @@ class Results(nn.Module):
         return self.kind(x)
 
 
-def test_results_that_are_no_tensors(lib: Any) -> None:
-    """fairscale takes tuples apart; a list of it becomes a tuple, and a dict the tuple of its keys."""
+def test_results_that_are_not_tensors(lib: Any) -> None:
+    """fairscale flattens tuples; its result for a list is a tuple, and for a dict the tuple of its keys."""
     kinds: dict[str, Callable] = {
         "tuple": lambda x: (x.sin().exp(), None, 3, "text"),
         "list": lambda x: [x.sin().exp(), None],
@@ -196,7 +196,7 @@ def test_results_that_are_no_tensors(lib: Any) -> None:
 
 
 def test_arguments_in_containers(lib: Any) -> None:
-    """fairscale looks for tensors among the arguments alone: what it makes of others has no gradient."""
+    """fairscale looks for tensors only among the arguments: results computed from others have no gradient."""
     module = lib.checkpoint_wrapper(Results(lambda tree: (tree["x"] * tree["more"][0]).sin().exp()))
     w, h = rand(4, seed=2), X * 2
     out = module({"x": h, "more": [w, None]})
@@ -259,7 +259,7 @@ def test_without_grad_it_is_a_plain_call(lib: Any) -> None:
 
 
 def test_which_results_require_grad(lib: Any) -> None:
-    """In fairscale, all of a dtype that can, if any input or parameter does."""
+    """In fairscale, every result whose dtype allows it, if any input or parameter requires grad."""
     frozen = lib.checkpoint_wrapper(made(Block, lib)).requires_grad_(False)
     assert not frozen(H).requires_grad and frozen(X).requires_grad
     assert lib.checkpoint_wrapper(made(Block, lib))(H).requires_grad
@@ -284,7 +284,7 @@ def test_batch_norm_is_updated_once(lib: Any) -> None:
 
 
 def test_batch_norm_in_other_ways(lib: Any) -> None:
-    """fairscale doesn't update them if a module is wrapped twice, or is in a wrapped one, or without grad."""
+    """fairscale doesn't update statistics if a module is wrapped twice, or is in a wrapped one, or without grad."""
     wrap = lib.checkpoint_wrapper
     updated = 0 if is_original(lib) else 1
     twice, inside = wrap(wrap(made(Norm))), wrap(made(Norm))
@@ -310,7 +310,7 @@ def test_random_numbers_are_those_of_the_first_run(lib: Any) -> None:
 
 
 def test_other_generators(lib: Any) -> None:
-    """fairscale knows the default one of the CPU and of the current CUDA device."""
+    """fairscale restores the default generators of the CPU and of the current CUDA device."""
     generator = torch.Generator()
 
     def noise(x: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def test_other_generators(lib: Any) -> None:
 
 
 def test_autocast(lib: Any) -> None:
-    """fairscale restores that of CUDA alone: on the CPU its second run has another precision."""
+    """fairscale restores only autocast of CUDA: on the CPU its recompute has another precision."""
     grads = []
     for wrap in (lib.checkpoint_wrapper, lambda m: m):
         module = wrap(made(nn.Linear, 4, 4).float())
@@ -341,7 +341,7 @@ def test_autocast(lib: Any) -> None:
 
 
 def test_autograd_grad(lib: Any) -> None:
-    """fairscale refuses: its backward is a backward in a backward."""
+    """fairscale raises: its backward calls `backward` in a backward."""
     module = lib.checkpoint_wrapper(made(Block, lib))
     if is_original(lib):
         with pytest.raises(RuntimeError, match=r"not compatible with \.grad"):
@@ -396,7 +396,7 @@ def test_under_torch_func(lib: Any) -> None:
 
 
 def test_functional_call(lib: Any) -> None:
-    """In fairscale, silently the gradients at the module's own parameters."""
+    """fairscale silently returns the gradients at the module's own parameters."""
     results = []
     for wrap in (lib.checkpoint_wrapper, lambda m: m):
         module = wrap(made(Block, lib))
@@ -432,7 +432,7 @@ def test_names_and_state_are_unchanged(lib: Any) -> None:
 
 
 def test_deepcopy(lib: Any) -> None:
-    """A copy that fairscale's wrapper has made runs with the weights of the original."""
+    """A copy of a module in fairscale's wrapper runs with the weights of the original."""
     module = lib.checkpoint_wrapper(made(Block, lib))
     again = copy.deepcopy(module)
     with torch.no_grad():
@@ -473,8 +473,8 @@ def test_hooks_run_outside_of_the_region(lib: Any) -> None:
     assert_same(*results)
 
 
-def test_a_forward_of_the_module_itself(lib: Any) -> None:
-    """fairscale takes the one of the class."""
+def test_forward_set_on_the_instance(lib: Any) -> None:
+    """fairscale calls the `forward` of the class."""
     module = made(nn.Linear, 4, 4)
     module.forward = lambda x: (x * 3).sin().exp()
     assert torch.equal(lib.checkpoint_wrapper(module)(X), (X * 3).sin().exp()) != is_original(lib)
@@ -486,7 +486,7 @@ def test_wrapped_twice(lib: Any) -> None:
     assert step(module) and RUNS == [FIRST, AGAIN]
 
 
-def test_wrapped_twice_the_new_options_count() -> None:
+def test_a_second_wrap_replaces_the_options() -> None:
     module = checkpoint_wrapper(made(), offload_to_cpu=True, policy=policies.everything_saveable)
     step(module)
     assert RUNS == [FIRST]
@@ -500,8 +500,8 @@ def test_undo() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_modules_that_are_refused(lib: Any) -> None:
-    """fairscale wraps a container, without effect, and a lazy module; of TorchScript it fails to set the forward."""
+def test_modules_that_are_rejected(lib: Any) -> None:
+    """fairscale wraps a container, without effect, and a lazy module; for TorchScript it fails to set the forward."""
     lazy, container, script = nn.LazyLinear(3), nn.ModuleList([nn.Tanh()]), torch.jit.trace(nn.Linear(4, 4), X.float())
     for module, text in ((lazy, "is lazy"), (container, "has no forward"), (script, "is TorchScript")):
         if not is_original(lib):
@@ -513,7 +513,7 @@ def test_modules_that_are_refused(lib: Any) -> None:
         lib.checkpoint_wrapper(torch.sin)
 
 
-def test_nothing_is_left_and_there_is_no_cycle(lib: Any) -> None:
+def test_everything_is_freed_without_cycles(lib: Any) -> None:
     module = lib.checkpoint_wrapper(made(Block, lib))
     step(module)
     assert leaked_bytes(step, module) == sum(p.nbytes for p in module.parameters())  # new gradients
@@ -522,7 +522,7 @@ def test_nothing_is_left_and_there_is_no_cycle(lib: Any) -> None:
         del module
 
 
-def test_the_module_may_go_before_the_backward(lib: Any) -> None:
+def test_the_module_can_be_deleted_before_the_backward(lib: Any) -> None:
     module = lib.checkpoint_wrapper(made(Block, lib))
     weight, out = module.up.weight, module(X).square().sum()
     del module
@@ -553,7 +553,7 @@ def test_policy() -> None:
 
 
 def test_offload_to_cpu(lib: Any) -> None:
-    """On the CPU there is nothing to move."""
+    """On the CPU there is nothing to offload."""
     shift = rand(4, seed=3)
     for args in ((True,), (False,)):
         module, plain = lib.checkpoint_wrapper(made(Block, lib), *args), made(Block, lib)
@@ -578,8 +578,8 @@ class Tree(nn.Module):
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_only_these_names("hidden")])
-def test_what_is_offloaded(far: Copies, policy: Any) -> None:
-    """What was computed, in containers too, and constants; neither parameters nor other leaves that get gradients."""
+def test_which_inputs_are_offloaded(far: Copies, policy: Any) -> None:
+    """Computed tensors, also in containers, and constants; neither parameters nor other leaves that get gradients."""
     x, leaf, results = rand(5, 4), rand(5, 4, seed=1), []
     for offload in (True, False):
         module = checkpoint_wrapper(made(Tree), offload_to_cpu=offload, policy=policy)
@@ -602,8 +602,8 @@ def rows(count: int, offload: bool) -> nn.Sequential:
     return nn.Sequential(*(checkpoint_wrapper(part.double(), offload_to_cpu=offload) for part in parts))
 
 
-def test_modules_in_a_row(far: Copies) -> None:
-    """Each input goes out once and comes back once, the last one first, that of the region before a little earlier."""
+def test_modules_in_a_sequence(far: Copies) -> None:
+    """Each input is copied out once and back once, the last one first; that of the region before a little earlier."""
     model, plain = rows(4, True), remat.nn.undo(rows(4, False))
     out = model(H).square().sum()
     assert far.on_host() == 4
@@ -624,7 +624,7 @@ def test_offloaded_inputs_may_be_changed(far: Copies) -> None:
 
 
 def test_offloaded_inputs_in_other_backwards(far: Copies) -> None:
-    """Again, of order two, and by torch.autograd.grad."""
+    """A repeated backward, a double backward, and torch.autograd.grad."""
     results = []
     for module in (checkpoint_wrapper(made(), offload_to_cpu=True), made()):
         out = module(X * 2).square().sum()
@@ -635,8 +635,8 @@ def test_offloaded_inputs_in_other_backwards(far: Copies) -> None:
     assert far.on_host() == far.on_device() == 0
 
 
-def test_what_is_around_keeps_the_inputs(far: Copies) -> None:
-    """An outer region, torch's checkpoint and saved-tensor hooks keep them, or not, in their own way."""
+def test_surrounding_regions_and_hooks_save_the_inputs(far: Copies) -> None:
+    """An outer region, torch's checkpoint and saved-tensor hooks handle the inputs in their own way."""
     module, plain = checkpoint_wrapper(made(), offload_to_cpu=True), made()
 
     def saved_on_cpu(module: nn.Module) -> Callable:
@@ -667,7 +667,7 @@ def test_batch_norm_with_offloading(far: Copies) -> None:
     for _ in range(3):
         assert_same(step(module, H * 2), step(plain, H * 2))
     assert_same(list(module.buffers()), list(plain.buffers()))
-    assert len(far.out) == 3  # of the inputs alone
+    assert len(far.out) == 3  # only the inputs
 
 
 # --- on a device ------------------------------------------------------------------------------------------------------
@@ -719,13 +719,13 @@ def test_host_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- the documentation ------------------------------------------------------------------------------------------------
 
-# The rows of the table in docs/how-to/migrating.md, each with the tests of what it says.
+# The rows of the table in docs/how-to/migrating.md, each with its tests.
 ROWS = {
-    "`checkpoint_wrapper(module)`": ["test_wraps_in_place", "test_every_public_name_is_there"],
+    "`checkpoint_wrapper(module)`": ["test_wraps_in_place", "test_every_public_name_exists"],
     "`offload_to_cpu`": [
         "test_offload_to_cpu",
-        "test_what_is_offloaded",
-        "test_what_is_around_keeps_the_inputs",
+        "test_which_inputs_are_offloaded",
+        "test_surrounding_regions_and_hooks_save_the_inputs",
         "test_under_torch_func_nothing_is_offloaded",
         "test_host_memory_is_pinned",
     ],
@@ -739,7 +739,7 @@ ROWS = {
     "`patch_batchnorm(module)`": ["test_names_that_are_not_needed", "test_batch_norm_is_updated_once"],
     "keyword arguments": ["test_keyword_arguments"],
     "tensors in containers among the arguments": ["test_arguments_in_containers"],
-    "results that aren't tensors": ["test_results_that_are_no_tensors"],
+    "results that aren't tensors": ["test_results_that_are_not_tensors"],
     "which results require grad": ["test_which_results_require_grad"],
     "batch norm": ["test_batch_norm_is_updated_once", "test_batch_norm_in_other_ways"],
     "hooks that it adds": ["test_batch_norm_is_updated_once"],
@@ -759,12 +759,12 @@ ROWS = {
     "`copy.deepcopy`": ["test_deepcopy"],
     "pickle, `torch.save` of the module": ["test_other_copies", "test_pickle_of_fairscale"],
     "hooks of the module": ["test_hooks_run_outside_of_the_region"],
-    "a `forward` that was set on the module": ["test_a_forward_of_the_module_itself"],
-    "wrapped twice": ["test_wrapped_twice", "test_wrapped_twice_the_new_options_count"],
-    "reference cycle": ["test_nothing_is_left_and_there_is_no_cycle"],
-    "the recompute": ["test_where_the_run_again_ends"],
-    "containers (`ModuleList`), lazy modules": ["test_modules_that_are_refused"],
-    "TorchScript modules": ["test_modules_that_are_refused"],
+    "a `forward` that was set on the module": ["test_forward_set_on_the_instance"],
+    "wrapped twice": ["test_wrapped_twice", "test_a_second_wrap_replaces_the_options"],
+    "reference cycle": ["test_everything_is_freed_without_cycles"],
+    "the recompute": ["test_where_the_recompute_ends"],
+    "containers (`ModuleList`), lazy modules": ["test_modules_that_are_rejected"],
+    "TorchScript modules": ["test_modules_that_are_rejected"],
     "to undo it": ["test_undo"],
 }
 

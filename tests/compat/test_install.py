@@ -37,8 +37,8 @@ def put_back() -> Iterator[None]:
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A module that has imported torch's function, under a name of its own."""
-    name = f"a_library_of_{id(request.node)}"  # Dynamo goes on using the first module of a name
+    """A module that has imported torch's function, and has a unique name."""
+    name = f"a_library_of_{id(request.node)}"  # for one name Dynamo keeps using the first module
     module: Any = types.ModuleType(name)
     exec(
         "from torch.utils.checkpoint import checkpoint as ckpt\nimport torch.utils.checkpoint\n"
@@ -56,7 +56,7 @@ def f(x: Tensor) -> Tensor:
 
 
 def products(call: Callable, **options: Any) -> int:
-    """Of a forward and backward; the gradient is right."""
+    """The number of products in a forward and backward; the gradient is checked."""
     x = rand(4, 8)
     counts = count_ops(lambda: torch.autograd.grad(call(f, x, **options).sum(), x)[0])
     assert_same(torch.autograd.grad(call(f, x, **options).sum(), x), torch.autograd.grad(f(x).sum(), x))
@@ -71,7 +71,7 @@ def test_policy_and_uninstall(library: Any, how: str) -> None:
     call = getattr(library, how)
     assert compat.install(policy=policies.save_matmuls)
     assert products(call, use_reentrant=False) == PLAIN
-    assert products(call, use_reentrant=True) == PLAIN  # taken as false
+    assert products(call, use_reentrant=True) == PLAIN  # treated as false
     assert products(call) == PLAIN
     with pytest.raises(ValueError, match="use_reentrant=True"):
         compat.checkpoint(f, rand(4, 8), use_reentrant=True)
@@ -83,7 +83,7 @@ def test_policy_and_uninstall(library: Any, how: str) -> None:
     compat.uninstall()
 
 
-def test_what_only_regions_can_do(library: Any) -> None:
+def test_a_feature_that_only_regions_have(library: Any) -> None:
     """Torch's function raises under torch.func."""
     x = rand(4, 8, grad=False)
     loss = lambda x: library.by_name(f, x, use_reentrant=False).sum()
@@ -114,7 +114,7 @@ def test_nested_installations(library: Any) -> None:
     "end", [lambda regions: regions.__exit__(None, None, None), lambda regions: compat.uninstall()]
 )
 def test_an_installation_that_is_entered_again(library: Any, end: Callable) -> None:
-    """It is in place again, also after an exception."""
+    """It is active again, and ends also after an exception."""
     regions = compat.install(policies.save_matmuls)
     for _ in range(2):
         end(regions)
@@ -144,7 +144,7 @@ def test_sequential_and_wrappers_of_torch() -> None:
 
 
 def test_a_module_that_is_imported_meanwhile() -> None:
-    """It gets torch's function back with all others."""
+    """It gets torch's function back, as all other modules do."""
     module: Any = types.ModuleType("imported_meanwhile")
     sys.modules["imported_meanwhile"] = module
     try:
@@ -157,7 +157,7 @@ def test_a_module_that_is_imported_meanwhile() -> None:
 
 
 def test_every_second_product_as_in_torchtitan() -> None:
-    """A policy that counts, in torch's wrapper of modules: what it keeps, and no more."""
+    """A policy that counts, in torch's module wrapper: it saves as much as there, and no more."""
 
     def contexts() -> Any:
         count = {"first": 0, "again": 0}
@@ -197,7 +197,7 @@ def test_partials_from_before_are_not_reached() -> None:
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_compile(library: Any, installed: bool) -> None:
-    """Dynamo takes what has the public name for torch's function, and must still see the policy."""
+    """Dynamo treats the function under the public name as torch's, and must still see the policy."""
     torch._dynamo.reset()
     counts: list[int] = []
 
@@ -307,12 +307,12 @@ def test_errors_of_apply() -> None:
     remat.nn.undo(ours)
 
 
-# --- what is imported, and when ---------------------------------------------------------------------------------------
+# --- imports of libraries ---------------------------------------------------------------------------------------------
 
 LIBRARIES = "transformers", "peft", "accelerate", "lightning", "diffusers", "fairscale", "timm"
 
 
-def test_no_library_is_imported_before_it_is_called_for() -> None:
+def test_no_library_is_imported_before_it_is_needed() -> None:
     code = """
 import sys, remat
 remat.integrations.transformers, remat.compat.install

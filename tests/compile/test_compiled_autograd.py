@@ -1,4 +1,4 @@
-"""Compiled autograd over eager regions: the recompute runs outside of the graph that Dynamo makes of the backward."""
+"""Compiled autograd over eager regions: the recompute runs outside of the graph that Dynamo traces for the backward."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def grads(f: Callable, way: Callable, times: int = 1, backend: str = "eager") -> list[Any]:
-    """The gradients after so many backward passes of one forward."""
+    """The gradients after several backward passes of one forward."""
     torch.manual_seed(0)
     x, w = inputs()
     y = f(x, w).sum()
@@ -126,7 +126,7 @@ def named(value: Any) -> str:
 @pytest.mark.parametrize(
     ("model", "policy"), [*((model, None) for model in MODELS), (nested, policies.save_matmuls)], ids=named
 )
-def test_gradients_and_those_of_the_next_eager_backward(model: Callable, policy: Any) -> None:
+def test_gradients_in_compiled_and_in_later_eager_backwards(model: Callable, policy: Any) -> None:
     expected = grads(model(lambda f: f), eagerly)
     f = model(lambda f: remat(f, policy=policy))
     assert_same(grads(f, by_context), expected)
@@ -147,13 +147,13 @@ def test_one_recompute_for_each_backward(policy: Any, way: Callable) -> None:
     assert RUNS == [False, True, True] * 2
 
 
-def test_with_a_compiler_of_the_backward() -> None:
+def test_with_a_compiler_for_the_backward() -> None:
     expected = grads(block, eagerly)
     assert_same(grads(remat(block), by_config, backend="aot_eager"), expected)
 
 
-def test_of_a_compiled_function_around_an_eager_region() -> None:
-    """The forward is compiled but for the region, which breaks the graph, and so is the backward."""
+def test_a_compiled_function_around_an_eager_region() -> None:
+    """Forward and backward are compiled except for the region, which breaks the graph."""
 
     def fn(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -173,7 +173,7 @@ def test_of_a_compiled_function_around_an_eager_region() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES[:2], ids=named)
-def test_nothing_is_held_between_two_backward_passes(policy: Any) -> None:
+def test_nothing_is_saved_between_two_backward_passes(policy: Any) -> None:
     x, w = inputs()
     y = remat(block, policy=policy)(x, w).sum()
     assert INSIDE[0]() is None
@@ -183,7 +183,7 @@ def test_nothing_is_held_between_two_backward_passes(policy: Any) -> None:
         assert INSIDE[1]() is None
 
 
-def test_a_mismatch_is_told_and_leaves_nothing_switched() -> None:
+def test_a_mismatch_raises_and_restores_all_state() -> None:
     runs: list[int] = []
 
     def fn(x: Tensor) -> Tensor:
@@ -199,14 +199,14 @@ def test_a_mismatch_is_told_and_leaves_nothing_switched() -> None:
     assert_same(grads(remat(block), eagerly), grads(block, eagerly))
 
 
-def test_no_more_is_alive_than_in_an_eager_backward() -> None:
-    """Blocks are recomputed one after another, each when the backward has come to it."""
+def test_no_more_values_are_alive_than_in_an_eager_backward() -> None:
+    """Blocks are recomputed one after another, each when the backward reaches it."""
 
     def most_alive(way: Callable) -> int:
         counts: list[int] = []
 
         def counted(x: Tensor, w: Tensor) -> Tensor:
-            counts.append(sum(ref() is not None for ref in INSIDE))  # of the blocks before
+            counts.append(sum(ref() is not None for ref in INSIDE))  # values of the earlier blocks
             return block(x, w)
 
         RUNS.clear()

@@ -1,4 +1,4 @@
-"""Regions under `torch.compile` that Python has to run, as Dynamo breaks its graph in them: the engine's, in full."""
+"""Regions under `torch.compile` in which Dynamo breaks its graph, so that Python runs the whole region."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def compiled(f: Callable) -> Callable:
 
 
 RUNS: list[bool] = []  # which runs of blocks recompute
-INSIDE: list[weakref.ref] = []  # what blocks make on their way
+INSIDE: list[weakref.ref] = []  # intermediate values of blocks
 
 
 class Block(nn.Module):
-    """One that counts its calls in buffers, and breaks the graph."""
+    """A block that counts its calls in buffers, and breaks the graph."""
 
     def __init__(self, size: int = 1) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def assert_same(actual: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_state_changes_once(form: Callable) -> None:
+def test_state_changes_once_per_call(form: Callable) -> None:
     block = Block()
     plain = deepcopy(block)
     expected = steps(form(plain, policies.everything_saveable), plain)
@@ -127,7 +127,7 @@ def test_state_changes_once(form: Callable) -> None:
 
 @pytest.mark.parametrize("form", [in_place, function, as_in_torch])
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.save_only_these_names("h")], ids=str)
-def test_the_backward_is_that_of_the_eager_region(form: Callable, policy: Any) -> None:
+def test_the_backward_is_the_same_as_in_eager_mode(form: Callable, policy: Any) -> None:
     block = Block()
     x = torch.linspace(-1, 1, 12).view(4, 3).requires_grad_()
 
@@ -143,8 +143,8 @@ def test_the_backward_is_that_of_the_eager_region(form: Callable, policy: Any) -
     assert block.norm.num_batches_tracked.item() == 2
 
 
-def test_large_buffers_are_known_to_change_from_the_second_step() -> None:
-    """What was seen of a module is remembered, though the traced call makes the region's function anew."""
+def test_large_buffers_are_copied_from_the_second_step() -> None:
+    """The record for the module survives, although the traced call creates the region's function again."""
     block = Block(300_000)
     f = compiled(in_place(block, None))
     x = torch.ones(4, 3, requires_grad=True)
@@ -159,7 +159,7 @@ def test_random_numbers_and_attributes() -> None:
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1  # breaks the graph by itself
+            self.calls += 1  # this alone breaks the graph
             return nn.functional.dropout(x.sin(), 0.5) * x * self.calls
 
     module, x = Noisy(), torch.linspace(1, 2, 64, requires_grad=True)
@@ -189,7 +189,7 @@ def test_nested_regions() -> None:
 
 @pytest.mark.parametrize("form", [in_place, function, as_in_torch])
 def test_breaks_in_inlined_functions(form: Callable) -> None:
-    """Where Dynamo may go on after a break inside of what it inlines, it still doesn't in a region."""
+    """Dynamo may be set to continue after a break inside a function that it inlines, but not in a region."""
     block = Block()
     plain = deepcopy(block)
     expected = steps(plain, plain)
@@ -199,7 +199,7 @@ def test_breaks_in_inlined_functions(form: Callable) -> None:
     assert RUNS == [False, True] * 2
 
 
-def test_disable_remat_holds_after_a_break() -> None:
+def test_disable_remat_is_active_after_a_break() -> None:
     block = Block()
     f = compiled(in_place(block, None))
     with disable_remat():
@@ -238,7 +238,7 @@ WHOLE = [
 
 @pytest.mark.parametrize("f", WHOLE, ids=["function", "as in torch", "module"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_region_without_a_break_is_in_the_one_graph(f: Callable, nested: bool) -> None:
+def test_a_region_without_a_break_is_part_of_one_graph(f: Callable, nested: bool) -> None:
     backend = CompileCounterWithBackend("aot_eager")
     x = torch.linspace(0, 1, 5, requires_grad=True)
     expected = torch.autograd.grad(f(x).sum(), x)[0]

@@ -1,4 +1,4 @@
-"""Models with regions: sizes that change, `torch.export`, AOTInductor, and values that are to be offloaded."""
+"""Models with regions: dynamic sizes, `torch.export`, AOTInductor, and policies that offload."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step(f: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(f(x).square().sum(), list(model.parameters())))
 
 
-def test_sizes_that_are_marked_as_dynamic() -> None:
+def test_sizes_marked_as_dynamic() -> None:
     ours, plain = models()
     counter = CompileCounterWithBackend("aot_eager")
     f = torch.compile(ours, backend=counter, fullgraph=True)
@@ -54,7 +54,7 @@ def test_sizes_that_are_marked_as_dynamic() -> None:
     assert counter.frame_count == 1
 
 
-def test_the_saving_at_dynamic_sizes() -> None:
+def test_recomputed_products_at_dynamic_sizes() -> None:
     def products(model: nn.Module) -> int:
         x = torch.randn(16, 8)
         torch._dynamo.mark_dynamic(x, 0)
@@ -68,7 +68,7 @@ def test_the_saving_at_dynamic_sizes() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_aot_inductor(tmp_path: Path) -> None:
-    """The exported program has no regions left."""
+    """The exported program contains no regions."""
     ours, plain = models()
     with torch.no_grad():
         batch = torch.export.Dim("batch", min=2)
@@ -78,7 +78,7 @@ def test_aot_inductor(tmp_path: Path) -> None:
         torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), plain(x))
 
 
-def test_what_is_to_be_offloaded_is_saved() -> None:
+def test_values_to_offload_are_saved() -> None:
     """Nothing in torch.compile reads torch's `MUST_CPU_OFFLOAD`."""
     x = torch.randn(16, 8)
     sizes = []

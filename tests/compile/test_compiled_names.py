@@ -1,4 +1,4 @@
-"""Policies under `torch.compile`: names, nested regions, and what the backward is handed over."""
+"""Policies under `torch.compile`: names, nested regions, and the values passed to the backward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def value_and_grads(f: Callable, args: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def recomputed(wrap: Callable, body: Callable = block) -> tuple[int, int]:
-    """How many of the 8 products are recomputed, and the bytes handed over; the values are compared."""
+    """The number of the 8 products that are recomputed, and the bytes passed to the backward; checks the values."""
     args = inputs()
     graphs, result = graphs_of(blocks(wrap, body), value_and_grads, args)
     torch.testing.assert_close(result, value_and_grads(blocks(lambda f: f, body), args))
@@ -106,7 +106,7 @@ def test_the_outermost_policy_decides(outer: Any, inner: Any, products: int, siz
         lambda h: checkpoint_name(h.view(64, 2, 64)[:, 1], "h").repeat(1, 2),
     ],
 )
-def test_what_is_named(name: Callable) -> None:
+def test_names_on_values_of_all_kinds(name: Callable) -> None:
     def body(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return x + torch.sin(F.gelu(name(x @ w1)) @ w2)
 
@@ -124,7 +124,7 @@ def test_a_name_on_one_result_of_several() -> None:
     assert size >= 4 * 64 * 128 * 4
 
 
-def test_a_name_on_an_argument_is_without_effect() -> None:
+def test_a_name_on_an_argument_has_no_effect() -> None:
     def body(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return x + torch.sin(checkpoint_name(x, "h") @ w1 @ w2)
 
@@ -143,7 +143,7 @@ def test_a_name_outside_of_a_region_is_the_tensor_itself() -> None:
     assert same == [True]
 
 
-def test_what_runs_the_graph_of_dynamo_as_it_is_ignores_names() -> None:
+def test_the_eager_backend_ignores_names() -> None:
     args = inputs()
     f = blocks(lambda f: remat(f, policy=p.save_only_these_names("h")))
     result = value_and_grads(torch.compile(f, backend="eager"), args)

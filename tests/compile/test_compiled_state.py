@@ -1,4 +1,4 @@
-"""What regions are told and can be asked in compiled code: flags, contexts, options, and regions made there."""
+"""State of regions in compiled code: flags, contexts, options, and regions created there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def value_and_grad(f: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def recomputed(f: Callable) -> int:
-    """How many products the compiled backward recomputes; the values are those of `smooth`."""
+    """The number of products that the compiled backward recomputes; checks that the values are those of `smooth`."""
     graphs, result = graphs_of(f, value_and_grad, given())
     torch.testing.assert_close(result, value_and_grad(smooth, given()))
     return count(graphs.backward) - 2
@@ -76,7 +76,7 @@ def test_is_checkpointing_as_in_eager(make: Callable) -> None:
     torch.testing.assert_close(both(given()), f(given()) + 7)
 
 
-def test_a_compiled_function_in_an_eager_region_is_told_of_the_recompute() -> None:
+def test_a_compiled_function_in_an_eager_region_is_recompiled_for_the_recompute() -> None:
     told = []
 
     def tell(x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def test_a_compiled_function_in_an_eager_region_is_told_of_the_recompute() -> No
 
     inner = torch.compile(tell, backend=lambda graph, inputs: told.append(graph) or graph.forward)
     (remat.remat(lambda x: inner(x).exp().sin())(given())).sum().backward()
-    assert len(told) == 2  # compiled once more for the recompute
+    assert len(told) == 2  # compiled again for the recompute
 
 
 @pytest.mark.parametrize("where", ["inside", "around", "in the region"])
@@ -112,7 +112,7 @@ def inside_of(f: Callable, x: Tensor) -> Tensor:
     return f(x)
 
 
-def test_another_context_compiles_once_more() -> None:
+def test_another_context_compiles_again() -> None:
     graphs: list[Any] = []
     counts = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     f = torch.compile(remat.remat(smooth), backend=counts, fullgraph=True)
@@ -165,7 +165,7 @@ def test_options_are_checked(options: dict, error: type) -> None:
 
 
 @pytest.mark.parametrize("options", [{"determinism_check": "values"}, {"debug": True}, {"early_stop": False}])
-def test_options_without_effect_are_said_once(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_without_effect_cause_one_warning(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowering, "_warned", set())
     f = remat.remat(smooth, **options)
     with pytest.warns(UserWarning, match=r"no effect under torch\.compile"):
@@ -177,7 +177,7 @@ def test_options_without_effect_are_said_once(options: dict, monkeypatch: pytest
         compiled(lambda x: compat.checkpoint(smooth, x, **options))(given())
 
 
-# --- regions that are made in compiled code -------------------------------------------------------------------------
+# --- regions created in compiled code -------------------------------------------------------------------------------
 
 row = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
@@ -212,7 +212,7 @@ def keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_made_in_compiled_code(name: str) -> None:
+def test_regions_created_in_compiled_code(name: str) -> None:
     def grads(f: Callable) -> list[Tensor]:
         return list(torch.autograd.grad(f(x).sum(), [x, *row.parameters()], materialize_grads=True, allow_unused=True))
 
@@ -220,7 +220,7 @@ def test_made_in_compiled_code(name: str) -> None:
     torch.testing.assert_close(grads(compiled(MADE[name])), grads(MADE[name]))
 
 
-def test_policies_of_regions_that_are_made_in_compiled_code() -> None:
+def test_policies_of_regions_created_in_compiled_code() -> None:
     assert recomputed(lambda x: remat.remat(smooth)(x)) == 2
     for policy in (["aten.mm"], keeps_products, policies.save_ops("aten.mm")):
         assert recomputed(lambda x: remat.remat(smooth, policy=policy)(x)) == 0
@@ -229,7 +229,7 @@ def test_policies_of_regions_that_are_made_in_compiled_code() -> None:
     assert recomputed(lambda x: compat.checkpoint(smooth, x, context_fn=context_fn)) == 0
 
 
-def test_a_policy_that_is_made_in_compiled_code_breaks_the_graph() -> None:
+def test_a_policy_created_in_compiled_code_breaks_the_graph() -> None:
     def fn(x: Tensor) -> Tensor:
         return remat.remat(smooth, policy=policies.save_only_these_names("h"))(x)
 

@@ -1,4 +1,4 @@
-"""`torch.func` transforms in compiled code: values, and what the graph that is run holds at once."""
+"""`torch.func` transforms in compiled code: values, and the peak memory of the compiled graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from remat import checkpoint_name, compat, disable_remat, policies, remat
 
-NEW = torch.__version__ >= "2.12"  # before, Dynamo does not hand a policy on
+NEW = torch.__version__ >= "2.12"  # older Dynamo does not pass a policy on
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ BUFFERS = dict(layers.named_buffers())
 
 
 def of_a_module(wrap: Callable) -> Callable:
-    """With running statistics, which must change once."""
+    """A module with running statistics, which must change only once."""
     f = wrap(lambda p, b, x: functional_call(layers, (p, b), (x,)))
 
     def run(p: dict, b: dict, x: Tensor) -> Any:
@@ -171,7 +171,7 @@ def thrice(wrap: Callable) -> Callable:
     return times(3, f)
 
 
-# What is compiled, its arguments, and the peak with regions over that without: None where regions are inlined.
+# The compiled function, its arguments, and the peak with regions relative to that without: None if regions are inlined.
 CASES: dict[str, tuple[Callable, list, float | None]] = {
     "grad": (lambda wrap: grad(loss(wrap), (0, 1, 2)), [X, W1, W2], 0.6),
     "vjp": (of_a_pullback, [X, W1, W2], 0.6),
@@ -205,7 +205,7 @@ CASES: dict[str, tuple[Callable, list, float | None]] = {
     "gradient inside": (of_a_gradient_inside, [X], None),
 }
 POLICIES = [None, policies.save_matmuls, policies.save_only_these_names("h")]
-REGIONS = [remat, remat(policy=POLICIES[1]), remat(policy=POLICIES[2])]  # not made in compiled code
+REGIONS = [remat, remat(policy=POLICIES[1]), remat(policy=POLICIES[2])]  # not created in compiled code
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -232,10 +232,10 @@ def test_values_under_policies(name: str, policy: Any) -> None:
     torch.testing.assert_close(torch.compile(f, backend="aot_eager")(*args), make(plain)(*args))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "changed arguments"])  # an error, as in eager
+@pytest.mark.parametrize("name", [name for name in CASES if name != "changed arguments"])  # an error, as in eager mode
 @pytest.mark.sampled(3)
-def test_what_runs_the_graph_of_dynamo_as_it_is(name: str) -> None:
-    """There regions are those of the eager library."""
+def test_the_eager_backend(name: str) -> None:
+    """With this backend regions run as in eager mode."""
     make, args, _ = CASES[name]
     torch.testing.assert_close(torch.compile(make(remat), backend="eager")(*args), make(plain)(*args))
 
@@ -267,7 +267,7 @@ def test_inductor_in_full(name: str, region: Callable) -> None:
     torch.testing.assert_close(torch.compile(make(region))(*args), make(plain)(*args))
 
 
-# --- the saving -----------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 def eight(wrap: Callable) -> Callable:
@@ -301,9 +301,9 @@ def allocated(f: Callable, args: list[Tensor]) -> int:
 
 
 def test_the_allocations_of_inductor() -> None:
-    """It would compute all again in the forward, were it not for the cotangents that the recompute depends on."""
+    """Without the dependency of the recompute on the cotangents, inductor would recompute everything in the forward."""
     args = inputs(64, 32)
-    assert allocated(eight(remat), args) <= 0.3 * 675_840  # which the plain function holds
+    assert allocated(eight(remat), args) <= 0.3 * 675_840  # the peak of the plain function
 
 
 @pytest.mark.long
@@ -319,7 +319,7 @@ def test_the_allocations_of_inductor_under_policies() -> None:
 
 @pytest.mark.parametrize("arguments", [0, (0, 1, 2)])
 def test_parameters_that_require_grad_above(arguments: Any) -> None:
-    """The graph is one that autograd differentiates once more: regions are checkpointed in it."""
+    """Autograd differentiates the graph again: its regions are checkpointed."""
 
     def make(wrap: Callable) -> Callable:
         f = grad(loss(wrap, 4), arguments)
@@ -366,7 +366,7 @@ def test_vmap_under_autograd() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_dropout(backend: str, mapped: bool) -> None:
-    """The recompute has the mask of the first run, which is as random as it should be."""
+    """The recompute has the mask of the first run, with the right share of zeros."""
     f = remat(lambda x: F.dropout(x.sin(), 0.25) * x)
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -397,7 +397,7 @@ def test_random_numbers_that_are_written_in_place() -> None:
     assert 800 < out.ne(0).sum() < 1200
 
 
-# --- what is said of regions ----------------------------------------------------------------------------------------
+# --- properties of regions ------------------------------------------------------------------------------------------
 
 
 def products(f: Callable, args: Any = (X, W1, W2)) -> int:
@@ -426,7 +426,7 @@ def test_the_outermost_policy_decides() -> None:
     assert [products(nested(*pair)) for pair in ((None, keeps), (keeps, None), (keeps, keeps))] == [14, 12, 12]
 
 
-def test_what_was_changed_in_place_before_is_no_hindrance() -> None:
+def test_arguments_that_were_changed_in_place_before() -> None:
     f = remat(block)
 
     def fn(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -466,7 +466,7 @@ def test_policies_of_checkpoint(options: dict, expected: int) -> None:
     assert products(chain(lambda f: lambda *args: compat.checkpoint(f, *args, **options), 2)) == expected
 
 
-def test_a_policy_made_in_compiled_code_breaks_the_graph() -> None:
+def test_a_policy_created_in_compiled_code_breaks_the_graph() -> None:
     def fn(x: Tensor) -> Tensor:
         return remat(lambda x: block(x, W1, W2).sum(), policy=policies.save_only_these_names("h"))(x)
 
@@ -497,8 +497,8 @@ except MutationError:
 
 
 @pytest.mark.skipif(not NEW, reason="torch fails in turn, at its levels")
-def test_an_error_of_eager_code_is_one_where_the_graph_is_run_as_it_is() -> None:
-    """In a process of its own, as torch may leave levels behind where a compiled transform raises."""
+def test_an_error_in_eager_mode_is_an_error_with_the_eager_backend() -> None:
+    """In its own process, as torch may leave levels active after a compiled transform raises."""
     root = Path(policies.__file__).parents[1]
     command = [sys.executable, "-W", "ignore", "-c", FAILS]
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=110)

@@ -1,4 +1,4 @@
-"""Operations that compile what they run, such as `torch.cond`, in eager regions."""
+"""Operators that compile their branches or bodies, such as `torch.cond`, in eager regions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _fresh() -> Iterator[None]:
 
 
 def branches(x: Tensor, w: Tensor) -> Tensor:
-    """One result of one of two."""
+    """One result, of one of two branches."""
     y = torch.cond(x.sum() > 0, lambda a, w: a.sin() @ w, lambda a, w: a.cos() @ w, (x, w))
     return checkpoint_name(y.exp(), "h") @ w
 
@@ -52,7 +52,7 @@ def not_differentiated(x: Tensor, w: Tensor) -> Tensor:
 
 
 def random(x: Tensor, w: Tensor) -> Tensor:
-    """The branch draws, and so does what follows."""
+    """The branch draws random numbers, and so does the code after it."""
     noise = torch.cond(x.sum() > 0, lambda a: torch.rand_like(a), lambda a: a + 1, (x.detach(),))
     return torch.nn.functional.dropout(checkpoint_name((x @ w).sin() * noise, "h").exp(), 0.5) @ w
 
@@ -78,7 +78,7 @@ def scanned(x: Tensor, w: Tensor) -> Tensor:
 
 
 def attention(x: Tensor, w: Tensor) -> Tensor:
-    """Its backward is for devices only, so nothing of it is differentiated here."""
+    """Its backward runs only on devices, so it isn't differentiated here."""
     q = torch.linspace(-1, 1, 144).view(1, 1, 9, 16)
     y = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score * 0.5)
     return checkpoint_name((y[0, 0, :3, :3] * x).sin(), "h").exp() @ w
@@ -101,7 +101,7 @@ def assert_same(actual: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fn", FUNCTIONS)
-def test_the_same_with_and_without_a_policy(fn: Callable) -> None:
+def test_gradients_with_and_without_a_policy(fn: Callable) -> None:
     for policy in POLICIES:
         f = remat(fn, policy=policy)
         for sign in (1.0, -1.0, 1.0):
@@ -113,7 +113,7 @@ def test_in_debug() -> None:
 
 
 @pytest.mark.parametrize("policy", [policies.save_matmuls, policies.save_ops(COND)], ids=str)
-def test_it_is_compiled_once_and_plain_calls_are_as_before(policy: Any) -> None:
+def test_operators_are_compiled_once_and_plain_calls_still_work(policy: Any) -> None:
     f = remat(branches, policy=policy)
     for _ in range(2):
         grads(f)
@@ -125,7 +125,7 @@ def test_it_is_compiled_once_and_plain_calls_are_as_before(policy: Any) -> None:
 
 
 class Counting(TorchDispatchMode):
-    """How often `torch.cond` runs in what is eager."""
+    """Counts how often `torch.cond` runs in eager code."""
 
     supports_higher_order_operators = True
     count = 0
@@ -140,7 +140,7 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("policy", "runs"), [(policies.save_ops(COND), 0), (policies.save_matmuls, 1)], ids=str)
-def test_what_is_kept_of_it_is_not_computed_again(policy: Any, runs: int) -> None:
+def test_saved_results_of_an_operator_are_not_recomputed(policy: Any, runs: int) -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         y = torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x.detach(),))
         return (y * w).exp() @ w

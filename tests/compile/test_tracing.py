@@ -1,4 +1,4 @@
-"""Tracers see through regions: make_fx, functionalize, torch.export and torch.compile."""
+"""Tracers inline or trace regions: make_fx, functionalize, torch.export and torch.compile."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_functionalize_of_a_region_with_inplace_ops(args: tuple) -> None:
                    if node.op == "call_function")  # fmt: skip
 
 
-# Of a module with arguments for it.
+# A module, the shape of its arguments, and their number.
 SCRIPTABLE = {
     "statistics": (lambda: nn.BatchNorm1d(3), (4, 3), 1),
     "attention": (lambda: nn.MultiheadAttention(4, 2), (3, 2, 4), 3),
@@ -175,7 +175,7 @@ SCRIPTABLE = {
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.save_only_these_names("h")], ids=str)
 @pytest.mark.parametrize("around", [lambda module: module, remat], ids=["one", "nested"])
 def test_jit_trace(name: str, policy: Any, around: Callable) -> None:
-    """The trace, which torch takes twice and compares, is that of the plain function, and so is the state after it."""
+    """The trace (torch traces twice and compares) and the state after it are those of the plain function."""
     make, shape, count = SCRIPTABLE[name]
     ours, plain = make(), make()
     ours.load_state_dict(plain.state_dict())
@@ -188,7 +188,7 @@ def test_jit_trace(name: str, policy: Any, around: Callable) -> None:
     close(traced(*others), expected(*others))
     result = ours(*others)
     close(result, plain(*others))
-    (result[0] if count > 1 else result).sum().backward()  # regions as before
+    (result[0] if count > 1 else result).sum().backward()  # the regions still work
     assert all(p.grad is not None for p in ours.parameters())
 
 
@@ -210,7 +210,7 @@ def models(kind: type[Model] = Model) -> tuple[Model, Model]:
 
 
 class Held(Model):
-    """With the region in a list: Dynamo of torch 2.11 fails at any attribute of an object that has a `__get__`."""
+    """The region is in a list: Dynamo of torch 2.11 fails at an attribute whose object has a `__get__`."""
 
     def __init__(self, wrap: Callable) -> None:
         super().__init__(wrap)
@@ -326,7 +326,7 @@ def test_region_around_a_compiled_module() -> None:
 
 
 def test_dropout_in_a_compiled_region(backend: str = "aot_eager") -> None:
-    """The backward has the mask of the forward (torch's own checkpoint operator has another in ``"eager"``)."""
+    """The backward has the mask of the forward (torch's own checkpoint operator has another mask in ``"eager"``)."""
 
     def fn(x: Tensor) -> Tensor:
         return nn.functional.dropout(x.sin(), 0.5) * x
@@ -371,7 +371,7 @@ def test_disable_remat_around_a_compiled_function(args: tuple) -> None:
 
 
 def recomputed(f: Callable, args: tuple) -> int:
-    """How often the backward graph of `f` has a sine, which only the forward needs."""
+    """The number of sines in the backward graph of `f`; each one is recomputed."""
     counts = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -391,7 +391,7 @@ def recomputed(f: Callable, args: tuple) -> int:
     return counts[-1]
 
 
-def test_the_compiled_backward_runs_the_region_again(args: tuple) -> None:
+def test_the_compiled_backward_recomputes_the_region(args: tuple) -> None:
     def deep(x: Tensor, w: Tensor) -> Tensor:
         for _ in range(3):
             x = (x @ w).sin().exp()

@@ -1,4 +1,4 @@
-"""What is different on a CUDA device: its generators, streams, autocast, allocator and backward threads."""
+"""Features of a CUDA device: its generators, streams, autocast, allocator and backward threads."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_explicit_generator(how: str, take: Callable) -> None:
     same(*results)
 
 
-def test_generator_is_not_touched_without_preserve_rng_state() -> None:
+def test_generator_is_not_set_without_preserve_rng_state() -> None:
     def fn(x: Tensor) -> Tensor:
         return (x + 0 * torch.rand(8, device=DEVICE)).sin().exp()
 
@@ -154,7 +154,7 @@ def test_autocast(way: Callable, cache: bool) -> None:
     assert not torch.is_autocast_enabled(DEVICE)
 
 
-def test_casts_are_not_stale_after_an_optimizer_step() -> None:
+def test_casts_are_up_to_date_after_an_optimizer_step() -> None:
     results, x = [], torch.randn(4, 16, device=DEVICE)
     for wrap in (remat, lambda f: f):
         model = mlp()
@@ -235,10 +235,10 @@ def chain(depth: int, wrap: Callable) -> Callable:
 
 
 def allocated_peak(run: Callable[[], Any]) -> int:
-    """The most that `run` had allocated beyond what there was before."""
+    """The peak of the bytes that `run` allocates in addition to those allocated before."""
     run()
     gc.collect()
-    leaf(1).backward()  # by now the device's thread has let go of the graph before this one
+    leaf(1).backward()  # after this the device's thread has released the previous graph
     backend.synchronize()
     backend.reset_peak_memory_stats()
     before = backend.memory_allocated()
@@ -270,8 +270,8 @@ def test_peak_memory(way: Callable) -> None:
 
 
 @pytest.mark.parametrize("way", [of_autograd, of_func, of_vmap], ids=lambda way: way.__name__)
-def test_peak_is_that_of_the_cpu(way: Callable) -> None:
-    # The backward runs on a thread of the device: what a CPU lets go of is let go of here too.
+def test_peak_is_as_low_as_on_the_cpu(way: Callable) -> None:
+    # The backward runs on a thread of the device, but tensors are released as early as on the CPU.
     cpu = torch.randn(4, MIB // 16, requires_grad=True)
     cuda = cpu.detach().to(DEVICE).requires_grad_()
     on_cpu, on_cuda = (peak_bytes(way(chain(8, remat), x)) for x in (cpu, cuda))
@@ -293,7 +293,7 @@ def test_backward_of_torch_func_runs_on_a_device_thread() -> None:
     same(plain(remat(fn), x), plain(fn, x))
 
 
-# --- higher derivatives, parameters -----------------------------------------------------------------
+# --- transforms, modules ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
@@ -314,7 +314,7 @@ def test_module_step() -> None:
     same(actual, expected)
 
 
-def test_two_devices_worth_of_tensors_in_one_region() -> None:
+def test_tensors_of_cpu_and_device_in_one_region() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         z = nn.functional.dropout(y.sin(), 0.5).to(DEVICE)
         return (nn.functional.dropout(x.exp(), 0.5) * z).cos()
@@ -334,7 +334,7 @@ def test_two_devices_worth_of_tensors_in_one_region() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
 def test_backward_inside_after_many_nodes(nested: bool, batched: bool) -> None:
-    """Each thread counts the nodes of graphs that it makes: those of the device's thread have the smaller numbers."""
+    """Each thread numbers the autograd nodes that it makes, so those of the device's thread have lower numbers."""
     for _ in range(100):
         torch.ones(3, requires_grad=True).sin()
 
@@ -352,8 +352,8 @@ def test_backward_inside_after_many_nodes(nested: bool, batched: bool) -> None:
     same(run(remat), run(lambda fn: fn))
 
 
-def test_backward_inside_after_many_nodes_keeps_nothing_of_the_region() -> None:
-    """Also where what is given to the region is on the CPU."""
+def test_backward_inside_after_many_nodes_saves_nothing_of_the_region() -> None:
+    """Also where the argument of the region is on the CPU."""
     for _ in range(100):
         torch.ones(3, requires_grad=True).sin()
 
@@ -363,7 +363,7 @@ def test_backward_inside_after_many_nodes_keeps_nothing_of_the_region() -> None:
         return (g.sin() * y).exp().cpu()
 
     x = torch.randn(64, 64, requires_grad=True)
-    leaf(1).backward()  # by now the device's thread has let go of the graph before this one
+    leaf(1).backward()  # after this the device's thread has released the previous graph
     before = backend.memory_allocated()
     out = remat(fn)(x)
     assert backend.memory_allocated() == before
@@ -374,7 +374,7 @@ def test_backward_inside_after_many_nodes_keeps_nothing_of_the_region() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="CUDA has graphs")
-def test_a_capture_needs_preserve_rng_state_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_needs_preserve_rng_state_false(monkeypatch: pytest.MonkeyPatch) -> None:
     x, small = leaf(4, 4), torch.ones(4, device=DEVICE)
     fn = lambda x: (x.sin() * small).exp()
     expected = plain(fn, x)

@@ -1,6 +1,6 @@
-"""Functions and policies on a device: the numbers of the CPU's kernels, and as much kept and recomputed as there.
+"""Functions and policies on a device: results as in a plain run, and as much saved and recomputed as on the CPU.
 
-Any device with generators and streams will do: `--simulate cuda`, `--simulate sim`, or a real one.
+Any device with generators and streams is suitable: `--simulate cuda`, `--simulate sim`, or a real one.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Counting(TorchDispatchMode):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fn", [chain, norms, in_place, nested], ids=lambda fn: fn.__name__)
-def test_as_much_is_kept_and_recomputed_as_on_the_cpu(fn: Callable, policy: str) -> None:
+def test_as_much_is_saved_and_recomputed_as_on_the_cpu(fn: Callable, policy: str) -> None:
     found = []
     for device in ("cpu", DEVICE):
         x, w = leaf(device, 8, 8), leaf(device, 8, 8)
@@ -161,14 +161,14 @@ def test_as_much_is_kept_and_recomputed_as_on_the_cpu(fn: Callable, policy: str)
 
 def allocated() -> list[int]:
     for i in range(backend.device_count()):
-        leaf(f"{DEVICE}:{i}", 1).backward()  # by now the device's thread has let go of the graph before this one
+        leaf(f"{DEVICE}:{i}", 1).backward()  # after this the device's thread has released the previous graph
         backend.synchronize(i)
     return [backend.memory_allocated(i) for i in range(backend.device_count())]
 
 
 @pytest.mark.parametrize("devices", [[0], [1], [0, 1]], ids=str)
-def test_offload_holds_nothing_on_the_device(devices: list[int]) -> None:
-    """A region on each device, as of a model that lies over them."""
+def test_offload_saves_nothing_on_the_device(devices: list[int]) -> None:
+    """A region on each device, as in a model that is distributed over the devices."""
     if max(devices) >= backend.device_count():
         pytest.skip("there is one device")
     x, w = leaf(f"{DEVICE}:{devices[0]}", 1024, 64), leaf(f"{DEVICE}:{devices[0]}", 64, 64)
@@ -200,7 +200,7 @@ class Block(nn.Module):
 
 
 def results_of(train: Callable[[nn.Module], Any], policy: str) -> list[tuple[Any, list[Tensor]]]:
-    """What training returns, and the state of the model after it: without regions, and with them."""
+    """The results of training, and the state of the model after it: without regions, and with them."""
     results = []
     for applied in (False, True):
         torch.manual_seed(0)
@@ -225,7 +225,7 @@ def test_training_with_adamw(policy: str) -> None:
 
 
 def test_gradient_hooks_see_each_gradient_once() -> None:
-    """As those by which data-parallel training sums them over processes."""
+    """Data-parallel training uses such hooks to sum gradients over processes."""
     model, seen = nn.Sequential(*(Block() for _ in range(2))).to(DEVICE), Counter()
     remat.nn.apply(model, Block)
     for name, p in model.named_parameters():
@@ -235,7 +235,7 @@ def test_gradient_hooks_see_each_gradient_once() -> None:
 
 
 def losses_of(model: nn.Module, steps: int = 4) -> list[Tensor]:
-    """By a GradScaler, one of whose steps is left out as its gradients are not finite."""
+    """The losses with a GradScaler, which skips one step as its gradients are not finite."""
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=2)
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
     for i in range(steps):
@@ -255,7 +255,7 @@ def losses_of(model: nn.Module, steps: int = 4) -> list[Tensor]:
 def test_mixed_precision(policy: str) -> None:
     results = results_of(losses_of, policy)
     assert_same(*results)
-    assert results[0][0][3] < results[0][0][1]  # the scale fell
+    assert results[0][0][3] < results[0][0][1]  # the scale was reduced
 
 
 def ensemble(models: list[nn.Module], wrap: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""Regions where there is more than one device: which is current, and what is drawn where."""
+"""Regions with more than one device: the current device, and the generators of all devices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dropped(x: Tensor) -> Tensor:
 
 
 def draws_alike(fn: Callable, *args: Tensor, policy: Any = None, forward: int = 0, backward: int = 0) -> None:
-    """As without a region: values, gradients, generators, and the current device after the backward."""
+    """Check values, gradients, generators, and the current device after the backward against a run without regions."""
     results = []
     for f in (fn, remat(fn, policy=policy)):
         torch.manual_seed(3)
@@ -69,7 +69,7 @@ def test_current_device(where: str, forward: int, backward: int, policy: Any) ->
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
 @pytest.mark.parametrize("to", [f"{DEVICE}:0", f"{DEVICE}:1"])
-def test_draws_on_a_device_of_no_argument(where: str, to: str, policy: Any) -> None:
+def test_draws_on_a_device_without_arguments(where: str, to: str, policy: Any) -> None:
     draws_alike(lambda x: dropped(x.to(to)).cos(), leaf(where, 4, 4), policy=policy)
 
     def fn(x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def test_a_region_changes_the_current_device() -> None:
     draws_alike(fn, leaf("cpu", 4))
 
 
-def test_the_current_device_is_put_back_after_an_error() -> None:
+def test_the_current_device_is_restored_after_an_error() -> None:
     def fn(x: Tensor) -> Tensor:
         if next(runs):
             raise RuntimeError("in the recompute")
@@ -115,7 +115,7 @@ def test_the_current_device_is_put_back_after_an_error() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(f, policy=policies.save_matmuls)])
 def test_a_pipeline(wrap: Callable) -> None:
-    """One forward, one backward, over two devices: F0 F1 B0 F2 B1 B2."""
+    """Interleaved forwards and backwards over two devices: F0 F1 B0 F2 B1 B2."""
 
     def run(wrap: Callable) -> list[Tensor]:
         torch.manual_seed(0)
@@ -137,11 +137,11 @@ def test_a_pipeline(wrap: Callable) -> None:
     assert_same(run(wrap), run(lambda f: f))
 
 
-# --- two threads of the backward --------------------------------------------------------------------------------------
+# --- two backward threads ---------------------------------------------------------------------------------------------
 
 
 class Pauses:
-    """Lets the recomputes of two devices meet: the one of device 1 is always half a step ahead."""
+    """Makes the recomputes of two devices overlap: the one of device 1 is always half a step ahead."""
 
     def __init__(self) -> None:
         self.on = False
@@ -235,7 +235,7 @@ def test_a_default_dtype_of_the_forward_in_two_threads() -> None:
 
 
 def test_a_backward_over_both_devices_in_a_recompute() -> None:
-    """It needs the thread of the other device, which waits for its own recompute."""
+    """The inner backward needs the thread of the other device, which waits for its own recompute."""
 
     def fn(x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -256,7 +256,7 @@ def test_a_backward_over_both_devices_in_a_recompute() -> None:
         pauses.on = False
 
 
-# --- what a thread knows ----------------------------------------------------------------------------------------------
+# --- state of threads -------------------------------------------------------------------------------------------------
 
 
 class Notes(torch.autograd.Function):
@@ -288,7 +288,7 @@ def test_is_recomputing_in_a_backward_inside(where: str, to: str) -> None:
     out.backward()
     assert noted == [False, True] and not is_recomputing()
     Notes.apply(leaf(to, 4), noted).sum().backward()
-    assert noted == [False, True, False]  # it is no more in the thread of the device
+    assert noted == [False, True, False]  # it is not recomputing any longer in the thread of the device
 
 
 class RunsARegion(torch.autograd.Function):
@@ -323,7 +323,7 @@ def test_disable_remat_around_a_backward(where: str) -> None:
         assert runs == ([False] if disabled else [False, True])
 
 
-def test_disable_remat_leaves_regions_of_before() -> None:
+def test_disable_remat_leaves_earlier_regions() -> None:
     runs: list[bool] = []
 
     def fn(x: Tensor) -> Tensor:
@@ -340,8 +340,8 @@ def test_disable_remat_leaves_regions_of_before() -> None:
 
 @pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
 @pytest.mark.parametrize("around", ["forward", "backward"])
-def test_override_around_a_forward_holds_in_the_threads_of_devices(where: str, around: str) -> None:
-    """For the regions that a recompute calls there. What is around the backward is for those that it calls itself."""
+def test_override_around_a_forward_applies_in_the_threads_of_devices(where: str, around: str) -> None:
+    """It applies to regions that a recompute calls there. Around the backward it applies to regions called directly."""
     ends: list[str] = []
 
     def inner(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Work on several streams: the simulated device finds what is left to chance."""
+"""Work on several streams: the simulated device detects missing synchronization."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ CHANGES: dict[Callable, Callable] = {
 
 
 @pytest.mark.parametrize("fn", CHANGES, ids=lambda fn: fn.__name__)
-def test_a_copy_to_the_host_has_the_value_of_before_a_change(fn: Callable) -> None:
+def test_a_copy_to_the_host_has_the_value_before_a_change(fn: Callable) -> None:
     x = leaf(64, 64)
-    remat(fn, policy=SINES)(x)  # its streams are there now
+    remat(fn, policy=SINES)(x)  # this creates its streams
     with backend.stream(host_memory._side(x.device).out):
-        backend._sleep(LONG)  # the copies come late
+        backend._sleep(LONG)  # this delays the copies
     outs = remat(fn, policy=SINES)(x)
     CHANGES[fn](*outs)
     found = torch.autograd.grad(outs[-1].sum(), x)[0]
@@ -92,7 +92,7 @@ def test_a_copy_to_the_host_has_the_value_of_before_a_change(fn: Callable) -> No
     assert_same(found, torch.autograd.grad(fn(x)[-1].sum(), x)[0])
 
 
-def test_nothing_waits_for_copies_of_what_nobody_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_for_copies_of_unchanged_values(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
     monkeypatch.setattr(host_memory.Offloaded, "settle", lambda self: waits.append(self))
 
@@ -159,7 +159,7 @@ def two_branches(x: Tensor, side: torch.Stream) -> Tensor:
 
 
 def put_off(x: Tensor, side: torch.Stream) -> Tensor:
-    """No backward needs ``z``, but the allocator is told of it."""
+    """No backward needs ``z``, but the allocator gets it through `record_stream`."""
     main, host = backend.current_stream(), x.cpu()
     with backend.stream(side):
         y = host.to(DEVICE).sin()
@@ -212,8 +212,8 @@ def test_a_side_stream_in_a_region(fn: Callable, anew: bool, policy: policies.Po
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_side_stream_in_a_region_in_a_region(policy: policies.Policy | None) -> None:
-    """What the inner region reads is there before the inner one comes to its side stream."""
+def test_a_side_stream_in_a_nested_region(policy: policies.Policy | None) -> None:
+    """The operands of the inner region are ready before it starts work on its side stream."""
     side = backend.Stream()
 
     def inner(y: Tensor) -> Tensor:
@@ -235,8 +235,8 @@ def test_a_side_stream_in_a_region_in_a_region(policy: policies.Policy | None) -
     assert_same(torch.autograd.grad(out, x), expected)
 
 
-def test_a_side_stream_that_waits_for_no_other() -> None:
-    """What is brought back from the host is for the stream that reads it."""
+def test_a_side_stream_that_waits_for_no_other_stream() -> None:
+    """A value that is copied back from the host is ready for the stream that reads it."""
     side = backend.Stream()
 
     def fn(x: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ def test_a_side_stream_that_waits_for_no_other() -> None:
     assert_same(torch.autograd.grad(remat(fn, policy=SINES)(x).sum(), x), expected)
 
 
-def test_a_value_that_a_stream_is_told_of_is_no_other_value() -> None:
+def test_record_stream_does_not_make_a_new_value() -> None:
     def fn(x: Tensor) -> Tensor:
         y = x @ x
         z = y.sin()
@@ -261,7 +261,7 @@ def test_a_value_that_a_stream_is_told_of_is_no_other_value() -> None:
         return z.exp()
 
     x = leaf(32, 32)
-    leaf(1).backward()  # by now the device's thread has let go of the graph before this one
+    leaf(1).backward()  # after this the device's thread has released the previous graph
     before = backend.memory_allocated()
     out = remat(fn, policy=policies.save_matmuls)(x)
     assert backend.memory_allocated() - before == 2 * x.nbytes  # the product and the result

@@ -1,4 +1,4 @@
-"""Under plain autograd a rematerialized function gives the same bits, and keeps and runs what it should."""
+"""Under plain autograd a rematerialized function gives the same bits, and saves and recomputes what it should."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from remat import remat
 
 
 def run(case: Case, fn, order: int = 1, seeded: bool = True):
-    """The result, the arguments and captured tensors afterwards, and the gradients up to an order."""
+    """The result, the arguments and captured tensors after the call, and the gradients up to an order."""
     with case.state():
         args = case.make_args()
         out = fn(*args)
@@ -99,7 +99,7 @@ class TestSameBits:
 
     @cases()
     def test_without_gradients(self, case):
-        """Called under `no_grad` or in inference mode, it is the function."""
+        """Called under `no_grad` or in inference mode, it behaves like the function itself."""
         for mode in (torch.no_grad, torch.inference_mode):
             results = []
             for fn in (remat(case.fn), case.fn):
@@ -112,7 +112,7 @@ class TestSameBits:
 
     @cases()
     def test_identity_of_what_passes_through(self, case):
-        """A result that is an argument is that argument, a result that is returned twice is one tensor."""
+        """A result that is an argument is that argument, and a result that is returned twice is one tensor."""
 
         def identities(fn):
             with case.state():
@@ -124,7 +124,7 @@ class TestSameBits:
 
 
 class TestFlagsOfTheTable:
-    """What `cases.py` says of plain torch is true, so that no test is left out by mistake."""
+    """The flags in `cases.py` describe plain torch correctly, so that no test is skipped by mistake."""
 
     @cases()
     @pytest.mark.parametrize("flag", ["func", "jvp", "vmap", "double", "jacobian"])
@@ -173,7 +173,7 @@ N, KB = 32, 32 * 32 * 8
 
 
 def block(x: Tensor, w: Tensor) -> Tensor:
-    """Half of an MLP, twice: plain autograd keeps six tensors of it."""
+    """Half of an MLP, twice: plain autograd saves six tensors of it."""
     h = torch.tanh(x @ w).sin()
     return torch.tanh(h @ w).sin() @ w
 
@@ -185,7 +185,7 @@ def chain(fn, x: Tensor, w: Tensor, depth: int = 8) -> Tensor:
 
 
 class TestMemory:
-    def test_a_chain_holds_its_inputs_only(self):
+    def test_a_chain_saves_only_its_inputs(self):
         """One tensor per region; the first region's input is the caller's."""
         x, w = rand(N, N), rand(N, N, seed=1) / N
         assert held_bytes(chain, remat(block), x, w) == 8 * KB
@@ -202,7 +202,7 @@ class TestMemory:
         assert peaks[8] <= (8 + 10) * KB
         assert peaks[8] < peak_bytes(step, block, 8) / 2
 
-    def test_the_second_order_keeps_no_more_than_plain_autograd(self):
+    def test_the_second_order_saves_no_more_than_plain_autograd(self):
         x, w = rand(N, N), rand(N, N, seed=1)
 
         def step(fn):
@@ -220,8 +220,8 @@ def without_gc():
 
 
 @pytest.mark.usefixtures("without_gc")
-class TestHeld:
-    """The bytes that each case holds after its forward and after its backward."""
+class TestLiveBytes:
+    """The bytes that are alive after the forward and after the backward of each case."""
 
     def forward(self, case, fn, args=None):
         with case.state():
@@ -235,7 +235,7 @@ class TestHeld:
                 torch.autograd.grad(value, case.inputs(args), allow_unused=True)
 
     def live(self, call, *args):
-        """Bytes alive while the result of a call is, and after that."""
+        """The live bytes while the result of a call is alive, and after it is deleted."""
         with PeakMemory() as memory:
             out = call(*args)
             during = memory.live
@@ -243,20 +243,20 @@ class TestHeld:
             return during, memory.live
 
     @cases()
-    def test_nothing_is_left(self, case):
+    def test_everything_is_freed(self, case):
         fn = remat(case.fn)
         self.backward(case, fn)
         assert self.live(self.backward, case, fn) == self.live(self.backward, case, case.fn) == (0, 0)
 
     @cases()
-    def test_nothing_is_left_without_a_backward(self, case):
+    def test_everything_is_freed_without_a_backward(self, case):
         fn = remat(case.fn)
         self.forward(case, fn)
         assert self.live(self.forward, case, fn)[1] == 0
 
     @cases()
-    def test_no_more_is_held_than_the_function_holds(self, case):
-        """Beyond that only copies of small tensors that may change, and the generator's state."""
+    def test_no_more_is_saved_than_without_remat(self, case):
+        """In addition only copies of small tensors that may change, and the generator's state."""
         args, fn = case.make_args(), remat(case.fn)
         self.forward(case, fn, args)
         copies = sum(t.nbytes for t in (*tensor_leaves(args), *case.captured) if not t.requires_grad)
@@ -266,7 +266,7 @@ class TestHeld:
 
 
 class TestOps:
-    """What is run again: each product at most once, and the last one not at all."""
+    """What is recomputed: each product at most once, and the last one never."""
 
     def counts(self, fn, *args, depth=1):
         def step():
@@ -276,25 +276,25 @@ class TestOps:
         return {op: n - plain[op] for op, n in count_ops(step).items() if n != plain[op]}
 
     @pytest.mark.parametrize("depth", [1, 4])
-    def test_the_last_product_is_not_run_again(self, depth):
+    def test_the_last_product_is_not_recomputed(self, depth):
         found = self.counts(remat(block), rand(4, 4), rand(4, 4, seed=1), depth=depth)
         assert found["aten.mm"] == 2 * depth
         assert found["aten.tanh"] == 2 * depth
         assert found["aten.sin"] == 2 * depth
         assert set(found) <= {"aten.mm", "aten.tanh", "aten.sin", "aten.detach", "aten.view"}
 
-    def test_without_early_stop_all_are(self):
+    def test_without_early_stop_all_products_are_recomputed(self):
         found = self.counts(remat(block, early_stop=False), rand(4, 4), rand(4, 4, seed=1))
         assert (found["aten.mm"], found["aten.tanh"], found["aten.sin"]) == (3, 2, 2)
 
-    def test_the_forward_runs_what_the_function_runs(self):
+    def test_the_forward_runs_the_operations_of_the_function(self):
         x, w = rand(4, 4), rand(4, 4, seed=1)
         actual, expected = count_ops(remat(block), x, w), count_ops(block, x, w)
         del expected["aten.detach"], actual["aten.detach"]
         assert actual == expected
 
     @cases()
-    def test_no_op_runs_more_than_once_more(self, case):
+    def test_no_op_is_recomputed_more_than_once(self, case):
         def forward(fn):
             with case.state():
                 return fn(*case.make_args())
@@ -313,7 +313,7 @@ class TestOps:
         for op, n in ours.items():
             assert op in own or n - plain[op] <= once[op], op
 
-    def test_a_gradient_that_is_not_asked_for_is_not_computed(self):
+    def test_a_gradient_that_is_not_requested_is_not_computed(self):
         x, w = rand(4, 4), rand(4, 4, seed=1, grad=False)
 
         def mms(fn):
@@ -322,8 +322,8 @@ class TestOps:
         assert mms(remat(block)) == mms(block) + 2
 
 
-def test_an_argument_that_is_given_twice_is_one_object_in_all_runs() -> None:
-    """As `nn.MultiheadAttention` asks: `query is key`."""
+def test_an_argument_that_is_passed_twice_is_one_object_in_all_runs() -> None:
+    """`nn.MultiheadAttention` relies on this: it tests `query is key`."""
 
     def fn(a: Tensor, b: Tensor) -> Tensor:
         return (a.sin() if a is b else a.cos()) * b.exp()

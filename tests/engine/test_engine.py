@@ -1,4 +1,4 @@
-"""The engine under plain autograd: what it runs again and when, what it holds, and what user code sees of it."""
+"""The engine under plain autograd: what it recomputes and when, what it saves, and what user code sees of it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def grad(out, inputs, **options):
 
 
 def mm_chain(x: Tensor, w: Tensor) -> Tensor:
-    """Three products, the last of which no backward needs again."""
+    """Three products, the last of which no backward needs."""
     return ((x @ w).tanh() @ w).tanh() @ w
 
 
 def counted(fn, runs: list):
-    """The function, noting at each run whether it runs again."""
+    """The function, which records for each run whether it is a recompute."""
 
     def noting(*args):
         runs.append(is_recomputing())
@@ -47,7 +47,7 @@ def counted(fn, runs: list):
 
 
 def recomputed(step) -> Counter:
-    """The ops that `step(remat)` runs more than `step` of the function itself does."""
+    """The ops that `step(remat)` runs in addition to those of `step` with the function itself."""
     ours, plain = count_ops(step, remat), count_ops(step, lambda fn, **_: fn)
     return Counter({op: n - plain[op] for op, n in ours.items() if op != "aten.detach" and n != plain[op]})
 
@@ -64,7 +64,7 @@ def w() -> Tensor:
 
 class TestNested:
     def nest(self, fn, depth, wrap=remat):
-        """`depth` regions around each other; each runs the next one twice, one after the other."""
+        """`depth` nested regions; each calls the next one twice in a row."""
         if depth == 0:
             return fn
         inner = self.nest(fn, depth - 1, wrap)
@@ -82,14 +82,14 @@ class TestNested:
         assert_same(grad(fn(x, w), (x, w)), grad(plain(x, w), (x, w)))
 
     @pytest.mark.parametrize("depth", [1, 2, 3, 6])
-    def test_each_level_of_one_in_another_runs_once_more_at_most(self, x, w, depth):
+    def test_each_nested_region_is_recomputed_once_per_level_at_most(self, x, w, depth):
         fn = self.around(mm_chain, depth)
         more = count_ops(lambda: grad(fn(x, w), (x, w)))["aten.mm"] - 3 - 6
         assert 2 <= more <= 3 * depth - 1
 
     @pytest.mark.parametrize("depth", [1, 2, 3, 4])
     def test_runs_of_the_innermost(self, x, w, depth):
-        """A binary tree of regions with 2**depth leaves: each leaf runs again once per level at most."""
+        """A binary tree of regions with 2**depth leaves: each leaf is recomputed once per level at most."""
         runs: list = []
         fn = self.nest(remat(counted(lambda x, w: (x @ w).sin(), runs)), depth)
         grad(fn(x, w), (x, w))
@@ -116,7 +116,7 @@ class TestNested:
         assert steps[2] < 25
 
     @pytest.mark.parametrize("depth", [1, 2, 4])
-    def test_only_the_outermost_holds(self, depth):
+    def test_only_the_outermost_region_saves(self, depth):
         x, w = rand(N, N), rand(N, N, seed=1)
         assert held_bytes(self.nest(remat(mm_chain), depth), x, w) == KB
 
@@ -144,7 +144,7 @@ class TestNested:
 
 
 class TestEarlyStop:
-    def test_an_output_that_is_gone_is_not_waited_for(self, x, w):
+    def test_a_deleted_output_is_not_recomputed(self, x, w):
         def two(x, w):
             return (x @ w).tanh(), ((x @ w @ w).exp() @ w).exp()
 
@@ -154,7 +154,7 @@ class TestEarlyStop:
 
         assert recomputed(step) == {"aten.mm": 1, "aten.tanh": 1}
 
-    def test_an_output_that_is_alive_is_computed_with_the_others(self, x, w):
+    def test_a_live_output_is_recomputed_with_the_others(self, x, w):
         def two(x, w):
             return (x @ w).tanh(), ((x @ w @ w).exp() @ w).exp()
 
@@ -167,7 +167,7 @@ class TestEarlyStop:
         assert_same([got, rest], [grad(plain[0], (x, w)), grad(plain[1], (x, w))])
         assert first["aten.mm"] - 2 <= 4 and second["aten.mm"] - 6 <= 4
 
-    def test_without(self, x, w):
+    def test_without_early_stop(self, x, w):
         def step(wrap):
             grad(wrap(mm_chain, early_stop=False)(x, w), (x, w))
 
@@ -185,7 +185,7 @@ class TestEarlyStop:
         grad(f(x), x)
         assert ends == [False]
 
-    def test_inputs_are_read_and_nothing_runs(self, x, w):
+    def test_only_inputs_are_read_and_nothing_is_recomputed(self, x, w):
         def step(wrap):
             grad(wrap(lambda x: x * w)(x), (x, w))
             grad(wrap(lambda x, w: x @ w)(x, w), (x, w))
@@ -194,7 +194,7 @@ class TestEarlyStop:
 
         assert not recomputed(step)
 
-    def test_captured_tensors_are_read_and_nothing_runs(self, x, w):
+    def test_only_captured_tensors_are_read_and_nothing_is_recomputed(self, x, w):
         h = (w * 2).exp()
 
         def step(wrap):
@@ -204,13 +204,13 @@ class TestEarlyStop:
 
         assert not recomputed(step)
 
-    def test_a_captured_tensor_without_grad_is_copied_and_nothing_runs(self, x, w):
+    def test_a_captured_tensor_without_grad_is_copied_and_nothing_is_recomputed(self, x, w):
         value = w.detach().clone()
         more = recomputed(lambda wrap: grad(wrap(lambda x: (x * value).view(2, 8))(x), x))
         assert set(more) <= {"aten.clone", "aten.equal"}
 
     @pytest.mark.parametrize("caught", [Exception, BaseException], ids=lambda e: e.__name__)
-    def test_user_code_that_catches(self, x, w, caught):
+    def test_user_code_that_catches_exceptions(self, x, w, caught):
         swallowed, finished = [], []
 
         def f(x, w):
@@ -230,7 +230,7 @@ class TestEarlyStop:
         assert bool(swallowed) == (caught is BaseException)
         assert runs == [False, True] and len(finished) == 3
 
-    def test_user_code_that_catches_all_and_goes_on(self, x, w):
+    def test_user_code_that_catches_all_exceptions_and_continues(self, x, w):
         def f(x, w):
             h = x
             for _ in range(4):
@@ -262,7 +262,7 @@ class TestEarlyStop:
 
         assert_same(grad(remat(f)(x), (x, w)), grad(plain(x), (x, w)))
 
-    def test_context_managers_are_left(self, x, w):
+    def test_context_managers_are_exited(self, x, w):
         inside = []
 
         class Manager:
@@ -282,10 +282,10 @@ class TestEarlyStop:
 
 
 class TestWithoutModes:
-    """Without a dispatch mode around, as users run it: what counts operations or memory here is none."""
+    """Without a dispatch mode around the region, as users run it: operations and memory are counted without a mode."""
 
     @pytest.mark.parametrize("last", [torch.tanh, lambda t: t * 2], ids=["saved", "not saved"])
-    def test_what_comes_after_the_last_saved_tensor_is_not_run_again(self, x, w, last):
+    def test_operations_after_the_last_saved_tensor_are_not_recomputed(self, x, w, last):
         finished = []
 
         def f(x, w):
@@ -297,10 +297,10 @@ class TestWithoutModes:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             actual = grad(remat(f)(x, w), (x, w))
         products = sum(event.count for event in profiled.key_averages() if event.key == "aten::mm")
-        assert (len(finished), products) == (1, 3 + 1 + 2)  # the forward's, the one that is run again, the backward's
+        assert (len(finished), products) == (1, 3 + 1 + 2)  # the forward's, the recomputed one, the backward's
         assert_same(actual, grad(f(x, w), (x, w)))
 
-    def test_what_is_changed_after_it_was_saved(self, x):
+    def test_a_tensor_that_is_changed_after_it_was_saved(self, x):
         def f(x):
             y = x.exp()
             z = y.tanh()
@@ -310,13 +310,13 @@ class TestWithoutModes:
 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             grad(f(x), x)
-        # Stopped early, the run again does not get to the change.
+        # With early stop the recompute ends before the change.
         assert_same(grad(remat(f)(x), x), grad(x.exp().tanh(), x))
         with pytest.raises(MutationError, match="changed in place"):
             grad(remat(f, early_stop=False)(x), x)
 
     @pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"determinism_check": "values"}], ids=str)
-    def test_all_is_freed(self, x, options):
+    def test_everything_is_freed(self, x, options):
         made = []
 
         def f(x):
@@ -376,7 +376,7 @@ class TestPartialBackward:
         f = lambda x: ((x @ w).tanh() @ w).sin()
         assert_same(grad(remat(f)(x.detach()), w), grad(f(x.detach()), w))
 
-    def test_a_used_up_graph_raises_as_without(self, x, w):
+    def test_a_freed_graph_raises_as_without_remat(self, x, w):
         for fn in (mm_chain, remat(mm_chain)):
             out = fn(x, w)
             grad(out, (x, w))
@@ -394,7 +394,7 @@ class TestRetainedGraph:
             assert runs == [False] + [True] * (i + 1)
 
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_nothing_is_kept_between_passes(self, depth):
+    def test_nothing_is_saved_between_passes(self, depth):
         x, w = rand(N, N), rand(N, N, seed=1)
         fn = remat(mm_chain)
         if depth == 2:
@@ -413,7 +413,7 @@ class TestRetainedGraph:
             assert memory.live == 0
 
     def test_the_peak_of_a_retained_chain_is_one_region(self):
-        """The values of one region are let go before the next one is run again."""
+        """The values of one region are released before the next region is recomputed."""
         x, w = rand(N, N), rand(N, N, seed=1)
         fn = remat(lambda x, w: (x @ w).tanh().sin().exp().tanh().sin())
 
@@ -495,7 +495,7 @@ class TestHigherOrder:
             assert torch.autograd.gradcheck(fn, (x, w))
             assert torch.autograd.gradgradcheck(fn, (x, w))
 
-    def test_the_graph_of_the_gradient_after_the_region_is_gone(self, x, w):
+    def test_the_graph_of_the_gradient_after_the_region_is_freed(self, x, w):
         (g,) = grad(remat(mm_chain)(x, w), x, create_graph=True)
         (expected,) = grad(mm_chain(x, w), x, create_graph=True)
         assert_same(grad(g.exp(), (x, w)), grad(expected.exp(), (x, w)))
@@ -561,7 +561,7 @@ class TestBackwardInside:
 
 
 class TestHooks:
-    """Hooks on tensors and nodes are the user's: they run as often as without."""
+    """Hooks on tensors and nodes belong to the user: they run as often as without remat."""
 
     def fired(self, wrap):
         x, w = rand(3, 3), rand(3, 3, seed=1)
@@ -591,7 +591,7 @@ class TestHooks:
         assert_same(actual, expected)
         assert Counter(actual[0]) == dict.fromkeys(["x", "w", "accumulated", "out", "before", "inner", "inner node"], 1)
 
-    def test_a_hook_that_the_function_registers_at_each_run(self, x, w):
+    def test_a_hook_that_the_function_registers_in_each_run(self, x, w):
         def step(wrap):
             fired = []
 
@@ -612,7 +612,7 @@ class TestHooks:
 
 
 class ReadsTwice(torch.autograd.Function):
-    """Reads what it saved two times in its backward."""
+    """Reads its saved tensors twice in its backward."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -655,7 +655,7 @@ class TestSavedTensors:
             assert_same(out.grad_fn._saved_result.detach(), plain.grad_fn._saved_result.detach())
         assert_same(grad(out, (x, w)), grad(plain, (x, w)))
 
-    def test_reading_outside_of_a_backward_keeps_nothing(self):
+    def test_reading_outside_of_a_backward_saves_nothing(self):
         x, w = rand(N, N), rand(N, N, seed=1)
         with gc_disabled(), PeakMemory() as memory:
             out = remat(lambda x, w: (x @ w).exp().sin())(x, w)
@@ -674,7 +674,7 @@ class TestSavedTensors:
         assert_same(seen, [(x @ w).exp().detach()])
 
     def test_a_function_that_keeps_its_context_after_the_backward(self, x):
-        """`ctx.saved_tensors` raises after the backward, as without."""
+        """`ctx.saved_tensors` raises after the backward, as without remat."""
         for wrap in (lambda fn: fn, remat):
             out = wrap(lambda x: ReadsTwice.apply(x.sin(), x.cos()))(x)
             node = out.grad_fn
@@ -705,7 +705,7 @@ class TestOtherSavedTensorHooks:
         assert_same(grad(out, (x, w)), grad(mm_chain(x, w), (x, w)))
 
     def test_around_replace_the_inputs(self):
-        """The hooks around the region own what it keeps: the input itself can go."""
+        """The hooks around the region own what it saves: the input itself can be freed."""
         x, w = rand(N, N, grad=False), rand(N, N, seed=1)
         store: list = []
 
@@ -740,7 +740,7 @@ class TestOtherSavedTensorHooks:
         assert Counter(kind for kind, _ in log)["unpack"] >= Counter(kind for kind, _ in count)["unpack"] > 0
 
     def test_inside_that_change_values(self, x, w):
-        """Hooks that compress: what they give back is what the backward gets, with or without a region."""
+        """Hooks that compress: the backward gets what they return, with or without a region."""
 
         def f(x, w):
             h = (x @ w).tanh()
@@ -751,7 +751,7 @@ class TestOtherSavedTensorHooks:
         assert_same(grad(remat(f)(x, w), (x, w)), grad(f(x, w), (x, w)))
 
     def test_around_that_change_values(self, x, w):
-        """The region runs again from what the hooks give back."""
+        """The region is recomputed from what the hooks return."""
         with saved_tensors_hooks(lambda t: t.float(), lambda t: t.double()):
             out = remat(mm_chain)(x * 1, w)
         actual = grad(out, (x, w))
@@ -788,7 +788,7 @@ class TestOtherSavedTensorHooks:
         assert_same(grad(remat(f)(x, w), (x, w)), grad((mm_chain((x @ w).sin(), w)).exp() @ w, (x, w)))
 
     def test_disabled_hooks(self, x, w):
-        """Where the user forbids saved-tensor hooks a region either works or says so."""
+        """Where the user disables saved-tensor hooks, a region works or raises an error that says so."""
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
             try:
                 out = remat(mm_chain)(x, w)
@@ -797,7 +797,7 @@ class TestOtherSavedTensorHooks:
                 return
         assert_same(grad(out, (x, w)), grad(mm_chain(x, w), (x, w)))
 
-    def test_are_left_as_they_were(self, x, w):
+    def test_hooks_around_a_region_are_still_active_after_it(self, x, w):
         log: list = []
         with self.log_hooks(log):
             grad(remat(mm_chain)(x, w), (x, w))
@@ -846,7 +846,7 @@ class TestThreads:
 
         assert_same(step(remat), step(lambda fn: fn))
 
-    def test_two_graphs_at_once(self, x, w):
+    def test_backwards_of_two_graphs_at_once(self, x, w):
         fn = remat(mm_chain)
 
         def job():
@@ -868,10 +868,10 @@ class TestThreads:
 
 
 class TestNothingLeaks:
-    """Reference counts alone free everything, whatever happened."""
+    """Reference counts alone free everything, whatever happens."""
 
     def watched(self, watch, x, w, raises=None):
-        """A region around which everything that is made in the forward is watched."""
+        """A region in which every tensor made in the forward is watched."""
 
         class Marker:
             pass
@@ -974,7 +974,7 @@ class TestNothingLeaks:
             del out, fn, marker
 
     def test_values_after_a_backward_that_raised(self):
-        """What a backward pass got before it broke off is let go, though the graph is alive."""
+        """What a backward pass recomputed before it raised is released, although the graph is alive."""
         x, w = rand(N, N), rand(N, N, seed=1)
 
         class Fails(torch.autograd.Function):
@@ -996,12 +996,12 @@ class TestNothingLeaks:
             for _ in range(3):
                 with pytest.raises(KeyError):
                     torch.autograd.grad(out, (x, w), torch.ones_like(out), retain_graph=True)
-                gc.collect()  # the exception's traceback
+                gc.collect()  # free the exception's traceback
                 assert memory.live == held
             del out
             assert memory.live == 0
 
-    def test_the_function_is_not_kept_by_its_graph_longer_than_the_graph(self, x, w):
+    def test_the_function_does_not_outlive_its_graph(self, x, w):
         fn = remat(lambda x: (x @ w).sin())
         ref = weakref.ref(fn)
         with gc_disabled():
@@ -1012,8 +1012,8 @@ class TestNothingLeaks:
             assert ref() is None
         assert_same(got, grad((x @ w).sin(), x))
 
-    def test_inputs_are_let_go(self):
-        """After the backward of a region its input is free, though the graph before it is not."""
+    def test_inputs_are_released(self):
+        """After the backward of a region its input is freed, although the graph before it is not."""
         x, w = rand(N, N), rand(N, N, seed=1)
         with gc_disabled(), PeakMemory() as memory:
             h = x + 1
@@ -1030,7 +1030,7 @@ class TestCapturedHistory:
         actual = grad(remat(f)(x), (x, w), retain_graph=True)
         assert_same(actual, grad(f(x), (x, w)))
 
-    def test_its_graph_is_walked_once(self, x, w):
+    def test_its_graph_is_traversed_once(self, x, w):
         fired = []
         h = (x @ w).sin()
         h.register_hook(lambda g: fired.append(1))
@@ -1054,7 +1054,7 @@ class TestCapturedHistory:
 
     @pytest.mark.parametrize("check", ["metadata", "values", "none"])
     def test_an_input_of_the_outer_region(self, x, w, check):
-        """In the forward it has a history before the outer region, in the run again it has none."""
+        """In the forward it has a history from before the outer region, in the recompute it has none."""
 
         def run(wrap):
             def f(a, b):
@@ -1066,7 +1066,7 @@ class TestCapturedHistory:
         assert_same(run(lambda fn: remat(fn, determinism_check=check)), run(lambda fn: fn))
 
     def test_an_input_of_the_outer_region_with_an_output_dropped(self, x):
-        """All that is saved looks alike here, so that a run again out of step would go unnoticed."""
+        """All saved tensors look alike here, so a recompute that is out of step would go unnoticed."""
 
         def run(wrap):
             def f(a):
@@ -1106,7 +1106,7 @@ class TestCapturedHistory:
 
 
 class TestChangesInPlace:
-    def test_of_the_output(self, x, w):
+    def test_change_of_the_output(self, x, w):
         def f(wrap, change):
             out = wrap(lambda x: (x @ w).tanh() @ w)(x)
             change(out)
@@ -1115,8 +1115,8 @@ class TestChangesInPlace:
         for change in (Tensor.sin_, lambda t: t.mul_(2), lambda t: t[0].zero_()):
             assert_same(f(remat, change), f(lambda fn: fn, change))
 
-    def test_of_an_output_that_was_saved(self, x, w):
-        """An error without a region. With one it is computed again, so there is an answer, and it is right."""
+    def test_change_of_a_saved_output(self, x, w):
+        """An error without a region. With one the output is recomputed, so the gradient is right."""
 
         def f(wrap):
             out = wrap(lambda x: (x @ w).tanh())(x)
@@ -1127,7 +1127,7 @@ class TestChangesInPlace:
             f(lambda fn: fn)
         assert_same(f(remat), grad((x @ w).tanh().mul(2), (x, w)))
 
-    def test_inside_of_a_saved_tensor_is_an_error_as_without(self, x, w):
+    def test_change_of_a_saved_tensor_inside_is_an_error_as_without_remat(self, x, w):
         def f(x):
             h = (x @ w).tanh()
             h.mul_(2)
@@ -1139,21 +1139,21 @@ class TestChangesInPlace:
             grad(remat(f)(x), x)
 
     @pytest.mark.parametrize("captured", [False, True])
-    def test_of_an_input_before_the_backward_is_an_error(self, x, w, captured):
+    def test_change_of_an_input_before_the_backward_is_an_error(self, x, w, captured):
         value = w.detach().clone()
         out = remat(lambda x: (x @ value).tanh().exp())(x) if captured else remat(mm_chain)(x, value)
         value.add_(1)
         with pytest.raises(MutationError, match="value" if captured else "argument w was"):
             grad(out, x)
 
-    def test_of_an_input_after_the_backward_is_fine(self, x, w):
+    def test_change_of_an_input_after_the_backward_is_fine(self, x, w):
         value = w.detach().clone()
         out, plain = remat(mm_chain)(x, value), mm_chain(x, value.clone())
         actual = grad(out, x)
         value.add_(1)
         assert_same(actual, grad(plain, x))
 
-    def test_that_does_not_touch_the_value_is_respected(self, x, w):
+    def test_increment_of_the_version_alone_is_an_error(self, x, w):
         value = w.detach().clone()
         out = remat(mm_chain)(x, value)
         increment_version(value)
@@ -1161,8 +1161,8 @@ class TestChangesInPlace:
             grad(out, x)
 
 
-class TestOfWhatNobodyCanTell:
-    """Whether a fake or a nested tensor was changed: there is nothing to compare."""
+class TestTensorsWithoutContentToCompare:
+    """For fake and nested tensors remat cannot check whether they were changed."""
 
     @pytest.mark.parametrize("training", [True, False])
     def test_fake_tensors(self, training: bool) -> None:
@@ -1182,13 +1182,13 @@ class TestOfWhatNobodyCanTell:
 
     @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
     def test_nested_tensors_in_the_log_of_operations(self, x, layout):
-        """A strided one has no sizes to note, and a jagged one that the region makes has others in each run."""
+        """A strided one has no sizes to log, and a jagged one that the region makes has other sizes in each run."""
 
         def f(x):
             nested = torch.nested.as_nested_tensor([x.detach(), x.detach() * 2], layout=layout)
             return (x.sin() * (nested * 2).values().sum()).exp()
 
-        expected = grad(f(x), x)  # torch makes a constant for jagged ones the first time
+        expected = grad(f(x), x)  # for jagged tensors torch creates a constant in the first call
         assert_same(grad(remat(f, debug=True)(x), x), expected)
 
 
@@ -1275,7 +1275,7 @@ class TestGradModes:
 
 
 class TestErrors:
-    def test_in_the_forward_leave_everything_as_it_was(self, x, w):
+    def test_errors_in_the_forward_restore_all_state(self, x, w):
         @remat
         def f(x):
             raise KeyError("on purpose")
@@ -1286,7 +1286,7 @@ class TestErrors:
         assert torch.is_tensor(y.grad_fn._saved_self) and not is_recomputing()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
-    def test_in_the_recompute_leave_everything_as_it_was(self, x, w):
+    def test_errors_in_the_recompute_restore_all_state(self, x, w):
         @remat
         def f(x):
             y = (x @ w).sin()
@@ -1302,7 +1302,7 @@ class TestErrors:
         assert not is_recomputing() and torch.is_grad_enabled()
         assert torch.equal(state, torch.get_rng_state())
 
-    def test_a_second_try_works(self, x, w):
+    def test_a_second_attempt_works(self, x, w):
         broken = [True]
 
         @remat
@@ -1319,7 +1319,7 @@ class TestErrors:
         assert_same(grad(out, (x, w)), grad((x @ w).sin().exp(), (x, w)))
 
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-    def test_interrupts_pass(self, x, w, kind):
+    def test_interrupts_are_propagated(self, x, w, kind):
         @remat
         def f(x):
             y = (x @ w).sin()
@@ -1335,8 +1335,8 @@ class TestErrors:
 
 
 @pytest.mark.parametrize("made", ["outside", "inside"])
-def test_an_inference_tensor_goes_into_a_region_in_a_region(made: str) -> None:
-    """It has no version, and the hooks of the outer region are given it."""
+def test_an_inference_tensor_as_argument_of_a_nested_region(made: str) -> None:
+    """It has no version counter, and the hooks of the outer region get it."""
 
     def ones() -> torch.Tensor:
         with torch.inference_mode():
@@ -1369,7 +1369,7 @@ def randomized(x):
 @pytest.mark.parametrize("transform", [torch.autograd.grad, torch.func.grad], ids=["autograd", "func"])
 @pytest.mark.parametrize("policy", [None, policies.nothing_saveable, policies.save_ops("aten.sin")], ids=repr)
 @pytest.mark.filterwarnings("ignore:The policy")
-def test_an_operation_that_fills_what_it_has_saved(fn, transform, policy):
+def test_an_operation_that_fills_a_tensor_after_saving_it(fn, transform, policy):
     """The noise is saved before it is drawn, so the recompute must not stop there."""
 
     def run(wrap):
@@ -1383,7 +1383,7 @@ def test_an_operation_that_fills_what_it_has_saved(fn, transform, policy):
 
 
 def test_dropout_before_a_product_that_is_not_needed():
-    """What is saved without a history is filled already: the product after it is not computed again."""
+    """A tensor saved without a history is filled already, so the product after it is not recomputed."""
     x, w = torch.rand(4, 4, requires_grad=True), torch.rand(4, 4, requires_grad=True)
     y = remat(lambda x: F.dropout(x @ w, 0.5) @ w)(x)
     assert count_ops(torch.autograd.grad, y.sum(), (x, w))["aten.mm"] == 1 + 4
@@ -1407,7 +1407,7 @@ def test_backward_under_inference_mode(policy, nested: bool) -> None:
 
 
 def test_the_end_of_a_pass_does_not_wait_for_the_recompute_of_another() -> None:
-    """That one may wait in turn: for a backward pass inside, on the thread of a device that ends the first pass."""
+    """That recompute may itself wait for a backward pass inside, on the device thread that ends the first pass."""
     recomputes = threading.Semaphore(0)
     ended = threading.Event()
     in_time: list[bool] = []

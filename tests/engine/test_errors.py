@@ -1,4 +1,4 @@
-"""What is wrong is loud, says where and what to do, and leaves everything as it was."""
+"""Mistakes raise errors that say where they are and what to do, and that leave all state as it was."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_raised_error_is_picklable() -> None:
     assert type(again) is MutationError and str(again) == str(raised.value)
 
 
-# --- a run again that does something else -----------------------------------------------------------
+# --- a recompute that differs from the first run ----------------------------------------------------
 
 
 def saves_more(x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def test_more_tensors() -> None:
     ],
 )
 def test_fewer_tensors(fn: Callable, check: str, counts: tuple, early_stop: bool) -> None:
-    # There is no value to go on with, so this is an error whatever is checked.
+    # There is no value to continue with, so this is an error whatever the check.
     with pytest.raises(RecomputeMismatchError) as raised:
         backward(remat(fn, early_stop=early_stop, determinism_check=check))
     message = str(raised.value)
@@ -164,7 +164,7 @@ def test_another_operation_of_the_same_shape(check: str) -> None:
 
 
 class Same(torch.autograd.Function):
-    """Hands its input on, as the hooks of FSDP do."""
+    """Returns its input, as the hooks of FSDP do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -187,8 +187,8 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("check", ["metadata", "values"])
 @pytest.mark.parametrize("now", SAME)
 @pytest.mark.parametrize("before", SAME)
-def test_hooks_that_hand_tensors_on_in_one_run(before: str, now: str, check: str) -> None:
-    """As autograd Functions. An operation of torch that computes the tensor in one run alone is another path."""
+def test_hooks_that_pass_tensors_through_in_one_run(before: str, now: str, check: str) -> None:
+    """By means of autograd Functions. An operation of torch that runs in only one of the runs is another path."""
     layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).requires_grad_(False)
     for layer in layers:
         layer.register_forward_pre_hook(
@@ -245,7 +245,7 @@ def test_one_bit_and_the_order_count_for_values() -> None:
 
 
 @pytest.mark.parametrize("fn", [saves_more, other_values])
-def test_nothing_is_compared_with_none(fn: Callable) -> None:
+def test_check_none_compares_nothing(fn: Callable) -> None:
     x = leaf(3)
     for early_stop in (True, False):
         f = remat(fn, determinism_check="none", early_stop=early_stop)
@@ -275,7 +275,7 @@ def leaves_sum(tree: Any) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("take", ["autograd", "func"])
-def test_other_structure(fn: Callable, sentence: str, take: str) -> None:
+def test_other_structure_of_the_output(fn: Callable, sentence: str, take: str) -> None:
     f = remat(fn, early_stop=False)
     x = leaf(3).detach()
     with pytest.raises(RecomputeMismatchError) as raised:
@@ -316,7 +316,7 @@ def test_mismatch_under_torch_func(fn: Callable, way: str) -> None:
 
 
 @pytest.mark.parametrize("fn", [saves_less, saves_nothing], ids=lambda fn: fn.__name__)
-def test_values_are_compared_where_a_backward_is_mapped(fn: Callable) -> None:
+def test_values_are_compared_under_vmap_of_a_backward(fn: Callable) -> None:
     def loss(x: Tensor) -> Tensor:
         return remat(fn, determinism_check="values")(x).sum()
 
@@ -324,7 +324,7 @@ def test_values_are_compared_where_a_backward_is_mapped(fn: Callable) -> None:
         torch.func.hessian(loss)(torch.randn(3))
 
 
-def test_output_is_named_where_it_differs_under_torch_func() -> None:
+def test_output_that_differs_under_torch_func_is_named() -> None:
     def fn(x: Tensor) -> Any:
         y = x.sin().exp()
         return {"logits": [y, y.bfloat16() if is_recomputing() else y * 2]}
@@ -339,7 +339,7 @@ def test_output_is_named_where_it_differs_under_torch_func() -> None:
     )
 
 
-def test_output_is_named_where_no_followed_call_differs() -> None:
+def test_output_that_differs_without_a_gradient_is_named() -> None:
     def fn(x: Tensor) -> Any:
         scale = torch.ones(2 if is_recomputing() else ())
         return {"logits": [x.sin(), scale]}
@@ -387,8 +387,8 @@ class Square(torch.autograd.Function):
 
 @pytest.mark.parametrize("check", ["metadata", "values"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_debug_sees_the_operations_of_the_function_alone(policy: Any, check: str) -> None:
-    """Not those by which tensors are compared and kept."""
+def test_debug_logs_only_the_operations_of_the_function(policy: Any, check: str) -> None:
+    """Not the operations that compare and save tensors."""
     w = torch.randn(3, 3)
 
     def fn(x: Tensor) -> Tensor:
@@ -406,7 +406,7 @@ def test_debug_sees_the_operations_of_the_function_alone(policy: Any, check: str
 
 
 def test_debug_with_a_backward_pass_inside() -> None:
-    """It needs a recompute in the middle of the first run, which is none of that run's operations."""
+    """It needs a recompute in the middle of the first run, whose operations are not part of that run."""
 
     def fn(x: Tensor) -> Tensor:
         h = x.sin()
@@ -460,7 +460,7 @@ def test_debug_gives_the_logs_of_both_runs(kind: str, policy: Any, transform: st
     assert found == [["mul"] * (kind == "other values") + ["sin", "exp"], log]
 
 
-def test_logs_are_there_with_debug_alone() -> None:
+def test_logs_exist_only_with_debug() -> None:
     with pytest.raises(RecomputeMismatchError) as raised:
         backward(remat(lambda x: x[:1].sin().exp() if is_recomputing() else x.sin().exp()))
     assert raised.value.logs is None and RecomputeMismatchError("").logs is None
@@ -491,7 +491,7 @@ def test_not_a_callable(fn: Any) -> None:
         remat()(fn)
 
 
-def test_a_class_is_no_function() -> None:
+def test_a_class_is_not_a_function() -> None:
     with pytest.raises(TypeError, match="not the class Linear: wrap an instance, or its method"):
         remat(nn.Linear)
 
@@ -520,7 +520,7 @@ def test_unknown_and_positional_options() -> None:
         remat(fn=torch.sin)
 
 
-def test_a_wrong_call_is_the_functions_own_error() -> None:
+def test_a_wrong_call_raises_the_functions_own_error() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return x * y
 
@@ -547,11 +547,11 @@ def test_is_recomputing() -> None:
     seen.clear()
     inner = remat(fn)
     backward(remat(lambda x: inner(x).sin()))
-    # The outer one runs again, then the inner one for the slots of that run.
+    # The outer region is recomputed, then the inner one for the slots of that run.
     assert seen[0] is False and all(seen[1:]) and len(seen) <= 3 and not is_recomputing()
 
 
-def test_is_recomputing_is_of_the_thread() -> None:
+def test_is_recomputing_is_thread_local() -> None:
     seen = []
 
     def fn(x: Tensor) -> Tensor:
@@ -586,7 +586,7 @@ def test_disable_remat() -> None:
     assert runs[3:] == [False, True]
 
 
-def test_disable_remat_is_put_back_after_an_exception_and_leaves_older_regions() -> None:
+def test_disable_remat_is_reset_after_an_exception_and_leaves_older_regions() -> None:
     runs = []
 
     def fn(x: Tensor) -> Tensor:
@@ -633,7 +633,7 @@ def test_disable_remat_as_a_decorator_and_around_nested_regions() -> None:
     assert runs == [False]
 
 
-# --- everything is as it was ------------------------------------------------------------------------
+# --- state is restored after errors ----------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -683,11 +683,11 @@ def assert_as_before(before: dict[str, Any], but: tuple[str, ...] = ()) -> None:
 
 
 class Failing:
-    """A function that raises at the end of its first run if `at` is 0, or of that run again."""
+    """A function that raises at the end of its first run if `at` is 0, of its recompute if `at` is 1."""
 
     def __init__(self, at: int, error: type[BaseException] = Boom) -> None:
         self.at, self.error = at, error
-        type(self).runs = 0  # of the class, which is not put back
+        type(self).runs = 0  # an attribute of the class, which is not restored
         self.module = MODULE
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -774,7 +774,7 @@ def test_after_an_exception_in_the_region(way: Callable, at: int, error: type[Ba
     with pytest.raises(error, match="in the region"):
         way(r, x)()
     assert f.runs == at
-    # What the first run drew is drawn, as without remat; the run again draws nothing.
+    # What the first run drew stays drawn, as without remat; the recompute draws nothing.
     drawn = ("torch generator", "python generator", "numpy generator")
     assert_as_before(before, but=drawn)
     torch.manual_seed(0)
@@ -787,7 +787,7 @@ def test_after_an_exception_in_the_region(way: Callable, at: int, error: type[Ba
 
 
 @pytest.mark.parametrize("way", [plain, with_hooks_around, nested, func_vjp])
-def test_a_failed_run_again_moves_no_generator(way: Callable) -> None:
+def test_a_failed_recompute_moves_no_generator(way: Callable) -> None:
     x = torch.randn(2, 3)
     f = Failing(1)
     pull = way(remat(f), x)

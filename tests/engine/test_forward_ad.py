@@ -28,7 +28,7 @@ def block(x: Tensor, w: Tensor) -> Tensor:
 
 
 def nested(x: Tensor, w: Tensor) -> Tensor:
-    """What `nested_regions` does in regions."""
+    """The computation of `nested_regions` without regions."""
     return block(block(x, w).cos(), w) * x
 
 
@@ -82,7 +82,7 @@ class TestForward:
 
     @cases(jvp=True)
     def test_forward_then_reverse(self, case):
-        """The gradient of primal and tangent, wrt both; torch's own softmax refuses that, its group norm at times."""
+        """The gradients of primal and tangent wrt both; for softmax, and sometimes group norm, torch itself raises."""
 
         def run(fn):
             with case.state(), fwAD.dual_level():
@@ -116,7 +116,7 @@ class TestForward:
 
         assert_same(run(ours), run(plain))
 
-    def test_nothing_is_held_when_nothing_requires_grad(self, v):
+    def test_nothing_is_saved_when_nothing_requires_grad(self, v):
         x, w, v = (rand(N, N, seed=i, grad=False) for i in range(3))
 
         def run():
@@ -125,7 +125,7 @@ class TestForward:
 
         assert held_bytes(run) == 2 * KB
 
-    def test_after_the_level_the_primal_is_left(self, x, w, v):
+    def test_after_the_level_the_primal_remains(self, x, w, v):
         with fwAD.dual_level():
             out = remat(block)(fwAD.make_dual(x, v), w)
         assert_same(torch.autograd.grad(out.sum(), (x, w)), torch.autograd.grad(block(x, w).sum(), (x, w)))
@@ -202,7 +202,7 @@ class TestReverseOverForward:
 
     @pytest.mark.parametrize("check", ["metadata", "none"])
     def test_an_intermediate_as_dual_of_nested_regions(self, x, w, v, check):
-        """The tangent has a history before the regions in the forward, and none in the run again."""
+        """The tangent has a history before the regions in the forward, and none in the recompute."""
 
         def run(wrap):
             inner = wrap(torch.sin)
@@ -213,7 +213,7 @@ class TestReverseOverForward:
 
         assert_same(run(lambda fn: remat(fn, determinism_check=check)), run(lambda fn: fn))
 
-    def test_the_region_runs_again_once(self, x, w, v):
+    def test_the_region_is_recomputed_once(self, x, w, v):
         runs = []
 
         def noting(x, w):
@@ -229,8 +229,8 @@ class TestReverseOverForward:
 
         assert mms(remat(block)) < mms(remat(block, early_stop=False)) <= mms(block) + 9
 
-    def test_holds_the_inputs_only(self):
-        """Of a chain of regions one primal and one tangent per region."""
+    def test_saves_only_the_inputs(self):
+        """For a chain of regions, one primal and one tangent per region."""
         x, w, v = rand(N, N), rand(N, N, seed=1), rand(N, N, seed=2, grad=False)
 
         def forward(fn, depth):
@@ -267,7 +267,7 @@ class TestForwardOverReverse:
 
     @pairs
     def test_the_cotangent_carries_the_tangent(self, plain, ours, x, w, v, u):
-        """The forward has run before the level, so only the cotangent moves."""
+        """The forward has run before the level, so only the cotangent has a tangent."""
 
         def run(fn):
             out = fn(x, w)
@@ -302,7 +302,7 @@ class TestForwardOverReverse:
 
     @pairs
     def test_a_graph_from_one_level_in_the_next(self, plain, ours, x, w, v, u):
-        """The old level's tangents are gone, the new one's are those of the cotangent."""
+        """The old level's tangents no longer exist; the new level has those of the cotangent."""
 
         def run(fn):
             with fwAD.dual_level():
@@ -334,7 +334,7 @@ class TestForwardOverReverse:
 
 
 class TestCapturedDuals:
-    """A dual tensor that the region reads without getting it."""
+    """A dual tensor that the region captures."""
 
     def runs(self, wrap, x, w, v, after):
         with fwAD.dual_level():
@@ -405,7 +405,7 @@ class TestCapturedDuals:
         assert_same(run(remat(f)), run(f))
 
 
-class TestEverythingElse:
+class TestOtherProperties:
     @cases(jvp=True, double=True, random=False, stateful=False)
     def test_finite_differences_of_forward_mode(self, case):
         call, primals = scalar(case, remat(case.fn))
@@ -457,7 +457,7 @@ class TestEverythingElse:
             assert memory.live == 0
 
     def test_the_level_is_as_it_was_after_a_backward(self, x, w, v):
-        """The run again may need a level of its own; it ends with the run."""
+        """The recompute may need a level of its own, which ends with the recompute."""
         with fwAD.dual_level():
             out = fwAD.unpack_dual(remat(block)(fwAD.make_dual(x, v), w)).tangent
         torch.autograd.grad(out.sum(), x)
@@ -582,7 +582,7 @@ class TestAroundTorchFunc:
             return call
 
         assert_same(program(remat)(), program(lambda fn: fn)(), exact=False)
-        # The level keeps the tangents of what a backward reads until it ends, whoever runs that backward.
+        # The level keeps the tangents of tensors that a backward reads alive until it ends, also without remat.
         assert peak_bytes(program(remat)) < 0.6 * peak_bytes(program(lambda fn: fn))
         assert leaked_bytes(program(remat)) == 0
 
@@ -657,7 +657,7 @@ def test_levels_inside_of_regions(program, policy):
 
 @pytest.mark.parametrize("program", INSIDE)
 def test_first_derivatives_with_levels_inside_of_regions(program):
-    """The graph is freed while it is run; the second call goes by what was learnt from the first."""
+    """The graph is freed as the backward runs; the second call uses what the first one recorded."""
     ours = INSIDE[program](remat)
     for _ in range(2):
         results = []
@@ -686,7 +686,7 @@ def test_levels_inside_of_regions_save_memory(program):
     assert leaked_bytes(chain(remat), x) == 0
 
 
-def test_a_level_in_a_level_is_refused_as_without_remat():
+def test_a_level_in_a_level_raises_as_without_remat():
     def fn(x):
         with fwAD.dual_level(), fwAD.dual_level():
             return x.sin()
@@ -723,7 +723,7 @@ def test_statistics_with_tangents(kind):
 
 @pytest.mark.parametrize("policy", [policies.save_matmuls, ~policies.save_matmuls], ids=str)
 def test_a_level_that_an_outer_region_enters(policy):
-    """What an inner recompute is given is kept by the outer region, whose recompute enters the level itself."""
+    """The outer region saves the operands of the inner recompute, and its recompute enters the level itself."""
 
     def run(wrap):
         def inner(x, w):

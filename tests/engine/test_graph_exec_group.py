@@ -1,4 +1,4 @@
-"""`GraphExecGroup` beside torch's checkpoint: one run again for several backward passes in its scope."""
+"""`GraphExecGroup` compared with torch's checkpoint: one recompute for several backward passes in its scope."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gradient(out: Tensor, x: Tensor, **options: Any) -> Tensor:
 
 @both
 @pytest.mark.parametrize("retain", [False, True])
-def test_one_run_again_for_two_passes(module: Any, retain: bool) -> None:
+def test_one_recompute_for_two_passes(module: Any, retain: bool) -> None:
     x, runs = rand(3), Runs(two)
     first, second = module.checkpoint(runs, x, use_reentrant=False)
     with module.GraphExecGroup():
@@ -49,7 +49,7 @@ def test_one_run_again_for_two_passes(module: Any, retain: bool) -> None:
 
 
 @both
-def test_outside_of_a_group_each_pass_has_its_own(module: Any) -> None:
+def test_outside_of_a_group_each_pass_recomputes(module: Any) -> None:
     x, runs = rand(3), Runs(two)
     first, second = module.checkpoint(runs, x, use_reentrant=False)
     gradient(first, x, retain_graph=True)
@@ -87,7 +87,7 @@ def test_passes_that_overlap_are_an_error(module: Any, retain: bool) -> None:
 
 
 def test_passes_may_have_inputs_in_common() -> None:
-    """What needs no run again is there for all; torch refuses that too."""
+    """Saved inputs need no recompute, so all passes may read them; torch raises an error for that too."""
     x = rand(3)
     for module in (torch.utils.checkpoint, remat.compat):
         out = module.checkpoint(torch.sin, x, use_reentrant=False)
@@ -100,7 +100,7 @@ def test_passes_may_have_inputs_in_common() -> None:
                 assert_same(gradient(out, x), found)
 
 
-def test_who_looks_at_a_saved_tensor_takes_nothing() -> None:
+def test_reading_a_saved_tensor_outside_of_a_pass_releases_nothing() -> None:
     x, runs = rand(3), Runs(deep)
     out = checkpoint(runs, x)
     with GraphExecGroup():
@@ -158,7 +158,7 @@ def test_an_exception_in_a_group(module: Any) -> None:
 
 @both
 def test_regions_in_a_region(module: Any) -> None:
-    """Both passes read what the inner region got from the outer one; each region runs again once."""
+    """Both passes read what the inner region got from the outer one; each region is recomputed once."""
     inner = Runs(lambda h, v, w: ((h @ v).sin(), (h @ w).sin()))
     outer = Runs(lambda x, v, w: module.checkpoint(inner, x.exp(), v, w, use_reentrant=False))
     x, v, w = rand(3, 3), rand(3, 3, seed=1), rand(3, 3, seed=2)
@@ -174,7 +174,7 @@ def test_regions_in_a_region(module: Any) -> None:
 @both
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_many_regions(module: Any, depth: int) -> None:
-    """A row of regions with two heads, in `depth` regions around each other, and a pass for each head."""
+    """A chain of regions with two heads, in `depth` nested regions, and a pass for each head."""
     runs = [Runs(two) for _ in range(3)]
 
     def row(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,7 +210,7 @@ def live(memory: PeakMemory, x: Tensor) -> int:
 
 @both
 @pytest.mark.parametrize("retain", [False, True])
-def test_values_live_as_long_as_a_pass_may_need_them(module: Any, retain: bool) -> None:
+def test_values_live_as_long_as_a_pass_can_need_them(module: Any, retain: bool) -> None:
     x = rand(64)
     with gc_disabled(), PeakMemory() as memory:
         first, second = module.checkpoint(two, x, use_reentrant=False)
@@ -226,8 +226,8 @@ def test_values_live_as_long_as_a_pass_may_need_them(module: Any, retain: bool) 
         assert live(memory, x) == 0
 
 
-def test_what_no_pass_has_needed_goes_with_the_group() -> None:
-    """torch keeps it as long as the graph."""
+def test_values_that_no_pass_has_read_are_freed_with_the_group() -> None:
+    """torch saves them as long as the graph lives."""
     x = rand(64)
     found = []
     for module in (torch.utils.checkpoint, remat.compat):
@@ -240,7 +240,7 @@ def test_what_no_pass_has_needed_goes_with_the_group() -> None:
 
 
 @both
-def test_inputs_of_inner_regions_live_on_for_the_next_pass(module: Any) -> None:
+def test_inputs_of_inner_regions_stay_alive_for_the_next_pass(module: Any) -> None:
     def inner(h: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return (h * v).sin(), (h * w).sin()
 
@@ -253,7 +253,7 @@ def test_inputs_of_inner_regions_live_on_for_the_next_pass(module: Any) -> None:
             torch.autograd.grad(outs[0].sum(), v, retain_graph=True)
             assert live(memory, x) == 4  # results, the inner region's input, and a product
             torch.autograd.grad(outs[1].sum(), w)
-            assert live(memory, x) == 3  # that input, for the way to x
+            assert live(memory, x) == 3  # that input, for the gradient of x
         del outs
     assert live(memory, x) == 0
 
@@ -284,8 +284,8 @@ def shares_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return h.sin().exp(), h.cos().exp()
 
 
-def test_what_a_policy_keeps_may_be_read_by_both() -> None:
-    """Both passes need the product. It isn't computed again, so it is no matter which of them is the first."""
+def test_values_that_a_policy_saves_can_be_read_by_both() -> None:
+    """Both passes need the product. It isn't recomputed, so the order of the passes doesn't matter."""
     x, w = rand(4, 4), rand(4, 4, seed=1)
     outs = shares_a_product(x, w)
     expected = gradient(outs[0], x, retain_graph=True), gradient(outs[1], x)
@@ -296,7 +296,7 @@ def test_what_a_policy_keeps_may_be_read_by_both() -> None:
     assert runs.count == 2
 
 
-def test_what_a_policy_does_not_keep_may_not() -> None:
+def test_values_that_a_policy_does_not_save_cannot_be_read_by_both() -> None:
     x, w = rand(4, 4), rand(4, 4, seed=1)
     out = checkpoint(shares_a_product, x, w, policy=policies.save_matmuls)[0]
     with GraphExecGroup():

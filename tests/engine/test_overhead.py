@@ -1,4 +1,4 @@
-"""What a region costs beside its operations, as far as that can be counted rather than timed."""
+"""The overhead of a region beyond its operations, as far as it can be counted rather than timed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_few_objects_live_for_each_region() -> None:
-    """The garbage collector looks at all of them again and again, so that many regions would take more time each."""
+    """The garbage collector visits all of them repeatedly, so with many regions each would take more time."""
     x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
     fn = remat(layer)
     fn(x, w)
@@ -43,7 +43,7 @@ def test_calls_with_as_many_tensors_share_their_structure() -> None:
 
 
 @pytest.mark.parametrize("case", ["twice", "keyword", "number", "container"])
-def test_other_calls_do_not(case: str) -> None:
+def test_other_calls_do_not_share_their_structure(case: str) -> None:
     x, w = torch.ones(2), torch.ones(2)
     args, kwargs = {
         "twice": ((x, w, x), {}),

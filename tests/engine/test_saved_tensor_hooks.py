@@ -59,7 +59,7 @@ ROWS: dict[str, Check] = {}
 
 
 def row(name: str) -> Callable[[Check], Check]:
-    """The check of one row; it gets what makes a region of a function."""
+    """The check of one row; its argument makes a region of a function."""
 
     def add(check: Check) -> Check:
         assert name not in ROWS
@@ -92,13 +92,13 @@ def block_with(context: Callable) -> Callable:
 
 
 def in_place(x: Tensor, w: Tensor) -> Tensor:
-    """Values that are not a tensor in its usual layout: written to, and transposed."""
+    """Values that are not a tensor in its default layout: one modified in place, one transposed."""
     hidden = checkpoint_name(x @ w, "hidden").tanh_()
     return (hidden @ w).t().exp().sin() @ w
 
 
 class Hooks(saved_tensors_hooks):
-    """Copies what it gets; ``there`` and ``back`` may change it. It counts."""
+    """Copies each tensor; ``there`` and ``back`` can change it. Counts its packs and unpacks."""
 
     def __init__(self, there: Callable = Tensor.clone, back: Callable = lambda packed: packed) -> None:
         self.packs = self.unpacks = 0
@@ -133,7 +133,7 @@ def disabled() -> Any:
 
 
 def derivatives(fn: Callable, around: Callable = nullcontext, backward: Callable = nullcontext) -> tuple:
-    """Of first order, twice, and of second order."""
+    """The first derivatives, twice, and the second derivatives."""
     x, w = leaves()
     with around():
         out = fn(x.clone(), w).sum()
@@ -161,11 +161,11 @@ def region_in_region(fn: Callable) -> Build:
 
 
 def agree(wrap: Wrap, build: Build, exact: bool = True, **contexts: Callable) -> None:
-    """The derivatives are those without regions, bit for bit if no sum of second order is in another order."""
+    """The derivatives are those without regions, bit for bit unless sums of second order are in another order."""
     assert_same(derivatives(build(wrap), **contexts), derivatives(build(plain), **contexts), exact)
 
 
-# --- hooks that keep --------------------------------------------------------------------------------------------------
+# --- hooks that copy --------------------------------------------------------------------------------------------------
 
 
 @row("`save_on_cpu` around")
@@ -176,7 +176,7 @@ def _(wrap: Wrap) -> None:
 
 @row("`save_on_cpu(pin_memory=True)` around")
 def _(wrap: Wrap) -> None:
-    """It makes all tensors contiguous; the region must get its argument as it was laid out."""
+    """The hook makes all tensors contiguous; the region must get its argument in the original layout."""
 
     def reads_the_layout(x: Tensor, w: Tensor) -> Tensor:
         return x.t().view(-1).sin().exp().view(4, 4) @ w
@@ -288,7 +288,7 @@ def _(wrap: Wrap) -> None:
     assert hooks.packs == 0
 
 
-# --- hooks that change what they keep ---------------------------------------------------------------------------------
+# --- hooks that change what they save ---------------------------------------------------------------------------------
 
 
 @row("hooks around that round")
@@ -325,7 +325,7 @@ def _(wrap: Wrap) -> None:
     x, w = leaves()
     with pytest.raises(MutationError, match=r"pack hook .* changed a tensor, float64\[4, 4\], in place"), Hooks(zero):
         wrap(block)(x.clone(), w)
-    with pytest.raises(RuntimeError, match="in place"), Hooks(zero):  # torch says the same
+    with pytest.raises(RuntimeError, match="in place"), Hooks(zero):  # torch raises the same error
         block(x.clone(), w)
 
 
@@ -397,7 +397,7 @@ def _(wrap: Wrap) -> None:
 
 @row("`disable_saved_tensors_hooks` around, where nothing needs a gradient")
 def _(wrap: Wrap) -> None:
-    """The regions are plain calls. What is found to need one only when it is read is an error as above."""
+    """The regions are plain calls. A tensor that turns out to need one only when it is read is an error as above."""
     norm = torch.nn.BatchNorm1d(4, affine=False).double()
     counts = torch.zeros(())
     given = []
@@ -465,7 +465,7 @@ def _(wrap: Wrap) -> None:
 
     around_plain = region(region_in_region(disables)(plain))
     for build in (region(disables), region_in_region(disables), around_plain, func_grad, mapped):
-        for _ in range(2):  # what was found out is known then
+        for _ in range(2):  # the second time uses what the first one recorded
             agree(wrap, build, exact=False)
     x, w = leaves()
     if wrap(disables)._options.policy is None:
@@ -523,7 +523,7 @@ def _(wrap: Wrap) -> None:
 
 @row("`allow_mutation_on_saved_tensors`: a change inside the region of what it made")
 def _(wrap: Wrap) -> None:
-    """Or with any hooks that keep a copy."""
+    """The same holds for any hooks that save a copy."""
 
     def last(x: Tensor, w: Tensor) -> Tensor:
         hidden = checkpoint_name(x @ w, "hidden").clone()
@@ -608,7 +608,7 @@ def _(wrap: Wrap) -> None:
 
 
 def fired(wrap: Wrap, inside: Callable, outside: Callable = lambda *tensors: None) -> tuple:
-    """How often the hooks that ``inside`` and ``outside`` register run, and the gradients that they leave."""
+    """How often the hooks that ``inside`` and ``outside`` register run, and the resulting gradients."""
     x, w = leaves()
     v = rand(4, 4, seed=2)
     log: Counter = Counter()
@@ -644,7 +644,7 @@ def _(wrap: Wrap) -> None:
 
 @row("`Tensor.register_hook` under `torch.func`")
 def _(wrap: Wrap) -> None:
-    """More of it is in ``test_func_hooks.py``."""
+    """More tests are in ``test_func_hooks.py``."""
 
     def run(wrap: Wrap) -> Tensor:
         def fn(x: Tensor, w: Tensor) -> Tensor:
@@ -760,7 +760,7 @@ def test_the_table_in_the_docs_has_these_rows() -> None:
     assert rows == ["combination", *ROWS]
 
 
-# --- what is not about one combination --------------------------------------------------------------------------------
+# --- tests of no single combination ---------------------------------------------------------------------------------
 
 
 def test_hooks_that_round_give_the_derivatives_at_the_rounded_inputs() -> None:
@@ -775,13 +775,13 @@ def test_hooks_that_round_give_the_derivatives_at_the_rounded_inputs() -> None:
         grad(out.sum(), (x, w))
 
 
-def test_what_hooks_inside_pack_is_kept() -> None:
+def test_what_hooks_inside_pack_is_saved() -> None:
     fn, (x, w) = block_with(Hooks), leaves()
     assert held_bytes(remat(block), x, w) == x.nbytes
     assert held_bytes(remat(fn), x, w) == 4 * x.nbytes  # and the result
 
 
-def test_hooks_around_own_what_the_region_keeps() -> None:
+def test_hooks_around_own_what_the_region_saves() -> None:
     x, w = leaves()
     with gc_disabled(), PeakMemory() as memory:
         argument = x.clone()
@@ -793,7 +793,7 @@ def test_hooks_around_own_what_the_region_keeps() -> None:
 
 
 def test_hooks_around_may_compute() -> None:
-    """What a pack hook computes is not saved in turn."""
+    """Tensors that a pack hook computes are not saved."""
     hooks, (x, w) = Hooks(lambda tensor: tensor * tensor.abs().sign(), lambda packed: packed * 1), leaves()
     with hooks:
         out = remat(block)(x.clone(), w)
@@ -820,8 +820,8 @@ def test_integers_pass_hooks_that_leave_them_alone() -> None:
         grad(out.sum(), x)
 
 
-def test_a_run_that_is_given_up_leaves_no_gradient_hook() -> None:
-    """It is learnt only by running that the function calls `torch.func.grad`."""
+def test_an_abandoned_run_leaves_no_gradient_hook() -> None:
+    """Only a run shows that the function calls `torch.func.grad`."""
 
     def step(wrap: Wrap) -> tuple:
         x, w = leaves()
@@ -861,10 +861,10 @@ def test_save_on_cpu_of_a_device(where: str, pin_memory: bool, policy: str) -> N
 @pytest.mark.cuda
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_save_on_cpu_frees_the_device(pin_memory: bool) -> None:
-    """Of a region under it only the result stays on the device."""
+    """With it around a region only the result stays on the device."""
     x = torch.randn(256, 256, device=DEVICE, requires_grad=True)
     w = torch.randn(256, 256, device=DEVICE)
-    remat(block)(x, w)  # what libraries allocate once
+    remat(block)(x, w)  # so that libraries make their one-time allocations
     gc.collect()
     before = backend.memory_allocated()
     argument = x.clone()
@@ -877,7 +877,7 @@ def test_save_on_cpu_frees_the_device(pin_memory: bool) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_hooks_that_draw_random_numbers(captured: bool) -> None:
-    """What they draw when they are given the region's tensors is not what the region draws."""
+    """The random numbers that hooks draw for the region's tensors are not those of the region."""
     x = rand(6)
     other = x * 2
 

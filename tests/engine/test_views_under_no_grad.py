@@ -1,6 +1,6 @@
-"""A view that is made under `no_grad`, of a tensor that requires grad, says that it does too; autograd passes it by.
+"""Views made under `no_grad` of a tensor that requires grad: they report `requires_grad`, but get no gradient.
 
-Operations save less for its sake, so a recompute must have one of its kind again.
+Operations on such a view save fewer tensors, so a recompute must use such a view too.
 """
 
 from __future__ import annotations
@@ -110,19 +110,19 @@ RUNS = [twice, accumulated, made_again_a_leaf, of_first, of_second, of_rows, pul
 @pytest.mark.parametrize("policy", [None, policies.save_ops(torch.ops.aten.mul)], ids=str)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("body", BODIES)
-def test_same_as_without(body: Callable, run: Callable, policy: Any) -> None:
+def test_same_as_without_remat(body: Callable, run: Callable, policy: Any) -> None:
     def outcome(wrap: Wrap) -> Any:
         try:
             return run(wrap(body(wrap)), rand(3, 3, seed=0), rand(3, seed=1))
         except RuntimeError as error:
-            return str(error).splitlines()[0]  # plain autograd's, where nothing is differentiable
+            return str(error).splitlines()[0]  # plain autograd raises it too, where nothing is differentiable
 
     expected = outcome(plain)
     assert_same(outcome(lambda fn: remat(fn, policy=policy)), expected, exact=False)
 
 
 def test_memory() -> None:
-    """It is an input, which is kept as it is; its function runs twice."""
+    """The view is an input, which is saved as it is; the function runs twice."""
     x, w = rand(32, 32, seed=0), rand(32, 32, seed=1)
     with torch.no_grad():
         v = x[:]

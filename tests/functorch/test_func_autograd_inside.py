@@ -1,4 +1,4 @@
-"""User code that differentiates inside of what is transformed, and transforms inside of regions."""
+"""User code that differentiates inside transformed functions, and user code that transforms inside regions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def both(program: Callable[[Wrap], Any]) -> None:
 
 
 def gradient_of(energy: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The gradient as users write it for forces of a potential."""
+    """The gradient as users write it for the forces of a potential."""
 
     def force(x: Tensor) -> Tensor:
         (found,) = torch.autograd.grad(energy(x).sin().sum(), x, create_graph=True)
@@ -79,7 +79,7 @@ def test_autograd_inside(force: str, through: str) -> None:
 
 
 @pytest.mark.parametrize("through", ["grad", "jacrev", "hessian", "vmap(grad)", "jvp(grad)"])
-def test_inputs_say_that_they_require_grad_as_without_remat(through: str) -> None:
+def test_inputs_require_grad_as_without_remat(through: str) -> None:
     """In the first run: code such as `if not x.requires_grad: x.requires_grad_()` depends on it."""
 
     def run(wrap: Wrap) -> bool:
@@ -116,7 +116,7 @@ def test_backward_of_user_code_in_forward_of_plain_autograd() -> None:
 
 
 def test_second_order_by_autograd_inside_grad_saves_memory() -> None:
-    """The result is differentiated at the same level, so the graph is recorded; operands only."""
+    """The result is differentiated at the same level, so the graph is recorded, but it saves only operands."""
 
     def program(wrap: Wrap) -> Callable:
         run = wrap(lambda x: x.sin().exp().sin().exp().sin().exp().sin())
@@ -163,7 +163,7 @@ OUTSIDE = {
 def test_transforms_inside_a_region(inside: str, outside: str) -> None:
     g = INSIDE[inside]
     both(lambda wrap: OUTSIDE[outside](wrap(g)))
-    # Once more, as a region remembers what it has found out; and inside of another one.
+    # A second time, as a region records what its first run does; and inside another region.
     region = remat(g)
     first = OUTSIDE[outside](region)
     assert_same(OUTSIDE[outside](region), first)
@@ -183,8 +183,8 @@ def test_transform_of_a_region_inside_of_a_region() -> None:
         both(lambda wrap: outside(build(wrap)))
 
 
-def test_transform_inside_follows_captured_tensors_only_outside() -> None:
-    """The inner transform's function reads a tensor that an outer transform follows."""
+def test_captured_tensors_that_only_an_outer_transform_tracks() -> None:
+    """The inner transform's function reads a tensor that only an outer transform tracks."""
 
     def build(wrap: Wrap) -> Callable:
         def call(w: Tensor, x: Tensor) -> Tensor:
@@ -219,11 +219,11 @@ def test_region_with_transforms_saves_memory() -> None:
     assert count_ops(program(remat), x)["aten.sin"] <= 2 * forward
 
 
-# --- a region inside of a region that starts again --------------------------------------------------------------------
+# --- a region that restarts inside a region --------------------------------------------------------------------------
 
 
-def test_a_first_run_that_is_given_up_is_forgotten_by_the_region_around() -> None:
-    """The region around compares what is called in its runs: in the first one, part of the one inside ran twice."""
+def test_an_abandoned_first_run_leaves_no_record_in_the_outer_region() -> None:
+    """The outer region compares the calls in its runs; in the first one, part of the inner region ran twice."""
 
     def program(wrap: Wrap) -> Any:
         def outer(x: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def test_a_first_run_that_is_given_up_is_forgotten_by_the_region_around() -> Non
     both(program)
 
 
-# --- what each level follows ------------------------------------------------------------------------------------------
+# --- what each level tracks -------------------------------------------------------------------------------------------
 
 
 def depends(x: Tensor, y: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ def has_a_node(x: Tensor, y: Tensor) -> Tensor:
 
 
 Given = Callable[[Callable, Wrap], Callable]
-# How two tensors are given of which one is not followed by the innermost level.
+# Ways to pass two tensors, one of which is not tracked by the innermost level.
 GIVEN: dict[str, Given] = {
     "x from outside": lambda fn, wrap: lambda x: grad(lambda y: wrap(fn)(x, y).sum())(X.cos()),
     "y from outside": lambda fn, wrap: lambda y: grad(lambda x: wrap(fn)(x, y).sum())(X.cos()),
@@ -291,14 +291,14 @@ def through_orders(f: Callable, orders: int) -> list[Tensor]:
 @pytest.mark.parametrize("fn", [depends, is_computed, has_a_node])
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("order", ORDERS)
-def test_levels_follow_different_tensors(order: str, given: str, fn: Callable) -> None:
-    """A function sees what its innermost level follows, whatever the levels around it and autograd follow."""
+def test_levels_track_different_tensors(order: str, given: str, fn: Callable) -> None:
+    """A function sees what its innermost level tracks, whatever the outer levels and autograd track."""
     expected = ORDERS[order](GIVEN[given](fn, plain))
-    for _ in range(2):  # the second call goes by what was learnt from the first
+    for _ in range(2):  # the second call uses what the first one recorded
         assert_same(ORDERS[order](GIVEN[given](fn, remat)), expected, exact=False)
 
 
-def test_to_ask_which_tensors_are_followed_recomputes_no_more() -> None:
+def test_reading_requires_grad_adds_no_recomputes() -> None:
     def asks(x: Tensor, y: Tensor) -> Tensor:
         h = (y @ W).sin()
         return (h if (x * 1).requires_grad else h * x) @ W
@@ -321,7 +321,7 @@ def test_to_ask_which_tensors_are_followed_recomputes_no_more() -> None:
 @pytest.mark.parametrize("policy", [None, policies.everything_saveable], ids=str)
 @pytest.mark.parametrize("transform", ["grad", "vjp", "grad of a region"])
 def test_batched_gradients_of_a_region_that_draws(transform: str, policy: Any) -> None:
-    """Its recompute is part of a backward pass in which torch refuses to draw random numbers."""
+    """Its recompute is part of a batched backward, in which torch raises an error for random numbers."""
 
     def program(wrap: Wrap) -> Callable:
         def noisy(x: Tensor) -> Tensor:
@@ -346,8 +346,8 @@ def test_batched_gradients_of_a_region_that_draws(transform: str, policy: Any) -
 
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.everything_saveable], ids=str)
 @pytest.mark.parametrize("around", ["twice", "a region around", "once"])
-def test_derivatives_that_look_for_modes(around: str, policy: Any) -> None:
-    """That of ``prod`` takes other operations under a dispatch mode, such as a policy's: both runs must be alike."""
+def test_derivatives_that_depend_on_modes(around: str, policy: Any) -> None:
+    """The derivative of ``prod`` uses other operations under a dispatch mode; both runs must use the same ones."""
 
     def program(wrap: Wrap) -> Any:
         inner = wrap(lambda y: y.prod(0))
@@ -367,8 +367,8 @@ def test_derivatives_that_look_for_modes(around: str, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 6])
-def test_regions_in_one_another_around_a_transform(depth: int) -> None:
-    """They are of one function, so the innermost finds out for all that it calls a transform."""
+def test_nested_regions_around_a_transform(depth: int) -> None:
+    """All regions are of one function, so the innermost records for all of them that it calls a transform."""
 
     def step(w: Tensor) -> Tensor:
         return w - 0.1 * torch.func.grad(lambda w: (w * w).sin().sum())(w)

@@ -1,7 +1,7 @@
-"""What acts on one level of torch.func alone, or has rules of its own: each level takes its own derivative there.
+"""Functions that act on one level of torch.func, or have rules of their own: each level takes its own derivative.
 
 `detach_`, `.data` and `requires_grad = False` cut a tensor from the graph of the innermost level only. An autograd
-Function has a gradient and a rule for `vmap`, but the gradient of that rule may be another one, or none.
+Function has a gradient and a rule for `vmap`, but that rule may have another gradient, or none.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def product(x: Tensor) -> Tensor:
 
 
 class SavesMore(torch.autograd.Function):
-    """Saves other tensors for the forward mode than for the backward."""
+    """Saves different tensors for forward mode and for the backward."""
 
     generate_vmap_rule = True
 
@@ -92,7 +92,7 @@ class SavesMore(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Rounds, with the gradient of not rounding; that of the `vmap` rule would be zero."""
+    """Rounds, with the gradient of the identity; the gradient of the `vmap` rule would be zero."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def by_jvp(fn: Fn) -> Fn:
 
 
 def by_autograd(fn: Fn) -> Fn:
-    """`torch.autograd.grad`, which torch.func.grad around it differentiates at one level twice."""
+    """`torch.autograd.grad`; a `torch.func.grad` around it differentiates twice at one level."""
     return lambda x: torch.autograd.grad(fn(x).sin().sum(), x, create_graph=True)[0]
 
 
@@ -222,11 +222,11 @@ TRANSFORMS: dict[str, Callable[[Fn], Callable]] = {
 }
 
 
-REFUSALS = RuntimeError, AssertionError  # such as that of `detach_` under a vmap level
+REFUSALS = RuntimeError, AssertionError  # for example, `detach_` under a vmap level raises
 
 
 def compare(name: str, program: Callable[[Wrap], Fn], wrap: Wrap = remat) -> None:
-    """Twice, as the second call goes by what was learnt from the first. What plain torch refuses, a region does too."""
+    """Twice, as the second call uses what the first one recorded. Where plain torch raises, a region does too."""
     transform, ours = TRANSFORMS[name], program(wrap)
     try:
         expected = transform(program(plain))(X.clone())
@@ -246,7 +246,7 @@ def test_same_as_without_remat(name: str, fn: Fn) -> None:
 
 @pytest.mark.parametrize("fn", [detaches_function, changes_data])
 @pytest.mark.parametrize("name", ["grad", "grad(grad)", "vmap(grad)", "grad(vmap(grad))", "autograd(grad)"])
-def test_other_ways_to_cut(name: str, fn: Fn) -> None:
+def test_other_ways_to_cut_the_graph(name: str, fn: Fn) -> None:
     compare(name, lambda wrap: wrap(fn))
 
 
@@ -259,7 +259,7 @@ def test_under_every_policy(name: str, fn: Fn, wrap: str) -> None:
 
 @pytest.mark.parametrize("fn", [detaches, straight_through])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_inside_of_another_region(name: str, fn: Fn) -> None:
+def test_inside_another_region(name: str, fn: Fn) -> None:
     def program(wrap: Wrap) -> Fn:
         inner = wrap(fn)
         return wrap(lambda x: inner(x.cos() * 1).sin() * x)
@@ -268,8 +268,8 @@ def test_inside_of_another_region(name: str, fn: Fn) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_around_a_function_in_another_region(name: str) -> None:
-    """The outer region runs each level, the inner one need not: what they call is compared all the same."""
+def test_inside_a_region_that_runs_each_level(name: str) -> None:
+    """The outer region runs each level, the inner one doesn't need to; their calls are compared nevertheless."""
 
     def program(wrap: Wrap) -> Fn:
         inner = wrap(straight_through)
@@ -293,15 +293,15 @@ def test_a_shared_weight(fn: Fn, argnums: Any) -> None:
         return vmap(grad(lambda w, x: outer(w, x).sum(), argnums=argnums), in_dims=(None, 0))
 
     ours = program(remat)
-    for _ in range(2):  # in the first call the inner region is started twice
+    for _ in range(2):  # in the first call the inner region is restarted
         assert_same(ours(W, X), program(plain)(W, X), exact=False)
 
 
-# --- where a level is put back ----------------------------------------------------------------------------------------
+# --- where a level is restored ----------------------------------------------------------------------------------------
 
 
 def hook(x: Tensor) -> None:
-    if x.requires_grad:  # it asks, so that the level is put back where another one is below
+    if x.requires_grad:  # because of this read the level is restored where another level is below
         x.register_hook(lambda g: g * 2)
 
 
@@ -334,7 +334,7 @@ def reads_data_of_argument(x: Tensor) -> Tensor:
 
 
 def drawing(fn: Fn) -> Fn:
-    """It draws random numbers, so that the level is put back even if it is the only one."""
+    """It draws random numbers, so the level is restored even if it is the only one."""
 
     def draws(x: Tensor) -> Tensor:
         return fn(x) * torch.rand(3, 3, dtype=x.dtype)
@@ -357,12 +357,12 @@ NESTS: dict[str, Callable[[Wrap, Fn], Fn]] = {
 
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("fn", PUT_BACK, ids=lambda fn: fn.__name__)
-def test_where_a_level_is_put_back(fn: Fn, nest: str) -> None:
+def test_restored_levels(fn: Fn, nest: str) -> None:
     def outcome(name: str, region: Fn) -> Any:
         torch.manual_seed(0)
         try:
             return TRANSFORMS[name](region)(X.clone())
-        except REFUSALS:  # of random numbers under a vmap level
+        except REFUSALS:  # for random numbers under a vmap level
             return None
 
     names = ["grad(grad)", "grad", "jacrev", "jvp(grad)", "vmap(grad)", "autograd(grad)", "autograd inside grad"]
@@ -372,7 +372,7 @@ def test_where_a_level_is_put_back(fn: Fn, nest: str) -> None:
         region = NESTS[nest](remat, fn)
         for _ in range(2):
             assert_same(outcome(name, region), expected[name], exact=False)
-    for name in names:  # what it has learnt under one transform holds under others
+    for name in names:  # what it recorded under one transform is valid under others
         assert_same(outcome(name, region), expected[name], exact=False)
 
 
@@ -388,8 +388,8 @@ TWO_ARGUMENTS: dict[str, Callable[[Callable], Callable]] = {
 @pytest.mark.parametrize("nest", ["once", "twice", "three times", "a loop in a region"])
 @pytest.mark.parametrize("fn", ASKING)
 @pytest.mark.parametrize("name", TWO_ARGUMENTS)
-def test_levels_that_follow_different_arguments(name: str, fn: Fn, nest: str) -> None:
-    """The region is run with its levels put back, so regions inside of it too, some of them under a single level."""
+def test_levels_that_track_different_arguments(name: str, fn: Fn, nest: str) -> None:
+    """The region runs with its levels restored, and so do regions inside it, some of them under a single level."""
 
     def program(wrap: Wrap) -> Callable:
         step = lambda h, x: fn(h * x.sin()) + h
@@ -410,8 +410,8 @@ def test_levels_that_follow_different_arguments(name: str, fn: Fn, nest: str) ->
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_regions_around_ask_nothing(captures: bool) -> None:
-    """What the inner region asks about its tensors is not taken for the function's question."""
+def test_outer_regions_do_not_record_queries_of_inner_regions(captures: bool) -> None:
+    """When the inner region reads `requires_grad`, this is not mistaken for a read by the function."""
     runs: list[bool] = []
 
     def fn(h: Tensor, x: Tensor) -> Tensor:
@@ -424,7 +424,7 @@ def test_regions_around_ask_nothing(captures: bool) -> None:
         return remat(remat(fn))(h, x).sum()
 
     grad(lambda h, x: grad(loss)(h, x).sin().sum(), (0, 1))(X, W)
-    assert runs[:4] == [False] * 3 + [True]  # each of the two regions is started again once
+    assert runs[:4] == [False] * 3 + [True]  # each of the two regions is restarted once
 
 
 def test_the_case_that_is_differentiated_through() -> None:
@@ -439,7 +439,7 @@ def test_the_case_that_is_differentiated_through() -> None:
     assert_same(grad(lambda x: grad(remat(fn))(x).sum())(X), X.cos())
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
+# --- runs and memory --------------------------------------------------------------------------------------------------
 
 
 def test_runs() -> None:
@@ -451,15 +451,15 @@ def test_runs() -> None:
 
     per_sample = vmap(by_grad(remat(fn)))
     per_sample(X)
-    assert runs == [False, False, True]  # the first run is given up once
+    assert runs == [False, False, True]  # the first run is abandoned once
     runs.clear()
     per_sample(X)
     assert runs == [False, True]
 
 
 @pytest.mark.parametrize("fn", CUTS)
-def test_one_level_runs_as_before(fn: Fn) -> None:
-    """Under one `grad` there is nothing to keep apart: the region runs once, its recompute ends early."""
+def test_one_level_runs_the_region_once(fn: Fn) -> None:
+    """Under one `grad` there are no levels to separate: the region runs once, and its recompute ends early."""
     runs: list[bool] = []
 
     def counted(x: Tensor) -> Tensor:
@@ -470,7 +470,7 @@ def test_one_level_runs_as_before(fn: Fn) -> None:
     vmap(by_grad(region))(X.clone())
     runs.clear()
     by_grad(region)(X.clone())
-    assert runs == ([False] if fn is freezes_input else [False, True])  # what has no derivative needs no recompute
+    assert runs == ([False] if fn is freezes_input else [False, True])  # without a derivative no recompute is needed
 
 
 def test_one_level_stops_early() -> None:
@@ -481,7 +481,7 @@ def test_one_level_stops_early() -> None:
 
 
 @pytest.mark.parametrize("fn", [lambda x: (x.sin() * W.data).exp(), lambda x: (x.sin() * x.detach()).exp()])
-def test_what_nobody_differentiates_may_be_cut(fn: Fn) -> None:
+def test_data_and_detach_of_inputs_restart_nothing(fn: Fn) -> None:
     runs: list[bool] = []
 
     def counted(x: Tensor) -> Tensor:
@@ -492,8 +492,8 @@ def test_what_nobody_differentiates_may_be_cut(fn: Fn) -> None:
     assert runs == [False, True]
 
 
-def test_a_policy_keeps_products() -> None:
-    """Also where each level takes its own derivative."""
+def test_a_policy_saves_products() -> None:
+    """This also holds where each level takes its own derivative."""
     mapped = vmap(by_grad(lambda x: product(x)))
     before = count_ops(mapped, X)["aten.mm"]
     for wrap, more in ((remat, 2), (WRAPS["matmuls"], 0)):

@@ -25,7 +25,7 @@ W, V = rand(4, 4, grad=False), rand(4, 4, seed=2, grad=False)
 X = rand(3, 4, seed=1, grad=False)
 BATCH = rand(2, 3, 4, seed=3, grad=False)
 
-other = types.ModuleType("remat_test_other")  # a module of the user's: nothing looks into it
+other = types.ModuleType("remat_test_other")  # an imported module: the search for captured tensors skips its attributes
 sys.modules["remat_test_other"] = other
 variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable")
 GLOBAL: Any = None
@@ -143,7 +143,7 @@ PLACES: dict[str, Callable[[Tensor], Callable]] = {
     "method of tensor": bound_method_of_tensor,
 }
 
-# What follows `w` outside: each takes a loss of `w` and `x`.
+# Transforms that track `w` outside: each gets a loss of `w` and `x`.
 OUTER: dict[str, tuple[Callable[[Callable], Callable], Any]] = {
     "grad": (lambda f: grad(f, argnums=(0, 1)), (W, X)),
     "vmap(grad), w shared": (lambda f: vmap(grad(f, argnums=(0, 1)), in_dims=(None, 0)), (W, BATCH)),
@@ -184,8 +184,8 @@ def test_tracked_by_an_outer_transform(place: str, outer: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["other module", "method of tensor", "derived, other module"])
-def test_finding_does_not_depend_on_addresses(place: str) -> None:
-    """What was seen is told by identity; the memory of something dead is used again."""
+def test_the_search_does_not_depend_on_addresses(place: str) -> None:
+    """Visited objects are recorded by identity, and the memory of a deleted object is reused."""
     transform, args = OUTER["grad(vmap)"]
     wanted = transform(lambda w, x: PLACES[place](w)(x).sin().sum())(*args)
     junk = []
@@ -209,7 +209,7 @@ INNER: dict[str, Callable[[Callable], Callable]] = {
 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("place", PLACES)
-def test_requires_grad_with_autograd_through_the_whole(place: str, inner: str) -> None:
+def test_requires_grad_with_autograd_around_the_transform(place: str, inner: str) -> None:
     def run(wrap: Wrap) -> Any:
         w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
         out = INNER[inner](wrap(PLACES[place](w)))(x)
@@ -234,7 +234,7 @@ def test_parameters_of_a_captured_module() -> None:
         both(run)
 
 
-def test_captured_in_two_regions_of_which_one_is_inside() -> None:
+def test_captured_in_two_nested_regions() -> None:
     def build(wrap: Wrap) -> Callable:
         def call(w: Tensor, x: Tensor) -> Tensor:
             other.w = w.cos()
@@ -247,8 +247,8 @@ def test_captured_in_two_regions_of_which_one_is_inside() -> None:
         both(lambda wrap: transform(build(wrap))(*args))
 
 
-def test_wrapper_of_an_operand_is_read_in_a_transform_inside() -> None:
-    """Below the levels around, the one inside has the number of the wrapper's, and the operand is no wrapper."""
+def test_wrapper_of_an_operand_is_read_in_an_inner_transform() -> None:
+    """Below the outer levels, the inner one has the wrapper's level number, and the operand is not a wrapper."""
 
     def build(wrap: Wrap) -> Callable:
         def rows(w: Tensor, x: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ def test_captured_tensor_is_returned() -> None:
 
 
 def test_rebound_after_the_call() -> None:
-    """The recompute reads what the first run has read, and puts back what is there now."""
+    """The recompute reads what the first run read, and then restores the current value."""
     table = {"w": W}
     out, pull = vjp(remat(lambda x: torch.tanh(x @ table["w"])), X)
     _, wanted = vjp(lambda x: torch.tanh(x @ W), X)
@@ -286,8 +286,8 @@ def test_rebound_after_the_call() -> None:
     assert table["w"] is V
 
 
-def test_gradients_of_captured_tensors_only_where_asked_for() -> None:
-    """One product forward, one backward: none for the weight, which nobody follows."""
+def test_gradients_of_captured_tensors_only_where_requested() -> None:
+    """One product forward, one backward; none for the weight, which no level tracks."""
     counts = count_ops(grad(lambda x: remat(PLACES["closure"](W))(x).sum()), X)
     assert counts["aten.mm"] == 1 + 1 + 1
 

@@ -23,7 +23,7 @@ def plain(fn: Callable) -> Callable:
 
 
 def block(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """The backward needs the first product; the second one is not run again."""
+    """The backward needs the first product; the second one is not recomputed."""
     return torch.tanh(x @ w1) @ w2
 
 
@@ -57,13 +57,13 @@ def both(program: Callable[[Wrap], Any]) -> None:
     assert_same(program(remat), program(plain), exact=False)
 
 
-# Sums in another order, or a formula of the backward that torch picks where its graph is recorded:
-# plain torch.func records it always, a region where it can be read.
+# These differ in the last bits: sums in another order, or another formula of the backward, which torch chooses when
+# it records the backward's graph. Plain torch.func always records it, a region only where it can be read.
 ROUNDED = {"same_argument_twice", "group_norm", "transformer", "lstm", "reductions", "linear_algebra"}
 
 
 def run(case: Case, fn: Callable, transform: Callable) -> Any:
-    """A transform's result, and where it leaves the generator."""
+    """A transform's result, and the state of the generator after it."""
     with case.state():
         call, primals = scalar(case, fn)
         return transform(call, tuple(range(len(primals))))(*primals), torch.get_rng_state()
@@ -112,7 +112,7 @@ def test_aux() -> None:
 
 
 def grad_of_aux(f: Callable) -> Callable:
-    """The gradient and an auxiliary result that depends on the argument, added up."""
+    """The gradient and an auxiliary result that depends on the argument, in one sum."""
 
     def g(x: Tensor) -> Tensor:
         gradient, aux = grad(f, has_aux=True)(x, True)
@@ -121,7 +121,7 @@ def grad_of_aux(f: Callable) -> Callable:
     return g
 
 
-def test_parameters_in_a_tree() -> None:
+def test_parameters_in_a_pytree() -> None:
     params = {"a": {"w": X[:8], "b": [X[8], (X[9],)]}, "unused": X[0]}
 
     def f(params: dict, x: Tensor, *, power: int) -> Tensor:
@@ -142,14 +142,14 @@ def test_one_recompute_per_region() -> None:
 
 
 def test_only_requested_gradients_are_computed() -> None:
-    """Of one region: two products forward, one again; by `x` two backward, by `w2` one."""
+    """For one region: two products forward, one recomputed; two backward for `x`, one for `w2`."""
     w1, w2 = WEIGHTS[0]
     for argnums, products in {0: 2, 1: 2, 2: 1, (0, 2): 3, (0, 1, 2): 4}.items():
         gradient = grad(lambda *args: remat(block)(*args).sum(), argnums=argnums)
         assert count_ops(gradient, X, w1, w2)["aten.mm"] == 3 + products, argnums
 
 
-def test_unused_region_is_not_run_again() -> None:
+def test_unused_region_is_not_recomputed() -> None:
     gradient = grad(lambda x: (remat(torch.tanh)(x), x.sum())[1])
     assert count_ops(gradient, X)["aten.tanh"] == 1
 
@@ -159,7 +159,7 @@ def test_recompute_stops_early() -> None:
         return x.sin().cos() + 1
 
     counts = count_ops(grad(lambda x: remat(f)(x).sum()), X)
-    # The cosine keeps its operand, which is a sine; nothing after it is run again.
+    # The cosine saves its operand, which is a sine; nothing after it is recomputed.
     assert (counts["aten.add"], counts["aten.sin"]) == (1, 3)
 
 
@@ -169,7 +169,7 @@ def test_memory() -> None:
     assert leaked_bytes(grad(loss(remat)), WEIGHTS, X) == 0
 
 
-def test_gradient_of_gradient_keeps_operands_only() -> None:
+def test_gradient_of_gradient_saves_operands_only() -> None:
     def program(wrap: Wrap) -> Callable:
         gradient = grad(loss(wrap), argnums=1)
         return grad(lambda weights, x: gradient(weights, x).square().sum(), argnums=1)
@@ -192,7 +192,7 @@ def test_autograd_through_grad() -> None:
     both(program)
 
 
-def test_residuals_are_freed_without_the_collector() -> None:
+def test_residuals_are_freed_without_garbage_collection() -> None:
     with assert_freed_without_gc() as watch:
 
         def f(x: Tensor) -> Tensor:
@@ -206,8 +206,8 @@ def test_residuals_are_freed_without_the_collector() -> None:
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_regions_inside_of_regions(order: int) -> None:
-    """Freshly made each time: what a region remembers from its first call must not matter."""
+def test_regions_inside_regions(order: int) -> None:
+    """The regions are new each time, so that nothing recorded in an earlier call matters."""
 
     def build(wrap: Wrap) -> Callable:
         inner = wrap(lambda x: x.sin().cos())
@@ -230,7 +230,7 @@ def total_gradient(fn: Callable) -> Callable:
 
 
 def test_region_in_region_in_gradient_of_gradient() -> None:
-    """The smallest one: the inner region's result is the operand of an op of the outer."""
+    """The smallest case: the inner region's result is the operand of an op of the outer."""
 
     def build(wrap: Wrap) -> Callable:
         inner = wrap(torch.sin)
@@ -278,8 +278,8 @@ ONE_BELOW: dict[str, Callable[[Callable], Callable]] = {
 
 @pytest.mark.parametrize("around", ["nothing", "autograd", "grad", "region"])
 @pytest.mark.parametrize("name", ONE_BELOW)
-def test_operands_that_are_one_tensor_below_the_levels(name: str, around: str) -> None:
-    """A transform gives a function a tensor that it follows, and the function reads the same one unfollowed."""
+def test_operands_that_are_the_same_tensor_below_the_levels(name: str, around: str) -> None:
+    """A transform gives a function a tensor that it tracks, and the function also reads the same tensor untracked."""
 
     def swapped(p: Tensor, q: Tensor) -> tuple:
         return q, p
@@ -392,8 +392,8 @@ def test_in_place_on_intermediates() -> None:
         both(lambda wrap: transform(lambda x: wrap(f)(x).exp().sum())(x))
 
 
-def test_argument_changed_in_place_is_loud() -> None:
-    """Plain torch.func allows it where the argument is an intermediate; a region can't: it says so."""
+def test_argument_changed_in_place_is_an_error() -> None:
+    """Plain torch.func allows it where the argument is an intermediate; a region can't, and raises an error."""
 
     def f(x: Tensor) -> Tensor:
         x.mul_(2)
@@ -404,8 +404,8 @@ def test_argument_changed_in_place_is_loud() -> None:
             transform(lambda x: remat(f)(x.clone()).sum())(X)
 
 
-def test_captured_buffer_changed_in_place_is_right_or_refused() -> None:
-    """Plain torch.func refuses it."""
+def test_captured_buffer_changed_in_place_is_correct_or_an_error() -> None:
+    """Plain torch.func raises an error for it."""
     for transform in (grad, jacrev, hessian, lambda f: vmap(grad(f))):
         buffer = torch.zeros((), dtype=torch.float64)
 
@@ -448,7 +448,7 @@ def test_error_in_user_code_leaves_nothing_behind(name: str, again: bool) -> Non
         return y.exp()
 
     if again and name in ("jvp", "vmap", "jacfwd"):
-        assert TRANSFORMS[name](remat(f))(X[:2, :2]) is not None  # these run nothing again
+        assert TRANSFORMS[name](remat(f))(X[:2, :2]) is not None  # these have no recompute
         return
     with torch.autocast("cpu"), pytest.raises(KeyError, match="mine"):
         TRANSFORMS[name](remat(f))(X[:2, :2])
@@ -461,7 +461,7 @@ def test_error_in_user_code_leaves_nothing_behind(name: str, again: bool) -> Non
     both(lambda wrap: TRANSFORMS[name](wrap(torch.sin))(X[:2, :2]))
 
 
-def test_another_path_in_the_recompute_is_loud() -> None:
+def test_another_path_in_the_recompute_is_an_error() -> None:
     calls = []
 
     def f(x: Tensor) -> Tensor:
@@ -472,8 +472,8 @@ def test_another_path_in_the_recompute_is_loud() -> None:
         grad(lambda x: remat(f)(x).sum())(X)
 
 
-def test_a_function_made_anew_for_each_call_is_known_to_draw() -> None:
-    """What was learnt of its code is not learnt again: then the first run would be started twice in each call."""
+def test_a_new_function_in_each_call_is_known_to_draw_random_numbers() -> None:
+    """This is recorded for its code, and not found out again: the first run would restart in each call."""
     runs = []
 
     def loss(x: Tensor) -> Tensor:
@@ -491,8 +491,8 @@ def test_a_function_made_anew_for_each_call_is_known_to_draw() -> None:
 
 @pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), jacrev], ids=["grad", "vmap(grad)", "jacrev"])
 @pytest.mark.parametrize("given", ["argument", "captured", "module"])
-def test_gradients_of_parameters_that_nobody_asks_for(given: str, transform: Callable) -> None:
-    """They require grad below all levels, which is no concern of the level that differentiates the input."""
+def test_gradients_of_parameters_that_are_not_requested(given: str, transform: Callable) -> None:
+    """They require grad below all levels, which does not affect the level that differentiates the input."""
     layer = torch.nn.Linear(8, 8, bias=False).double()
     w = layer.weight
     programs: dict[str, Callable] = {

@@ -1,7 +1,7 @@
-"""Hooks on gradients that a region registers under torch.func: they change the gradients that they change without it.
+"""Hooks on gradients that a region registers under torch.func: they act on the same gradients as without remat.
 
-One on a tensor that the region is given, or captures, gets the gradient of all uses of that tensor, inside of the
-region and outside. One on a tensor that is made inside acts on the gradient of the innermost level alone.
+A hook on a tensor that the region gets or captures receives the gradient of all uses of that tensor, inside the region
+and outside. A hook on a tensor that is made inside acts on the gradient of the innermost level only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def plain(fn: Fn) -> Fn:
 
 
 def hook(tensor: Tensor, name: str = "hook") -> Any:
-    """Reads the gradient, so that one with a batch dimension in sight gives another result."""
+    """The hook reads the gradient, so its result would differ if the gradient had a visible batch dimension."""
 
     def changed(g: Tensor) -> Tensor:
         RAN.append(name)
@@ -107,7 +107,7 @@ def in_transform(x: Tensor) -> Tensor:
 
 
 class Detaches(torch.nn.Module):
-    """Its hook is on a parameter, which is reached by another name in each region that captures it."""
+    """Its hook is on a parameter, which has a different name in each region that captures it."""
 
     def __init__(self, wrap: Wrap) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ TRANSFORMS: dict[str, Callable[[Fn], Fn]] = {
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_same_as_without_remat(name: str, program: str) -> None:
-    """Twice, as the second call goes by what was learnt from the first."""
+    """Twice, as the second call uses what the first one recorded."""
     transform = TRANSFORMS[name]
     expected = transform(PROGRAMS[program](plain))(X)
     region = PROGRAMS[program](remat)
@@ -194,8 +194,8 @@ def test_under_a_policy(name: str, policy: Any) -> None:
 
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if not name.startswith("in a transform")])
 @pytest.mark.parametrize("name", ["grad", "jacrev", "autograd"])
-def test_hooks_run_as_often(name: str, program: str) -> None:
-    """Under one level that differentiates. (What the function itself differentiates is part of each of its runs.)"""
+def test_hooks_run_as_often_as_without_remat(name: str, program: str) -> None:
+    """Under one level that differentiates. (If the function itself differentiates, this is part of each run.)"""
     counts = []
     for wrap in (plain, remat):
         RAN.clear()
@@ -222,8 +222,8 @@ def test_a_hook_that_is_removed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grad", "grad(grad)"])
-def test_in_a_first_run_that_is_given_up(name: str) -> None:
-    """A region that draws random numbers, or reads a tensor of which nobody knew, starts again."""
+def test_in_an_abandoned_first_run(name: str) -> None:
+    """A region that draws random numbers, or reads a captured tensor that was not found before, restarts."""
 
     class Hidden:
         def __init__(self, tensor: Tensor) -> None:
@@ -251,7 +251,7 @@ def test_in_a_first_run_that_is_given_up(name: str) -> None:
     assert_same(results[2], results[0], exact=False)
 
 
-def test_of_a_parameter_in_regions_that_start_again() -> None:
+def test_of_a_parameter_in_regions_that_restart() -> None:
     def run(wrap: Wrap) -> tuple:
         RAN.clear()
         module, x = Detaches(wrap), X.clone().requires_grad_()
@@ -283,7 +283,7 @@ def test_once_accumulated() -> None:
 
 
 def test_memory() -> None:
-    """A region with hooks keeps its inputs alone, also where each level takes its own derivative."""
+    """A region with hooks saves only its inputs, also where each level takes its own derivative."""
 
     def program(wrap: Wrap) -> Fn:
         def chain(x: Tensor) -> Tensor:
@@ -310,8 +310,8 @@ def test_everything_is_freed() -> None:
 
 
 @pytest.mark.parametrize("inner", ["grad", "vmap"])
-def test_registered_in_an_inner_transform(inner: str) -> None:
-    """On a tensor of the region's own level."""
+def test_hook_registered_in_an_inner_transform(inner: str) -> None:
+    """The hook is on a tensor of the region's own level."""
     w = rand(3, 3, seed=2)
 
     def run(wrap: Wrap) -> Any:
@@ -329,8 +329,8 @@ def test_registered_in_an_inner_transform(inner: str) -> None:
     assert_same(run(remat), run(plain), exact=False)
 
 
-def test_what_only_levels_below_differentiate() -> None:
-    """The level that the function sees does not: as without a region, no hook is registered in the recompute either."""
+def test_tensors_that_only_levels_below_differentiate() -> None:
+    """The function's own level does not: as without a region, the recompute registers no hook either."""
     w = rand(3, 3, seed=2)
 
     def run(wrap: Wrap) -> Any:
@@ -355,8 +355,8 @@ def test_what_only_levels_below_differentiate() -> None:
     assert_same(run(remat), run(plain), exact=False)
 
 
-def test_a_first_run_that_is_given_up_in_a_region_leaves_no_hook() -> None:
-    """Nothing is known of these functions yet, so the inner region is started again, below its level."""
+def test_an_abandoned_first_run_in_a_region_leaves_no_hook() -> None:
+    """Nothing is recorded for these functions yet, so the inner region restarts below its level."""
 
     def scaled(x: Tensor) -> Tensor:
         if x.requires_grad:  # at the level of ``grad`` it does not

@@ -1,4 +1,4 @@
-"""`jacrev`, `jacfwd` and `hessian` of rematerialized functions, and all four orders of two of them."""
+"""`jacrev`, `jacfwd` and `hessian` of rematerialized functions, and all four combinations of `jacrev` and `jacfwd`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_jacrev_recomputes_each_region_once() -> None:
     counts = [count_ops(jacrev(chain(wrap)), X) for wrap in (plain, remat)]
     assert counts[0]["aten.tanh"] == REGIONS
     assert counts[1]["aten.tanh"] == 2 * REGIONS
-    # Per row there is no more than the pullback itself.
+    # Per row there is only the pullback itself.
     assert counts[1]["aten.tanh_backward"] == counts[0]["aten.tanh_backward"]
 
 
@@ -94,16 +94,16 @@ def test_jacfwd_runs_each_region_once() -> None:
 
 
 def test_hessian_recomputes_each_region_once() -> None:
-    """Forward over reverse, over a batch of tangents: the recompute is of the region's `jvp`."""
+    """Forward over reverse, over a batch of tangents: the region's `jvp` is recomputed."""
     counts = count_ops(hessian(lambda x: chain(remat)(x).sum()), X)
     assert counts["aten.tanh"] == 2 * REGIONS
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_memory_of_second_derivatives(order: str) -> None:
-    """What a further region costs is a part of what it costs without remat."""
+    """An additional region costs a fraction of what it costs without remat."""
     outer, inner = ORDERS[order]
-    if order == "jacfwd(jacfwd)":  # nothing is kept anyway
+    if order == "jacfwd(jacfwd)":  # nothing is saved without remat either
         run = [peak_bytes(outer(inner(tall(remat, n))), X) for n in (4, 12)]
         assert run[0] == run[1]
         return
@@ -189,7 +189,7 @@ def test_autograd_through_jacobians() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_dropout_draws_the_same_again(order: str) -> None:
+def test_dropout_draws_the_same_numbers_in_the_recompute(order: str) -> None:
     outer, inner = ORDERS[order]
 
     def run(wrap: Wrap) -> tuple:

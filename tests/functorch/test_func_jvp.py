@@ -46,7 +46,7 @@ def test_value_and_tangents(case: Case) -> None:
 
 
 @cases(func=True, jvp=True)
-def test_only_one_argument_moves(case: Case) -> None:
+def test_only_one_argument_has_a_tangent(case: Case) -> None:
     def run(fn: Callable) -> tuple:
         with case.state():
             call, (first, *rest) = flat(case, fn)
@@ -97,7 +97,7 @@ def test_linearize() -> None:
     both(lambda wrap: vmap(linearize(wrap(f), X)[1])(torch.stack([X, Y])))
 
 
-def test_linearized_function_runs_what_it_runs_without_remat() -> None:
+def test_linearized_function_runs_the_same_operations_as_without_remat() -> None:
     counts = [count_ops(linearize(chain(wrap, 2), X)[1], Y) for wrap in (plain, remat)]
     assert counts[1] == counts[0]
 
@@ -124,8 +124,8 @@ def test_outputs_without_a_tangent() -> None:
         both(lambda wrap: jacfwd(lambda *a: wrap(g)(*a)[i], argnums=(0, 1))(*args))
 
 
-def test_what_does_not_move_has_no_tangent() -> None:
-    """A tangent of zeros would be one without a batch dimension, which no operation in place can write to."""
+def test_operands_without_a_tangent_stay_without_one() -> None:
+    """A tangent of zeros would have no batch dimension, so that no in-place operation could write to it."""
 
     def in_place(x: Tensor) -> Tensor:
         return x.clone().sin_()
@@ -155,7 +155,7 @@ def test_expanded_operand() -> None:
     both(lambda wrap: jvp(lambda x: wrap(torch.sin)(x.expand(4)), (x,), (x,)))
 
 
-def test_forward_gradients_switched_off() -> None:
+def test_forward_gradients_disabled() -> None:
     def off(wrap: Wrap) -> Callable:
         def call(x: Tensor) -> Tensor:
             with torch.autograd.forward_ad._set_fwd_grad_enabled(False):
@@ -180,7 +180,7 @@ def test_autograd_through_jvp() -> None:
 
 
 def test_reverse_over_forward_recomputes() -> None:
-    """The gradient of a tangent keeps the region's operands and their tangents, not its insides."""
+    """The gradient of a tangent saves the region's operands and their tangents, not its intermediates."""
 
     def program(wrap: Wrap) -> Callable:
         run = wrap(lambda x: x.sin().exp().sin().exp().sin())
@@ -203,7 +203,7 @@ def test_forward_over_reverse() -> None:
     both(lambda wrap: jacfwd(grad(lambda x: chain(wrap, 2)(x).sum()))(X))
 
 
-def test_freed_without_the_collector() -> None:
+def test_freed_without_garbage_collection() -> None:
     with assert_freed_without_gc() as watch:
         x = X.clone()
         out, tangent = jvp(chain(remat, 2), (x,), (Y,))

@@ -76,7 +76,7 @@ def both(program: Callable[[Wrap], Any]) -> None:
     assert_same(program(remat), program(plain), exact=False)
 
 
-def test_names_are_those_of_the_plain_module() -> None:
+def test_names_match_the_plain_module() -> None:
     assert list(make(remat).state_dict()) == list(make(plain).state_dict())
 
 
@@ -107,7 +107,7 @@ def test_hessian_by_a_parameter() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_autograd_after_the_module_got_its_parameters_back(tied: bool) -> None:
-    """The recompute must use what `functional_call` had put in."""
+    """The recompute must use what `functional_call` had set."""
     values = make_params(tied)
 
     def run(wrap: Wrap) -> tuple:
@@ -126,7 +126,7 @@ def test_autograd_after_the_module_got_its_parameters_back(tied: bool) -> None:
 
 
 def test_the_modules_own_parameters() -> None:
-    """Captured parameters that no transform follows, but that require grad."""
+    """Captured parameters that no transform tracks, but that require grad."""
 
     def run(wrap: Wrap, transform: Callable) -> list:
         net = make(wrap)
@@ -201,7 +201,7 @@ def test_statistics_given_as_arguments_are_updated_once(way: str, module: str) -
 
 
 def test_statistics_per_sample() -> None:
-    """Each model of an ensemble has its own."""
+    """Each model of an ensemble has its own statistics."""
 
     def run(wrap: Wrap) -> tuple:
         torch.manual_seed(0)

@@ -79,7 +79,7 @@ def batches(x: Tensor) -> Tensor:
     return torch.stack([x, x.sin(), x.cos(), x.exp()])
 
 
-# Each runs its region again.
+# Each recomputes its region.
 RECOMPUTES: dict[str, Callable[[Fn], Fn]] = {
     "grad": lambda fn: grad(loss(fn), argnums=(0, 1)),
     "vmap(grad)": lambda fn: lambda x, w: vmap(grad(loss(fn), argnums=(0, 1)))(batches(x), batches(w)),
@@ -104,7 +104,7 @@ RECOMPUTES: dict[str, Callable[[Fn], Fn]] = {
     "dual(grad)": lambda fn: by_dual(grad(loss(fn))),
     "dual(vmap(grad))": lambda fn: by_dual(vmap(grad(loss(fn)), in_dims=(0, None))),
 }
-# These run it once.
+# Each runs its region once.
 ONCE: dict[str, Callable[[Fn], Fn]] = {
     "vmap": lambda fn: vmap(fn, in_dims=(0, None)),
     "vmap(vmap)": lambda fn: lambda x, w: vmap(vmap(fn, in_dims=(0, None)), in_dims=(None, 0))(x, batches(w)),
@@ -118,7 +118,7 @@ ONCE: dict[str, Callable[[Fn], Fn]] = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [*RECOMPUTES, *ONCE])
-def test_equal_values_raise_no_alarm(name: str, policy: str) -> None:
+def test_equal_values_raise_no_error(name: str, policy: str) -> None:
     transform = (RECOMPUTES | ONCE)[name]
     region = remat(steady, policy=POLICIES[policy], determinism_check="values")
     assert_same(transform(region)(X, W), transform(steady)(X, W), exact=False)
@@ -134,12 +134,12 @@ def test_other_values_are_found(name: str, fn: Fn, policy: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECOMPUTES)
-def test_other_values_are_not_looked_for_by_default(name: str) -> None:
+def test_values_are_not_compared_by_default(name: str) -> None:
     RECOMPUTES[name](remat(drifting))(X, W)
 
 
 @pytest.mark.parametrize("name", RECOMPUTES)
-def test_other_values_in_a_region_inside_of_another(name: str) -> None:
+def test_other_values_in_a_nested_region(name: str) -> None:
     def program(fn: Fn) -> Fn:
         inner = remat(fn, determinism_check="values")
         return remat(lambda x, w: inner(x.sin(), w).cos(), determinism_check="values")
@@ -166,8 +166,8 @@ def test_every_function_per_sample(case: Any) -> None:
 @pytest.mark.parametrize("policy", [policies.everything_saveable, policies.save_ops("aten.mul"), None], ids=str)
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 0)])
-def test_a_result_that_the_recompute_of_the_region_around_puts_off(in_dims: tuple, argnums: Any, policy: Any) -> None:
-    """Values are read to be compared, where no operation reads them."""
+def test_a_result_that_the_recompute_of_the_outer_region_skips(in_dims: tuple, argnums: Any, policy: Any) -> None:
+    """Values are read for the comparison even if no operation reads them."""
 
     def program(outer: Callable, inner: Callable) -> Fn:
         def fn(x: Tensor, w: Tensor) -> Tensor:

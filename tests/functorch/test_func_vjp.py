@@ -1,4 +1,4 @@
-"""`torch.func.vjp` of rematerialized functions: its function is called often, late, and transformed."""
+"""`torch.func.vjp` of rematerialized functions: the pullback is called several times, late, and transformed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_called_many_times_with_one_recompute_each() -> None:
     for scale in (1, 2, 3):
         counts = count_ops(lambda: assert_same(pull(Y * scale), wanted(Y * scale)))
         assert counts["aten.tanh"] == 1
-        assert counts["aten.mm"] == 1 + 2 + 2  # again, and the pullbacks of both
+        assert counts["aten.mm"] == 1 + 2 + 2  # one recomputed, and the pullbacks of both
 
 
 def test_one_recompute_for_a_mapped_pullback() -> None:
@@ -112,7 +112,7 @@ def test_autograd_through_a_mapped_pullback() -> None:
 
 
 def test_levels_below_differentiate_the_result() -> None:
-    """The level of the `vjp` has ended when they do: its backward must have been recorded."""
+    """Their backward runs after the level of the `vjp` has ended, so its backward must have been recorded."""
 
     def build(wrap: Wrap) -> Callable:
         return lambda x: vjp(wrap(f), x)[1](x.sin())[0]
@@ -160,7 +160,7 @@ def test_aux_and_trees() -> None:
     both(run)
 
 
-def test_nothing_but_operands_is_held() -> None:
+def test_only_operands_are_saved() -> None:
     def many(wrap: Wrap) -> Callable:
         run = wrap(lambda x: x.sin().exp().sin().exp().sin())
         return lambda x: vjp(lambda x: run(run(run(x))), x)
@@ -214,7 +214,7 @@ def test_captured_tensor_changed_before_the_pullback() -> None:
 
 
 def test_captured_tensor_changed_before_plain_autograd() -> None:
-    """The region calls torch.func, and does not save what it adds where it is not a region."""
+    """The region calls torch.func, and captures a tensor that its addition would not save without a region."""
     x = X.clone().requires_grad_()
     w = x * 2
     out = remat(lambda x: grad(lambda y: y.sin().sum())(x) + w)(x)

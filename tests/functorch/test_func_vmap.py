@@ -35,7 +35,7 @@ def drops(x: Tensor) -> Tensor:
 
 
 def both(program: Callable[[Wrap], Any]) -> None:
-    """The same results, and the generator ends in the same place."""
+    """The same results, and the same final state of the generator."""
     results = []
     for wrap in (remat, plain):
         torch.manual_seed(1)
@@ -133,7 +133,7 @@ def test_nested() -> None:
     both(lambda wrap: vmap(vmap(vmap(wrap(torch.sin))))(rand(2, 2, 2, grad=False)))
 
 
-def test_regions_around_and_inside() -> None:
+def test_regions_outside_and_inside() -> None:
     def build(wrap: Wrap) -> Callable:
         return lambda x: wrap(vmap(wrap(f)))(x).sin()
 
@@ -208,7 +208,7 @@ def test_randomness(randomness: str) -> None:
 
 
 @pytest.mark.parametrize("randomness", RANDOMNESS)
-def test_the_recompute_draws_the_same(randomness: str) -> None:
+def test_the_recompute_draws_the_same_numbers(randomness: str) -> None:
     x = rand(3, 20, grad=False)
     options = {"randomness": randomness}
     over = lambda wrap: vmap(wrap(drops), **options)
@@ -246,7 +246,7 @@ def test_random_under_autograd(randomness: str) -> None:
     both(run)
 
 
-def test_a_generator_of_the_users() -> None:
+def test_a_generator_of_the_user() -> None:
     def run(wrap: Wrap) -> tuple:
         generator = torch.Generator().manual_seed(3)
         g = wrap(lambda x, gen: (x * torch.rand(4, generator=gen, dtype=x.dtype)).sin())
@@ -283,13 +283,13 @@ def test_memory_and_ops() -> None:
     both(lambda wrap: program(wrap)(x))
     before, after = (count_ops(program(wrap), x) for wrap in (plain, remat))
     assert after["aten.exp"] == 2 * before["aten.exp"]
-    assert after["aten.mm"] == before["aten.mm"]  # a linear op at the end is not run again
+    assert after["aten.mm"] == before["aten.mm"]  # a linear op at the end is not recomputed
     assert peak_bytes(program(remat), x) < 0.6 * peak_bytes(program(plain), x)
     assert leaked_bytes(program(remat), x) == 0
 
 
-def test_casts_of_a_region_at_a_jvp_level_that_does_not_move_it() -> None:
-    """Under ``vmap``, autocast acts where the level is: a region without tangents still sees it."""
+def test_casts_of_a_region_without_tangents_at_a_jvp_level() -> None:
+    """Under ``vmap``, autocast acts at the level: a region without tangents is affected by it too."""
     weight, x = rand(4, 1, 2, grad=False).float(), rand(2, 4, seed=1, grad=False).float()
 
     def program(wrap: Wrap) -> Callable:

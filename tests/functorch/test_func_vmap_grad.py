@@ -45,7 +45,7 @@ def make_weights() -> list[tuple[Tensor, Tensor]]:
 
 WEIGHTS = make_weights()
 
-# A program takes the weights and a batch of samples. What is batched decides how it is pulled back.
+# A program takes the weights and a batch of samples. The batched inputs determine its pullback.
 PROGRAMS: dict[str, Callable[[Wrap], Callable]] = {
     "by weights": lambda wrap: vmap(grad(loss(wrap)), in_dims=(None, 0)),
     "by input": lambda wrap: vmap(grad(loss(wrap), argnums=1), in_dims=(None, 0)),
@@ -74,7 +74,7 @@ def test_values(name: str) -> None:
 def test_one_recompute(name: str) -> None:
     before, after = (count_ops(PROGRAMS[name](wrap), WEIGHTS, X) for wrap in (plain, remat))
     assert (before["aten.tanh"], after["aten.tanh"]) == (REGIONS, 2 * REGIONS)
-    # The backward itself does no more than it does without remat.
+    # The backward itself computes no more than without remat.
     assert after["aten.tanh_backward"] == before["aten.tanh_backward"] == REGIONS
 
 

@@ -1,7 +1,7 @@
-"""What `test_distributed.py` runs in two processes: a small transformer under every kind of parallelism.
+"""The programs that `test_distributed.py` runs in two processes: a small transformer under every kind of parallelism.
 
-Each program trains it in several of the `WAYS` to checkpoint its blocks, with a process group for each. What comes of a
-program, or how it failed, is in files of its own.
+Each program trains it in several of the `WAYS` to checkpoint its blocks, with a process group for each. The result of a
+program, or its error, is in its own files.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ COLLECTIVES = [
     functional.reduce_scatter_tensor.default,
     functional.wait_tensor.default,
 ]
-# What torch.distributed's operators are called that send nothing.
+# Names of operators of torch.distributed that send nothing.
 SILENT = "wait_tensor", "_wrap_tensor_autograd"
 
 
@@ -81,7 +81,7 @@ class Perceptron(nn.Module):
 
 
 class Norm(nn.LayerNorm):
-    """One in a block."""
+    """A norm in a block."""
 
 
 class Block(nn.Module):
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """In a stage of a pipeline the parts that other stages have are None."""
+    """In a stage of a pipeline the parts that belong to other stages are None."""
 
     def __init__(self, width: int = 16, blocks: int = 2, unused: bool = False) -> None:
         super().__init__()
@@ -180,14 +180,14 @@ USUAL = "plain", "torch", "torch, products", "apply", "apply, products"
 CALLED = "torch, called", "torch, called, products", "called", "called, products"
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- measurements -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Costs:
-    """Of the last step: bytes kept for the backward, left after it and at the peak, products, collectives by operator.
+    """Of the last step: bytes saved for the backward, left after it and at the peak, products, collectives by operator.
 
-    The peak is the least of all steps: a thread of gloo may hold the last result of a collective for a moment.
+    The peak is the minimum of all steps: a thread of gloo may hold the last result of a collective briefly.
     """
 
     kept: int
@@ -199,7 +199,7 @@ class Costs:
 
 @dataclass
 class Result:
-    """Of one process."""
+    """The result of one process."""
 
     losses: list[Tensor]
     grads: dict[str, Tensor]
@@ -210,16 +210,16 @@ LIBRARIES = "c10d", "_c10d_functional"
 
 
 class Meter(PeakMemory, OpCounter):
-    """Both at once."""
+    """Measures memory and counts operations."""
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         if func.namespace in LIBRARIES:
-            time.sleep(0.0005)  # for the thread of gloo
+            time.sleep(0.0005)  # lets the thread of gloo finish
         PeakMemory.after(self, func, args, kwargs, result)
         OpCounter.after(self, func, args, kwargs, result)
 
     def settled(self) -> int:
-        """Bytes that are alive: a thread of gloo may hold the last result of a collective for a moment."""
+        """The live bytes; a thread of gloo may hold the last result of a collective briefly, so take the minimum."""
         found = [self.live]
         for _ in range(10):
             time.sleep(0.001)
@@ -248,7 +248,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def gradients(*modules: nn.Module) -> dict[str, Tensor]:
-    """What this process has of them."""
+    """The local gradients of this process."""
     found = {}
     for i, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -259,7 +259,7 @@ def gradients(*modules: nn.Module) -> dict[str, Tensor]:
 
 
 def train(model: nn.Module, same: bool = False, micro: int = 1) -> Result:
-    """Steps of `micro` batches, the `same` in both processes or others; gradients are reduced after the last one."""
+    """Steps of `micro` batches, if `same` equal in both processes; gradients are reduced after the last batch."""
     optimizer, losses, kept, peaks = torch.optim.SGD(model.parameters(), 0.1), [], 0, []
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -286,14 +286,14 @@ Change = Callable[[Any], Any]
 
 @dataclass
 class Program:
-    """`before` comes before the blocks are checkpointed, as torch's tensor parallelism must, `after` afterwards."""
+    """`before` runs before the blocks are checkpointed, as torch's tensor parallelism must, `after` runs afterwards."""
 
     before: Change = lambda model: model
     after: Change = lambda model: model
     kind: dict[str, Any] = field(default_factory=dict)
     train: Callable[..., Result] = train
     ways: Sequence[str] = USUAL
-    products_of: str | None = None  # the program with torch's selective checkpoint to compare with, where it fails here
+    products_of: str | None = None  # the program to compare with, if torch's selective checkpoint fails here
 
     def make(self, way: Way) -> Any:
         torch.manual_seed(0)
@@ -319,7 +319,7 @@ def ddp(**options: Any) -> Change:
 
 
 def shard(*inside: type, blocks: bool = True, **options: Any) -> Change:
-    """FSDP2 with such modules of a block for units, and the block itself if it is one."""
+    """FSDP2 whose units are modules of these types in a block, and each block if `blocks`."""
 
     def change(model: Transformer) -> None:
         on = mesh()
@@ -333,13 +333,13 @@ def shard(*inside: type, blocks: bool = True, **options: Any) -> Change:
 
 
 def shard1(*units: type, **options: Any) -> Change:
-    """FSDP1."""
+    """FSDP1 with modules of these types as units."""
     chosen = ModuleWrapPolicy(set(units))
     return lambda model: FullyShardedDataParallel(model, auto_wrap_policy=chosen, device_id=CPU, **options)
 
 
 def parallelized(inputs: Any, outputs: Any) -> dict[str, Any]:
-    """For a block: the heads and the hidden units of the perceptron are divided."""
+    """The plan for a block: the heads and the hidden units of the perceptron are divided."""
     return {
         "attention": inputs,
         **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
@@ -371,7 +371,7 @@ def sequence_parallel(model: Transformer) -> None:
 
 
 def pipeline(kind: Any, each: int = 1) -> Callable[[Any], Result]:
-    """A schedule with as many stages in each process. There is no time between forward and backward: no bytes kept."""
+    """A schedule with `each` stages per process. Forwards and backwards interleave, so saved bytes aren't measured."""
 
     def train(model: Transformer) -> Result:
         count, here = RANKS * each, range(dist.get_rank(), RANKS * each, RANKS)
@@ -385,7 +385,7 @@ def pipeline(kind: Any, each: int = 1) -> Callable[[Any], Result]:
             for module in modules:
                 module.zero_grad()
             tokens, targets = batch(step, 0, size=8)
-            inputs = [tokens.contiguous()] if 0 in here else []  # torch 2.11 asks for that
+            inputs = [tokens.contiguous()] if 0 in here else []  # torch 2.11 requires this
             outputs = {"target": targets, "losses": losses} if count - 1 in here else {}
             with Meter() as meter:
                 schedule.step(*inputs, **outputs)
@@ -396,7 +396,7 @@ def pipeline(kind: Any, each: int = 1) -> Callable[[Any], Result]:
 
 
 def stage_of(model: Transformer, number: int, count: int) -> nn.Module:
-    """A part of the model, as large as the others."""
+    """One of `count` equally large parts of the model."""
     part = copy.deepcopy(model)
     size = len(model.blocks) // count
     for i in range(len(model.blocks)):
@@ -411,7 +411,7 @@ def stage_of(model: Transformer, number: int, count: int) -> nn.Module:
 
 half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 half1 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-but_norms = MixedPrecision(  # what comes to these is cast
+but_norms = MixedPrecision(  # the inputs of these are cast
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, _module_classes_to_ignore=[Norm]
 )
 layers = nn.Linear, Norm
@@ -463,7 +463,7 @@ SAVED = {
 
 @dataclass
 class Saved:
-    """Names in a model's checkpoint, and all tensors of the model that was saved and of one that has loaded that."""
+    """Names in a model's checkpoint, and all tensors of the model that was saved and of the model that loaded it."""
 
     keys: list[str]
     optimizer_keys: list[str]
@@ -472,7 +472,7 @@ class Saved:
 
 
 def save_and_load(program: Program, way: str, folder: str) -> Saved:
-    """A model with regions loads what one without them has saved, and the other way round."""
+    """A model with regions loads what a model without them has saved, and the other way round."""
     models = [program.make(WAYS[each]) for each in (way, "plain" if way.startswith("apply") else "apply")]
     optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
     tokens, targets = batch(0, 0)
@@ -490,7 +490,7 @@ def save_and_load(program: Program, way: str, folder: str) -> Saved:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What this process has of the parameters, and of the optimizer's momenta."""
+    """The local parameters of this process, and the optimizer's momenta."""
     found = {name: local(parameter) for name, parameter in get_model_state_dict(model).items()}
     for i, parameter in enumerate(model.parameters()):
         found[f"momentum {i}"] = local(optimizer.state[parameter]["momentum_buffer"])
@@ -505,7 +505,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def jobs(folder: str) -> dict[tuple[str, str], Callable[[], Any]]:
-    """All that is run: by a program's name and the way."""
+    """All jobs, by the program's name and the way."""
     trained = {
         (name, way): functools.partial(program.run, way) for name, program in PROGRAMS.items() for way in program.ways
     }
@@ -520,7 +520,7 @@ def jobs(folder: str) -> dict[tuple[str, str], Callable[[], Any]]:
 
 
 def run(rank: int, folder: str, port: int) -> None:
-    """Run them all in one of the processes."""
+    """Run all jobs in one of the processes."""
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)
     with gc_disabled():
@@ -530,7 +530,7 @@ def run(rank: int, folder: str, port: int) -> None:
 
 
 def attempt(rank: int, store: Any, job: Callable[[], Any]) -> Any:
-    """What a job returns, or how it failed. If it did in one process, it soon does in the other."""
+    """The result of a job, or its traceback. If it fails in one process, it soon fails in the other."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=15))
     try:
         return job()
@@ -541,6 +541,6 @@ def attempt(rank: int, store: Any, job: Callable[[], Any]) -> Any:
 
 
 def main(folder: str) -> None:
-    """Run them all, in processes that needn't import torch once more."""
+    """Run all jobs, in forked processes that needn't import torch again."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torch.multiprocessing.start_processes(run, (folder, store.port), RANKS, start_method="fork")

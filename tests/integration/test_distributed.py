@@ -1,7 +1,7 @@
 """Regions under each parallelism of torch.distributed in two processes, against plain models and torch's checkpoint.
 
-Both processes run all programs of `distributed_programs.py`, once for all tests of this file. A test reads what came of
-one of them.
+Both processes run all programs of `distributed_programs.py`, once for all tests of this file. Each test reads one
+of their results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]  # the first te
 
 ROOT = Path(__file__).parents[2]
 MAIN = "import sys, distributed_programs; distributed_programs.main(sys.argv[1])"
-# The way of torch whose costs are the limit.
+# The way with torch's checkpoint whose costs are the limit.
 BOUNDS = {
     "drop-in": "torch",
     "apply": "torch",
@@ -51,7 +51,7 @@ saved = [(name, way) for name, ways in SAVED.items() for way in ways]
 
 
 def bound_of(program: str, way: str) -> tuple[str, str]:
-    """A program and torch's way in it. Where torch's selective checkpoint fails, that of another program, if any."""
+    """A program and its way with torch's checkpoint. If torch's selective checkpoint fails there, another program's."""
     bound, chosen = BOUNDS[way], PROGRAMS[program]
     if bound in chosen.ways:
         return program, bound
@@ -59,7 +59,7 @@ def bound_of(program: str, way: str) -> tuple[str, str]:
 
 
 class Outcomes:
-    """What came of the programs in both processes."""
+    """The results of the programs in both processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class Outcomes:
         return found
 
     def costs(self, program: str, *ways: str) -> Iterator[tuple[Costs, ...]]:
-        """In each process, of these ways and last of torch's way to do what the first one does."""
+        """For each process the costs of these ways, and last those of the first way's equivalent with torch."""
         results = [self(program, way) for way in ways]
         if ways[0] in BOUNDS:
             results.append(self(*bound_of(program, ways[0])))
@@ -85,7 +85,7 @@ class Outcomes:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """One of the processes that pytest runs in starts the programs, others wait for it."""
+    """One of pytest's worker processes starts the programs, the others wait for it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "distributed"
     done = folder / "done"
@@ -117,7 +117,7 @@ def test_losses_and_gradients(outcomes: Outcomes, program: str, way: str) -> Non
 
 
 @torchs
-def test_what_is_compared_with_does_something(outcomes: Outcomes, program: str, way: str) -> None:
+def test_the_reference_saves_memory_and_recomputes(outcomes: Outcomes, program: str, way: str) -> None:
     for taken, plain in outcomes.costs(program, way, "plain"):
         assert taken.kept < plain.kept or "pipeline" in program
         assert (taken.products > plain.products) is ("products" not in way)
@@ -132,7 +132,7 @@ def test_memory(outcomes: Outcomes, program: str, way: str) -> None:
         assert taken.left == plain.left
         assert taken.peak < plain.peak
         if BOUNDS[way] in ("torch", "torch, called"):
-            assert taken.peak <= 1.1 * bound.peak  # the gradient of a bias more, or what gloo holds for a moment
+            assert taken.peak <= 1.1 * bound.peak  # one more gradient of a bias, or a tensor that gloo holds briefly
 
 
 @ours
@@ -144,7 +144,7 @@ def test_products(outcomes: Outcomes, program: str, way: str) -> None:
 
 @ours
 def test_collectives(outcomes: Outcomes, program: str, way: str) -> None:
-    """Those of torch's checkpoint; none is repeated if their results are kept."""
+    """They are those of torch's checkpoint; none is repeated if the policy saves the results."""
     other = "plain" if "collectives" in way else "torch, called" if "torch, called" in BOUNDS[way] else "torch"
     for taken, expected, _ in outcomes.costs(program, way, other):
         assert taken.collectives == expected.collectives
@@ -167,7 +167,7 @@ def test_names_in_checkpoints(outcomes: Outcomes, program: str, way: str) -> Non
 
 @each(saved)
 def test_checkpoints_are_loaded(outcomes: Outcomes, program: str, way: str) -> None:
-    """What a plain model saved into one with regions, and the other way round; the optimizer's state too."""
+    """A model with regions loads what a plain one saved, and the other way round; with the optimizer's state."""
     for outcome in outcomes(f"{program}, saved", way):
         assert_same(outcome.loaded, outcome.saved)
         assert any(bool(tensor.any()) for tensor in outcome.saved.values())

@@ -1,4 +1,4 @@
-"""Each library of the table in `benchmarks.libraries`: right, and at most what its own checkpointing costs."""
+"""Each library in the table of `benchmarks.libraries`: correct, at no higher cost than its own checkpointing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made(library: Library) -> Any:
 
 @libraries
 def test_loss_and_gradients(library: Library) -> None:
-    """With dropout, router logits, batch norm's statistics, a policy: those of the plain model, in two steps."""
+    """They are those of the plain model in two steps, with dropout, router logits, batch norm and a policy."""
     plain = made(library)
     models = [library.ours(copy.deepcopy(plain), policy) for policy in (None, policies.save_matmuls)]
     for _ in range(2):
@@ -48,7 +48,7 @@ def test_costs(library: Library) -> None:
     assert row.passed, row
     assert row.ours.kept < row.save_matmuls.kept < row.plain.kept
     assert row.save_matmuls.products <= row.ours.products
-    assert row.own.products > row.plain.products  # the comparison is with a checkpoint that does something
+    assert row.own.products > row.plain.products  # the reference does recompute
     if library is next(each for each in LIBRARIES if each.name == library.name):
         assert cells(table([row]).splitlines()[-1])[2:5] == documented(library.name)
 
@@ -58,15 +58,15 @@ def cells(line: str) -> list[str]:
 
 
 def documented(name: str) -> list[str]:
-    """What is kept, the peak and what is recomputed, as the documentation has them."""
+    """The saved bytes, the peak and the recomputed products in the documentation."""
     rows = [cells(line) for line in DOCS.read_text().splitlines() if line.startswith(f"| {name} |")]
     assert len(rows) == 1, f"{name} has {len(rows)} rows: `python -m benchmarks.libraries` prints the figures"
     return rows[0][2:]
 
 
 @libraries
-def test_nothing_is_left_after_a_step(library: Library) -> None:
-    """Not from step to step either: models collect attentions and router logits in lists."""
+def test_everything_is_freed_after_a_step(library: Library) -> None:
+    """Also between steps: models collect attentions and router logits in lists."""
     model = library.ours(made(library), None)
     step(library, model)
     assert leaked_bytes(step, library, model) <= sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -86,7 +86,7 @@ def test_nothing_is_left_after_a_step(library: Library) -> None:
 
 
 def test_costs_are_counted() -> None:
-    """A model without checkpointing is no match for one with it."""
+    """A model without checkpointing saves far more than one with it."""
     library = LIBRARIES[-1]
     model = library.make()
     step(library, model)

@@ -1,4 +1,4 @@
-"""Training by lightning's Trainer and by accelerate, with blocks that are regions: beside torch's own checkpoint."""
+"""Training by lightning's Trainer and by accelerate, with blocks that are regions, compared with torch's checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
 ]  # fmt: skip
 
-STEPS, EVERY = 4, 2  # the optimizer steps with every second batch
+STEPS, EVERY = 4, 2  # the optimizer steps after every second batch
 WIDTH, BIAS = 16, 64
 DATA = torch.linspace(-1, 1, STEPS * 8 * WIDTH).sin().reshape(-1, WIDTH)
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """It checkpoints its blocks, if it is told to."""
+    """Checkpoints its blocks if `checkpoints` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ Trained = tuple[tuple[list[Tensor], list[Tensor]], int, int]  # losses and param
 
 
 def compare(trained: Callable[[Any], Trained], plain: Any, own: Any, ours: Callable[[Any], Any]) -> None:
-    """Numbers are those of the plain model, and costs at most those of torch's checkpoint."""
+    """Results are those of the plain model, and costs at most those of torch's checkpoint."""
     expected, _, plain_products = trained(plain)
     its, its_peak, its_products = trained(own)
     assert_same(its, expected)
     result, peak, products = trained(ours(None))
     assert_same(result, expected)
-    # A recomputed value lives until its node is done, beside the gradient of a bias; torch lets go a moment before.
+    # A recomputed value and the gradient of a bias are alive together until the node ends; torch frees it earlier.
     assert peak <= its_peak + BIAS
     assert plain_products < products <= its_products
     result, _, products = trained(ours(policies.save_matmuls))
@@ -82,7 +82,7 @@ def compare(trained: Callable[[Any], Trained], plain: Any, own: Any, ours: Calla
 
 
 def fit(precision: str, stages: int = 1) -> Callable[[Callable[[Any], Any]], Trained]:
-    """By lightning's Trainer, of a model that its module makes ready by a function."""
+    """Training by lightning's Trainer; `ready` prepares the model of the module."""
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
@@ -120,7 +120,7 @@ def fit(precision: str, stages: int = 1) -> Callable[[Callable[[Any], Any]], Tra
 
 @pytest.mark.parametrize(("precision", "stages"), [("32-true", 1), ("bf16-mixed", 1), ("32-true", 2)])
 def test_lightning(precision: str, stages: int) -> None:
-    """Of two stages each calls `configure_model`."""
+    """Each stage calls `configure_model`."""
     compare(fit(precision, stages), as_it_is, that_checkpoints, with_regions)
 
 
@@ -128,11 +128,11 @@ def test_lightning(precision: str, stages: int) -> None:
 
 
 def prepared(precision: str, loss: Callable[[Any, Tensor], Tensor], data: Tensor) -> Callable[[Any], Trained]:
-    """By a loop of accelerate."""
+    """Training by a loop with accelerate."""
     accelerate = pytest.importorskip("accelerate")
 
     def trained(model: Any) -> Trained:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # one precision for a process
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it allows one precision per process
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=EVERY)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         batches = torch.utils.data.DataLoader(data, batch_size=len(data) // STEPS)

@@ -1,4 +1,4 @@
-"""Training on a device by transformers' Trainer and by accelerate, on one device or two: with regions as without."""
+"""Training on a device by transformers' Trainer and by accelerate, on one device or two, with and without regions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_it_is(model: Any) -> Any:
 
 
 def watched(run: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What a call returns, the peak of the devices' bytes in it, and how many products it runs."""
+    """The result of a call, its peak of bytes on the devices, and the number of its products."""
     devices = range(backend.device_count())
     torch.accelerator.synchronize()
     before = sum(backend.memory_allocated(i) for i in devices)
@@ -52,7 +52,7 @@ def watched(run: Callable[[], Any]) -> tuple[Any, int, int]:
 
 
 def compare(train: Train) -> None:
-    """Numbers are those of the plain model; products and peak at most those of the library's own checkpointing."""
+    """Results are those of the plain model; products and peak at most those of the library's own checkpointing."""
     expected, plain_peak, plain_products = train(as_it_is)
     its, its_peak, its_products = train(own_transformer)
     assert_same(its, expected)
@@ -81,7 +81,7 @@ def by_trainer(path: Any) -> Train:
             output_dir=str(path), max_steps=STEPS, per_device_train_batch_size=4, report_to=[], save_strategy="no",
             seed=3, disable_tqdm=True,
         )  # fmt: skip
-        arguments._n_gpu = 1  # else it takes DataParallel, whose sum of gradients has no fixed order
+        arguments._n_gpu = 1  # otherwise it uses DataParallel, which sums gradients in no fixed order
         trainer = transformers.Trainer(model, arguments, train_dataset=Batches())
         _, peak, products = watched(trainer.train)
         assert next(model.parameters()).device.type == DEVICE
@@ -101,7 +101,7 @@ def test_accelerate(precision: str) -> None:
     accelerate = pytest.importorskip("accelerate")
 
     def train(change: Callable[[Any], Any]) -> Any:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # one precision for a process
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it allows one precision per process
         accelerator = accelerate.Accelerator(mixed_precision=precision)
         model = change(llama())
         ready, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
@@ -126,7 +126,7 @@ def test_accelerate(precision: str) -> None:
 
 
 def test_llama_over_two_devices() -> None:
-    """Half of the layers and what comes after them on the second device, as accelerate's `device_map` has it."""
+    """The second half of the model is on the second device, as with accelerate's `device_map`."""
     accelerate = pytest.importorskip("accelerate")
     if backend.device_count() < 2:
         pytest.skip("there is one device")

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, beside the library's own checkpointing."""
+"""Models of Hugging Face's transformers, compared with the library's own checkpointing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def as_it_is(model: Any) -> Any:
 
 
 def loss(model: Any, **arguments: Any) -> Tensor:
-    torch.manual_seed(1)  # of dropout
+    torch.manual_seed(1)  # for dropout
     return model(input_ids=IDS, labels=IDS, **arguments).loss
 
 
@@ -75,8 +75,8 @@ def step(model: Any, **arguments: Any) -> tuple[Tensor, list[Tensor | None]]:
 
 
 def costs(model: Any) -> tuple[int, int, int]:
-    """Bytes held after the forward, the peak, and products of a step."""
-    step(model)  # gradients are there
+    """The bytes saved after the forward, the peak, and the products of a step."""
+    step(model)  # creates the gradients
     _, peak, products = watched(step, model)
     return held_bytes(loss, model), peak, products
 
@@ -88,7 +88,7 @@ def costs_of(how: Callable[[Any], Any], name: str = "llama") -> tuple[int, int, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_region_runs_without_a_cache_in_training(name: str) -> None:
-    """As the library's own checkpoint; a recompute would fill it once more. The user is told once."""
+    """As with the library's checkpoint; a recompute would fill the cache again. There is one warning."""
     plain, model = made(name), applied(made(name))
     kind = type(next(m for m in plain.modules() if isinstance(m, GradientCheckpointingLayer))).__name__
     from remat._modules import eligible
@@ -114,7 +114,7 @@ def test_a_region_runs_without_a_cache_in_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_filled_cache_in_training_is_an_error(name: str) -> None:
-    """Without it the result would be another."""
+    """Without the cache the result would differ."""
     model = made(name)
     with torch.no_grad():
         cache = model(input_ids=IDS, use_cache=True).past_key_values
@@ -123,7 +123,7 @@ def test_a_filled_cache_in_training_is_an_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_librarys_checkpoint_at_the_same_time_is_an_error(name: str) -> None:
+def test_combination_with_the_librarys_checkpoint_is_an_error(name: str) -> None:
     model = checkpointed(made(name))
     classes = [type(module) for module in model.modules()]
     with pytest.raises(RematError, match=r"activation checkpointing is on .*gradient_checkpointing_disable\(\)"):
@@ -136,10 +136,10 @@ def test_the_librarys_checkpoint_at_the_same_time_is_an_error(name: str) -> None
     assert [type(module) for module in model.modules()] == classes
     model.gradient_checkpointing_disable()
     applied(model)
-    checkpointed(model)  # since
+    checkpointed(model)  # after `apply`
     with pytest.raises(RematError, match=r"activation checkpointing is on .*`remat.nn.undo\(model\)`"):
         loss(model, use_cache=False)
-    model.eval()  # the library does nothing then, and neither is it an error
+    model.eval()  # in eval mode the library doesn't checkpoint, so this isn't an error
     assert_same(loss(model, use_cache=False), loss(made(name).eval()))
     assert_same(step(remat.nn.undo(model).train()), step(made(name), use_cache=False))
 
@@ -164,7 +164,7 @@ def test_copies_run_their_own_forward(how: str) -> None:
     assert all(isinstance(a, type(b)) for a, b in zip(again.modules(), plain.modules(), strict=True))
 
 
-def test_a_layer_is_freed_without_the_collector() -> None:
+def test_a_layer_is_freed_without_garbage_collection() -> None:
     model = applied(made("llama"))
     with assert_freed_without_gc() as watch:
         watch(*model.model.layers, *model.model.layers.parameters())
@@ -197,7 +197,7 @@ SWITCHES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_enable(switch: str) -> None:
-    """However its checkpointing is switched on afterwards, layers are regions with the policy."""
+    """However its checkpointing is enabled afterwards, layers are regions with the policy."""
     plain = made("llama")
     for policy in (None, policies.save_matmuls):
         model = enabled(copy.deepcopy(plain), policy)
@@ -225,7 +225,7 @@ def test_enable_every_second_layer() -> None:
 
 
 def test_enable_with_a_context_fn() -> None:
-    """That of the call is a policy of its own, in place of the one that was given to ``enable``."""
+    """The policy of the call replaces the one that was given to ``enable``."""
     products = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
     contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, products)
     for policy in (None, policies.everything_saveable):
@@ -238,7 +238,7 @@ def test_enable_with_a_context_fn() -> None:
 
 
 def test_enable_before_peft() -> None:
-    """The adapters are put into layers that are regions already."""
+    """The adapters are inserted into layers that are regions already."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
@@ -258,7 +258,7 @@ def test_enable_before_peft() -> None:
 
 
 def test_install_before_and_after_the_switch() -> None:
-    """The library makes a partial of torch's function when its checkpointing is switched on."""
+    """The library makes a partial of torch's function when its checkpointing is enabled."""
     before = checkpointed(made("llama"))
     with remat.compat.install(policies.save_matmuls):
         after = checkpointed(made("llama"))
@@ -274,7 +274,7 @@ SWITCHED: dict[str, Callable[[Any], Any]] = {"model": lambda model: model, "part
 @pytest.mark.parametrize("enabled_first", SWITCHED)
 @pytest.mark.parametrize("switched", SWITCHED)
 def test_enable_of_a_part(enabled_first: str, switched: str) -> None:
-    """Whichever switches checkpointing on afterwards, the model or a model in it: regions with the policy stay."""
+    """Whether the model or a submodel enables checkpointing afterwards: the regions and their policy stay."""
     plain, model = made("llama"), made("llama")
     enabled(SWITCHED[enabled_first](model), policies.save_matmuls)
     expected = costs(model)
@@ -282,12 +282,12 @@ def test_enable_of_a_part(enabled_first: str, switched: str) -> None:
     assert costs(model) == expected
     assert expected[2] == costs_of(as_it_is)[2]
     assert_same(step(model), step(plain, use_cache=False))
-    enabled(SWITCHED[switched](model))  # anew, with another policy
+    enabled(SWITCHED[switched](model))  # again, with another policy
     assert costs(model)[2] == costs_of(checkpointed)[2]
 
 
 def test_a_part_with_a_policy_of_its_own() -> None:
-    """It has that one still when checkpointing is switched on for the whole."""
+    """It keeps its policy when checkpointing is enabled for the whole model."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.CLIPConfig(
         text_config={**sizes, "vocab_size": 64, "max_position_embeddings": 32, "eos_token_id": 2},
@@ -358,7 +358,7 @@ def trained(model: Any, checkpointing: bool, output: str) -> tuple[list[Tensor],
 
 @pytest.mark.parametrize(("name", "own_switch"), [("llama", [True, False]), ("gpt2", [True])])
 def test_trainer(name: str, own_switch: list[bool], tmp_path: Any) -> None:
-    """Regions stay where they are if the Trainer switches the library's checkpointing on, and if it does not."""
+    """Regions stay, whether or not the Trainer enables the library's checkpointing."""
     expected, plain_peak, plain_products = trained(made(name), False, str(tmp_path))
     its, its_peak, its_products = trained(made(name), True, str(tmp_path))
     assert_same(its, expected)
@@ -375,7 +375,7 @@ def test_trainer(name: str, own_switch: list[bool], tmp_path: Any) -> None:
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 fails at a guard of its own")
 def test_compile() -> None:
-    """The model is one graph, in whose backward a layer is recomputed as with the library's own checkpointing."""
+    """The model is one graph; its backward recomputes a layer as with the library's own checkpointing."""
     plain = made("llama")
     plain.model.layers = plain.model.layers[:1]
 
@@ -402,7 +402,7 @@ def test_compile() -> None:
 
 
 def test_peak_with_dropout() -> None:
-    """What a recompute leaves out takes no memory, and what is kept for it alone goes when it is used."""
+    """Skipped values take no memory in a recompute, and values saved only for it are freed once they are used."""
     ids = torch.arange(16 * 32).reshape(16, 32) * 7 % 64
 
     def peak(model: Any) -> int:

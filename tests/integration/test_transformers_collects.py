@@ -1,4 +1,4 @@
-"""Outputs that transformers collects in lists on the way, reached by a context variable: nothing of a step stays."""
+"""Outputs that transformers collects in lists, through a context variable: nothing of a step stays alive."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_mixtral(policy: Any, loss: str, collects: bool) -> None:
     torch.testing.assert_close(step(ours), step(mixtral(None)), rtol=0, atol=0)
     assert step(ours)[3] == [3, 3 * collects, 4 * collects]
     for model in ours, torchs:
-        leaked_bytes(step, model)  # what is made in the first step may stay
+        leaked_bytes(step, model)  # objects made in the first step may stay alive
         assert leaked_bytes(step, model) == 0
     if policy is None:
         assert held_bytes(run, ours) <= held_bytes(run, torchs) < held_bytes(run, mixtral(None))

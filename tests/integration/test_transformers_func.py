@@ -1,4 +1,4 @@
-"""Per-sample gradients and Hessian-vector products of transformers' models, whose layers are regions."""
+"""Per-sample gradients and Hessian-vector products of models of transformers whose layers are regions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 ]  # fmt: skip
 
 IDS = torch.arange(3 * 16).reshape(3, 16) * 7 % 64
-LAYERS, PER_LAYER = 2, {"Llama": 9, "GPT-2": 6}  # products in the forward of a layer, with those of its attention
+LAYERS, PER_LAYER = 2, {"Llama": 9, "GPT-2": 6}  # products in the forward of a layer, including those of its attention
 
 
 def made(model: str, attention: str) -> Any:
@@ -32,7 +32,7 @@ def made(model: str, attention: str) -> Any:
 
 
 def loss(model: Any, parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """Of some sentences; dropout draws the same numbers in each call."""
+    """The loss for some sentences; dropout draws the same numbers in each call."""
     torch.manual_seed(1)
     return functional_call(model, parameters, (), {"input_ids": ids, "labels": ids}).loss
 
@@ -66,7 +66,7 @@ def reverse_over_reverse(model: Any) -> dict[str, Tensor]:
 
 
 def double_backward(model: Any) -> dict[str, Tensor]:
-    """Without torch.func's transforms, so that the library's own checkpointing can do it too."""
+    """Without torch.func's transforms, which the library's own checkpointing doesn't support."""
     parameters = {name: p.requires_grad_() for name, p in parameters_of(model).items()}
     inputs = list(parameters.values())
     first = torch.autograd.grad(loss(model, parameters, IDS), inputs, create_graph=True)
@@ -92,7 +92,7 @@ def test_per_sample_gradients(model: str, attention: str, ours: Callable) -> Non
     expected, its_peak, its_products = of_plain(per_sample, model, attention)
     for policy in (None, policies.save_matmuls):
         regions = ours(made(model, attention), policy)
-        assert_same(per_sample(regions), expected)  # the first run finds out that random numbers are drawn
+        assert_same(per_sample(regions), expected)  # the first run records that random numbers are drawn
         result, peak, products = watched(per_sample, regions)
         assert_same(result, expected)
         assert peak < 0.6 * its_peak
@@ -103,7 +103,7 @@ def test_per_sample_gradients(model: str, attention: str, ours: Callable) -> Non
 
 
 def test_after_the_librarys_own_switch() -> None:
-    """It has the embeddings' output require grad, within the function that is transformed."""
+    """This makes the embeddings' output require grad, within the transformed function."""
     model = enabled(made("Llama", "sdpa"), None)
     model.activation_checkpointing_enable()
     with pytest.raises(RuntimeError, match="requires_grad_"):
@@ -119,7 +119,7 @@ def test_after_the_librarys_own_switch() -> None:
     [("Llama", "eager", enabled), ("Llama", "math", applied), ("GPT-2", "math", enabled)],
 )
 def test_hessian_vector_product(model: str, derivative: Derivative, attention: str, ours: Callable) -> None:
-    """By ``grad`` of a product the terms of a sum come in another order; else it is equal bit for bit."""
+    """With ``grad`` of a product the terms of a sum have another order; otherwise results are equal bit for bit."""
     exact = derivative is forward_over_reverse
     forward = LAYERS * PER_LAYER[model]
     with backend(attention):
@@ -132,7 +132,7 @@ def test_hessian_vector_product(model: str, derivative: Derivative, attention: s
             again = products - its_products
             if policy is None:
                 assert peak < 0.6 * its_peak
-                assert again <= (3 if exact else 7) * forward  # with tangents a product is three
+                assert again <= (3 if exact else 7) * forward  # with tangents a product counts as three
             else:
                 assert peak < 0.75 * its_peak
                 assert again <= (0 if exact else 4) * forward
@@ -141,7 +141,7 @@ def test_hessian_vector_product(model: str, derivative: Derivative, attention: s
 @pytest.mark.parametrize("ours", [applied, enabled])
 @pytest.mark.parametrize("model", PER_LAYER)
 def test_double_backward(model: str, ours: Callable) -> None:
-    """Beside the library's own checkpointing."""
+    """Compared with the library's own checkpointing."""
     expected, _, _ = of_plain(double_backward, model, "eager")
     result, its_peak, its_products = watched(double_backward, own_transformer(made(model, "eager")))
     assert_same(result, expected, exact=False)

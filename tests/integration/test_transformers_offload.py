@@ -1,4 +1,4 @@
-"""Transformers' activation checkpointing with `offload=True` on a device: beside the library's own."""
+"""Transformers' activation checkpointing with `offload=True` on a device, compared with the library's own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
 
 
 def held(model: nn.Module) -> int:
-    """Bytes of the device between forward and backward."""
+    """The bytes on the device between forward and backward."""
     step(model)
     gc.collect()
     before = backend.memory_allocated()
@@ -59,7 +59,7 @@ def test_offload() -> None:
         its[offload] = held(model)
     layers, size = len(plain.model.layers), plain.config.hidden_size
     hidden_states = layers * TOKENS.numel() * size * 4
-    # On a device a region has copies of small inputs that need no gradient, until it knows that it changed none.
+    # On a device a region has copies of small inputs that need no gradient, until it is known not to change them.
     length = TOKENS.shape[1]
     copies = layers * length * (8 + 2 * 4 * plain.config.head_dim)  # positions, cosines and sines
     for policy in (None, policies.save_matmuls):

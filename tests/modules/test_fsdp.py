@@ -1,4 +1,4 @@
-"""FSDP2 in regions: its units are called in them, beside plain models and torch's checkpoint; in one process and two.
+"""FSDP2 in regions that call its units, compared with plain models and torch's checkpoint; in one and two processes.
 
 A unit's hooks gather its parameters before its forward, and in the backward before a recompute or within it.
 """
@@ -73,7 +73,7 @@ def in_function(**options: Any) -> Callable:
     return lambda block, x: remat(lambda x: block(x), **options)(x)
 
 
-CALLS: dict[str, tuple[Callable, str]] = {  # and whose memory and work it may take at most
+CALLS: dict[str, tuple[Callable, str]] = {  # with the call whose memory and work are the limit
     "plain": (by_call, "plain"),
     "torch": (by_torch(), "torch"),
     "torch, selective": (by_torch(context_fn=selective), "torch, selective"),
@@ -104,7 +104,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def measured(call: str, units: str, options: str) -> tuple[list[Tensor], dict[str, int]]:
-    """The gradients of three steps in a row, and what the last one kept and ran."""
+    """The gradients of three steps, and the saved bytes and operations of the last one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -147,7 +147,7 @@ reference = functools.cache(measured)
 
 
 def settled(memory: PeakMemory) -> int:
-    """Bytes that are alive: a thread of gloo may hold the last result of a collective for a moment."""
+    """The live bytes; a thread of gloo may hold the last result of a collective briefly, so take the minimum."""
     found = [memory.live]
     for _ in range(20 if torch.distributed.get_world_size() > 1 else 0):
         time.sleep(0.002)
@@ -156,10 +156,10 @@ def settled(memory: PeakMemory) -> int:
 
 
 def check(call: str, units: str, options: str) -> None:
-    """The gradients are those of the plain model, for what torch's checkpoint takes at most."""
+    """The gradients are those of the plain model, and memory and work are within those of torch's checkpoint."""
     grads, taken = measured(call, units, options)
     expected, _ = reference("plain", units, options)
-    # Torch's selective checkpoint can't take all kinds of units, but what it keeps is the same for all.
+    # Torch's selective checkpoint doesn't support all kinds of units, but it saves the same for all.
     _, bound = reference("torch", units, options)
     _, selected = reference(CALLS[call][1], "blocks", options)
     bound = {**bound, "kept": selected["kept"], "products": selected["products"]}

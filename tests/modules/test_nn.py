@@ -1,4 +1,4 @@
-"""`remat.nn.apply`: regions on chosen submodules, in place, where everything else about the model is as before."""
+"""`remat.nn.apply`: regions on chosen submodules, in place; all other behaviour of the model is unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("collector_off")
 
 
 class Block(nn.Module):
-    """Notes its runs."""
+    """Records its runs."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Quiet(Block):
-    """Notes nothing, as a compiler wants it."""
+    """Records nothing, so that compilers accept it."""
 
     def forward(self, x):  # type: ignore  # fx can't pickle annotations that are strings
         return self.down(self.up(x).tanh().sin()).exp().cos()
@@ -63,13 +63,13 @@ class Model(nn.Module):
 
 
 def made(make: Callable[[], Any] = Model) -> Any:
-    """The same module at each call."""
+    """The same module in each call."""
     torch.manual_seed(0)
     return make().double()
 
 
 def step(model: nn.Module, *args: Any) -> list[Tensor | None]:
-    """The gradients of all parameters; the same random numbers are drawn each time."""
+    """The gradients of all parameters; each call draws the same random numbers."""
     torch.manual_seed(3)
     for p in model.parameters():
         p.grad = None
@@ -79,7 +79,7 @@ def step(model: nn.Module, *args: Any) -> list[Tensor | None]:
 
 
 def check(model: nn.Module, plain: nn.Module, runs: list[bool] | None = None, *args: Any) -> None:
-    """One step gives the same gradients and buffers, and the blocks ran as often as this."""
+    """Check that one step gives the same gradients and buffers, and that the runs of the blocks are `runs`."""
     expected = step(plain, *args)
     actual = step(model, *args)
     assert runs is None or runs == RUNS
@@ -91,20 +91,20 @@ X = rand(5, 4, grad=False)
 AGAIN = [False, True]
 
 
-# --- what is chosen ---------------------------------------------------------------------------------------------------
+# --- chosen modules ---------------------------------------------------------------------------------------------------
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 ROWS = 64
-ROW = ROWS * 4 * 8  # bytes of what goes from block to block
+ROW = ROWS * 4 * 8  # bytes of the value passed from block to block
 INSIDE = 5 * ROW  # of a block: results of tanh and sin, which are twice as wide, and of exp
 TAIL = ROW + ROW // 2  # the result of tanh, and two numbers for each row
 
-# Where, the names of what is chosen, how much less is kept, and how often blocks run again.
+# `where`, the names of the chosen modules, by how many bytes less is saved, and how often blocks are recomputed.
 WHERE: dict[str, tuple[Any, list[str], int, int]] = {
     "type": (Block, BLOCKS, 4 * INSIDE, 4),
     "types": ((Block, nn.Sequential), [*BLOCKS, "tail"], 4 * INSIDE + TAIL, 4),
     "name": (lambda name, module: name.endswith((".1", ".2")), ["blocks.1", "blocks.2", "tail.1", "tail.2"],
-             2 * INSIDE - ROW, 2),  # tanh alone would have kept its result, which the next one keeps as its input
+             2 * INSIDE - ROW, 2),  # without a region tanh saves its result, which the next region saves as its input
     "module": (lambda name, module: hasattr(module, "up"), BLOCKS, 4 * INSIDE, 4),
     "every second": (remat.nn.every(2, Block), ["blocks.0", "blocks.2"], 2 * INSIDE, 2),
     "every third": (remat.nn.every(3, Block), ["blocks.0", "blocks.3"], 2 * INSIDE, 2),
@@ -129,7 +129,7 @@ def test_where(kind: str) -> None:
     assert kept(model) == kept(plain) - saved
 
 
-def test_memory_by_how_much_is_chosen() -> None:
+def test_memory_by_the_number_of_chosen_modules() -> None:
     choices = [Model, Block, remat.nn.every(2, Block), remat.nn.every(4, Block)]
     bytes_kept = [kept(remat.nn.apply(made(), where)) for where in choices] + [kept(made())]
     assert bytes_kept == sorted(bytes_kept) and len(set(bytes_kept)) == 5
@@ -184,7 +184,7 @@ def test_options(name: str) -> None:
     check(remat.nn.apply(made(), Block, **options), made(), [False] * 4 + [True] * 4 * again)
 
 
-def test_policy_decides_what_is_kept() -> None:
+def test_policy_decides_what_is_saved() -> None:
     def with_policy(policy: Any) -> int:
         return kept(remat.nn.apply(made(), Block, policy=policy))
 
@@ -193,7 +193,7 @@ def test_policy_decides_what_is_kept() -> None:
     assert with_policy(policies.everything_saveable) == kept(made())
 
 
-def test_applied_twice_the_new_options_count() -> None:
+def test_a_second_apply_replaces_the_options() -> None:
     model = remat.nn.apply(made(), Block, policy=policies.everything_saveable)
     classes = [type(module) for module in model.modules()]
     check(remat.nn.apply(model, remat.nn.every(2, Block)), made(), [False] * 4 + [True] * 2)
@@ -234,7 +234,7 @@ def test_errors_of_every(n: Any, of: Any, kind: type) -> None:
 
 @pytest.mark.parametrize("container", [nn.ModuleList([Block()]), nn.ModuleDict({"a": Block()}),
                                        nn.ParameterList([torch.ones(1)]), nn.ParameterDict()])  # fmt: skip
-def test_containers_are_refused(container: nn.Module) -> None:
+def test_containers_are_an_error(container: nn.Module) -> None:
     model = nn.Sequential(Block(), container)
     with pytest.raises(TypeError, match=f"the {type(container).__name__} '1' has no forward"):
         remat.nn.apply(model, lambda name, module: name in ("0", "1"))
@@ -249,7 +249,7 @@ LAZY: list[Callable] = [
 
 
 @pytest.mark.parametrize("make", LAZY)
-def test_lazy_modules_are_refused(make: Callable) -> None:
+def test_lazy_modules_are_an_error(make: Callable) -> None:
     lazy = make()
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), lazy)
     with pytest.raises(TypeError, match=f"the {type(lazy).__name__} '1' is lazy: call it once"):
@@ -261,7 +261,7 @@ def test_lazy_modules_are_refused(make: Callable) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchscript_is_refused_and_may_be_inside() -> None:
+def test_torchscript_is_an_error_but_can_be_inside() -> None:
     traced = torch.jit.trace(nn.Linear(4, 4).double(), X)
     model = nn.Sequential(Block().double(), nn.Sequential(traced, nn.Tanh()))
     with pytest.raises(TypeError, match=r"'1\.0' is TorchScript: use the module that calls it"):
@@ -272,10 +272,10 @@ def test_torchscript_is_refused_and_may_be_inside() -> None:
     assert_same(step(model), expected)
 
 
-# --- what is unchanged ------------------------------------------------------------------------------------------------
+# --- unchanged behaviour ----------------------------------------------------------------------------------------------
 
 
-def test_the_model_looks_as_before() -> None:
+def test_the_model_looks_unchanged() -> None:
     plain, model = made(), remat.nn.apply(made(), (Model, Block, nn.Linear))
     for names in ("named_modules", "named_parameters", "named_buffers", "named_children"):
         assert [n for n, _ in getattr(model, names)()] == [n for n, _ in getattr(plain, names)()]
@@ -313,7 +313,7 @@ def test_state_dict_and_its_hooks() -> None:
 
 
 def register_hooks(module: nn.Module, log: list) -> None:
-    """One of each kind, some of which change what they see."""
+    """One hook of each kind; some of them change their inputs."""
 
     def note(kind: str) -> Callable:
         return lambda *args: log.append((kind, type(args[0]).__name__, len(args), is_recomputing()))
@@ -337,7 +337,7 @@ def register_hooks(module: nn.Module, log: list) -> None:
 
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls])
 @pytest.mark.parametrize("before", [True, False])
-def test_hooks_fire_as_without(before: bool, policy: Any) -> None:
+def test_hooks_fire_as_without_remat(before: bool, policy: Any) -> None:
     logs, results = [], []
     for wrap in (lambda model: remat.nn.apply(model, Block, policy=policy), lambda model: model):
         model, log, x = made(), [], rand(5, 4)
@@ -354,8 +354,8 @@ def test_hooks_fire_as_without(before: bool, policy: Any) -> None:
     assert_same(*results)
 
 
-def test_hooks_of_modules_inside_of_a_region() -> None:
-    """Backward hooks fire once. Forward hooks fire in the run again too, as all that the region does, and can tell."""
+def test_hooks_of_modules_inside_a_region() -> None:
+    """Backward hooks fire once. Forward hooks fire in the recompute too, where `is_recomputing()` is true."""
     logs = []
     for wrap in (remat.nn.apply, lambda model, where: model):
         model, log = wrap(made(), Block), []
@@ -428,7 +428,7 @@ def test_changed_between_forward_and_backward(change: Callable) -> None:
     assert_same([p.grad for p in model.parameters()], step(plain))
 
 
-# --- modules that share -----------------------------------------------------------------------------------------------
+# --- shared modules ---------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -448,7 +448,7 @@ def test_tied_weights_and_modules_called_twice(where: Any) -> None:
     remat.nn.apply(model, where)
     assert model.first is model.alias and model.first.up.weight is model.second.up.weight
     assert len(list(model.parameters())) == len(list(plain.parameters()))
-    for _ in range(3):  # the statistics are updated once in each
+    for _ in range(3):  # each step updates the statistics once
         check(model, plain)
     assert int(model.norm.num_batches_tracked) == 6
     again = copy.deepcopy(model)
@@ -460,7 +460,7 @@ def test_tied_weights_and_modules_called_twice(where: Any) -> None:
 
 
 class Exp(nn.Module):
-    """Saves tensors of its own."""
+    """A parametrization that saves tensors itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.exp().sin() * x.cos()
@@ -496,7 +496,7 @@ ORDERS = [
 @pytest.mark.parametrize("where", [Block, nn.Linear, (Block, nn.Linear)])
 @pytest.mark.parametrize("order", ORDERS, ids="".join)
 def test_parametrizations_in_any_order(order: tuple[str, ...], where: Any) -> None:
-    """(p)arametrize, (r)emove that, (a)pply and (u)ndo: at each step the same numbers, and at the end nothing left."""
+    """(p)arametrize, (r)emove that, (a)pply and (u)ndo: the same numbers each time, and plain classes at the end."""
     model, plain = made(), made()
     for do in order:
         if do == "a":
@@ -517,7 +517,7 @@ def test_parametrizations_in_any_order(order: tuple[str, ...], where: Any) -> No
 @pytest.mark.parametrize("where", [Block, nn.Linear, (Block, nn.Linear)])
 @pytest.mark.parametrize("inside", [True, False])
 def test_cached_parametrizations(inside: bool, where: Any, policy: Any) -> None:
-    """The backward runs inside of `cached()`, or after it; the weight is first read in the region, or before."""
+    """The backward runs inside `cached()`, or after it; the weight is first read in the region, or before."""
     results = []
     for wrap in (lambda model: remat.nn.apply(model, where, policy=policy), lambda model: model):
         for before in (True, False):
@@ -584,7 +584,7 @@ NORMS: dict[str, Callable] = {
 @pytest.mark.parametrize("where", [Block, nn.Linear, (Block, nn.Linear)])
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_weights(name: str, where: Any) -> None:
-    """Before and after; what spectral norm keeps in buffers is updated once in each forward."""
+    """Before and after; each forward updates the buffers of spectral norm once."""
 
     def normed(model: Any) -> Any:
         torch.manual_seed(1)
@@ -686,7 +686,7 @@ GRAPHS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("layers", GRAPHS)
 def test_graph_modules(layers: str) -> None:
-    """Each has a class of its own, with the code of its graph: none gets that of another."""
+    """Each copy has its own class with the code of its graph; no copy gets the code of another."""
     plain = made(Quiet)
     less = kept(plain) - INSIDE
     graph = GRAPHS[layers](torch.fx.symbolic_trace(made(Quiet)))
@@ -714,7 +714,7 @@ def saved_and_loaded(model: nn.Module) -> Any:
 
 
 def replicated(model: Any) -> Any:
-    """What `DataParallel` does for each device, with the same parameters."""
+    """Copy a model as `DataParallel` does for each device, with the same parameters."""
     replica = model._replicate_for_data_parallel()
     replica._parameters = dict(model._parameters)
     replica._modules = {n: None if m is None else replicated(m) for n, m in model._modules.items()}
@@ -732,7 +732,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 class Reduces(Block):
-    """Is made anew by its arguments, so that attributes which it doesn't know get lost."""
+    """Is rebuilt from its constructor arguments, so unknown attributes get lost."""
 
     def __reduce__(self) -> Any:
         return Reduces, (self.up.in_features,), self.state_dict()
@@ -742,7 +742,7 @@ class Reduces(Block):
 
 
 class Forgets(Block):
-    """Keeps only what it knows."""
+    """Its state contains only attributes that it knows."""
 
     def __getstate__(self) -> dict:
         return {"modules": dict(self._modules), "training": self.training}
@@ -840,11 +840,11 @@ def test_averaged_models() -> None:
     assert_same(*results)
 
 
-# --- modules of modules -----------------------------------------------------------------------------------------------
+# --- nested wrapping --------------------------------------------------------------------------------------------------
 
 
-def test_remat_of_it_and_it_of_remat() -> None:
-    """Two regions, one in the other, are one for memory and for the number of runs."""
+def test_remat_of_applied_modules_and_apply_to_remat_modules() -> None:
+    """Two nested regions count as one for memory and for the number of runs."""
     plain = made(Block)
     for layers in LAYERS.values():
         module = layers(made(Block))
@@ -854,7 +854,7 @@ def test_remat_of_it_and_it_of_remat() -> None:
     second = remat.remat(remat.nn.apply(module, Block))
     assert remat.nn.undo(second) is second
     check(second, plain, AGAIN)
-    check(module, plain, [False])  # they share what undo changes
+    check(module, plain, [False])  # undo changes the module that they share
     check(remat.nn.apply(second, Block), plain, AGAIN)
 
 
@@ -878,7 +878,7 @@ def test_the_outer_policy_decides() -> None:
     assert kept_by(saving, saving) == [hidden] * 3
 
 
-def test_a_forward_of_the_module_itself() -> None:
+def test_forward_set_on_the_instance() -> None:
     for wrap in (lambda m: remat.nn.apply(m, Block), remat.remat, LAYERS["second of in place"]):
         module, plain = made(Block), made(Block)
         for m in (module, plain):
@@ -901,7 +901,7 @@ def test_a_forward_of_the_module_itself() -> None:
 
 
 class Replaced(nn.Module):
-    """A base that replaces `forward` of each subclass, as one of transformers' does."""
+    """A base that replaces `forward` of each subclass, as a base class in transformers does."""
 
     outermost: ClassVar[list[bool]]
 
@@ -939,7 +939,7 @@ class OfMeta(Block, metaclass=Meta):
 
 
 class Required(nn.Module):
-    """A base that wants to know more of each subclass, and lists them."""
+    """A base that requires a keyword from each subclass, and registers it."""
 
     known: ClassVar[dict[str, type]] = {}
 
@@ -967,8 +967,8 @@ def test_bases_that_change_their_subclasses(cls: type, layers: str, how: str) ->
         del each, module
 
 
-def test_of_the_class_forward_is_a_function() -> None:
-    """Guards of compilers and classes that look at it expect one, which also runs the region."""
+def test_forward_of_the_class_is_a_function() -> None:
+    """Guards of compilers, and classes that inspect it, expect a function, and calling it runs the region."""
     module, plain = remat.nn.apply(made(OfReplaced), Block), made(OfReplaced)
     assert isinstance(type(module).forward, FunctionType) and type(module).forward is type(module).forward
     RUNS.clear()
@@ -990,7 +990,7 @@ class CallsForward(Block):
         return super().__call__(x).sin()
 
 
-def test_a_call_that_is_no_region_is_an_error() -> None:
+def test_a_call_that_does_not_reach_forward_is_an_error() -> None:
     for wrap in (lambda m: remat.nn.apply(m, Block), remat.remat, remat.compat.checkpoint_wrapper):
         module = made(CallsNoForward)
         with pytest.raises(TypeError, match="a CallsNoForward has a `__call__` that doesn't call it"):
@@ -1000,12 +1000,12 @@ def test_a_call_that_is_no_region_is_an_error() -> None:
 
 
 class OfLibrary(Block):
-    """A module that its library can checkpoint, and is told to by this."""
+    """A module that its library checkpoints if this flag is set."""
 
     gradient_checkpointing = False
 
 
-def test_the_librarys_own_checkpoint_at_the_same_time_is_an_error() -> None:
+def test_combination_with_the_librarys_own_checkpoint_is_an_error() -> None:
     for wrap in (lambda m: remat.nn.apply(m, Block), remat.remat, remat.compat.checkpoint_wrapper):
         module = made(OfLibrary)
         module.gradient_checkpointing = True
@@ -1018,7 +1018,7 @@ def test_the_librarys_own_checkpoint_at_the_same_time_is_an_error() -> None:
         module.gradient_checkpointing = True
         with pytest.raises(RematError, match="is on for a"):
             module(X)
-        check(module.eval(), made(OfLibrary), AGAIN)  # then libraries do nothing
+        check(module.eval(), made(OfLibrary), AGAIN)  # in eval mode libraries don't checkpoint
 
 
 class Static(nn.Module):
@@ -1128,7 +1128,7 @@ def test_ddp(static: bool) -> None:
 @pytest.mark.parametrize("cls", [Block, OfReplaced])
 @pytest.mark.parametrize("first", [True, False])
 def test_fsdp(first: bool, cls: type) -> None:
-    """Chosen before or after `fully_shard`, which puts a class of its own on top."""
+    """`apply` runs before or after `fully_shard`, which adds a class of its own."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -1150,10 +1150,10 @@ def test_fsdp(first: bool, cls: type) -> None:
     assert RUNS == [False] * 4
 
 
-# --- nothing is left --------------------------------------------------------------------------------------------------
+# --- everything is freed ----------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_kept_after_a_step_and_no_cycles_are_made() -> None:
+def test_everything_is_freed_after_a_step_without_cycles() -> None:
     model = remat.nn.apply(made(), Block)
     assert leaked_bytes(lambda model: torch.autograd.grad(model(X).sum(), list(model.parameters())), model) == 0
     with assert_freed_without_gc() as watch:

@@ -1,4 +1,4 @@
-"""`remat.sequential`: functions in a row, in a few regions."""
+"""`remat.sequential`: functions called one after another, in a few regions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("collector_off")
 
 
 def plain(functions: Any) -> Callable:
-    """The functions in a row, without regions."""
+    """The functions one after another, without regions."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         first, *rest = functions
@@ -46,7 +46,7 @@ def grads(f: Callable, x: Tensor, row: list[nn.Module]) -> tuple:
 
 
 class Noted:
-    """Functions that note in which run they are called."""
+    """Functions that record in which run they are called."""
 
     def __init__(self, count: int) -> None:
         self.calls: list[tuple[int, bool]] = []
@@ -57,7 +57,7 @@ class Noted:
         return x.sin().exp()
 
     def segments(self) -> list[list[int]]:
-        """What ran again together. The last segment comes first, so each starts where the numbers fall."""
+        """The functions of each recompute. The last segment is recomputed first; a new one starts where `i` falls."""
         found: list[list[int]] = []
         for i in [i for i, again in self.calls if again]:
             if found and i > found[0][-1]:
@@ -88,14 +88,14 @@ def test_segments(count: int) -> None:
 @pytest.mark.parametrize(
     "count, segments", [(1, 1), (2, 1), (3, 2), (4, 2), (6, 2), (7, 3), (9, 3), (12, 3), (100, 10)]
 )
-def test_the_square_root_by_default(count: int, segments: int) -> None:
+def test_the_number_of_segments_is_the_square_root_by_default(count: int, segments: int) -> None:
     noted = Noted(count)
     torch.autograd.grad(remat.sequential(noted.functions)(x := rand(3)).sum(), x)
     assert len(noted.segments()) == segments
 
 
 def deep(x: Tensor) -> Tensor:
-    """Keeps its input and its result."""
+    """Saves its input and its result."""
     return x.sin().exp()
 
 
@@ -103,7 +103,7 @@ SIZE = 1024
 
 
 def peak(f: Callable) -> float:
-    """In tensors of the size of the input."""
+    """The peak, in units of the input's size."""
     x = rand(SIZE)
     return peak_bytes(lambda: torch.autograd.grad(f(x).sum(), x)) / (8 * SIZE)
 
@@ -117,17 +117,17 @@ def test_memory_grows_with_the_square_root(measure: Callable) -> None:
     for count in (16, 64, 256):
         root = count**0.5
         found = measure(remat.sequential([deep] * count))
-        assert found <= 2 * root + 4  # the inputs of the segments, and what the functions of one of them keep
+        assert found <= 2 * root + 4  # the inputs of the segments, and what the functions of one segment save
         assert measure(plain([deep] * count)) >= count
         for segments in (round(root / 4), round(root * 4)):
             assert measure(remat.sequential([deep] * count, segments)) > found
 
 
-def test_what_is_kept_are_the_inputs_of_segments() -> None:
+def test_only_the_inputs_of_segments_are_saved() -> None:
     x = rand(SIZE)
     for segments in (1, 2, 5, 10):
         kept = held_bytes(remat.sequential([deep] * 10, segments), x) / (8 * SIZE)
-        assert kept == segments  # the result, and the inputs of all segments but the first
+        assert kept == segments  # the result, and the inputs of all segments except the first
     assert held_bytes(plain([deep] * 10), x) / (8 * SIZE) == 10
 
 
@@ -143,7 +143,7 @@ def test_kinds_of_arguments(kind: Callable) -> None:
         assert_same(grads(f, x, row), grads(plain(row), x, row))
 
 
-def test_a_module_that_is_there_twice_is_called_twice() -> None:
+def test_a_module_that_occurs_twice_is_called_twice() -> None:
     (layer,), x = layers(1), rand(3, 4)
     for row in ([layer, torch.sin, layer], nn.Sequential(layer, nn.Tanh(), layer)):
         assert_same(grads(remat.sequential(row, 2), x, [layer]), grads(plain(row), x, [layer]))
@@ -208,7 +208,7 @@ def test_under_torch_func(name: str, segments: int | None) -> None:
 
 
 class Holds(nn.Module):
-    """Has the modules, and the function that is made of them."""
+    """Contains modules, and the function that is made of them."""
 
     def __init__(self, wrap: Callable = remat.sequential) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_functional_call() -> None:
     assert peaks[0] < peaks[1]
 
 
-def test_it_reads_the_modules_as_they_are() -> None:
+def test_later_changes_of_modules_take_effect() -> None:
     row, x = layers(4), rand(3, 4)
     f = remat.sequential(row)
     f(x)
@@ -255,13 +255,13 @@ def test_copies(make_copy: Callable) -> None:
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))])
-def test_copies_of_what_holds_it(make_copy: Callable) -> None:
+def test_copies_of_a_module_that_contains_one(make_copy: Callable) -> None:
     model, x = make_copy(Holds()), rand(3, 4)
     assert_same(grads(model, x, list(model.layers)), grads(plain(model.layers), x, list(model.layers)))
     assert held_bytes(model, x) < held_bytes(plain(model.layers), x)
 
 
-def test_a_lambda_in_it_is_not_picklable() -> None:
+def test_a_sequential_with_a_lambda_is_not_picklable() -> None:
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(remat.sequential([lambda x: x]))
 
@@ -313,7 +313,7 @@ class Own(nn.Sequential):
         return super().forward(x) + x
 
 
-def test_a_sequential_that_does_more_is_refused() -> None:
+def test_a_sequential_with_other_behaviour_is_an_error() -> None:
     hooked, own, patched = nn.Sequential(*layers(2)), Own(*layers(2)), nn.Sequential(*layers(2))
     hooked.register_forward_hook(lambda m, args, out: out * 2)
     patched.forward = lambda x: x  # type: ignore[method-assign]
@@ -351,7 +351,7 @@ def test_errors(functions: Any, options: dict, kind: type, text: str) -> None:
         remat.sequential(functions, **options)
 
 
-def test_nothing_is_left() -> None:
+def test_everything_is_freed() -> None:
     row, x = layers(4), rand(3, 4)
     f = remat.sequential(row)
     assert leaked_bytes(grads, f, x, row) == 0

@@ -1,4 +1,4 @@
-"""Everything that can be called can be wrapped, and the wrapper passes for what it wraps."""
+"""Every kind of callable can be wrapped, and the wrapper behaves like the callable."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def work(x: Tensor, scale: Any = 1, /, *, shift: Any = 0) -> Tensor:
 
 
 def check(f: Callable, plain: Callable, *args: Any, **kwargs: Any) -> None:
-    """`f` is a region: the values and gradients of `plain` from a run again."""
+    """Check that `f` is a region, with the values and gradients of `plain`."""
     x = leaf(3)
     RUNS.clear()
     actual = torch.autograd.grad(f(x, *args, **kwargs).sum(), x)
@@ -529,7 +529,7 @@ def hooks_seen(module: nn.Module, x: Tensor) -> list[str]:
     return [*seen, out.detach(), grad]
 
 
-def test_hooks_fire_as_without(pair: tuple) -> None:
+def test_hooks_fire_as_without_remat(pair: tuple) -> None:
     f, plain = pair
     f.eval(), plain.eval()
     x = torch.randn(5, 3)
@@ -704,7 +704,7 @@ def test_the_function_gets_its_own_arguments() -> None:
     assert seen[0] is x and seen[1] is config and seen[2] is call
 
 
-def test_keywords_named_like_everything() -> None:
+def test_keywords_with_names_used_by_remat() -> None:
     def fn(x: Tensor, *, self: Tensor, args: int, kwargs: int, fn: int, policy: str) -> Tensor:
         assert policy == "dots"
         return (x * self).sin() * args * kwargs * fn
@@ -733,8 +733,8 @@ def test_results_that_are_arguments() -> None:
     same(torch.autograd.grad((out[0] * out[3]).sum(), x), torch.autograd.grad((x * x.sin()).sum(), x))
 
 
-def test_generators_and_iterators_as_arguments_pass() -> None:
-    # They are used up by the first run, which is the caller's to know: here they aren't read.
+def test_generators_and_iterators_as_arguments_are_passed_on() -> None:
+    # The first run exhausts them, as the caller must know; here no run reads them.
     iterator = iter([1, 2])
     x = leaf(3)
     (grad,) = torch.autograd.grad(remat(lambda x, it: x.sin().exp())(x, iterator).sum(), x)

@@ -1,4 +1,4 @@
-"""`checkpoint_name`: the identity, seen by policies under whatever alias, in every transform."""
+"""`checkpoint_name`: the identity, recognized by policies under any alias, in every transform."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_name_is_a_string(name: Any) -> None:
 
 
 def again(fn: Callable, policy: Any, *args: Tensor) -> OpCounter:
-    """The ops of the backward of a region, whose gradients are right."""
+    """The ops of the backward of a region, whose gradients are checked."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         out = remat(fn, policy=policy)(*args)
@@ -56,7 +56,7 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("alias", ALIASES)
-def test_the_op_that_made_it_is_not_run_again(alias: str) -> None:
+def test_the_op_that_made_the_value_is_not_recomputed(alias: str) -> None:
     def fn(x: Tensor) -> Tensor:
         return ALIASES[alias](torch.exp(x.sin())).sin().sin()
 
@@ -110,7 +110,7 @@ def test_under_transforms(transform: str) -> None:
     with OpCounter() as plain:
         expected = run(named)(*args)
     fn = remat(named, policy=policies.save_only_these_names("h"))
-    run(fn)(*args)  # the first call may learn something of the function
+    run(fn)(*args)  # the first call may record something about the function
     with OpCounter() as counter:
         actual = run(fn)(*args)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
@@ -122,7 +122,7 @@ def test_functionalize() -> None:
     assert torch.equal(functionalize(lambda x: checkpoint_name(x.sin(), "h").exp())(x), x.sin().exp())
 
 
-def test_unseen_names_are_warned_of_once() -> None:
+def test_unknown_names_cause_one_warning() -> None:
     def fn(x: Tensor) -> Tensor:
         return checkpoint_name(x.sin(), "hidden").exp()
 
@@ -130,7 +130,7 @@ def test_unseen_names_are_warned_of_once() -> None:
         remat(fn, policy=policies.save_only_these_names("hiden", "hid*"))(rand(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(3):  # nor for a wrapper that is made anew
+        for _ in range(3):  # nor for a new wrapper
             remat(fn, policy=policies.save_only_these_names("hiden"))(rand(3)).sum().backward()
 
 
@@ -139,7 +139,7 @@ def test_no_names_at_all() -> None:
         remat(lambda x: x.sin(), policy=policies.save_only_these_names("q"))(rand(3))
 
 
-def test_names_of_inputs_are_nothing_to_keep() -> None:
+def test_named_inputs_need_not_be_saved() -> None:
     def fn(x: Tensor) -> Tensor:
         return checkpoint_name(x, "x").sin().sin()
 
@@ -160,7 +160,7 @@ def first(x: Tensor) -> Tensor:
         (policies.save_any_names_but_these() & policies.save_ops("aten.sin"), 1),
         (policies.save_any_names_but_these() & ~policies.save_ops("aten.sin"), 2),
         (policies.save_any_names_but_these() | policies.save_ops("aten.exp"), 1),
-        (~policies.save_any_names_but_these(), 1),  # all but what is named
+        (~policies.save_any_names_but_these(), 1),  # everything except named values
         (~policies.save_only_these_names(), 0),
         (policies.save_only_these_names(), 2),
         (policies.save_anything_except_these_names(), 0),
@@ -182,10 +182,10 @@ def test_policies_that_judge_names_and_mention_none(policy: Any, sines: int) -> 
     assert counter["aten.sin"] == 3 + (3 if policy.saves_nothing else sines)
 
 
-def test_what_any_name_keeps() -> None:
+def test_saved_bytes_of_policies_for_any_name() -> None:
     x = rand(64)
     held = {policy: held_bytes(remat(first, policy=policy), x) // x.nbytes for policy in (None, ANY, EVERYTHING)}
-    assert held == {None: 1, ANY: 2, EVERYTHING: 3}  # with the result
+    assert held == {None: 1, ANY: 2, EVERYTHING: 3}  # including the result
 
 
 ANY, EVERYTHING = policies.save_any_names_but_these(), ~policies.save_only_these_names()

@@ -1,4 +1,4 @@
-"""Policies are values, say what they promise of real operators, and refuse what can't be one."""
+"""Policies are values, decide about real operators as promised, and reject what can't be a policy."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_different_policies_differ() -> None:
     assert policies.save_matmuls != "policies.save_matmuls"
 
 
-def test_order_of_what_is_listed_does_not_matter() -> None:
+def test_order_of_listed_items_does_not_matter() -> None:
     assert policies.save_ops(MM, BMM) == policies.save_ops(BMM, MM, MM) == as_policy({MM, BMM})
     assert policies.save_only_these_names("a", "b") == policies.save_only_these_names("b", "a")
 
@@ -146,7 +146,7 @@ def test_everything_public_is_listed() -> None:
         if isinstance(v, Policy) or getattr(v, "__module__", "") == policies.__name__
     }
     assert {name for name in own if not name.startswith("_")} == set(policies.__all__)
-    assert policies.__all__ == PUBLIC_NAMES  # which errors have at hand
+    assert policies.__all__ == PUBLIC_NAMES  # which error messages use
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_only_the_star_is_special(pattern: str, name: str, matches: bool) -> Non
         *((p, OFFLOAD) for p in CheckpointPolicy if p.name.endswith("_OFFLOAD")),
     ],
 )
-def test_answers_of_predicates(answer: Any, verdict: Verdict) -> None:
+def test_results_of_predicates(answer: Any, verdict: Verdict) -> None:
     seen = []
 
     def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def test_answers_of_predicates(answer: Any, verdict: Verdict) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, 1, "yes", SAVE, policies.save_matmuls])
-def test_other_answers_are_errors(answer: Any) -> None:
+def test_other_results_are_errors(answer: Any) -> None:
     def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         return answer
 
@@ -297,14 +297,14 @@ def test_truth_tables(a: Verdict, b: Verdict) -> None:
     assert judge(p | q) is judge(p & q) is RECOMPUTE
 
 
-def test_a_predicate_is_asked_only_about_what_the_first_keeps() -> None:
+def test_a_predicate_is_called_only_for_what_the_first_policy_saves() -> None:
     policy = policies.save_matmuls & large
     assert policy.verdict_for(RELU) is RECOMPUTE
     assert policy.verdict_for(MM) is None
-    assert judge(policy, RELU) is RECOMPUTE  # which would fail without an argument
+    assert judge(policy, RELU) is RECOMPUTE  # without a call of `large`, which would fail without an argument
     assert [judge(policy, MM, args=(n,)) for n in (9, 11)] == [RECOMPUTE, SAVE]
     assert (large & policies.save_matmuls).verdict_for(RELU) is None
-    assert (large | policies.save_matmuls).verdict_for(MM) is None  # it might say offload
+    assert (large | policies.save_matmuls).verdict_for(MM) is None  # it might decide to offload
     assert (~as_policy(large)).verdict_for(MM) is policies.offload(large).verdict_for(MM) is None
     assert judge(~as_policy(large), args=(9,)) is SAVE
 
@@ -322,12 +322,12 @@ CERTAIN = {
 
 
 @pytest.mark.parametrize("make", CERTAIN.values(), ids=CERTAIN)
-def test_a_certain_conflict_is_an_error_when_it_is_made(make: Callable) -> None:
+def test_a_certain_conflict_raises_at_construction(make: Callable) -> None:
     with pytest.raises(PolicyError, match=r"would be saved by p = .* and offloaded by q = .*\. To offload"):
         make()
 
 
-def test_another_conflict_is_an_error_when_it_comes_up() -> None:
+def test_another_conflict_raises_when_it_occurs() -> None:
     by_name = policies.offload(policies.save_only_these_names("q"))
     policy = policies.save_matmuls | by_name
     assert judge(policy, MM) is judge(policy, MM, "k") is SAVE
@@ -347,7 +347,7 @@ def test_another_conflict_is_an_error_when_it_comes_up() -> None:
         judge(offloads, MM, args=(11,))
 
 
-# --- what the engine asks -----------------------------------------------------------------------------------------
+# --- queries of the engine ----------------------------------------------------------------------------------------
 
 NOTHING, EVERYTHING = policies.nothing_saveable, policies.everything_saveable
 
@@ -384,7 +384,7 @@ NOTHING, EVERYTHING = policies.nothing_saveable, policies.everything_saveable
     ],
     ids=name_of,
 )
-def test_what_is_certain(policy: Policy, judges_names: bool, everything: bool, nothing: bool) -> None:
+def test_certain_verdicts(policy: Policy, judges_names: bool, everything: bool, nothing: bool) -> None:
     assert (policy.judges_names, policy.saves_everything, policy.saves_nothing) == (judges_names, everything, nothing)
 
 
@@ -393,7 +393,7 @@ def test_mentioned_names() -> None:
     assert policies.save_matmuls.mentioned_names == ()
 
 
-# --- what users give ----------------------------------------------------------------------------------------------
+# --- policy arguments ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_mentioned_names() -> None:
     ],
     ids=name_of,
 )
-def test_what_is_taken_for_a_policy(given: Any, policy: Policy) -> None:
+def test_accepted_as_a_policy(given: Any, policy: Policy) -> None:
     assert as_policy(given) == policy
 
 
@@ -449,13 +449,13 @@ def test_what_is_taken_for_a_policy(given: Any, policy: Policy) -> None:
     ],
     ids=name_of,
 )
-def test_what_is_refused(given: Any, says: str) -> None:
+def test_rejected_as_a_policy(given: Any, says: str) -> None:
     for take in (as_policy, policies.offload, lambda value: policies.save_matmuls | value):
         with pytest.raises(PolicyError, match=says):
             take(given)
 
 
-def test_policies_of_jax_are_refused() -> None:
+def test_policies_of_jax_are_rejected() -> None:
     def dots_saveable(prim: Any, *args: Any, **params: Any) -> bool:
         return True
 
@@ -488,7 +488,7 @@ def test_policies_of_jax_are_refused() -> None:
     ],
     ids=name_of,
 )
-def test_operators_that_no_policy_sees(op: Any, says: str) -> None:
+def test_operators_that_never_reach_a_policy(op: Any, says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         policies.save_ops(op)
 
@@ -497,8 +497,8 @@ VIEWS = ["aten.view", "aten.t", "aten.detach", aten.view.default, aten.transpose
 
 
 @pytest.mark.parametrize("op", [*VIEWS, "aten.split", "aten.squeeze_", "aten._unsafe_view"], ids=name_of)
-def test_what_makes_views_alone(op: Any) -> None:
-    """Only `save_ops` refuses it. A list may have it, as for torch's selective checkpoint, where it changes nothing."""
+def test_operators_that_only_make_views(op: Any) -> None:
+    """Only `save_ops` rejects it. A list may contain it, as for torch's selective checkpoint, without any effect."""
     for ops in ((op,), (op, "aten.mm")):
         with pytest.raises(PolicyError, match=r"only returns views.*checkpoint_name"):
             policies.save_ops(*ops)
@@ -521,7 +521,7 @@ def test_views_in_a_list_change_nothing() -> None:
         assert counter["aten.mm"] == 2 + 4 and all(map(torch.equal, found, expected))
 
 
-def test_a_packet_stands_for_its_overloads() -> None:
+def test_a_packet_represents_its_overloads() -> None:
     assert operators.resolve(aten.mm) == {getattr(aten.mm, name) for name in aten.mm.overloads()}
     assert aten.sum.dim_IntList in operators.resolve("aten.sum") and aten.sum.int not in operators.resolve("aten.sum")
 
@@ -551,11 +551,11 @@ def test_arguments_are_checked(make: Callable, says: str) -> None:
         make()
 
 
-# --- what reaches a policy ----------------------------------------------------------------------------------------
+# --- operators that reach a policy --------------------------------------------------------------------------------
 
 
 class Kept(TorchDispatchMode):
-    """Notes the names of the operators that reach a dispatch mode and that a policy keeps."""
+    """Records the names of the operators that reach a dispatch mode and that a policy saves."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -569,7 +569,7 @@ class Kept(TorchDispatchMode):
 
 
 def kept(policy: Policy, fn: Callable, *args: Any) -> list[str]:
-    """The names of the operators in a call that a policy keeps."""
+    """The names of the operators in a call that a policy saves."""
     with Kept(policy) as kept:
         fn(*args)
     return kept.names
@@ -705,7 +705,7 @@ def test_attention_in_modules_is_seen() -> None:
     assert len(kept(policies.save_matmuls, attend, x)) == 2
     layer = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
     assert len(kept(policies.save_attention, layer, x)) == 1
-    with torch.no_grad():  # one kernel does all of it
+    with torch.no_grad():  # one kernel computes the whole layer
         assert len(kept(policies.save_attention, layer.eval(), x)) == 1
 
 
@@ -730,8 +730,8 @@ def test_attention_without_a_kernel_is_matrix_products(how: str) -> None:
     assert kept(policies.save_matmuls_without_batch_dims, f, x) == []
 
 
-def test_composites_of_inference_mode_are_seen() -> None:
-    """There operators are not taken apart."""
+def test_composites_in_inference_mode_are_seen() -> None:
+    """In inference mode operators are not decomposed."""
     with torch.inference_mode():
         assert kept(policies.save_matmuls, F.linear, *PRODUCTS["linear"][1]) == ["linear"]
         assert kept(policies.save_matmuls, F.conv2d, *CONVOLUTIONS["conv2d"][1]) == ["conv2d"]
@@ -739,7 +739,7 @@ def test_composites_of_inference_mode_are_seen() -> None:
         assert attention == ["scaled_dot_product_attention"]
 
 
-def test_nested_tensors_keep_linear_whole() -> None:
+def test_nested_tensors_do_not_decompose_linear() -> None:
     nested = torch.nested.nested_tensor([rand(2, 4), rand(3, 4)], layout=torch.jagged, requires_grad=True)
     assert kept(policies.save_matmuls, F.linear, nested, rand(5, 4)) == ["linear"]
 
@@ -766,7 +766,7 @@ def test_collectives_are_seen() -> None:
 
 @pytest.mark.parametrize("group", ["MATMULS", "ATTENTION"])
 def test_names_in_groups_exist(group: str) -> None:
-    """A name with a typo would keep nothing, silently; those of other packages and of newer torch are few."""
+    """A misspelled name would silently save nothing; names of other packages and of newer torch are few."""
     expected = {name for name in getattr(groups, group) if name.startswith(("aten::", "quantized::", "mkl"))}
     missing = expected - {name.partition(".")[0] for name in operator_names()}
     newer = {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2", "aten::_foreach_mm"}

@@ -1,4 +1,4 @@
-"""What is learnt from one call of a region to the next: it makes them faster, and changes nothing that they do."""
+"""What one call of a region records for the next: it makes them faster, and changes no result."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:The policy of a rematerialized f
 
 
 def forget() -> None:
-    """All that is known of code."""
+    """Clear everything that is recorded for functions, by their code."""
     known._of_codes.clear()
 
 
 def remembered() -> list[Any]:
-    """What the last first runs of code did."""
+    """The recorded programs of the last first runs."""
     return [program for _, each in known._of_codes.values() for program in each.programs.values()]
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_known() -> Iterator[None]:
-    """Functions of tests share their code."""
+    """Clears the records, as functions of tests share their code."""
     forget()
     yield
     forget()
@@ -63,9 +63,9 @@ def run(fn: Callable, *args: Any) -> tuple[list[Tensor], Counter[str]]:
 
 
 def check(fn: Callable, policy: str, calls: list[tuple]) -> None:
-    """Each of the calls gives what the plain function gives, and runs again what it does where nothing is known.
+    """Each call gives the same as the plain function, and recomputes as much as without records.
 
-    With names alone the first call that keeps less than the one before it learns so too late, and runs all again.
+    With names alone, the first call that saves less than the one before notices too late, and recomputes everything.
     """
     expected = []
     for args in calls:
@@ -96,7 +96,7 @@ def layers(x: Tensor, w: Tensor) -> Tensor:
 
 
 @every_policy
-def test_calls_that_do_the_same(policy: str) -> None:
+def test_identical_calls(policy: str) -> None:
     args = rand(4, 4), rand(4, 4, seed=1)
     check(layers, policy, [args] * 4)
 
@@ -111,7 +111,7 @@ def test_other_sizes_strides_and_dtypes(policy: str) -> None:
 
 
 @every_policy
-def test_what_is_differentiated_changes(policy: str) -> None:
+def test_other_tensors_are_differentiated(policy: str) -> None:
     x, w = rand(4, 4), rand(4, 4, seed=1)
     calls = [(x, w), (x.detach(), w), (x, w.detach()), (x, w)]
     check(layers, policy, calls * 2)
@@ -188,7 +188,7 @@ def test_the_default_dtype_changes() -> None:
             torch.set_default_dtype(torch.float32)
 
 
-# --- without the mode -------------------------------------------------------------------------------------------------
+# --- without a dispatch mode ------------------------------------------------------------------------------------------
 
 
 def all_named(x: Tensor, w: Tensor, name: str = "a") -> Tensor:
@@ -197,7 +197,7 @@ def all_named(x: Tensor, w: Tensor, name: str = "a") -> Tensor:
     return x
 
 
-def test_nothing_runs_again_where_all_is_named() -> None:
+def test_nothing_is_recomputed_where_every_value_is_named() -> None:
     x, w = rand(3, 3), rand(3, 3, seed=1)
     wrapped = remat(all_named, policy=NAMES)
     for _ in range(3):
@@ -216,7 +216,7 @@ def test_a_name_that_is_missing_is_noticed() -> None:
         values, again = run(wrapped, x, w, name)
         assert all(map(torch.equal, values, expected))
         counts.append(again["aten.tanh"])
-    # The last tanh is the result, which nobody has to make again for others; each time it is known what to do.
+    # The last tanh is the result, so it isn't recomputed. In a second call of a kind the name is known to be missing.
     assert counts[:2] == [0, 0] == counts[4:6] and counts[3] == counts[6] == counts[7] > 0
 
 
@@ -235,7 +235,7 @@ def test_a_named_value_is_changed_in_place() -> None:
             assert torch.equal(value, plain)
 
 
-def test_a_value_that_nobody_saves_is_not_held() -> None:
+def test_a_named_value_that_is_not_saved_is_released() -> None:
     peaks: list[int] = []
 
     def fn(x: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def test_a_value_that_nobody_saves_is_not_held() -> None:
     assert peaks[1] <= peaks[0] and peaks[1] <= 4 * x.nbytes
 
 
-def test_what_holds_who_knows_what_is_not_remembered() -> None:
+def test_runs_with_opaque_arguments_are_not_recorded() -> None:
     def fn(x: Tensor, generator: torch.Generator | None) -> Tensor:
         return torch.sin(x) * torch.rand(3, generator=generator)
 
@@ -260,7 +260,7 @@ def test_what_holds_who_knows_what_is_not_remembered() -> None:
         assert len(remembered()) == count
 
 
-def test_one_is_remembered() -> None:
+def test_one_run_is_recorded() -> None:
     x = rand(3)
     wrapped = remat(lambda x, factor: torch.sin(x) * factor, policy=policies.save_matmuls)
     for factor in range(30):
@@ -268,7 +268,7 @@ def test_one_is_remembered() -> None:
     assert len(remembered()) == 1
 
 
-def test_dynamo_leaves_the_modes_alone() -> None:
+def test_dynamo_compiles_nothing_under_the_modes() -> None:
     compiled: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Callable:
@@ -282,15 +282,15 @@ def test_dynamo_leaves_the_modes_alone() -> None:
     inner = torch.compile(lambda x: x.sin() * 2, backend=backend)
     x, w = rand(3, 3), rand(3, 3, seed=1)
     values, _ = run(remat(fn, policy=policies.save_matmuls), x, w)
-    assert not compiled  # under a mode Dynamo gives way; what it would find here is the mode itself
+    assert not compiled  # under a dispatch mode Dynamo is skipped; here it could only compile the mode itself
     assert all(map(torch.equal, values, run(fn, x, w)[0]))
 
 
-# --- calls that go along with the last one, until they don't ------------------------------------------------------
+# --- calls that are the same as the last one, then differ ---------------------------------------------------------
 
 
 def in_turn(*kinds: tuple) -> list[tuple]:
-    """Each kind of call so often that the next of its kind would only be compared, then another."""
+    """Four calls of each kind, so that the next of that kind would only be compared; all kinds, then again."""
     return [args for kind in (*kinds, *kinds) for args in [kind] * 4]
 
 
@@ -313,7 +313,7 @@ def branches(x: Tensor, w: Tensor, which: int) -> Tensor:
 
 
 @every_policy
-def test_other_inputs_after_calls_that_did_the_same(policy: str) -> None:
+def test_other_inputs_after_identical_calls(policy: str) -> None:
     x, w = rand(4, 4), rand(4, 4, seed=1)
     base = rand(8, 4, seed=2).detach()
     upper, lower = (part.requires_grad_() for part in base.detach().split(4))
@@ -324,25 +324,25 @@ def test_other_inputs_after_calls_that_did_the_same(policy: str) -> None:
 
 
 def around(x: Tensor, w: Tensor) -> Tensor:
-    """It reads more of a storage than the tensor that it is given."""
+    """Reads more of a storage than its argument covers."""
     whole = x.as_strided((4, 4), (4, 1), 0)
     return torch.tanh(torch.tanh(whole @ w) @ x @ w)
 
 
 @every_policy
-def test_inputs_that_lie_elsewhere_on_their_storage(policy: str) -> None:
+def test_inputs_with_another_storage_offset(policy: str) -> None:
     base, w = rand(8, 4, grad=False), rand(4, 4, seed=1)
     check(around, policy, in_turn((base[:4], w), (base[4:], w)))
 
 
 def through_views(x: Tensor, w: Tensor) -> Tensor:
-    """Of what products make only views are left."""
+    """Only views of the products remain."""
     h = torch.tanh((x @ w).view(2, 8).t().reshape(8, 2))
     return torch.tanh((h.reshape(4, 4) @ w).t()).exp()
 
 
 @every_policy
-def test_views_are_all_that_is_left_of_a_value(policy: str) -> None:
+def test_only_views_of_a_value_remain(policy: str) -> None:
     check(through_views, policy, in_turn((rand(4, 4), rand(4, 4, seed=1))))
 
 
@@ -350,7 +350,7 @@ def viewing(x: Tensor, w: Tensor, which: int) -> Tensor:
     h = checkpoint_name(x @ w, "a")
     turned = (w if which == 1 else h).t()
     if which == 2:
-        h.view(8, 2)  # nobody reads it
+        h.view(8, 2)  # it isn't read
     wide = h.t().reshape(2, 8) if which == 3 else h.view(2, 8)
     part = wide[:, :4] if which == 4 else wide[:, 4:]
     if which == 5:
@@ -380,7 +380,7 @@ OTHER_BRANCHES = [*((branches, which) for which in range(1, 8)), *((viewing, whi
 @pytest.mark.sampled(4)
 @every_policy
 @pytest.mark.parametrize("fn, which", OTHER_BRANCHES)
-def test_another_branch_after_calls_that_did_the_same(policy: str, fn: Callable, which: int) -> None:
+def test_another_branch_after_identical_calls(policy: str, fn: Callable, which: int) -> None:
     x, w = rand(4, 4), rand(4, 4, seed=1)
     check(fn, policy, in_turn((x, w, 0), (x, w, which)))
 
@@ -396,7 +396,7 @@ def test_other_slices_in_each_call(policy: str) -> None:
 
 
 @every_policy
-def test_inputs_of_other_sizes_of_which_views_are_alike(policy: str) -> None:
+def test_inputs_of_other_sizes_with_equal_views(policy: str) -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         h = torch.tanh(x.t().reshape(4, 4) @ w.view(4, 4).t())
         return torch.sin(h.view(16) * w.reshape(16)) * x.reshape(16)
@@ -422,8 +422,8 @@ def test_a_value_is_changed_through_a_view_after_others_were_made(policy: str) -
     check(fn, policy, in_turn((x, w, None), (x, w, 0), (x, w, 1), (x, w, None)))
 
 
-def test_memory_of_calls_that_do_the_same() -> None:
-    """What is held of a later run is what was held of the first one."""
+def test_memory_of_identical_calls() -> None:
+    """Later calls save and peak no higher than the first one."""
     x, ws = rand(64, 64), [rand(64, 64, seed=i) for i in range(8)]
 
     def chain(x: Tensor, *ws: Tensor) -> Tensor:
@@ -442,7 +442,7 @@ def test_memory_of_calls_that_do_the_same() -> None:
         assert all(figure[0] <= first[0] and figure[1] <= first[1] for figure in later)
 
 
-# --- what one function does is no hint at what another one does -------------------------------------------------------
+# --- records of one function don't apply to another one ---------------------------------------------------------------
 
 
 def wrapped_sine(inner: Callable) -> Callable:
@@ -496,14 +496,14 @@ def inside_grad(fn: Callable) -> Callable:
     return lambda x: torch.func.grad(lambda y: fn(y).sum())(x) + x.sin()
 
 
-def test_a_function_that_was_differentiated_inside_of_another_one() -> None:
+def test_a_function_that_was_differentiated_inside_another_one() -> None:
     x = rand(3, 3)
     before = run(remat(products), x)[1]
-    run(remat(inside_grad(products)), x)  # which can't stop early
+    run(remat(inside_grad(products)), x)  # this recompute can't stop early
     assert run(remat(products), x)[1] == before
 
 
-def test_a_module_that_was_differentiated_inside_of_another_one() -> None:
+def test_a_module_that_was_differentiated_inside_another_one() -> None:
     linear = torch.nn.Linear(3, 3, dtype=torch.float64)
     module, x = torch.nn.Sequential(linear, torch.nn.Tanh(), linear), rand(2, 3)
     before = run(remat(module), x)[1]
@@ -511,10 +511,10 @@ def test_a_module_that_was_differentiated_inside_of_another_one() -> None:
     assert run(remat(module), x)[1] == before == run(remat(lambda x: module(x)), x)[1]
 
 
-def test_what_is_known_around_a_module_goes_with_it() -> None:
+def test_records_for_a_module_are_freed_with_it() -> None:
     def make() -> tuple[Any, Any]:
         module = torch.nn.Linear(3, 3, dtype=torch.float64)
-        other = torch.nn.Sequential(module)  # which holds it
+        other = torch.nn.Sequential(module)  # which contains it
         run(remat(functools.partial(module.forward)), rand(3))
         run(remat(functools.partial(lambda first, second, x: first(x) + second(x), module, other)), rand(3))
         return weakref.ref(module), weakref.ref(other)
@@ -524,7 +524,7 @@ def test_what_is_known_around_a_module_goes_with_it() -> None:
         assert module() is None and other() is None
 
 
-def test_named_values_that_are_read_by_named_ones_alone_are_not_held() -> None:
+def test_named_values_that_only_named_values_read_are_not_saved() -> None:
     def fn(x: Tensor) -> Tensor:
         for _ in range(20):
             x = checkpoint_name(x + 1, "a")

@@ -1,4 +1,4 @@
-"""The rules that policies promise, by counting: what is kept, what is run again, and that nothing else changes."""
+"""The rules that policies promise, by counting: what is saved, what is recomputed, and that results stay the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._dynamo  # its import, which the first dispatch mode starts, would hold on to the frames that it runs in
+import torch._dynamo  # its import, which the first dispatch mode starts, would keep the frames in which it runs alive
 from cases import assert_same, cases, copied, rand, tensor_leaves, total
 from jax_counts import NAMED_RESULT, ROWS, Row
 from remat_functions import PROGRAMS, Program, built, made
@@ -27,20 +27,20 @@ only, aten = policies.save_only_these_names, torch.ops.aten
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects() -> Iterator[None]:
-    """What is there already is not looked at by the garbage collector, which runs often here."""
+    """Freezes existing objects, so that the garbage collector, which runs often here, skips them."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
 
 
-# --- how it is counted ------------------------------------------------------------------------------------------------
+# --- counting --------------------------------------------------------------------------------------------------------
 
 KINDS = {"matmul": ("mm", "bmm"), "maximum": ("maximum", "relu")} | {k: (k,) for k in ("sin", "exp", "tanh", "mul")}
 
 
 def kinds(ops: Counter[str]) -> Counter[str]:
-    """Operations by the words of `jax_counts`."""
+    """Operations by the names that `jax_counts` uses."""
     return Counter({kind: sum(ops[f"aten.{op}"] for op in names) for kind, names in KINDS.items()})
 
 
@@ -53,7 +53,7 @@ class Alive(PeakMemory):
 
 
 class Run(NamedTuple):
-    """Values alive between forward and backward beyond arguments, operations run, results and their derivatives."""
+    """The values saved for the backward (without arguments), the operations, and results with their derivatives."""
 
     kept: int | None
     ops: Counter[str]
@@ -79,7 +79,7 @@ def by_vjp(program: Program, fn: Fn) -> Run:
 def _by_vjp(fn: Fn, *args: Tensor) -> Run:
     with Alive() as alive:
         out, pull = vjp(fn, *args)
-        kept = alive.live - len(tensor_leaves(out))  # `pull` holds them
+        kept = alive.live - len(tensor_leaves(out))  # `pull` owns them
     with OpCounter() as counter:
         grads = pull(out)
     return Run(kept, counter.counts, (out, grads))
@@ -103,7 +103,7 @@ def gradient(fn: Fn, argnums: Iterable[int]) -> Fn:
 
 
 def whole(transformed: Fn, args: Sequence[Tensor]) -> Run:
-    """Where the backward can't be told from the forward."""
+    """A run in which forward and backward can't be separated."""
     with OpCounter() as counter:
         result = transformed(*args)
     return Run(None, counter.counts, result)
@@ -142,14 +142,14 @@ def plain(function: str, transform: str) -> Run:
 
 
 def again(run: Run, expected: Run, words: Iterable[str]) -> dict[str, int]:
-    """How often the operations of these kinds are run again, where the results are the expected ones."""
+    """How often operations of these kinds are recomputed; also checks the results."""
     assert_same(run.result, expected.result)
     now, before = kinds(run.ops), kinds(expected.ops)
     return {kind: now[kind] - before[kind] for kind in words}
 
 
 def counted(row: Row, transform: str) -> tuple[int | None, dict[str, int]]:
-    """What a program keeps, and what it runs again."""
+    """The number of values that a program saves, and of operations that it recomputes."""
     run = TRANSFORMS[transform](PROGRAMS[row.function], built(row.function, *map(made, row.policies)))
     return run.kept, again(run, plain(row.function, transform), row.again)
 
@@ -158,7 +158,7 @@ def counted(row: Row, transform: str) -> tuple[int | None, dict[str, int]]:
 
 REFERENCE = {(row.function, row.policies): row for row in [*ROWS, *NAMED_RESULT]}
 
-# Where torch has other figures than JAX, and better ones: it keeps the argument of `sin`, not its cosine, and the
+# Where torch has other figures than JAX, and better ones: it saves the argument of `sin`, not its cosine, and the
 # derivative of `maximum` does not read its result.
 OURS = {
     ("sin_sin", ("everything_saveable",)): (1, {"sin": 0}),
@@ -166,10 +166,10 @@ OURS = {
     ("mlp_maximum", ("only h",)): (1, {"tanh": 1, "maximum": 0, "matmul": 2}),
 }
 
-# Without a policy operations are not recorded: a run again stops early, but leaves nothing out on its way.
+# Without a policy operations are not recorded: a recompute stops early, but skips nothing before that.
 DEAD_BRANCHES = {"pair": {"sin": 2}}
 
-# And it runs to its end where the cotangents have a batch dimension that the operands do not have.
+# The recompute also runs to its end where the cotangents have a batch dimension that the operands do not have.
 TO_THE_END = {
     **{f: {"sin": 3} for f in ("three", "three_pre", "three_each", "vmap_x", "vmap_all", "in_vmap_x")},
     **{f: {"sin": 3} for f in ("pair_first", "pair")},
@@ -179,13 +179,13 @@ TO_THE_END = {
     "named_linear": {"sin": 2},
 }
 
-# Policies judge the operations that torch runs, and in those of `vmap` every operand has the batch dimension.
+# Policies judge the operations that torch runs. In those of `vmap` every operand has the batch dimension.
 BATCHED = {
     ("vmap_x", "vmap(grad), input"): {"matmul": 3},
     **{(f, t): {"matmul": 3} for f in ("in_vmap_x", "in_vmap_all") for t in TRANSFORMS},
 }
 
-# Where only some of the gradients are asked for, less has to run again than JAX's figures say, which are for all.
+# If only some gradients are requested, less is recomputed than in JAX's figures, which are for all gradients.
 FEWER = {
     **{("three_pre", (f"only {names}",)): {"sin": 1} for names in ("b", "c", "a,b", "a,c")},
     **{("three_pre", (f"only {names}",)): {"sin": 0} for names in ("b,c", "a,b,c")},
@@ -198,14 +198,14 @@ FEWER_FOR_WEIGHTS = {("dead_linear", ("dots_saveable",)): {"sin": 0}}
 
 
 @pytest.mark.parametrize("table", [{key: ran for key, (_, ran) in OURS.items()}, FEWER, FEWER_FOR_WEIGHTS])
-def test_other_figures_are_better_ones(table: dict) -> None:
+def test_figures_that_differ_from_jax_are_better(table: dict) -> None:
     for key, ran in table.items():
         assert all(count <= REFERENCE[key].again[kind] for kind, count in ran.items())
     assert all(kept <= REFERENCE[key].kept for key, (kept, _) in OURS.items())
 
 
 def figures(row: Row, transform: str) -> tuple[int, dict[str, int]]:
-    """What a program keeps, at most, and exactly what it runs again."""
+    """The most values that a program may save, and the exact number of operations that it recomputes."""
     key = row.function, row.policies
     kept, ran = OURS.get(key, (row.kept, row.again))
     if row.policies == ("none",):
@@ -222,7 +222,7 @@ def combinations() -> Iterator[Any]:
     for row in REFERENCE.values():
         program = PROGRAMS[row.function]
         for transform in TRANSFORMS:
-            inside = program.in_dims is None or transform.startswith("vmap")  # some are about derivatives inside `vmap`
+            inside = program.in_dims is None or transform.startswith("vmap")  # some only have derivatives in `vmap`
             if inside and (len(program.args()) > 1 or not transform.endswith("weights")):
                 yield pytest.param(row, transform, id=f"{row.function}-{'-'.join(row.policies)}-{transform}")
 
@@ -234,7 +234,7 @@ def test_no_more_than_jax(row: Row, transform: str) -> None:
     assert ran == exactly
     if transform == "autograd":
         assert kept == most
-    elif kept is not None:  # results that are kept aren't counted there
+    elif kept is not None:  # there results that are saved aren't counted
         assert kept <= most
 
 
@@ -283,7 +283,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The policy of a rematerialized f
 
 
 def of_kind(function: str, policy: str) -> Fn:
-    """A program with a policy, and with the next one in regions inside of it."""
+    """A program with a policy, and with the next policy for the regions inside it."""
     names = list(POLICIES)
     return built(function, POLICIES[policy], POLICIES[names[(names.index(policy) + 1) % len(names)]])
 
@@ -317,7 +317,7 @@ def plain_order(order: str, function: str) -> Any:
 @pytest.mark.parametrize("order", ORDERS)
 def test_second_order(order: str, function: str, policy: str) -> None:
     found = ORDERS[order](PROGRAMS[function], of_kind(function, policy))
-    assert_same(found, plain_order(order, function), exact=order != "grad_of_grad")  # which adds up in another order
+    assert_same(found, plain_order(order, function), exact=order != "grad_of_grad")  # which sums in another order
 
 
 @EVERY_POLICY
@@ -343,21 +343,21 @@ def test_any_number_of_passes(function: str, policy: str) -> None:
     assert passes == passes[:1] * 4
 
 
-# --- what is kept is what is needed -----------------------------------------------------------------------------------
+# --- only needed values are saved -------------------------------------------------------------------------------------
 
 
 def held(fn: Fn, args: Sequence[Tensor]) -> int:
-    """The bytes between forward and backward beyond arguments; results count only if they are kept."""
+    """The bytes saved for the backward beyond arguments; results count only if they are saved."""
     return held_bytes(lambda: [get_gradient_edge(t) for t in tensor_leaves(fn(*args)) if t.requires_grad])
 
 
 def held_under_vjp(fn: Fn, args: Sequence[Tensor]) -> int:
-    """The same under `torch.func.vjp`, whose function holds the results."""
+    """The same under `torch.func.vjp`, whose pullback owns the results."""
     args = [t.detach() for t in args]
     return held_bytes(lambda: vjp(fn, *args)[1]) - sum(t.nbytes for t in tensor_leaves(fn(*args)))
 
 
-# The numbers of elements that are kept of `block`; the last product is not needed.
+# The numbers of elements that `block` saves; the last product is not needed.
 BLOCK = {
     "none": 0,
     "save_matmuls": 5 * 6 * 4 + 6 * 6 + 6 * 8,
@@ -370,7 +370,7 @@ BLOCK = {
 
 
 @pytest.mark.parametrize("policy", BLOCK)
-def test_bytes_are_those_of_the_values_kept(policy: str) -> None:
+def test_bytes_are_those_of_the_saved_values(policy: str) -> None:
     program, fn = PROGRAMS["block"], built("block", made(policy))
     args, in_dims = program.batch()
     assert held(fn, program.args()) == held_under_vjp(fn, program.args()) == 8 * BLOCK[policy]
@@ -379,7 +379,7 @@ def test_bytes_are_those_of_the_values_kept(policy: str) -> None:
 
 @EVERY_POLICY
 @pytest.mark.parametrize("function", ["three", "block", "nested_2_1"])
-def test_the_second_order_keeps_what_the_first_one_does(function: str, policy: str) -> None:
+def test_the_second_order_saves_as_much_as_the_first(function: str, policy: str) -> None:
     args, fn, bare = PROGRAMS[function].args(), of_kind(function, policy), built(function, None, None)
     first = held_under_vjp(fn, args) - held_under_vjp(bare, args)
     fn, bare = (gradient(f, range(len(args))) for f in (fn, bare))
@@ -417,19 +417,19 @@ def test_saveable_is_not_saved(fn: Fn, policy: Any, kept: int) -> None:
     assert held(region, args) == held_under_vjp(region, args) == kept * 72
 
 
-def test_what_an_unused_result_needs_is_not_kept() -> None:
+def test_what_an_unused_result_needs_is_not_saved() -> None:
     args, region = (rand(3, 3), rand(3, 3, seed=1)), remat(two_results, policy=policies.save_matmuls)
     assert held(lambda *args: region(*args)[0], args) == 72
-    # A region is one node under `torch.func`, which can't know of which results there will be cotangents.
+    # A region is one node under `torch.func`, so it isn't known which results will get cotangents.
     assert held_under_vjp(lambda *args: region(*args)[0], args) == 2 * 72
 
 
-# What plain functions keep unseen, as no operation makes it: a list of indices as a tensor.
+# Saved by the plain function, but not made by an operation: a list of indices as a tensor.
 UNSEEN = {"indexing": 24}
 
 
-@cases(stateful=False)  # a region that changes buffers keeps what they were
-def test_everything_saveable_keeps_no_more_than_plain(case: Any) -> None:
+@cases(stateful=False)  # a region that changes buffers saves their old values
+def test_everything_saveable_saves_no_more_than_plain(case: Any) -> None:
     kept = []
     for fn in (case.fn, remat(case.fn, policy=policies.everything_saveable)):
         with case.state():
@@ -474,7 +474,7 @@ MATMULS, EVERY, N = policies.save_matmuls, policies.everything_saveable, only("n
     ids=repr,
 )
 @pytest.mark.parametrize("transform", ["autograd", "vjp"])
-def test_the_outermost_policy_decides_and_the_inner_ones_act_in_runs_again(
+def test_the_outermost_policy_decides_and_the_inner_ones_act_in_recomputes(
     given: tuple, kept: int, ran: dict, transform: str
 ) -> None:
     program = Program(lambda: None, lambda: (rand(3, 3) / 3, rand(3, 3, seed=1)))
@@ -483,7 +483,7 @@ def test_the_outermost_policy_decides_and_the_inner_ones_act_in_runs_again(
     assert (run.kept, again(run, expected, ran)) == (kept, ran)
 
 
-# --- nothing is left --------------------------------------------------------------------------------------------------
+# --- everything is freed ----------------------------------------------------------------------------------------------
 
 
 @EVERY_POLICY
@@ -501,7 +501,7 @@ def test_nothing_leaks(function: str, transform: str, policy: str) -> None:
 @pytest.mark.parametrize("equation", ["ij,jk->ik", "bij,jk->bik", "bij,bjk->bik"])
 @pytest.mark.parametrize("transform", [None, grad], ids=["autograd", "grad"])
 def test_products_by_einsum_are_repeated_only_if_they_are_batched(equation: str, transform: Any) -> None:
-    """torch computes all three of them by ``bmm``, as ``torch.matmul`` does only the last one."""
+    """torch computes all three of them by ``bmm``; with ``torch.matmul`` only the last one uses it."""
     sizes = {"b": 2, "i": 3, "j": 4, "k": 5}
     x, w = (rand(*map(sizes.get, term)) for term in equation.partition("->")[0].split(","))
 

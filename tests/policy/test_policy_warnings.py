@@ -1,4 +1,4 @@
-"""A policy that keeps nothing says so: once, where the user calls the region, and not before the first backward."""
+"""A policy that saves nothing causes one warning, where the user calls the region, in the first backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNMATCHED = "matched none of the operators that were executed"
 
 
 def said(call: Callable[[], Any], text: str = UNMATCHED) -> list[warnings.WarningMessage]:
-    """The warnings of a call that are of policies."""
+    """The warnings of a call that are about policies."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()
@@ -34,7 +34,7 @@ def said(call: Callable[[], Any], text: str = UNMATCHED) -> list[warnings.Warnin
 
 
 def new(name: str = "new") -> Callable[[Tensor], Tensor]:
-    """A function with code of its own, of which nothing is known."""
+    """A function with its own code, for which nothing is recorded."""
     scope: dict[str, Any] = {}
     exec(f"def {name}(x):\n    return x.sin().exp().sin()", scope)
     return scope[name]
@@ -45,7 +45,7 @@ def backward(fn: Callable, *args: Any) -> Callable[[], None]:
 
 
 def here() -> int:
-    """The line that calls this."""
+    """The line number of the caller."""
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None
     return frame.f_back.f_lineno
@@ -54,7 +54,7 @@ def here() -> int:
 # --- when -------------------------------------------------------------------------------------------------------------
 
 
-def test_in_the_first_backward_and_once() -> None:
+def test_one_warning_in_the_first_backward() -> None:
     x, fn = rand(3), remat(new(), policy=NEVER)
     out: list[Tensor] = []
     assert not said(lambda: out.append(fn(x)))
@@ -66,13 +66,13 @@ def test_in_the_first_backward_and_once() -> None:
     assert len(said(backward(remat(fn._fn, policy=policies.save_convolutions), x))) == 1  # another policy
 
 
-def test_not_where_the_policy_matched_what_was_not_needed() -> None:
+def test_no_warning_where_the_policy_matched_a_value_that_was_not_needed() -> None:
     product = lambda x, w: x @ w
     assert not said(backward(remat(product, policy=policies.save_matmuls), rand(3, 3), rand(3, 3)))
     assert len(said(backward(remat(product, policy=NEVER), rand(3, 3), rand(3, 3)))) == 1  # nothing to recompute
 
 
-def test_not_before_a_call_that_is_differentiated() -> None:
+def test_no_warning_before_a_call_that_is_differentiated() -> None:
     x, fn = rand(3), remat(new(), policy=NEVER)
 
     def without() -> None:
@@ -89,7 +89,7 @@ def test_not_before_a_call_that_is_differentiated() -> None:
     assert len(said(backward(fn, x))) == 1
 
 
-def test_another_call_matched_before_the_first_backward() -> None:
+def test_no_warning_if_another_call_matched_before_the_first_backward() -> None:
     def fn(x: Tensor, product: bool) -> Tensor:
         return (torch.bmm(x, x) if product else x).sin().exp()
 
@@ -99,7 +99,7 @@ def test_another_call_matched_before_the_first_backward() -> None:
         (region(x, False) + region(x, True)).sum().backward()
 
     assert not said(two_calls) and not said(backward(region, x, False))
-    assert len(said(backward(remat(fn, policy=NEVER), x, False))) == 1  # alone
+    assert len(said(backward(remat(fn, policy=NEVER), x, False))) == 1  # this call alone matches nothing
 
 
 TRANSFORMS: dict[str, Callable[[Callable], Callable[[Tensor], Any]]] = {
@@ -123,7 +123,7 @@ def test_under_transforms(name: str) -> None:
     assert not said(lambda: TRANSFORMS[name](remat(new(), policy=policies.save_ops("aten.exp")))(x))
 
 
-def test_the_first_call_is_plain_and_the_first_backward_is_of_a_transform() -> None:
+def test_the_first_call_is_plain_and_the_first_backward_is_in_a_transform() -> None:
     x, fn = rand(3), remat(new(), policy=NEVER)
     with torch.no_grad():
         assert not said(lambda: fn(x))
@@ -157,7 +157,7 @@ def test_a_backward_in_another_thread() -> None:
     assert len(said(run)) == 1
 
 
-def test_as_an_error_it_leaves_all_as_it_was() -> None:
+def test_a_warning_turned_into_an_error_leaves_all_state_as_it_was() -> None:
     x, plain = rand(3), new()
     fn = remat(plain, policy=NEVER)
     out = fn(x).sum()
@@ -170,7 +170,7 @@ def test_as_an_error_it_leaves_all_as_it_was() -> None:
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-# --- of which policies ------------------------------------------------------------------------------------------------
+# --- for which policies -----------------------------------------------------------------------------------------------
 
 POLICIES: list[tuple[Any, int]] = [
     (policies.save_matmuls, 1),
@@ -224,13 +224,13 @@ def test_a_region_in_a_region() -> None:
     inner = remat(new("inner"), policy=NEVER)
     outer = remat(lambda x: inner(x).cos(), policy=policies.save_ops("aten.exp"))
     (warning,) = said(backward(outer, rand(3)))
-    assert "aten.bmm" in str(warning.message)  # that of the inner one; the outer one sees what runs inside
+    assert "aten.bmm" in str(warning.message)  # the inner policy; the outer one sees inner operations
     without = remat(new("without"))
     outer = remat(lambda x: without(x).cos(), policy=policies.save_ops("aten.exp"))
     assert not said(backward(outer, rand(3)))
     asked = remat(new("asked"), policy=lambda ctx, op, *args, **kwargs: op is torch.ops.aten.exp.default)
     outer = remat(lambda x: asked(x).cos(), policy=policies.save_ops("aten.exp"))
-    assert not said(backward(outer, rand(3)))  # it wasn't asked, as the outer policy keeps the value
+    assert not said(backward(outer, rand(3)))  # the inner policy wasn't called, as the outer one saves the value
 
 
 def test_nothing_ran() -> None:
@@ -269,7 +269,7 @@ def test_the_line_of_names(under: str) -> None:
     assert (warning.filename, warning.lineno) == (__file__, lines[0])
 
 
-def test_by_default_it_is_shown_once_for_a_line() -> None:
+def test_by_default_it_is_shown_once_per_line() -> None:
     x = rand(3)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
@@ -278,7 +278,7 @@ def test_by_default_it_is_shown_once_for_a_line() -> None:
     assert len([warning for warning in found if UNMATCHED in str(warning.message)]) == 1
 
 
-# --- given to several functions at once -------------------------------------------------------------------------------
+# --- one policy for several functions ---------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -295,9 +295,9 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize("policy, count", [(NEVER, 1), (policies.save_matmuls, 0), (policies.save_attention, 1)])
-def test_modules_that_were_given_it_together(policy: Any, count: int) -> None:
+def test_modules_that_share_a_policy(policy: Any, count: int) -> None:
     x = torch.ones(2, 4)
-    whole = apply(model(), (nn.Linear, nn.Tanh), policy=policy)  # of which one matches, or none
+    whole = apply(model(), (nn.Linear, nn.Tanh), policy=policy)  # it matches in one of these types, or in none
     assert len(said(backward(whole, x))) == count
     assert len(said(backward(in_regions(model(), 2, policy=policy), x))) == count
     assert len(said(backward(remat(model(), policy=policy), x))) == count
@@ -306,12 +306,12 @@ def test_modules_that_were_given_it_together(policy: Any, count: int) -> None:
     assert len(said(lambda: checkpoint_sequential(model(), 2, x, policy=policy).sum().backward())) == count
 
 
-def test_names_of_modules_that_were_given_it_together() -> None:
+def test_names_in_modules_that_share_a_policy() -> None:
     whole = apply(model(), Block, policy=policies.save_only_these_names("hidden"))
     assert len(said(lambda: whole(torch.ones(2, 4)), "mentions the name 'hidden'")) == 1
 
 
-def test_a_step_of_training_says_it_once() -> None:
+def test_a_training_step_warns_once() -> None:
     layers = [Block() for _ in range(2)]
 
     def step() -> None:
@@ -335,7 +335,7 @@ def test_torchs_policy_function() -> None:
     assert not said(lambda: checkpoint(fn, x, context_fn=context_fn).sum().backward())
 
 
-def test_a_copy_and_a_pickle_can_be_made() -> None:
+def test_copies_and_pickles() -> None:
     whole = apply(model(), Block, policy=NEVER)
     again = pickle.loads(pickle.dumps(whole))
     assert len(said(backward(again, torch.ones(2, 4)))) == 1

@@ -1,4 +1,4 @@
-"""A policy that keeps more never recomputes more: programs under pairs of policies, of which one is the wider."""
+"""A policy that saves more never recomputes more: programs under pairs of policies, one wider than the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.measure import OpCounter, held_bytes
 from remat import checkpoint_name, policies, remat
 
-# They make no value of their own, or are copies in which a kept value is brought back.
+# Operations that make no value of their own, or that copy a saved value when it is restored.
 NO_RECOMPUTE = Counter(
     f"aten.{name}"
     for name in (
@@ -28,7 +28,7 @@ Program = Callable[..., Tensor]  # takes a policy for regions inside, and tensor
 
 
 def recomputed(program: Program, policy: Any, args: list[Tensor]) -> Counter[str]:
-    """The operations of a backward, whose gradients are those of the plain function."""
+    """The operations of a backward, whose gradients are checked against the plain function."""
     expected = torch.autograd.grad(program(None, *args).sum(), args, allow_unused=True)
     out = remat(lambda *args: program(policy, *args), policy=policy)(*args)
     with OpCounter() as counter:
@@ -72,7 +72,7 @@ MORE = {
 
 
 class Block(nn.Module):
-    """A transformer's, in which the parts may be regions."""
+    """A transformer block whose parts may be regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def transformer_of_regions(policy: Any, x: Tensor) -> Tensor:
 def dead_write(policy: Any, x: Tensor, w: Tensor) -> Tensor:
     a = x @ x
     b = a + a
-    a.sin_()  # nobody reads it
+    a.sin_()  # it isn't read
     e = (b * 0.1).exp()
     return e.sin() @ (e @ b)
 
@@ -133,7 +133,7 @@ def written_part(policy: Any, x: Tensor, w: Tensor) -> Tensor:
 
 
 def dead_region(policy: Any, x: Tensor, w: Tensor) -> Tensor:
-    """What is made and never needed holds what it was made from."""
+    """Values that are computed but not needed keep the values that they were computed from alive."""
 
     def inner(x: Tensor, y: Tensor) -> Tensor:
         found = [x.sin(), y.sin()]
@@ -224,7 +224,7 @@ quiet = pytest.mark.filterwarnings("ignore:The policy")
 @quiet
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_more_is_kept(program: str, more: str) -> None:
+def test_a_wider_policy_recomputes_no_more(program: str, more: str) -> None:
     args = arguments(program)
     for narrow in NARROW.values():
         assert_no_more(PROGRAMS[program][0], narrow, narrow | MORE[more], args)
@@ -232,7 +232,7 @@ def test_more_is_kept(program: str, more: str) -> None:
 
 @quiet
 @pytest.mark.parametrize("seed", range(60))
-def test_more_is_kept_of_random_programs(seed: int) -> None:
+def test_a_wider_policy_recomputes_no_more_of_random_programs(seed: int) -> None:
     draw = random.Random(seed)
     program, args = drawn(seed, 12, nested=seed % 2 == 0), [rand(4, 4, seed=i) for i in range(2)]
     narrow = NARROW[draw.choice(sorted(NARROW))]
@@ -243,14 +243,14 @@ def test_more_is_kept_of_random_programs(seed: int) -> None:
 
 @quiet
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_same_in_each_call(program: str) -> None:
+def test_each_call_recomputes_the_same(program: str) -> None:
     args = arguments(program)
     for policy in (policies.save_matmuls, policies.save_matmuls | policies.save_collectives):
         counts = [recomputed(PROGRAMS[program][0], policy, args) for _ in range(8)]
         assert counts == counts[:1] * 8
 
 
-def test_what_a_dead_write_reads_is_kept_as_what_any_step_reads() -> None:
+def test_operands_of_an_unused_write_are_saved_like_others() -> None:
     x, w = rand(64, 64), rand(64, 64)
     held = [held_bytes(remat(lambda x, w: dead_write(None, x, w), policy=policy), x, w) for policy in WIDTHS]
     assert held[0] < held[1] < held_bytes(lambda x, w: dead_write(None, x, w), x, w)
@@ -262,8 +262,8 @@ def test_what_a_dead_write_reads_is_kept_as_what_any_step_reads() -> None:
 
 
 @pytest.mark.parametrize("policy", [policies.save_matmuls | ops("mul"), policies.everything_saveable], ids=str)
-def test_what_nobody_differentiates(policy: Any) -> None:
-    """User code may read it in ways that can't be seen, so it is there again: from what is kept, of whatever width."""
+def test_values_without_gradients(policy: Any) -> None:
+    """User code may read it unseen, so a recompute restores it from saved values under each of the policies."""
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         constant = torch.ones_like(x)

@@ -1,4 +1,4 @@
-"""Ambient state: a second run sees what the first saw, and nothing has moved after it."""
+"""Ambient state: a second run sees the state of the first one, and has changed nothing after it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from remat._ambient.generators import HostGenerator
 CPU = torch.device("cpu")
 DRAWS = {
     "torch": lambda: torch.rand(3).tolist(),
-    "torch.randn": lambda: torch.randn(1).tolist(),  # keeps half a pair of normals
+    "torch.randn": lambda: torch.randn(1).tolist(),  # the generator stores half a pair of normals
     "random": random.random,
-    "random.gauss": lambda: random.gauss(0, 1),  # too
+    "random.gauss": lambda: random.gauss(0, 1),  # the same
     "random.shuffle": lambda: random.sample(range(100), 5),
     "numpy": lambda: np.random.rand(2).tolist(),
-    "numpy.randn": np.random.randn,  # too
+    "numpy.randn": np.random.randn,  # the same
     "numpy.permutation": lambda: np.random.permutation(20).tolist(),
 }
 
@@ -55,7 +55,7 @@ def _seeded():
 class TestGenerators:
     @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
     @pytest.mark.parametrize("before", [0, 1, 2, 700])
-    def test_same_draws_within_and_nothing_moved_after(self, draw, before):
+    def test_same_draws_inside_and_same_states_after(self, draw, before):
         for _ in range(before):
             draw()
         ambient = capture()
@@ -68,7 +68,7 @@ class TestGenerators:
                 assert [draw() for _ in range(3)] == first
         assert [draw() for _ in range(3)] == expected
 
-    def test_exception_within(self):
+    def test_exception_inside(self):
         ambient = capture()
         draw_all()
         after = capture()
@@ -91,7 +91,7 @@ class TestGenerators:
             assert draw_all() == first
             with inner.restored(), outer.restored(), inner.restored():
                 assert draw_all() == second
-            assert draw_all() == second  # the next ones after the first
+            assert draw_all() == second  # the numbers that follow the first ones
         assert draw_all() == expected
 
     def test_rewind(self):
@@ -110,7 +110,7 @@ class TestGenerators:
             assert torch.equal(torch.rand(3, generator=g), first)
             torch.rand(1, generator=h)
         assert torch.equal(g.get_state(), g_before)
-        assert not torch.equal(h.get_state(), h_before)  # nobody asked
+        assert not torch.equal(h.get_state(), h_before)  # not captured
         ambient.rewind()
         assert torch.equal(torch.rand(3, generator=g), first)
 
@@ -134,7 +134,7 @@ class TestGenerators:
         assert not torch.equal(g.get_state(), before[1])
         assert random.getstate() != before[2]
 
-    def test_devices_without_generator_and_backends_not_started(self):
+    def test_devices_without_generator_and_backends_that_are_not_initialized(self):
         devices = [torch.device(d) for d in ("cpu", "meta", "mps", "xla:3", "mtia")]
         with mock.patch.object(torch.cuda, "is_initialized", lambda: False):
             with Ambient.capture([*devices, torch.device("cuda:5")], (), True).restored():
@@ -144,7 +144,7 @@ class TestGenerators:
 
     @pytest.mark.parametrize("name", ["xpu", "hpu", "mps"])
     def test_backends_with_and_without_generator_objects(self, name):
-        """Stand-ins for backends that this machine hasn't got."""
+        """Placeholders for backends that this machine doesn't have."""
         gs = [torch.Generator().manual_seed(i) for i in range(2)]
         current = 1
         if name == "xpu":
@@ -168,7 +168,7 @@ class TestGenerators:
                 assert torch.equal(torch.rand(3, generator=gs[index]), first)
             assert torch.equal(gs[index].get_state(), after)
 
-    def test_one_that_comes_later_is_kept_too(self):
+    def test_numpy_imported_later_is_restored_too(self):
         with mock.patch.dict("sys.modules"):
             import sys
 
@@ -194,7 +194,7 @@ class TestGenerators:
         finally:
             np.random.set_bit_generator(old)
 
-    def test_a_state_that_has_not_moved_is_shared(self):
+    def test_a_state_that_has_not_changed_is_shared(self):
         states = [dict(capture()._pairs()) for _ in range(2)]
         host = [each for each in states[0] if isinstance(each, HostGenerator)]
         assert len(host) == 3
@@ -202,8 +202,8 @@ class TestGenerators:
         draw_all()
         assert not any(each.get_state() is states[0][each] for each in host)
 
-    def test_half_a_pair_of_normals_of_numpy_that_comes_and_goes(self):
-        """With the same bits: they don't tell whether it is there."""
+    def test_a_stored_half_of_a_pair_of_normals_of_numpy(self):
+        """The bits of the state are the same, whether or not half a pair is stored."""
         np.random.randn()
         half = np.random.get_state()
         with_half = capture()
@@ -332,7 +332,7 @@ def modes():
 
 
 def observed():
-    """What user code can see of the settings."""
+    """The settings that user code can observe."""
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
@@ -410,7 +410,7 @@ class TestSettings:
                 assert observed() == first
             assert observed() == before
             with pytest.raises(KeyError), ambient.restored():
-                torch.set_default_dtype(torch.float16)  # the body's own changes go as well
+                torch.set_default_dtype(torch.float16)  # the body's own changes are undone as well
                 torch.set_grad_enabled(not torch.is_grad_enabled())
                 raise KeyError
             assert observed() == before
@@ -481,7 +481,7 @@ class TestSettings:
                 assert torch.ones(1).device.type == "meta"
             assert modes() == stack and torch.ones(1).device.type == device == (default or "cpu")
 
-    def test_casts_are_not_kept(self):
+    def test_casts_are_not_cached_between_runs(self):
         w = torch.ones(2, 2, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):
             ambient = capture()
@@ -492,7 +492,7 @@ class TestSettings:
         cast = [out.grad_fn.next_functions[0][0] for out in (y, z)]
         assert cast[0] is not cast[1]
 
-    def test_everything_is_put_back_when_something_fails(self):
+    def test_everything_is_restored_when_something_fails(self):
         g = torch.Generator()
 
         class Broken:
@@ -529,7 +529,7 @@ class TestCuda:
         torch.cuda.init()
         cuda = torch.device("cuda", 0)
         g = torch.Generator(cuda)
-        for devices in ([cuda], [torch.device("cuda")], []):  # the current device, always
+        for devices in ([cuda], [torch.device("cuda")], []):  # always of the current device
             ambient = Ambient.capture(devices, [g], True)
             first = torch.rand(3, device=cuda), torch.rand(3, device=cuda, generator=g)
             after = torch.cuda.get_rng_state()
@@ -547,7 +547,7 @@ class TestCuda:
         assert not torch.is_autocast_enabled("cuda")
 
 
-def test_cuda_is_not_started():
+def test_cuda_is_not_initialized():
     if torch.cuda.is_initialized():
         pytest.skip("it has been started already")
     with capture().restored():
@@ -557,7 +557,7 @@ def test_cuda_is_not_started():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_build_of_torch_with_cuda_and_no_gpu(monkeypatch):
-    """There torch says that its accelerator is CUDA, but nothing may be asked of it."""
+    """There torch reports CUDA as its accelerator, but every query of it raises."""
 
     def no_driver(*args):
         raise RuntimeError("CUDA driver version is insufficient")

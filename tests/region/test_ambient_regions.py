@@ -1,4 +1,4 @@
-"""Regions and ambient state: a run again sees what the first run saw, and leaves no trace."""
+"""Regions and ambient state: a recompute sees the state of the first run, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def same(actual: Any, expected: Any) -> None:
 
 
 def in_thread(fn: Callable[[], Any]) -> Any:
-    """`fn()` in another thread, whose thread-local state is the initial one."""
+    """Return `fn()`, called in another thread, whose thread-local state is the initial one."""
     results: list[Any] = []
 
     def target() -> None:
@@ -41,8 +41,8 @@ def in_thread(fn: Callable[[], Any]) -> Any:
     return value
 
 
-# How a gradient is taken: `take(f, during, x)` calls `f` under `during()` and gives the gradient
-# of the sum of its result; the backward is outside of it wherever there is a choice.
+# How a gradient is taken: `take(f, during, x)` calls `f` under `during()` and returns the gradient
+# of the sum of its result; the backward is outside of `during()` where possible.
 
 
 def plain(f: Callable, during: Callable, x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def test_generators_moved_and_seeded_between_forward_and_backward() -> None:
     same(*grads)
 
 
-def test_a_hook_that_draws_in_the_backward_draws_what_it_would_have_drawn() -> None:
+def test_a_hook_that_draws_in_the_backward_draws_the_same_numbers_as_without_remat() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     drawn = []
     for f in (remat(dropout), dropout):
@@ -236,7 +236,7 @@ class OwnRandom(random.Random):
     pass
 
 
-# Generators that somebody holds, each with how it draws.
+# Generators that user code owns, each with a way to draw from it.
 HELD: dict[str, tuple[Callable, Callable]] = {
     "random.Random": (random.Random, lambda g: g.gauss(0, 1)),
     "a subclass": (OwnRandom, lambda g: g.random()),
@@ -268,7 +268,7 @@ def passed(generator: Any, draw: Callable) -> Callable:
 @pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")], ids=["none", "sin"])
 @pytest.mark.parametrize("build", [closed_over, passed, Noisy])
 @pytest.mark.parametrize("kind", HELD)
-def test_generators_that_are_held(kind: str, build: Callable, policy: Any, take: Callable) -> None:
+def test_generators_that_user_code_owns(kind: str, build: Callable, policy: Any, take: Callable) -> None:
     make, draw = HELD[kind]
     x = torch.randn(2, 4, 8, requires_grad=True)
     results = []
@@ -289,13 +289,13 @@ def test_a_generator_of_the_system_has_no_state() -> None:
 # --- generators that are left alone -----------------------------------------------------------------
 
 
-def test_not_preserved_is_right_without_random_numbers(take: Callable) -> None:
+def test_not_preserved_is_correct_without_random_numbers(take: Callable) -> None:
     compare(lambda x: x.sin().exp().sin(), take, preserve_rng_state=False)
 
 
 @pytest.mark.parametrize("way", [plain, other_thread, func_grad, func_vjp])
-def test_not_preserved_touches_no_generator(way: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the run again draws comes after: three numbers in the forward and three in the backward."""
+def test_not_preserved_sets_no_generator(way: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recompute draws later numbers: three numbers in the forward and three in the backward."""
 
     def fn(x: Tensor) -> Tensor:
         return (x + torch.rand(3) * 0 + random.random() * 0).sin().exp()
@@ -391,7 +391,7 @@ def test_backward_under_another_autocast_dtype() -> None:
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
-def test_casts_are_not_stale_after_an_optimizer_step(cast: Autocast, inside: bool) -> None:
+def test_casts_are_up_to_date_after_an_optimizer_step(cast: Autocast, inside: bool) -> None:
     results = []
     x = torch.randn(4, 8)
     for wrap in (remat, lambda f: f):
@@ -412,8 +412,8 @@ def test_casts_are_not_stale_after_an_optimizer_step(cast: Autocast, inside: boo
     same(*results)
 
 
-def test_casts_are_not_stale_where_autocast_spans_the_steps() -> None:
-    # torch keeps a parameter's cast until the outermost autocast ends; steps inside need it off.
+def test_casts_are_up_to_date_where_autocast_spans_the_steps() -> None:
+    # torch caches a parameter's cast until the outermost autocast ends; steps inside need the cache disabled.
     results = []
     x = torch.randn(4, 8)
     for wrap in (remat, lambda f: f):
@@ -466,7 +466,7 @@ def test_nested_autocast_around_and_inside_regions(take: Callable) -> None:
     same(*results)
 
 
-def test_nothing_of_autocast_is_left(take: Callable) -> None:
+def test_autocast_is_left_completely(take: Callable) -> None:
     x = torch.randn(2, 4, 8, requires_grad=True)
     take(remat(mlp()), Autocast(), x)
     assert not torch.is_autocast_enabled("cpu")
@@ -495,7 +495,7 @@ def test_no_grad_inside_the_region(take: Callable) -> None:
     compare(partly_without_grad, take)
 
 
-def test_grad_mode_of_a_run_again() -> None:
+def test_grad_mode_of_a_recompute() -> None:
     seen: list = []
     x = torch.randn(3, requires_grad=True)
     loss = remat(notes_modes(seen))(x).sum()
@@ -506,7 +506,7 @@ def test_grad_mode_of_a_run_again() -> None:
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_grad_nothing_is_run_again(context: Callable) -> None:
+def test_without_grad_nothing_is_recomputed(context: Callable) -> None:
     seen: list = []
     x = torch.randn(3, requires_grad=True)
     with context():
@@ -573,7 +573,7 @@ def test_default_dtype_changed_inside_the_region(take: Callable) -> None:
 
 
 def tells_of_algorithms(x: Tensor) -> Tensor:
-    """As numbers on a device may hang on these settings."""
+    """Numbers on a device may depend on these settings."""
     modes = 1 + torch.get_deterministic_debug_mode(), {"highest": 1, "high": 2, "medium": 3}
     return (x.sin() * modes[0] * modes[1][torch.get_float32_matmul_precision()]).exp().sin()
 
@@ -646,8 +646,8 @@ assert precision()[0] == "ieee"  # what is inherited is inherited still
 """
 
 
-def test_precision_that_was_set_by_backend_stays_as_it_is() -> None:
-    """In a process of its own, as it can't be unset."""
+def test_precision_that_was_set_by_backend_is_unchanged() -> None:
+    """In a process of its own, as the setting can't be undone."""
     run_program(NEWER_PRECISION)
 
 
@@ -729,7 +729,7 @@ def test_attention_backend_inside_the_region(take: Callable) -> None:
     compare(fn, take)
 
 
-# --- all of it, in another thread ---------------------------------------------------------------------
+# --- all ambient state, in another thread ---------------------------------------------------------------------
 
 
 def test_a_backward_in_another_thread_leaves_that_thread_as_it_was() -> None:
@@ -764,7 +764,7 @@ def test_a_backward_in_another_thread_leaves_that_thread_as_it_was() -> None:
     same(*grads)
 
 
-def test_many_threads_run_their_regions_backward_at_once() -> None:
+def test_many_threads_run_backward_passes_at_once() -> None:
     model = mlp()
     x = torch.randn(4, 8, requires_grad=True)
     f = remat(lambda x: model(x).sin() * 2)

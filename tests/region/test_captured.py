@@ -1,4 +1,4 @@
-"""Captured tensors in plain autograd: read from any kind of place, changed in place, bound anew, updated once."""
+"""Captured tensors in plain autograd: read from any kind of place, changed in place, rebound, updated once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def work(x: Tensor, w: Tensor) -> Tensor:
 
 class Case(NamedTuple):
     fn: Callable
-    path: str | None  # None: no place leads there, only reading it finds it
+    path: str | None  # None: the search doesn't find it, only reading it does
     rebind: Callable[[Tensor], Any]
 
 
@@ -334,15 +334,15 @@ def check_bound_anew(build: Callable, w: Tensor, wrap: Callable = remat) -> None
     case.rebind(other)
     inputs = [t for t in (x, w) if t.requires_grad]
     same((out.detach(), torch.autograd.grad(out.sum(), inputs)), reference(x, w))
-    same(case.fn(x), work(x, other))  # the place has what the user put there
+    same(case.fn(x), work(x, other))  # the place contains what the user assigned
 
 
-def test_right_from_every_place(build: Callable, w: Tensor) -> None:
+def test_correct_from_every_place(build: Callable, w: Tensor) -> None:
     check_right(build, w)
 
 
-def test_bound_anew_before_the_backward(build: Callable, w: Tensor) -> None:
-    # Nothing is wrong with that: the run again reads what the first run read.
+def test_rebound_before_the_backward(build: Callable, w: Tensor) -> None:
+    # This is allowed: the recompute reads what the first run read.
     check_bound_anew(build, w)
 
 
@@ -360,7 +360,7 @@ def test_changed_in_place_before_the_backward(build: Callable, w: Tensor) -> Non
     assert x.grad is None and w.grad is None
 
 
-def test_right_without_a_place(build_without: Callable, w: Tensor) -> None:
+def test_correct_without_a_place(build_without: Callable, w: Tensor) -> None:
     check_right(build_without, w)
 
 
@@ -373,8 +373,8 @@ def test_changed_in_place_without_a_place(build_without: Callable, w: Tensor) ->
         loss.backward()
 
 
-def test_bound_anew_without_a_place_is_right_or_loud(build_without: Callable, w: Tensor) -> None:
-    # Where nothing follows the tensor, only its values tell.
+def test_rebound_without_a_place_is_correct_or_an_error(build_without: Callable, w: Tensor) -> None:
+    # Where autograd doesn't track the tensor, only its values show the change.
     fn = remat if w.requires_grad else remat(determinism_check="values")
     try:
         check_bound_anew(build_without, w, fn)
@@ -390,7 +390,7 @@ class Deep:
         return work(x, self.config.items["w"])
 
 
-def test_container_bound_anew_before_the_backward() -> None:
+def test_container_rebound_before_the_backward() -> None:
     w, other = torch.randn(3), torch.full((3,), 7.0)
     x = torch.randn(3, requires_grad=True)
     for replace in (
@@ -405,7 +405,7 @@ def test_container_bound_anew_before_the_backward() -> None:
         assert deep.config.items["w"] is other
 
 
-def test_submodule_bound_anew_before_the_backward() -> None:
+def test_submodule_rebound_before_the_backward() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     x = torch.randn(2, 3, requires_grad=True)
     inputs = [x, *module.parameters()]
@@ -441,7 +441,7 @@ def test_changed_argument_is_named_by_its_path() -> None:
         assert str(raised.value).startswith(f"argument {path}{UPDATED}{OF_OTHERS}\nThe region is fn called at ")
 
 
-def test_parameter_changed_by_an_optimizer_is_named_and_can_be_run_again() -> None:
+def test_parameter_changed_by_an_optimizer_is_named_and_the_next_step_works() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     f, optimizer = remat(model), torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(2, 3)
@@ -456,8 +456,8 @@ def test_parameter_changed_by_an_optimizer_is_named_and_can_be_run_again() -> No
     same(actual, list(torch.autograd.grad(model(x).sum(), list(model.parameters()))))
 
 
-def test_change_undone_by_rebinding_the_data_is_not_a_change_of_the_region() -> None:
-    # Out of place: the captured tensor is left alone.
+def test_rebinding_to_a_new_tensor_is_not_a_change() -> None:
+    # The change is out of place: the captured tensor stays the same.
     w, x = torch.ones(3), torch.randn(3, requires_grad=True)
     before = w
     loss = remat(lambda x: work(x, w))(x).sum()
@@ -469,7 +469,7 @@ def test_change_undone_by_rebinding_the_data_is_not_a_change_of_the_region() -> 
 
 
 class Sharding:
-    """Puts full parameters on a module around its forward and backward, and frees them in between."""
+    """Sets full parameters on a module around its forward and backward, and frees them in between."""
 
     def __init__(self, module: nn.Module) -> None:
         self.slots = [(m, name) for m in module.modules() for name, p in m._parameters.items() if p is not None]
@@ -536,8 +536,8 @@ def test_swapped_parameters_by_hooks_of_a_module_around_the_region() -> None:
     same([p.grad for p in sharding.full], [p.grad for p in plain.parameters()])
 
 
-def test_swapped_parameters_not_put_back_for_the_backward() -> None:
-    # The region puts the objects that it had back, and leaves the module as it found it.
+def test_swapped_parameters_not_restored_for_the_backward() -> None:
+    # The recompute uses the parameters of the first run, and leaves the module as it was before the backward.
     plain, module = blocks()
     originals = list(module.parameters())
     x = torch.randn(2, 3)
@@ -562,7 +562,7 @@ def train_step(wrap: Callable, module: nn.Module, xs: list[Tensor]) -> Any:
         loss = f(x).exp().sum()
         state = {k: v.clone() for k, v in module.state_dict().items()}
         loss.backward()
-        same(dict(module.state_dict()), state)  # the backward moves nothing
+        same(dict(module.state_dict()), state)  # the backward updates nothing
         results.append((loss.detach(), [p.grad for p in module.parameters()], state))
     return results
 
@@ -641,7 +641,7 @@ def test_buffers_are_updated_once(make: Callable) -> None:
 
 
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL)
-def test_buffers_are_updated_once_in_a_kept_graph(make: Callable) -> None:
+def test_buffers_are_updated_once_in_a_retained_graph(make: Callable) -> None:
     torch.manual_seed(1)
     module = make()
     x = torch.randn(4, 3, requires_grad=True)
@@ -681,7 +681,7 @@ def test_large_buffer_changed_by_the_region(early_stop: bool) -> None:
 
 
 def test_embedding_with_max_norm() -> None:
-    # It renormalizes rows of the parameter in place, in the forward; that is learnt from the first call.
+    # It renormalizes rows of the parameter in place, in the forward; the first call records that.
     weight = torch.randn(5, 3) * 3
     results = []
     for wrap in (remat, lambda f: f):
@@ -733,7 +733,7 @@ def test_inplace_relu_inside() -> None:
 
 
 def test_input_without_gradient_changed_by_the_region() -> None:
-    # A small one is copied first: the run again starts from what the first run started from.
+    # A small one is copied first, so the recompute starts from the same value as the first run.
     w = torch.linspace(0, 1, 3, requires_grad=True)
 
     def fn(x: Tensor) -> Tensor:
@@ -749,7 +749,7 @@ def test_input_without_gradient_changed_by_the_region() -> None:
     assert math.isclose(results[0][2].min().item(), 0)
 
 
-def test_captured_parameter_changed_by_the_region_is_right_or_loud() -> None:
+def test_captured_parameter_changed_by_the_region_is_correct_or_an_error() -> None:
     results = []
     for wrap in (lambda f: f, remat):
         w = torch.ones(3, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Where captured tensors are held: they are found there and named, exchanged for a run, and put back."""
+"""Places that contain captured tensors: they are found and named, replaced for a run, and restored."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def paths(*roots: Any) -> list[str]:
 
 
 def exchanged(found: Any, others: dict[int, Any] | None = None) -> bound:
-    """A recompute: what was found there is there again, but for these tensors."""
+    """A recompute: the variables have the values that were found, except for the tensors in `others`."""
     return bound(found.variables, {**{id(value): value for _, value in found.tensors}, **(others or {})})
 
 
@@ -291,11 +291,11 @@ def test_every_kind_of_place_is_found_and_named(case: tuple[Any, list[str]]) -> 
 
 
 def hook_keys(fn: Any, path: str) -> list[int]:
-    """The ids that torch counts up for hooks are not constants."""
+    """Hooks have ids from a counter of torch, which are not constants."""
     return list(fn._forward_hooks) if "_forward_hooks" in path else [0]
 
 
-def test_exchanged_and_put_back_also_after_an_exception(case: tuple[Any, list[str]]) -> None:
+def test_replaced_and_restored_also_after_an_exception(case: tuple[Any, list[str]]) -> None:
     fn, _ = case
     found = find(fn)
     before = tensors(fn)
@@ -306,7 +306,7 @@ def test_exchanged_and_put_back_also_after_an_exception(case: tuple[Any, list[st
     assert [*map(id, tensors(fn))] == [*map(id, before)]
 
 
-def test_what_is_exchanged_is_computed_with() -> None:
+def test_replaced_tensors_are_used() -> None:
     x = torch.ones(2)
     for fn in (uses_helper, helper_closure(), Caller(), Stepper().step, defaults, uses_global):
         expected = fn(x)
@@ -324,7 +324,7 @@ def test_arguments_of_a_partial() -> None:
     assert fn.note == "kept"
 
 
-def test_what_is_gone_is_there_for_a_run() -> None:
+def test_deleted_variables_exist_during_a_run() -> None:
     slots, caller, function, table = Slots(), Caller(), attributes(), {"w": torch.ones(2)}
     net = nn.Linear(2, 2)
     for fn, remove in [
@@ -365,7 +365,7 @@ def test_tuple_is_rebuilt_and_its_identity_restored() -> None:
     assert holder["p"] is original
 
 
-def test_tuple_that_was_replaced_since() -> None:
+def test_tuple_that_was_replaced_afterwards() -> None:
     holder = {"p": (torch.ones(2), 1)}
     fn = lambda x: x * holder["p"][0]
     found = find(fn)
@@ -383,13 +383,13 @@ def test_torch_return_types_are_rebuilt() -> None:
         assert holder[0].values.tolist() == [0.0, 0.0]
 
 
-def test_tied_weights_have_two_places() -> None:
+def test_tied_weights_are_found_in_two_places() -> None:
     values = [v for p, v in find(Net()).tensors if str(p).endswith("weight")]
     assert len(values) == 2
     assert values[0] is values[1]
 
 
-def test_shared_parameter_dicts_are_seen_once() -> None:
+def test_shared_parameter_dicts_are_visited_once() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.__dict__["_parameters"] = first.__dict__["_parameters"]
     assert len(tensors(nn.Sequential(first, second))) == 2
@@ -407,7 +407,7 @@ def test_cycles() -> None:
     assert sorted(paths(fn)) == ["node['loop'][0][0]", "node['w']"]
 
 
-def test_deeply_nested_and_shared_tuples_end() -> None:
+def test_search_in_deeply_nested_and_shared_tuples_ends() -> None:
     deep: Any = ()
     shared: Any = ("leaf",)
     for _ in range(5000):
@@ -420,7 +420,7 @@ def test_deeply_nested_and_shared_tuples_end() -> None:
     assert tensors(lambda x: (deep, shared, chain)) == []
 
 
-def test_large_plain_containers_are_not_walked() -> None:
+def test_large_plain_containers_are_not_searched() -> None:
     class Watched(list):
         looked = 0
 
@@ -434,12 +434,12 @@ def test_large_plain_containers_are_not_walked() -> None:
     fn = lambda x: (numbers, few)
     assert tensors(fn) == []
     assert Watched.looked <= 64
-    # A sample does not judge attributes: a class with many options still has its tensors.
+    # Attributes are not judged by a sample: an object with many options may still have tensors.
     options = types.SimpleNamespace(**{f"o{i}": i for i in range(100)}, w=W)
     assert paths(lambda x: options) == ["options.w"]
 
 
-def test_what_is_not_captured() -> None:
+def test_values_that_are_not_captured() -> None:
     assert tensors(torch.relu) == []
     assert tensors(nn.functional.relu) == []
     assert tensors(lambda x: torch.relu(x) * sys.maxsize) == []
@@ -449,13 +449,13 @@ def test_what_is_not_captured() -> None:
     assert len(tensors(lambda x: grad_holder)) == 1
 
 
-def test_the_state_of_a_library_function_is_left_alone() -> None:
+def test_the_state_of_a_library_function_is_skipped() -> None:
     _, pullback = torch.func.vjp(torch.sin, torch.ones(2))
     assert tensors(pullback) == find(pullback).variables == []
     assert tensors(lambda g: pullback(g)) == []
 
 
-def test_generic_roots_are_walked_together() -> None:
+def test_generic_roots_are_searched_together() -> None:
     w = torch.ones(2)
     net = nn.Linear(2, 2)
     assert sorted(paths(lambda net, x: net(x) * w, net, "text", None)) == [
@@ -463,7 +463,7 @@ def test_generic_roots_are_walked_together() -> None:
     ]  # fmt: skip
 
 
-def test_cells_in_a_loop_are_bound_to_what_they_held() -> None:
+def test_cells_in_a_loop_are_bound_to_their_earlier_values() -> None:
     def build() -> list[tuple[Callable, Any]]:
         fns = []
         for factor in (torch.tensor(2.0), torch.tensor(3.0)):
@@ -480,7 +480,7 @@ def test_cells_in_a_loop_are_bound_to_what_they_held() -> None:
     assert results == [2.0, 3.0]
 
 
-def test_cell_that_now_holds_something_else_than_a_tuple() -> None:
+def test_cell_that_no_longer_contains_a_tuple() -> None:
     pair: Any = (torch.ones(2), 1)
     fn = lambda x: x * pair[0]
     first, found = pair[0], find(fn)
@@ -490,7 +490,7 @@ def test_cell_that_now_holds_something_else_than_a_tuple() -> None:
     assert pair is None
 
 
-def test_containers_and_objects_on_the_way() -> None:
+def test_containers_and_objects_that_lead_to_tensors() -> None:
     class Model:
         pass
 
@@ -528,7 +528,7 @@ def test_a_first_run_keeps_its_changes() -> None:
     assert holder.w is new
 
 
-def test_what_functional_call_put_there() -> None:
+def test_tensors_set_by_functional_call() -> None:
     net = Net()
     x = torch.ones(1, 2)
     swapped = {"layers.0.weight": torch.full((2, 2), 2.0), "scale": torch.full((2,), 3.0)}
@@ -559,7 +559,7 @@ def test_functional_call_of_an_rnn() -> None:
     assert not torch.equal(rnn(x)[0], expected)
 
 
-def test_decorated_methods_are_followed() -> None:
+def test_decorated_methods_are_searched() -> None:
     def doubled(fn: Callable) -> Callable:
         @functools.wraps(fn)
         def wrapper(*args: Any) -> Any:
@@ -575,7 +575,7 @@ def test_decorated_methods_are_followed() -> None:
     assert paths(Decorated()) == ["global 'W'"]
 
 
-def test_odd_objects_do_no_harm() -> None:
+def test_odd_objects_cause_no_error() -> None:
     class Odd:
         __slots__ = ()
 
@@ -592,8 +592,8 @@ def test_odd_objects_do_no_harm() -> None:
     assert paths(lambda x: held) == ["held[1]['w']"]
 
 
-def test_pytest_is_no_state_of_a_region() -> None:
-    """It puts calls of its own functions where a test module asserts something."""
+def test_pytest_is_not_part_of_the_state_of_a_region() -> None:
+    """It inserts calls of its own functions where a test module has an assertion."""
     tensor = torch.ones(2)
 
     def fn(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Tensors that a region puts into a list or dict on its way, and that the loss uses: how libraries collect outputs.
+"""Tensors that a region appends to a list or dict and that the loss uses, as libraries do to collect outputs.
 
-Nothing of a step may be alive after it, with the garbage collector off, and the containers hold what they would hold
-without remat: a recompute finds in them what the first run found, and what it adds goes away with it.
+With the garbage collector off, nothing of a step may be alive after it, and the containers have the same contents as
+without remat: a recompute finds in them what the first run found, and what it adds is dropped afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLLECTED: Any = None
 
 
 class Holder:
-    """An object that is reached by a global."""
+    """An object that a global refers to."""
 
     outs: Any = None
 
@@ -36,7 +36,7 @@ def plain(fn: Callable) -> Callable:
 
 
 def growth(step: Callable[[], Any]) -> int:
-    """The bytes that a step leaves behind, once what is made in the first one is there."""
+    """The bytes that a step leaves behind, not counting those of the first step."""
     leaked_bytes(step)
     return leaked_bytes(step)
 
@@ -53,7 +53,7 @@ def layer(collect: Callable[[Tensor], object]) -> Callable:
     return f
 
 
-# Each returns what makes a layer, and what puts an empty list into its place, and returns it.
+# Each returns a function that makes a layer, and one that sets and returns an empty list in the layer's place.
 
 
 def of_global() -> Any:
@@ -114,7 +114,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-# What the loss uses, and what is done with it.
+# How the loss uses the collected tensors.
 
 
 def all_of_it(y: Tensor, outs: list, weights: list) -> Any:
@@ -279,8 +279,8 @@ def test_one_list_in_two_places() -> None:
     torch.testing.assert_close(program(remat), program(plain), rtol=0, atol=0)
 
 
-def test_a_log_of_the_runs_stays() -> None:
-    """What isn't a tensor is left in a list or dict: it may well be there to tell of the runs."""
+def test_a_log_of_the_runs_is_not_reset() -> None:
+    """Values that aren't tensors are left in a list or dict, as it may be a log of the runs."""
     log: list[Any] = ["before"]
     counts: dict[str, Any] = {}
 
@@ -312,7 +312,7 @@ def test_a_container_that_holds_itself() -> None:
     assert around["self"] is around and around["log"][0] is around and len(around["outs"]) == 1
 
 
-def test_state_of_a_module_is_still_put_back() -> None:
+def test_state_of_a_module_is_still_restored() -> None:
     module = nn.Module()
     module.seen, module.log = collections.OrderedDict(a=1), [1]
 

@@ -63,7 +63,7 @@ def test_another_global_between_the_runs(x: Tensor, monkeypatch: pytest.MonkeyPa
     out = fn(x).sum()
     monkeypatch.setitem(globals(), "helper", triple)
     assert torch.equal(torch.autograd.grad(out, x)[0], expected)
-    assert helper is triple  # as the caller has left it
+    assert helper is triple  # as the caller has set it
 
 
 def test_a_tensor_that_a_global_holds_later(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_tensor_that_a_global_holds_later(x: Tensor, monkeypatch: pytest.Monke
         assert torch.equal(gradient(fn, x), gradient(reads_another, x))
 
 
-def test_other_defaults_attributes_code_and_what_is_wrapped(x: Tensor) -> None:
+def test_other_defaults_attributes_and_code_of_a_wrapped_function(x: Tensor) -> None:
     def scaled(x: Tensor, scale: Any = 2.0) -> Tensor:
         return (x * scale).sin()
 
@@ -113,7 +113,7 @@ def test_other_defaults_attributes_code_and_what_is_wrapped(x: Tensor) -> None:
     assert torch.equal(gradient(region, x), gradient(plain, x))
 
 
-def test_what_a_run_again_binds_is_put_back(x: Tensor) -> None:
+def test_what_a_recompute_binds_is_restored(x: Tensor) -> None:
     used = double
     calls = []
 
@@ -182,7 +182,7 @@ def test_a_closure_cell_that_is_empty(x: Tensor) -> None:
         assert torch.equal(gradient(region, row), gradient(later, row))
 
 
-def test_a_global_that_is_none_and_then_something(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_global_that_is_none_and_then_has_a_value(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "def fn(x):\n    return (x if SCALE is None else x * SCALE).sin().exp()"
     scope: dict[str, Any] = {"__name__": "user", "SCALE": 2.0}
     exec(code, scope)
@@ -196,7 +196,7 @@ def test_a_global_that_is_none_and_then_something(x: Tensor, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("holds", ["array", "pullback"])
-def test_what_a_global_held_is_not_kept_alive(x: Tensor, holds: str) -> None:
+def test_the_former_value_of_a_global_is_not_kept_alive(x: Tensor, holds: str) -> None:
     scope: dict[str, Any] = {"__name__": "user"}
     exec("def fn(x):\n    return (x.sin() if HELD is None else x.cos()).exp()", scope)
     if holds == "array":

@@ -1,4 +1,4 @@
-"""How the tensors of a recompute lie in memory, and what they are: as in the forward, on every device."""
+"""The memory layout and the type of tensors in a recompute: as in the forward, on every device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arange(*shape: int) -> Tensor:
 
 
 def on(device: str, tensor: Tensor) -> Tensor:
-    """On a device, and laid out as here."""
+    """Copy a tensor to a device, with the same layout."""
     whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
     return whole.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -42,7 +42,7 @@ def gradient(fn: Callable, x: Tensor, *args: Any, around: Any = nullcontext) -> 
 
 
 def check(fn: Callable, device: str, *make: Callable[[], Tensor], around: Any = nullcontext) -> None:
-    """The same gradient as without a region, with and without a policy."""
+    """Check that the gradient is the same as without a region, with and without a policy."""
     results = []
     for wrap in (lambda f: f, remat, lambda f: remat(f, policy=policies.save_only_these_names("none"))):
         x = torch.arange(1.0, 4, device=device, requires_grad=True)
@@ -76,7 +76,7 @@ EXPANDED: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("change", [kept, changed])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_small_argument_lies_as_it_did(device: str, layout: str, change: Callable) -> None:
+def test_a_small_argument_has_the_same_layout(device: str, layout: str, change: Callable) -> None:
     def fn(x: Tensor, s: Tensor) -> Tensor:
         change(s)
         mine = s.as_strided((2,), (s.stride(0),))  # of the argument's own elements
@@ -87,7 +87,7 @@ def test_a_small_argument_lies_as_it_did(device: str, layout: str, change: Calla
 
 
 @pytest.mark.parametrize("change", [kept, changed])
-def test_what_is_in_the_gaps_stays_there(device: str, change: Callable) -> None:
+def test_values_in_the_gaps_are_unchanged(device: str, change: Callable) -> None:
     def fn(x: Tensor, s: Tensor) -> Tensor:
         change(s)
         return (x * (s.as_strided((2, 3), (6, 1)) + s.as_strided((3,), (1,), 3))).sin()
@@ -134,7 +134,7 @@ def test_an_attribute_of_an_argument(device: str) -> None:
     assert_same(gradient(remat(fn), x, s), gradient(fn, x, s))
 
 
-def test_a_frozen_parameter_stays_one(device: str) -> None:
+def test_a_frozen_parameter_stays_a_parameter(device: str) -> None:
     def fn(x: Tensor, s: Tensor) -> Tensor:
         return (x * s).sin() if isinstance(s, nn.Parameter) else (x + s).cos().exp()
 
@@ -143,7 +143,7 @@ def test_a_frozen_parameter_stays_one(device: str) -> None:
     assert_same(gradient(remat(fn), x, s), gradient(fn, x, s))
 
 
-def test_an_argument_is_itself(device: str) -> None:
+def test_an_argument_is_the_same_object(device: str) -> None:
     seen = []
 
     def fn(x: Tensor, s: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def test_dtypes(device: str, dtype: torch.dtype) -> None:
     assert seen == [id(given)] * 2
 
 
-def test_statistics_that_no_version_counter_tells_of(device: str) -> None:
-    """Batch norm changes those that it is given."""
+def test_statistics_that_change_without_a_version_counter(device: str) -> None:
+    """Batch norm changes those that it gets as arguments."""
 
     def fn(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         y = F.batch_norm(x.sin(), mean, var, training=True)
@@ -206,7 +206,7 @@ def test_statistics_that_no_version_counter_tells_of(device: str) -> None:
 
 @pytest.mark.parametrize("layout", ["expanded", "gaps"])
 def test_derivatives_inside_of_a_region(device: str, layout: str) -> None:
-    """What the backward of a product saves goes by strides."""
+    """The tensors that the backward of a product saves depend on strides."""
     w = W.to(device)
     s = torch.ones((), dtype=torch.double).expand(2, 3)
     s = on(device, s if layout == "expanded" else torch.ones(3, 4, dtype=torch.double).T[:2])
@@ -283,7 +283,7 @@ def test_other_strides_are_a_mismatch(device: str) -> None:
     remat(other, determinism_check="none")(x).sum().backward()
 
 
-def test_strides_that_reach_nothing_are_no_mismatch(device: str) -> None:
+def test_strides_of_dimensions_without_extent_are_no_mismatch(device: str) -> None:
     strides = iter([(4, 1), (7, 1)])
 
     def other(x: Tensor) -> Tensor:

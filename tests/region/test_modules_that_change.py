@@ -32,7 +32,7 @@ every_way = pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
 
 
 def same_as_plain(run: Callable[[Wrap], Any], wrap: Wrap) -> None:
-    """`run` makes all that it works with, and returns results."""
+    """`run` creates everything that it uses, and returns results."""
     results = []
     for each in (wrap, lambda fn: fn):
         torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_statistics_that_are_passed(wrap: Wrap) -> None:
     same_as_plain(run, wrap)
 
 
-# --- what modules hold by name ----------------------------------------------------------------------------------------
+# --- named members of modules ----------------------------------------------------------------------------------------
 
 
 class MakesALayer(nn.Module):
@@ -138,7 +138,7 @@ class MakesEntries(nn.Module):
 
 @every_way
 @pytest.mark.parametrize("cls", [MakesALayer, MakesABuffer, FillsABuffer, MakesEntries])
-def test_what_is_made_in_the_first_call(cls: type[nn.Module], wrap: Wrap) -> None:
+def test_members_made_in_the_first_call(cls: type[nn.Module], wrap: Wrap) -> None:
     def run(wrap: Wrap) -> tuple:
         module, x = cls(), numbers(3, 4)
         out = wrap(module)(x)
@@ -151,7 +151,7 @@ def test_what_is_made_in_the_first_call(cls: type[nn.Module], wrap: Wrap) -> Non
 
 
 @every_way
-def test_layers_that_are_taken_out_or_added_in_between(wrap: Wrap) -> None:
+def test_layers_that_are_removed_or_added_between_forward_and_backward(wrap: Wrap) -> None:
     def run(wrap: Wrap) -> tuple:
         layers = [nn.Linear(4, 4) for _ in range(4)]
         model, x = nn.Sequential(*layers), numbers(3, 4)
@@ -167,7 +167,7 @@ def test_layers_that_are_taken_out_or_added_in_between(wrap: Wrap) -> None:
 
 @every_way
 @pytest.mark.parametrize("frozen", [True, False])
-def test_parameters_that_are_frozen_or_unfrozen_in_between(frozen: bool, wrap: Wrap) -> None:
+def test_parameters_that_are_frozen_or_unfrozen_between_forward_and_backward(frozen: bool, wrap: Wrap) -> None:
     def run(wrap: Wrap) -> tuple:
         layer, x = nn.Linear(4, 4).requires_grad_(not frozen), numbers(3, 4)
         out = wrap(lambda x: (layer(x) * layer.bias).sin())(x)
@@ -205,7 +205,7 @@ class InAContainer(Stores):
 
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=["none", "matmuls"])
 @pytest.mark.parametrize("cls", [InAnAttribute, InAContainer])
-def test_stored_activations_do_not_add_up(cls: type[Stores], policy: Any) -> None:
+def test_stored_activations_do_not_accumulate(cls: type[Stores], policy: Any) -> None:
     module = cls()
     region = rematerialized(module, policy=policy)
     live = []
@@ -250,7 +250,7 @@ def test_inference_tensors_that_change(captured: bool) -> None:
         out.sum().backward()
 
 
-# --- wrappers that are made anew for each call ------------------------------------------------------------------------
+# --- wrappers that are created in each call ---------------------------------------------------------------------------
 
 
 def wrapped(module: Any) -> Callable:
@@ -267,7 +267,7 @@ def calls_of(kind: str, module: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["closure", "lambda", "sequential"])
-def test_what_is_known_of_one_wrapped_module_does_not_count_for_another(kind: str) -> None:
+def test_what_is_recorded_for_one_wrapped_module_does_not_affect_another(kind: str) -> None:
     modules = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
     x = torch.randn(4, 8, requires_grad=True)
 
@@ -351,7 +351,7 @@ class Model(nn.Module):
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("call", [checkpoint, lambda block, x: rematerialized(lambda x: block(x).sin())(x)])
 def test_regions_around_the_calls_of_sharded_blocks(call: Callable) -> None:
-    """The hooks of FSDP, which exchange the parameters, are in the region, as they are with torch's checkpoint."""
+    """The hooks of FSDP, which swap the parameters, run inside the region, as with torch's checkpoint."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -374,7 +374,7 @@ def test_regions_around_the_calls_of_sharded_blocks(call: Callable) -> None:
 
 
 class Counting(nn.Module):
-    """Reads in its derivative a counter that each call changes, and keeps statistics."""
+    """Its derivative reads a counter that each call changes; it also updates statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class Counting(nn.Module):
 @every_way
 @pytest.mark.parametrize("calls", [1, 3])
 def test_buffers_that_change_before_a_backward_inside(calls: int, wrap: Wrap) -> None:
-    """It runs the region again in the middle of its first run, from the buffers as they were."""
+    """That backward recomputes the region in the middle of its first run, from the earlier buffers."""
 
     def run(wrap: Wrap) -> Any:
         layer, x = Counting(), numbers(3, 4)
@@ -412,7 +412,7 @@ def test_buffers_that_change_before_a_backward_inside(calls: int, wrap: Wrap) ->
 @every_way
 @pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")])
 def test_a_buffer_that_two_regions_change(policy: Any, wrap: Wrap) -> None:
-    """One of them captures it and doesn't read it, and what is written to it once is what it held."""
+    """One of them captures it without reading it, and one write doesn't change its value."""
 
     def run(wrap: Wrap) -> Any:
         layer, x = Counting(), numbers(3, 4)

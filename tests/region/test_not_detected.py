@@ -1,6 +1,6 @@
-"""The list in docs/reference/what_remat_cant_detect.md: each row is so, and `determinism_check="values"` finds it.
+"""The list in docs/reference/what_remat_cant_detect.md: each row is true, and `determinism_check="values"` finds it.
 
-Should one of these become right, or an error, the row has to go.
+If one of these cases becomes correct, or an error, delete its row.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def of(x: Tensor, factor: Any) -> Tensor:
 
 @contextmanager
 def changed(target: Any, name: Any, value: Any = 3.0) -> Iterator[None]:
-    """An attribute or an item of an object, for a while."""
+    """Set an attribute or an item of an object temporarily."""
     held = target if isinstance(target, (dict, list)) else vars(target)
     before, held[name] = held[name], value
     try:
@@ -181,7 +181,7 @@ PROGRAMS = [pytest.param(program, id=f"{row[:30]}-{i}") for row in ROWS for i, p
 
 
 def gradients(wrap: Callable, program: Program) -> tuple[Tensor, Tensor]:
-    """With what changes, as it is in the backward, and as it is without that change."""
+    """The gradients of the region, affected by the change, and of the plain function, which ran before the change."""
     fn, forward, backward = program
     x = rand(3)
     with forward():
@@ -191,14 +191,14 @@ def gradients(wrap: Callable, program: Program) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_is_not_detected(program: Program) -> None:
+def test_change_is_not_detected(program: Program) -> None:
     found, expected = gradients(remat, program)
     assert not torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("how", ["option", "override"])
-def test_checksums_find_it(program: Program, how: str) -> None:
+def test_checksums_detect_the_change(program: Program, how: str) -> None:
     fn, forward, backward = program
     with nullcontext() if how == "option" else override(determinism_check="values"), forward():
         out = remat(fn, determinism_check="values" if how == "option" else "metadata")(rand(3)).sum()
@@ -206,7 +206,7 @@ def test_checksums_find_it(program: Program, how: str) -> None:
         out.backward()
 
 
-def test_precision_by_backend_is_not_put_back() -> None:
+def test_precision_by_backend_is_not_restored() -> None:
     run_program(
         """
 import torch
@@ -222,7 +222,7 @@ assert seen == ["none", "tf32"], seen
     )
 
 
-# What the text above the table promises instead.
+# What the text above the table promises to be correct.
 RIGHT: dict[str, Callable[[], Program]] = {
     "variable of a closure": lambda: later(*variable()),
     "global variable": lambda: later(lambda x: of(x, NUMBER), lambda: changed(_globals(), "NUMBER")),
@@ -241,7 +241,7 @@ def _globals() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_put_back(name: str) -> None:
+def test_what_is_restored(name: str) -> None:
     found, expected = gradients(remat, RIGHT[name]())
     assert torch.equal(found, expected)
 

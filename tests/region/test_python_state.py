@@ -1,4 +1,4 @@
-"""Python state that a function reads and that changes after its first run: the run again sees it as it was."""
+"""Python state that a function reads and that changes after its first run: the recompute sees the earlier state."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WAYS = {"autograd": by_autograd, "vjp": by_vjp, "grad": by_grad, "grad-grad": by
 
 @dataclasses.dataclass
 class Case:
-    """A function, what changes what it reads, and what is to be seen of its state afterwards."""
+    """A function, a change of what it reads, and a way to observe its state afterwards."""
 
     fn: Callable
     change: Callable[[], object] = lambda: None
@@ -205,7 +205,7 @@ def run(make: Callable[[], Case], wrap: Wrap, way: Callable) -> Any:
 
 
 def values(tree: Any) -> Any:
-    """What can be compared; of tensors that come from a transform that has ended only the shape."""
+    """Comparable values; of tensors only the shape, as they may come from a transform that has ended."""
     if isinstance(tree, Tensor):
         return [*tree.shape]
     if isinstance(tree, (list, tuple)):
@@ -225,7 +225,7 @@ def test_state_of_the_first_run(name: str, way: Callable, wrap: Wrap, reference:
     torch.testing.assert_close(values(state), values(after))
 
 
-def test_the_same_objects_are_there_after_a_backward() -> None:
+def test_the_same_objects_remain_after_a_backward() -> None:
     layer = Cached()
     cache = layer.cache
     f = remat(layer)
@@ -259,7 +259,7 @@ class Failing(Layer):
 
 
 @pytest.mark.parametrize("way", [by_autograd, by_vjp])
-def test_an_exception_in_the_run_again_leaves_the_state(way: Callable) -> None:
+def test_an_exception_in_the_recompute_leaves_the_state(way: Callable) -> None:
     layer = Failing()
     log = layer.log
 
@@ -272,7 +272,7 @@ def test_an_exception_in_the_run_again_leaves_the_state(way: Callable) -> None:
 
 
 class Inner(Layer):
-    """A module whose first run is given up, as it calls a transform."""
+    """A module whose first run is abandoned, as it calls a transform."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Inner(Layer):
         return torch.func.grad(lambda x: (x * self.runs).sin().sum())(x) * x
 
 
-def test_a_first_run_that_is_given_up_leaves_no_trace() -> None:
+def test_an_abandoned_first_run_leaves_no_trace() -> None:
     def program(wrap: Wrap) -> Any:
         layer = Inner()
         x = X.clone().requires_grad_()
@@ -293,7 +293,7 @@ def test_a_first_run_that_is_given_up_leaves_no_trace() -> None:
     torch.testing.assert_close(program(remat), program(plain))
 
 
-def test_what_a_closure_holds_is_left_alone() -> None:
+def test_contents_of_containers_in_a_closure_are_not_restored() -> None:
     log, counter = [], collections.Counter()
 
     def fn(x: Tensor) -> Tensor:

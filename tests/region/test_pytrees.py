@@ -1,4 +1,4 @@
-"""Any tree goes into a region and any tree comes out."""
+"""Any pytree can be an argument of a region, and any pytree a result."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ torch_pytree.register_pytree_node(
 
 
 class Spec(NamedTuple):
-    """A tensor to come: followed by autograd, of floats, integers or booleans."""
+    """A description of a tensor: tracked by autograd, or of floats, integers or booleans."""
 
     kind: str
     size: int
@@ -102,7 +102,7 @@ trees = st.recursive(st.one_of(specs, plain), nodes, max_leaves=8)
 
 
 def walk(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies `fn` to each leaf, without the help of any library of trees."""
+    """Applies `fn` to each leaf, without a pytree library."""
     if isinstance(tree, Spec):
         return fn(tree)
     if isinstance(tree, Point):
@@ -133,7 +133,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def structure(tree: Any) -> Any:
-    """Something that is equal for trees of the same structure and the same plain leaves."""
+    """A value that is equal for trees of the same structure and the same plain leaves."""
 
     def describe(tree: Any) -> Any:
         if isinstance(tree, Tensor):
@@ -172,7 +172,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def compute(*args: Any, **kwargs: Any) -> Any:
-    """Some leaves are changed, some pass; all depend on all floats."""
+    """Some leaves are changed, some returned as they are; all depend on all floats."""
     inputs = leaves_of([args, kwargs])
     total = sum((t.sin().exp().sum() for t in inputs if is_float(t)), torch.zeros(()))
     numbers = iter(range(1000))
@@ -268,7 +268,7 @@ def test_vmap_of_grad(arg: Any) -> None:
 
 @many
 @given(trees)
-def test_identity_gives_the_very_leaves(tree: Any) -> None:
+def test_identity_returns_the_same_leaves(tree: Any) -> None:
     given_tree = build(tree)
     out = remat(lambda t: t)(given_tree)
     same_trees(out, given_tree)
@@ -311,8 +311,8 @@ def test_one_tensor_returned_in_many_places() -> None:
     assert shared[0][0] is shared[0][1]["again"] is shared[0][2][0]
 
 
-def test_a_tree_that_the_function_changes_is_whole_when_it_runs_again() -> None:
-    # The region gets its own containers at every run: the caller's are not taken apart twice.
+def test_a_tree_that_the_function_changes_is_complete_in_the_recompute() -> None:
+    # Each run gets its own containers, so the function never changes those of another run.
     runs = []
 
     def fn(tree: dict) -> Tensor:

@@ -1,6 +1,6 @@
 """A tensor that reaches a region in two ways, as an argument and captured, or captured twice: it is one tensor.
 
-In a recompute it must be one again, and regions inside must find their inputs where they were, whether or not.
+In a recompute it must be one tensor again. Either way, inner regions must find their inputs in the same places.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remat import policies, remat
 Wrap = Callable[[Callable], Callable]
 HOLDER = types.SimpleNamespace()
 MODULE = types.ModuleType("remat_test_held")
-NAME = "held"  # by which the walk for captured tensors doesn't find it
+NAME = "held"  # a name that the search for captured tensors doesn't find
 HELD: Any = None
 
 
@@ -39,7 +39,7 @@ def product(wrap: Wrap) -> Callable:
     return wrap(lambda p, q: p * q.cos())
 
 
-# Each makes, of a tensor, the function that captures it, and the arguments.
+# Each returns, for a tensor, the function that captures it, and its arguments.
 
 
 def returned_as_it_is(wrap: Wrap, x: Tensor) -> Any:
@@ -241,7 +241,7 @@ WAYS: dict[str, Callable] = {
     "vmap, backward": of_mapped,
     "not followed": with_the_other_followed,
 }
-SECOND = {"grad-grad", "jvp-grad", "grad-jvp"}  # where torch.func adds up in another order
+SECOND = {"grad-grad", "jvp-grad", "grad-jvp"}  # where torch.func sums in another order
 
 
 def runs(case: Callable, wrap: Wrap) -> Callable:
@@ -254,7 +254,7 @@ def runs(case: Callable, wrap: Wrap) -> Callable:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_given_and_captured(case: Callable, way: str) -> None:
+def test_argument_and_captured(case: Callable, way: str) -> None:
     expected = WAYS[way](runs(case, plain))
     tolerance = 1e-12 if way in SECOND else 0
     for policy in None, policies.save_ops("aten.cos"):
@@ -263,8 +263,8 @@ def test_given_and_captured(case: Callable, way: str) -> None:
 
 
 @pytest.mark.parametrize("case", [argument_first, captured_twice, by_a_computed_name], ids=lambda case: case.__name__)
-def test_it_costs_nothing(case: Callable) -> None:
-    """Bytes and recomputed operations are those of the same function whose tensors are different ones."""
+def test_sharing_costs_nothing(case: Callable) -> None:
+    """Bytes and recomputed operations are the same as for the same function with different tensors."""
 
     def other(wrap: Wrap, x: Tensor) -> Any:
         y, inner = x.detach().clone().requires_grad_(), product(wrap)
@@ -380,7 +380,7 @@ def buffers_on_one_storage() -> Any:
     module = nn.Module()
     module.register_buffer("a", tensor())
     module.register_buffer("b", module.a.view(9))
-    module.register_buffer("c", torch.ones(9))  # on its own
+    module.register_buffer("c", torch.ones(9))  # in its own storage
 
     def f(x: Tensor) -> Tensor:
         module.a.add_(1)
@@ -415,7 +415,7 @@ def test_changed_by_the_region(make: Callable, policy: Any, nested: bool) -> Non
 
 
 def test_captured_and_below_its_levels_an_argument() -> None:
-    """What the inner region returns is captured, and the argument `p` is that tensor below the level of `p`."""
+    """The inner region captures what it returns, and the argument `p` is that tensor, below the level of `p`."""
     w, x = torch.linspace(-1, 1, 3, dtype=torch.double, requires_grad=True), torch.arange(3.0).double()
 
     def program(wrap: Wrap) -> Any:
@@ -434,7 +434,7 @@ def test_captured_and_below_its_levels_an_argument() -> None:
 
 
 def test_returned_and_below_its_levels_an_argument() -> None:
-    """It is returned as the captured tensor that it is, in each run."""
+    """In each run the result is the captured tensor."""
     x, constant = torch.linspace(-1, 1, 3, dtype=torch.double, requires_grad=True), torch.arange(3.0).double()
 
     def program(wrap: Wrap) -> Any:
@@ -448,7 +448,7 @@ def test_returned_and_below_its_levels_an_argument() -> None:
 
 
 class Tied(nn.Module):
-    """Gets the weight of its own embedding for the output, as models with tied weights do."""
+    """Uses the weight of its own embedding for the output, as models with tied weights do."""
 
     def __init__(self, wrap: Wrap) -> None:
         super().__init__()
@@ -487,8 +487,8 @@ def test_tied_weights(way: str, policy: Any) -> None:
     torch.testing.assert_close(program(remat, outers[way]), program(plain, plain), rtol=0, atol=0)
 
 
-def test_tied_weights_as_torch_checkpoint() -> None:
-    """The same bytes are kept as by torch's checkpoint."""
+def test_tied_weights_as_with_torch_checkpoint() -> None:
+    """As many bytes are saved as by torch's checkpoint."""
     torch.manual_seed(0)
     model, i = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Tanh()), torch.arange(8)
 

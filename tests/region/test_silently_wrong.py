@@ -1,7 +1,6 @@
-"""What torch.utils.checkpoint gets silently wrong, or refuses, in plain autograd: right here, or loud.
+"""Cases where torch.utils.checkpoint is silently wrong, or raises, in plain autograd: correct here, or an error.
 
-`torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)` is what is meant where a comment
-says what torch does.
+Comments that begin with "torch:" describe `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def both(fn: Callable, make: Callable, run: Callable) -> tuple[Any, Any]:
-    """`run(f, *make())` for `f` rematerialized and as it is, from the same generator states."""
+    """`run(f, *make())` with `f` rematerialized and with plain `f`, from the same generator states."""
     results = []
     for f in (remat(fn), fn):
         torch.manual_seed(1)
@@ -86,7 +85,7 @@ def holds_remat(wrap: Callable) -> nn.Module:
 
 @pytest.mark.parametrize("build", [holds_remat, CallsRemat, CallsRematOnMethod])
 def test_functional_call(build: Callable) -> None:
-    # torch: the module has its own parameters back when it runs again, and the gradients are theirs.
+    # torch: in the recompute the module has its own parameters again, and the gradients are for those.
     torch.manual_seed(0)
     ours, plain = build(remat), build(lambda module: module)
     plain.load_state_dict(ours.state_dict())
@@ -154,7 +153,7 @@ GENERATOR_CASES = {
 
 @pytest.mark.parametrize("case", GENERATOR_CASES.values(), ids=GENERATOR_CASES)
 def test_explicit_generator(case: tuple) -> None:
-    # torch: the second run draws the numbers that come after.
+    # torch: the recompute draws the next numbers.
     def run(f: Callable, *args: Any) -> Any:
         out = f(*args)
         after = GENERATOR.get_state()
@@ -179,7 +178,7 @@ def numpy_draws(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fn", [python_draws, python_branches, numpy_draws])
 def test_python_and_numpy_generators(fn: Callable) -> None:
-    # torch: the second run draws the numbers that come after.
+    # torch: the recompute draws the next numbers.
     def run(f: Callable, *xs: Tensor) -> Any:
         outs = [f(x) for x in xs]
         states = random.getstate(), np.random.get_state(legacy=False)
@@ -193,7 +192,7 @@ def test_python_and_numpy_generators(fn: Callable) -> None:
     assert actual[2] == expected[2]
 
 
-# --- state that changes once ----------------------------------------------------------------------
+# --- state that must change only once ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -230,7 +229,7 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize("how", ["add_", "assign"])
 def test_buffer_counters(how: str) -> None:
-    # torch: counted twice, and the gradient is that of another count.
+    # torch: the calls are counted twice, and the gradient is for another count.
     def run(wrap: Callable) -> Any:
         module = Counts(how)
         f, x = wrap(module), torch.linspace(0, 1, 3, requires_grad=True)
@@ -246,7 +245,7 @@ def test_buffer_counters(how: str) -> None:
 
 
 def test_captured_tensor_changed_in_place() -> None:
-    # torch: the gradient is that of the new value.
+    # torch: the gradient is for the new value.
     w = torch.ones(3)
     x = leaf(3)
     loss = remat(lambda x: (x * w).sin().exp().sum())(x)
@@ -257,7 +256,7 @@ def test_captured_tensor_changed_in_place() -> None:
 
 
 def test_argument_changed_in_place() -> None:
-    # torch: the gradient is that of the new value.
+    # torch: the gradient is for the new value.
     x, scale = leaf(3), torch.ones(3)
     loss = remat(lambda x, scale: (x * scale).sin().exp().sum())(x, scale=scale)
     scale.mul_(2)
@@ -286,7 +285,7 @@ def test_global_changed_in_place() -> None:
 
 @pytest.mark.parametrize("caught", [Exception, RuntimeError, (ValueError, Exception)])
 def test_except_exception_around_the_body(caught: Any) -> None:
-    # torch: the handler catches the signal that ends the second run, and goes on.
+    # torch: the handler catches the exception that ends the recompute, and continues.
     handled = []
 
     def fn(x: Tensor) -> Tensor:
@@ -302,7 +301,7 @@ def test_except_exception_around_the_body(caught: Any) -> None:
 
 
 def test_bare_except_around_the_body() -> None:
-    # It catches everything there is; the values are there all the same.
+    # It catches every exception, but the values have been recomputed by then.
     def fn(x: Tensor) -> Tensor:
         try:
             return x.sin().exp().cos()
@@ -325,8 +324,8 @@ def test_finally_and_context_managers_run() -> None:
     assert ended == [True, True]
 
 
-def test_closures_in_a_loop_bind_what_they_held() -> None:
-    # torch: all of them see the last `w` and the last `i` when they run again.
+def test_closures_in_a_loop_keep_their_values() -> None:
+    # torch: all of them see the last `w` and the last `i` in the recompute.
     def run(wrap: Callable, x: Tensor, *ws: Tensor) -> Any:
         y = x
         for i, w in enumerate(ws):
@@ -337,7 +336,7 @@ def test_closures_in_a_loop_bind_what_they_held() -> None:
     same(run(remat, *tensors), run(lambda f: f, *tensors))
 
 
-def test_helper_closures_in_a_loop_bind_what_they_held() -> None:
+def test_helper_closures_in_a_loop_keep_their_values() -> None:
     def run(wrap: Callable, x: Tensor, *ws: Tensor) -> Any:
         y, scale = x, 1.0
         for w in ws:
@@ -398,7 +397,7 @@ def makes_a_constant(x: Tensor) -> Tensor:
 
 
 def test_default_dtype_changed_before_backward() -> None:
-    # torch: raises, as what is saved has another dtype.
+    # torch: raises, as the saved tensors have another dtype.
     def run(f: Callable, x: Tensor) -> Any:
         out = f(x)
         torch.set_default_dtype(torch.float64)
@@ -471,7 +470,7 @@ def test_saved_tensors_read_twice(early_stop: bool) -> None:
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_saved_tensors_read_twice_in_a_kept_graph(early_stop: bool) -> None:
+def test_saved_tensors_read_twice_in_a_retained_graph(early_stop: bool) -> None:
     def fn(x: Tensor) -> Tensor:
         return ReadsTwice.apply(ReadsTwice.apply(x.sin())).cos()
 
@@ -511,7 +510,7 @@ def test_torch_func_inside_a_region(fn: Callable) -> None:
     # torch: raises, "don't yet support saved tensor hooks".
     f, x = remat(fn), leaf(3)
     expected = values_and_gradients(fn, x)
-    for _ in range(2):  # the first call finds it out, the second one knows
+    for _ in range(2):  # the first call records it, the second one uses the record
         same(values_and_gradients(f, x), expected)
 
 

@@ -1,4 +1,4 @@
-"""Pytrees: what is a node, what is a leaf, and what errors say about them."""
+"""Pytrees: their nodes and leaves, and how errors describe them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FrozenSlots:
 
 @dataclasses.dataclass
 class Busy:
-    """Everything that running __init__ a second time would break."""
+    """A class whose instances would not survive a second call of `__init__`."""
 
     a: Any
     start: dataclasses.InitVar[int]
@@ -90,7 +90,7 @@ class RealDict(dict):
 
 
 class Output(collections.OrderedDict):
-    """The shape of Hugging Face's ModelOutput: a dict, a dataclass, and registered with torch."""
+    """Built like Hugging Face's ModelOutput: a dict, a dataclass, and registered with torch."""
 
 
 def _output_class(name, keys_fn=False):
@@ -138,7 +138,7 @@ class TestContainers:
     def test_round_trip(self, tree):
         result = again(tree)
         assert result == tree and type(result) is type(tree)
-        assert repr(result) == repr(tree)  # the order of keys, too
+        assert repr(result) == repr(tree)  # including the order of keys
 
     def test_none_is_a_leaf(self):
         assert flatten((None, {"a": None}))[0] == [None, None]
@@ -149,7 +149,7 @@ class TestContainers:
         assert len(leaves) == 2
         assert type(unflatten(spec, leaves)) is torch.return_types.max
 
-    def test_what_is_no_container_is_the_same_object(self):
+    def test_what_is_not_a_container_stays_the_same_object(self):
         class Weird:
             __eq__ = None
 
@@ -182,7 +182,7 @@ class TestContainers:
                 self.x = x
 
         box = Box(torch.ones(1))
-        assert flatten(box)[0][0] is box  # not yet
+        assert flatten(box)[0][0] is box  # not registered yet
         optree.register_pytree_node(
             Box,
             lambda b: ((b.x,), None),
@@ -203,7 +203,7 @@ class TestDataclasses:
         names = ["args[0].a", "args[0].b[0]", "args[0].b[1].a", "args[0].b[1].b"]
         assert paths(spec, "args") == names
 
-    def test_init_is_not_run_and_nothing_is_lost(self):
+    def test_init_is_not_run_and_all_attributes_remain(self):
         obj = Busy(1, start=5)
         expensive, made = obj.expensive, Busy.made
         result = again(obj)
@@ -211,7 +211,7 @@ class TestDataclasses:
         assert (result.a, result.total, result.default) == (1, 6, 7)
         assert result.extra is obj.extra and result.expensive is expensive
 
-    def test_tensors_beside_the_fields_are_leaves(self):
+    def test_tensors_in_other_attributes_than_fields_are_leaves(self):
         obj = Busy(1, start=5)
         assert any(leaf is obj.extra for leaf in flatten(obj)[0])
 
@@ -283,14 +283,14 @@ class TestTorchNodes:
                 self.xs = xs
 
         pair = Pair(1, [2])
-        assert flatten(pair)[0][0] is pair  # held to be a leaf until it is registered
+        assert flatten(pair)[0][0] is pair  # treated as a leaf until it is registered
         torch_pytree.register_pytree_node(Pair, lambda p: (list(p.xs), None), lambda c, _: Pair(*c))
         leaves, spec = flatten(pair)
         assert leaves == [1, 2] and paths(spec, "p") == ["p[0]", "p[1][0]"]
         assert again(pair).xs == (1, [2])
 
 
-def test_types_are_learned_once(monkeypatch):
+def test_types_are_registered_once(monkeypatch):
     cls = dataclasses.make_dataclass("Once", ["a"])
     flatten((cls(cls({1})), torch.ones(1), None))
     monkeypatch.setattr(trees, "_learn", None)

@@ -1,7 +1,7 @@
-"""Tensors in host memory: how often they are copied, when, and that nothing keeps them or their copies.
+"""Tensors in host memory: how often and when they are copied, and that they and their copies are freed.
 
-Without a CUDA device, tensors of the CPU are taken for a device's (``far``), and streams are queues of copies that are
-made as late as their events allow, or as early (``streams``).
+Without a CUDA device, tensors of the CPU are treated as tensors of a device (``far``), and streams are queues of copies
+that run as late as their events allow, or as early (``streams``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def no_gc() -> Iterator[None]:
 
 
 def regions(x: Tensor, count: int, steps: int = 1) -> tuple[Tensor, list[Group]]:
-    """``count`` regions in a row, each a group of ``2 * steps`` saved tensors."""
+    """``count`` regions one after another, each a group of ``2 * steps`` saved tensors."""
     groups = []
     for _ in range(count):
         group = Group()
@@ -59,7 +59,7 @@ def leaf(*shape: int) -> Tensor:
 # --- one tensor -----------------------------------------------------------------------------------------------------
 
 
-def test_in_host_memory_it_is_the_tensor_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_in_host_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = Copies(monkeypatch)
     x = leaf(3)
     kept = Offloaded(x)
@@ -72,7 +72,7 @@ def test_in_host_memory_it_is_the_tensor_itself(monkeypatch: pytest.MonkeyPatch)
     assert not copies.out and not copies.back
 
 
-def test_meta_tensor_stays() -> None:
+def test_meta_tensor_is_not_copied() -> None:
     x = torch.ones(3, device="meta")
     assert Offloaded(x).get() is x
 
@@ -98,7 +98,7 @@ def test_changes_do_not_reach_the_copy(far: Copies) -> None:
     x.zero_()
     got = kept.get()
     same(got, torch.arange(4.0))
-    got.mul_(torch.ones(4, requires_grad=True))  # neither a leaf that requires grad, nor a view made without grad
+    got.mul_(torch.ones(4, requires_grad=True))  # it is neither a leaf that requires grad, nor a view made without grad
     got.detach().zero_()
     kept.release()
     same(kept.get(), torch.arange(4.0))
@@ -146,7 +146,7 @@ def assert_kept(name: str, kept: Offloaded, tensor: Tensor) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_layouts(name: str, deterministic: bool, far: Copies) -> None:
     tensor = LAYOUTS[name](BASE)
-    torch.use_deterministic_algorithms(deterministic)  # new memory is filled then
+    torch.use_deterministic_algorithms(deterministic)  # new memory is filled in this mode
     try:
         assert_kept(name, Offloaded(tensor), tensor)
     finally:
@@ -159,7 +159,7 @@ class Special(Tensor):
 
 
 @pytest.mark.parametrize("kind", ["sparse", "quantized", "subclass"])
-def test_what_is_more_than_memory_stays(kind: str, far: Copies) -> None:
+def test_tensors_that_are_more_than_memory_are_not_copied(kind: str, far: Copies) -> None:
     tensor = {
         "sparse": lambda: torch.eye(3).to_sparse(),
         "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
@@ -169,7 +169,7 @@ def test_what_is_more_than_memory_stays(kind: str, far: Copies) -> None:
     assert not far.out
 
 
-def test_wrappers_of_torch_func_stay_and_plain_tensors_pass_its_levels(far: Copies) -> None:
+def test_wrappers_of_torch_func_are_not_copied_and_plain_tensors_pass_its_levels(far: Copies) -> None:
     plain, taken = torch.arange(3.0), []
 
     def fn(x: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_wrappers_of_torch_func_stay_and_plain_tensors_pass_its_levels(far: Copi
     assert not torch._C._functorch.is_functorch_wrapped_tensor(taken[0])
 
 
-def test_no_tangent_is_kept(far: Copies) -> None:
+def test_no_tangent_is_saved(far: Copies) -> None:
     with fwAD.dual_level():
         got = Offloaded(fwAD.make_dual(torch.ones(3), torch.ones(3))).get()
         assert fwAD.unpack_dual(got).tangent is None
@@ -211,7 +211,7 @@ def test_gradients_and_number_of_copies(far: Copies) -> None:
     assert far.on_host() == 0
 
 
-def test_a_read_brings_back_its_group_and_the_one_before(far: Copies) -> None:
+def test_a_read_copies_back_its_group_and_the_one_before(far: Copies) -> None:
     x, read = leaf(8), []
 
     def noted(kept: Offloaded) -> Tensor:
@@ -254,7 +254,7 @@ def test_at_most_two_groups_are_on_the_device(retain_graph: bool, far: Copies, n
     assert far.on_host() == (12 if retain_graph else 0)
 
 
-def test_what_is_released_in_a_pass_is_not_brought_back_by_others(far: Copies) -> None:
+def test_tensors_released_in_a_pass_are_not_copied_back_again(far: Copies) -> None:
     def once(kept: Offloaded) -> Tensor:
         got = kept.get()
         kept.release()
@@ -275,19 +275,19 @@ def test_single_tensors_are_groups_too(far: Copies) -> None:
     assert far.taken() == [1, 0]
 
 
-def test_groups_that_are_gone_are_skipped(far: Copies) -> None:
+def test_freed_groups_are_skipped(far: Copies) -> None:
     x = leaf(8)
     first, groups = regions(x, 1)
     second, more = regions(x, 1)
     third, _ = regions(x, 1)
-    del second  # one group of these two is still referred to, but has no tensors
+    del second  # one of these two groups still has a reference, but no tensors
     more = more[:1]
     third.backward()
     assert far.taken() == [5, 4, 0, 1]
     assert more and groups and first.requires_grad
 
 
-def test_a_group_that_was_only_prefetched_goes_when_the_pass_ends(far: Copies) -> None:
+def test_a_group_that_was_only_prefetched_is_released_when_the_pass_ends(far: Copies) -> None:
     x = leaf(8)
     middle, _ = regions(x, 1)
     loss, _ = regions(middle.detach().requires_grad_(), 1)
@@ -298,7 +298,7 @@ def test_a_group_that_was_only_prefetched_goes_when_the_pass_ends(far: Copies) -
     assert set(far.taken()) == {0, 1}
 
 
-def test_a_pass_that_keeps_its_graph_leaves_others_alone(far: Copies) -> None:
+def test_a_pass_that_retains_its_graph_does_not_affect_others(far: Copies) -> None:
     x = leaf(8)
     loss, _ = regions(x, 2)
     other = Offloaded(x)
@@ -309,7 +309,7 @@ def test_a_pass_that_keeps_its_graph_leaves_others_alone(far: Copies) -> None:
     assert far.taken().count(4) == 1
 
 
-def test_outside_of_a_pass_nothing_else_is_brought_back(far: Copies) -> None:
+def test_outside_of_a_pass_nothing_else_is_copied_back(far: Copies) -> None:
     x = leaf(8)
     regions(x, 1)
     first, second = Group(), Group()
@@ -325,7 +325,7 @@ def test_outside_of_a_pass_nothing_else_is_brought_back(far: Copies) -> None:
     assert far.on_device() == 0 and before.shape == x.shape
 
 
-def test_a_prefetch_may_fail_for_lack_of_memory(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefetch_may_run_out_of_memory(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     x = leaf(8)
     expected = torch.autograd.grad(x.sin().exp().sin().exp().sum(), x)
     loss, _ = regions(x, 2)
@@ -343,7 +343,7 @@ def test_a_prefetch_may_fail_for_lack_of_memory(far: Copies, monkeypatch: pytest
     assert len(calls) == 6
 
 
-def test_a_failed_pass_lets_go_of_what_it_brought_back(far: Copies) -> None:
+def test_a_failed_pass_releases_its_copies(far: Copies) -> None:
     x = leaf(8)
     fails = [True]
 
@@ -375,7 +375,7 @@ def test_nothing_is_kept_alive(far: Copies, no_gc: None) -> None:
     assert all(ref() is None for ref in refs) and not len(thread_groups)
 
 
-def test_the_source_is_let_go(far: Copies, no_gc: None) -> None:
+def test_the_source_is_released(far: Copies, no_gc: None) -> None:
     storages = []
     for shape in ((8, 8), (8, 4)):
         x = torch.randn(8, 8)[:, : shape[1]]
@@ -426,7 +426,7 @@ def test_threads_get_one_copy(far: Copies, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(a is b for row in got for a, b in zip(row, got[0]))
 
 
-def test_backwards_in_other_threads_while_more_are_made(far: Copies) -> None:
+def test_backwards_in_other_threads_during_new_forwards(far: Copies) -> None:
     x = torch.randn(8, requires_grad=True, dtype=torch.float64)
     expected = torch.autograd.grad(regions(x, 5, steps=1)[0], x)[0]
     results: list[Tensor] = []
@@ -444,7 +444,7 @@ def test_backwards_in_other_threads_while_more_are_made(far: Copies) -> None:
     assert far.on_device() == far.on_host() == 0
 
 
-def test_order_is_that_of_the_thread(far: Copies) -> None:
+def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
     x = leaf(8)
     first, _ = regions(x, 1)
     other: list[Tensor] = []
@@ -473,7 +473,7 @@ class Event:
 
 
 class Stream:
-    """A queue of work. That of a side stream is done at once, or not before something waits for it."""
+    """A queue of work. The work of a side stream runs at once, or only when something waits for it."""
 
     def __init__(self, world: Streams, eager: bool) -> None:
         self.world, self.eager = world, eager
@@ -508,7 +508,7 @@ class Stream:
 
 
 class Streams(TorchDispatchMode):
-    """Copies that don't block are put into the queue of the current stream."""
+    """Non-blocking copies are put into the queue of the current stream."""
 
     def __init__(self, eager: bool) -> None:
         super().__init__()
@@ -555,21 +555,21 @@ def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def produced(world: Streams, value: float, *shape: int) -> Tensor:
-    """A tensor that has its value when the main stream gets there."""
+    """A tensor that gets its value when the main stream has run this far."""
     x = torch.zeros(*shape)
     world.main.add(lambda: x.fill_(value))
     return x
 
 
 def read(world: Streams, tensor: Tensor) -> Tensor:
-    """What the current stream finds in it."""
+    """The value that the current stream reads."""
     found = []
     world.current.add(lambda: found.append(tensor.clone()))
     world.current.run()
     return found[0]
 
 
-def test_copies_wait_for_what_comes_before(streams: Streams) -> None:
+def test_copies_wait_for_earlier_work(streams: Streams) -> None:
     x = produced(streams, 3, 4)
     kept = Offloaded(x)
     assert (streams.copied, streams.pinned) == (int(streams.eager), 1)
@@ -582,7 +582,7 @@ def test_copies_wait_for_what_comes_before(streams: Streams) -> None:
     assert len(streams.others) == 2 and back.queue
 
 
-def test_copy_back_starts_after_what_used_its_memory_before(streams: Streams) -> None:
+def test_copy_back_starts_after_earlier_uses_of_its_memory(streams: Streams) -> None:
     kept = Offloaded(produced(streams, 3, 4))
     order: list[int] = []
     streams.main.add(lambda: order.append(streams.copied))
@@ -593,7 +593,7 @@ def test_copy_back_starts_after_what_used_its_memory_before(streams: Streams) ->
     assert order[1] == (2 if streams.eager else 0)  # the main stream itself doesn't wait before it reads
 
 
-def test_memory_of_what_was_never_read_waits_for_its_copy(streams: Streams) -> None:
+def test_memory_of_an_unread_copy_waits_for_the_copy(streams: Streams) -> None:
     kept = Offloaded(produced(streams, 3, 4))
     kept.prefetch()
     kept.release()
@@ -629,7 +629,7 @@ def test_caller_waits_when_too_much_is_in_flight(
 ) -> None:
     monkeypatch.setattr(host_memory, "IN_FLIGHT_BYTES", limit)
     kept = [Offloaded(produced(streams, i, 4)) for i in range(5)]  # 16 bytes each
-    assert len(streams.waited) == waits  # never for the copy that was just started
+    assert len(streams.waited) == waits  # never for the latest copy
     assert all(event.has_happened() for event in streams.waited)
     for i, each in enumerate(kept):
         same(read(streams, each.get()), torch.full((4,), float(i)))
@@ -660,7 +660,7 @@ def test_cuda_layouts(name: str) -> None:
 
 
 @cuda
-def test_cuda_copies_run_beside_the_computation() -> None:
+def test_cuda_copies_run_concurrently_with_the_computation() -> None:
     x = torch.randn(MIB, device=DEVICE)
     main = backend.current_stream()
     kept = Offloaded(x)
@@ -691,7 +691,7 @@ def test_cuda_copy_waits_for_a_late_producer() -> None:
 
 
 @cuda
-def test_cuda_memory_is_free_in_between() -> None:
+def test_cuda_memory_is_free_between_forward_and_backward() -> None:
     x = torch.randn(16 * MIB, device=DEVICE)
     expected = x.sum()
     kept = Offloaded(x)
@@ -728,7 +728,7 @@ def test_cuda_gradients_and_peak(retain_graph: bool) -> None:
             found = torch.autograd.grad(loss, x, retain_graph=retain_graph)[0]
             peak = backend.max_memory_allocated() - before
             same(found, expected)
-            assert peak < 20 * 4 * MIB  # of the 32 tensors, two groups of four and what is computed with
+            assert peak < 20 * 4 * MIB  # of the 32 tensors, two groups of four and the operands of the computation
 
 
 @cuda
@@ -781,7 +781,7 @@ OFFLOADING = {
 
 
 @pytest.mark.parametrize("policy", OFFLOADING, ids=repr)
-def test_each_value_is_copied_out_once_and_back_once_in_each_pass(policy: Any, far: Copies) -> None:
+def test_each_value_is_copied_out_once_and_back_once_per_pass(policy: Any, far: Copies) -> None:
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     expected = torch.autograd.grad(chain(x, w).sum(), (x, w))
     out = remat(chain, policy=policy)(x, w).sum()
@@ -802,8 +802,8 @@ def test_with_a_policy_on_host_memory_nothing_is_copied(monkeypatch: pytest.Monk
     assert copies.out == [] and copies.back == []
 
 
-def test_what_is_offloaded_may_be_changed_in_place(far: Copies) -> None:
-    """It is a copy; on the device itself it would be an error."""
+def test_an_offloaded_value_may_be_changed_in_place(far: Copies) -> None:
+    """The saved value is a copy; without offloading the change would be an error."""
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
 
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

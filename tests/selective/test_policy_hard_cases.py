@@ -28,7 +28,7 @@ COMPLEX, MATRIX = rand(4, 4, dtype=torch.complex128, grad=False), rand(4, 4, see
 
 
 def some(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """About half of the operations, the same ones each time."""
+    """About half of the operations, the same ones in each run."""
     shapes = [tuple(t.shape) for t in args if isinstance(t, Tensor) and not t.is_nested]
     return zlib.crc32(f"{op}{shapes}3".encode()) % 2 == 0
 
@@ -48,7 +48,7 @@ POLICIES = {
 
 @torch.library.custom_op("remat_tests::noise", mutates_args=())
 def noise(x: Tensor) -> Tensor:
-    """Draws random numbers, and no tag says so."""
+    """Draws random numbers, but has no tag that says so."""
     return x + torch.randn_like(x)
 
 
@@ -234,7 +234,7 @@ def test_gradients_in_a_region(policy: str, outer: Any, program: str) -> None:
 def overwritten_after_it_was_saved(x: Tensor) -> Tensor:
     s = x.sin()
     t = s.index_select(1, torch.tensor([0, 2]))
-    s.sigmoid_()  # saves its result, and nothing goes back through it
+    s.sigmoid_()  # saves its result, but no gradient flows through it
     s.scatter_(0, torch.tensor([[0, 1, 2, 3], [1, 0, 2, 2], [2, 2, 1, 0], [3, 0, 0, 1]]), x)
     return t.sin()
 
@@ -258,7 +258,7 @@ OVERWRITTEN: list[Any] = [
 @pytest.mark.parametrize("inner", [None, policies.save_ops("aten.sin"), policies.everything_saveable], ids=repr)
 @pytest.mark.parametrize("outer", OVERWRITTEN, ids=repr)
 @pytest.mark.parametrize("fn", [overwritten_after_it_was_saved, overwritten_again_and_again])
-def test_a_kept_value_that_is_overwritten_in_an_inner_region(fn: Callable, outer: Any, inner: Any) -> None:
+def test_a_saved_value_that_is_overwritten_in_an_inner_region(fn: Callable, outer: Any, inner: Any) -> None:
     region, x = remat(fn, policy=inner), rand(4, 4)
     for wrap in (lambda f: lambda x: f(x), lambda f: lambda x: f(x.cos()).sin()):
         expected = gradient(wrap(fn), x)
@@ -272,14 +272,14 @@ def test_a_kept_value_that_is_overwritten_in_an_inner_region(fn: Callable, outer
 @every_policy
 @pytest.mark.parametrize("program", ["residual_stream_in_place", "constants", "checkpointed_inside"])
 @pytest.mark.parametrize("outer", [None, policies.save_ops("aten.sin")], ids=repr)
-def test_nothing_is_left_of_regions_in_a_region(outer: Any, program: str, policy: str) -> None:
-    """Also where the run again of the outer one ends while the inner one decides what to keep."""
+def test_nested_regions_are_freed(outer: Any, program: str, policy: str) -> None:
+    """Also where the recompute of the outer region ends while the inner one decides what to save."""
 
     fn, x = PROGRAMS[program], argument(program)
     inner = remat(fn, policy=POLICIES[policy])
     for around in (lambda x: inner(x), lambda x: inner(x).sin()):
         fn = remat(around, policy=outer)
-        gradient(fn, x)  # what is remembered of it may stay
+        gradient(fn, x)  # its records may stay
         assert leaked_bytes(gradient, fn, x) == 0
 
 
@@ -312,8 +312,8 @@ def test_forward_over_reverse_with_zero_tangents(policy: str) -> None:
     assert_equal(run(remat(lambda x: inner(x), policy=chosen)), run(fn))
 
 
-def test_what_is_put_off_is_there_for_who_keeps_it() -> None:
-    log: collections.deque[Tensor] = collections.deque()  # of a list, the tensors of a recompute are taken out
+def test_a_skipped_value_that_user_code_stores_is_computed() -> None:
+    log: collections.deque[Tensor] = collections.deque()  # the tensors of a recompute would be removed from a list
     fn = remat(functools.partial(left_behind, log), policy=POLICIES["names"])
     for _ in range(2):
         fn(rand(4, 4)).sum().backward()
@@ -321,7 +321,7 @@ def test_what_is_put_off_is_there_for_who_keeps_it() -> None:
     assert all(torch.equal(log[0], tensor) for tensor in log)
 
 
-# --- what differs between the runs ------------------------------------------------------------------------------------
+# --- differences between the runs -------------------------------------------------------------------------------------
 
 
 def another_order(x: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ def another_order(x: Tensor) -> Tensor:
     return a.sin() * b.cos()
 
 
-def test_a_value_never_gets_to_another_operation() -> None:
+def test_a_value_is_never_restored_for_another_operation() -> None:
     x = rand(4, 4)
     assert_equal(gradient(remat(another_order, policy=policies.save_matmuls), x), gradient(another_order, x))
 
@@ -350,7 +350,7 @@ def test_a_write_that_the_first_run_did_not_make() -> None:
 
 @pytest.mark.parametrize("policy", [policies.everything_saveable, policies.save_ops("aten.clone")], ids=str)
 def test_a_write_to_one_of_two_equal_values(policy: Any) -> None:
-    """A recompute may take either for the other: both hold the same, until one is changed."""
+    """A recompute can mistake one for the other: both have the same values until one is changed."""
 
     def fn(x: Tensor) -> Tensor:
         h, made = x.sin(), {}
@@ -364,7 +364,7 @@ def test_a_write_to_one_of_two_equal_values(policy: Any) -> None:
     assert_equal(gradient(remat(fn, policy=policy), x), gradient(fn, x))
 
 
-def test_a_kept_value_that_is_changed_later_names_the_operation() -> None:
+def test_an_error_for_a_saved_value_that_is_changed_later_names_the_operation() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         h = x @ MATRIX
         return h, (h * 1).sin()
@@ -387,15 +387,15 @@ def test_a_predicate_sees_the_arguments_again_for_a_name() -> None:
     assert_equal(gradient(remat(fn, policy=seen), x), gradient(fn, x))
 
 
-def test_predicates_that_answer_nonsense() -> None:
+def test_predicates_with_invalid_results() -> None:
     with pytest.raises(ValueError, match="yes"):
         remat(torch.sin, policy=lambda ctx, op, *args, **kwargs: "yes")(rand(3))
 
 
-# --- with others ------------------------------------------------------------------------------------------------------
+# --- combinations -----------------------------------------------------------------------------------------------------
 
 
-def test_inside_of_torch_checkpoint() -> None:
+def test_inside_torch_checkpoint() -> None:
     x = rand(4, 4)
     fn = remat(lambda x: (x @ MATRIX).sin().exp() * x, policy=policies.save_matmuls)
     run = functools.partial(checkpoint, fn, use_reentrant=False)
@@ -421,7 +421,7 @@ def test_fake_tensors() -> None:
 
 
 class Wrapped(Tensor):
-    """A tensor made of one other."""
+    """A wrapper of one other tensor."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapped:
@@ -434,7 +434,7 @@ class Wrapped(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner", "nothing"], None
 
-    nothing = None  # as DTensor has its mesh
+    nothing = None  # like the mesh of DTensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -446,7 +446,7 @@ class Wrapped(Tensor):
 
 
 @every_policy
-def test_tensors_made_of_others(policy: str) -> None:
+def test_wrapper_tensors(policy: str) -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return torch.tanh(checkpoint_name(torch.tanh(x @ w), "h") @ w).sin()
 
@@ -468,7 +468,7 @@ def test_tensors_made_of_others(policy: str) -> None:
 
 
 @every_policy
-def test_an_error_in_the_forward_leaves_nothing_behind(policy: str) -> None:
+def test_an_error_in_the_forward_leaves_nothing_alive(policy: str) -> None:
     def fn(x: Tensor) -> Tensor:
         checkpoint_name((x @ MATRIX).exp() * 2, "h").sin()
         raise ValueError
@@ -484,7 +484,7 @@ def test_an_error_in_the_forward_leaves_nothing_behind(policy: str) -> None:
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-def test_what_autograd_does_not_see_is_not_kept() -> None:
+def test_values_that_autograd_does_not_see_are_not_saved() -> None:
     def fn(x: Tensor) -> Tensor:
         with torch.no_grad():
             h = x
@@ -497,7 +497,7 @@ def test_what_autograd_does_not_see_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("policy", [policies.save_ops("aten.add"), ~policies.save_ops("aten.mul")], ids=repr)
-def test_the_forward_lets_go_of_what_will_not_be_needed(policy: Any) -> None:
+def test_the_forward_releases_values_that_will_not_be_needed(policy: Any) -> None:
     def fn(x: Tensor) -> Tensor:
         for _ in range(100):
             x = (x + 1) * 2
@@ -514,8 +514,8 @@ def named_sine(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("check", ["metadata", "values", "none"])
 @pytest.mark.parametrize("outer", [None, "everything", "all but sines"])
 @pytest.mark.parametrize("inner", ["everything", "all but sines", "products", "names"])
-def test_a_region_with_a_policy_before_a_gradient_that_is_taken_inside(inner: str, outer: str, check: str) -> None:
-    """For that gradient the outer region runs again within its first run: then too the inner one hands over values."""
+def test_a_region_with_a_policy_before_a_gradient_that_is_computed_inside(inner: str, outer: str, check: str) -> None:
+    """For this gradient the outer region is recomputed in its first run; the inner one passes values on then too."""
 
     def program(wrap: Callable, around: Callable) -> Callable:
         first = wrap(named_sine)
@@ -535,7 +535,7 @@ def test_a_region_with_a_policy_before_a_gradient_that_is_taken_inside(inner: st
     expected = results(program(lambda fn: fn, lambda fn: fn))
     policy = POLICIES[outer] if outer else None
     fn = program(remat(policy=POLICIES[inner]), remat(policy=policy, determinism_check=check))
-    for _ in range(3):  # from the second call on with what is known of the first
+    for _ in range(3):  # from the second call on with the records of the first
         assert all(map(torch.equal, results(fn), expected))
 
 
@@ -553,7 +553,7 @@ def ranges(x: Tensor) -> Tensor:
 def optimized(x: Tensor) -> Tensor:
     y = (x @ MATRIX).sin()
     guess = torch.nn.Parameter(x.detach().clone())
-    optimizer = torch.optim.Adam([guess])  # marks its steps
+    optimizer = torch.optim.Adam([guess])  # opens profiler ranges in its steps
     guess.grad = y.detach()
     optimizer.step()
     return (y @ MATRIX).sin() @ guess.detach()
@@ -604,8 +604,8 @@ def process_group() -> Iterator[None]:
 @pytest.mark.parametrize(
     "make", [lambda: ranges, lambda: optimized, started_outside, lambda: reduced, lambda: gathered]
 )
-def test_objects_that_are_no_tensors(make: Callable, name: str, debug: bool) -> None:
-    """Ranges of the profiler, process groups, work that goes on: they can't be compared, and come anew in each run."""
+def test_objects_that_are_not_tensors(make: Callable, name: str, debug: bool) -> None:
+    """Profiler ranges, process groups, pending work: they can't be compared, and are new in each run."""
     x = rand(4, 4)
 
     def derivative(f: Callable) -> tuple[Tensor, int]:
@@ -621,7 +621,7 @@ def test_objects_that_are_no_tensors(make: Callable, name: str, debug: bool) -> 
         assert again == products or name not in ("matmuls", "everything", "offloaded", "products")
 
 
-def test_ranges_change_nothing_of_what_is_kept() -> None:
+def test_ranges_do_not_change_what_is_saved() -> None:
     def plain(x: Tensor) -> Tensor:
         return (((x @ MATRIX).sin() @ MATRIX).sin() @ MATRIX).sin()
 
@@ -633,7 +633,7 @@ def test_ranges_change_nothing_of_what_is_kept() -> None:
 
 
 def derivative_at(f: Callable, x: Tensor) -> Tensor:
-    """Which a region calls inside: its own backward, and one that can be differentiated in turn."""
+    """A derivative inside a region: by a backward pass of its own, itself differentiable."""
     out = total(f(x))
     if not (x.requires_grad and out.requires_grad):
         return out * x
@@ -668,8 +668,8 @@ def derived_twice_in_a_region_inside(region: Callable, outer: Callable) -> Calla
 @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks around"])
 @pytest.mark.parametrize("name", [*POLICIES, "none"])
 @pytest.mark.parametrize("make", [derived_in_a_region_inside, derived_twice_in_a_region_inside])
-def test_regions_in_backward_passes_inside(make: Callable, name: str, hooks: bool) -> None:
-    """They hand over the same to the region around in each of its runs, also in one before its first run has ended."""
+def test_nested_regions_and_backward_passes_inside(make: Callable, name: str, hooks: bool) -> None:
+    """The inner regions pass equal tensors to the outer one in each run, also in a recompute within its first run."""
     x, policy = rand(4, 4), POLICIES.get(name)
 
     def gradient(f: Callable) -> tuple[Tensor, Tensor]:
@@ -685,7 +685,7 @@ def test_regions_in_backward_passes_inside(make: Callable, name: str, hooks: boo
                 assert torch.equal(found, wanted)
 
 
-# --- what a recompute needn't run -------------------------------------------------------------------------------------
+# --- operations that a recompute skips --------------------------------------------------------------------------------
 
 
 def statistics(x: Tensor, layer: torch.nn.Module) -> Tensor:
@@ -698,7 +698,7 @@ def statistics_that_are_read(x: Tensor, layer: torch.nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("momentum", [0.1, 0.0])
 @pytest.mark.parametrize("fn", [statistics, statistics_that_are_read])
-def test_kept_statistics_spare_the_batch_norm(fn: Callable, momentum: float) -> None:
+def test_a_saved_batch_norm_is_skipped_despite_its_statistics(fn: Callable, momentum: float) -> None:
     """It writes running statistics, which nothing else in the region reads."""
 
     def run(wrap: Callable) -> tuple:
@@ -719,8 +719,8 @@ def test_kept_statistics_spare_the_batch_norm(fn: Callable, momentum: float) -> 
             assert count == 0
 
 
-def test_what_reads_no_data_needs_none() -> None:
-    """`empty_like` and the like read shape, dtype and device alone."""
+def test_operands_of_operations_that_read_no_data_are_skipped() -> None:
+    """`empty_like` and similar operations read only shape, dtype and device."""
     x = MATRIX.clone().requires_grad_()
     for like in (torch.zeros_like, torch.ones_like, lambda t: torch.empty_like(t).fill_(2.0), lambda t: t.new_ones(4)):
         fn = lambda x: ((like(x @ MATRIX) + x.cos()) * x).sin()

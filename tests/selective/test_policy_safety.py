@@ -1,6 +1,6 @@
-"""A policy changes what is kept and what is run again, never a number: each test compares with the plain function.
+"""A policy changes what is saved and what is recomputed, never a result: each test compares with the plain function.
 
-Uninitialized memory is filled with NaN here, so that a value which was never computed shows.
+Uninitialized memory is filled with NaN here, so that a value which was never computed is noticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # its import, which the first dispatch mode starts, would hold on to the frames that it runs in
+import torch._dynamo  # its import, which the first dispatch mode starts, would keep the frames in which it runs alive
 import torch.nn.functional as F
 from cases import (
     CASES,
@@ -56,17 +56,17 @@ X, Y, W = rand(N, N, grad=False), rand(N, N, seed=5, grad=False), rand(N, N, see
 
 @pytest.fixture(autouse=True, scope="module")
 def filled_memory() -> Iterator[None]:
-    """What `torch.empty` returns holds NaN, or the largest integer."""
+    """Fill the memory that `torch.empty` returns with NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True)
     gc.collect()
-    gc.freeze()  # what there is already need not be looked at in each measurement
+    gc.freeze()  # the collector needn't visit existing objects in each measurement
     yield
     gc.unfreeze()
     torch.use_deterministic_algorithms(False)
 
 
 ODD = "sin mul add_ copy_ clone bernoulli_ uniform_ native_dropout zeros_like empty_like empty lift_fresh _conj t_"
-ODD_OPS = as_policy([f"aten.{name}" for name in ODD.split()])  # with views
+ODD_OPS = as_policy([f"aten.{name}" for name in ODD.split()])  # including operations that return views
 NAMES = policies.save_only_these_names("h", "a*")
 POLICIES = {
     "nothing": policies.nothing_saveable,
@@ -94,7 +94,7 @@ def plain(fn: Fn) -> Fn:
 
 
 def both(run: Callable[[Wrap], Any], policy: Any, exact: bool = True) -> None:
-    """Compares `run(wrap)` with a region in each place that is wrapped and without."""
+    """Compare `run(wrap)` where `wrap` makes regions with `run(wrap)` where it does nothing."""
     torch.manual_seed(1)
     expected = run(plain), torch.rand(1)
     torch.manual_seed(1)
@@ -160,7 +160,7 @@ def pairs(args: tuple) -> tuple:
 
 
 def first_mapped(transform: Callable[[tuple], Callable], args: tuple) -> Any:
-    """A transform of functions of which only the first argument has a batch dimension."""
+    """A transform of functions in which only the first argument has a batch dimension."""
     dims = (0,) + (None,) * (len(args) - 1)
     return transform(dims)(torch.stack([args[0], args[0].cos()]), *args[1:])
 
@@ -180,7 +180,7 @@ TRANSFORMS: dict[str, Callable[[Fn, tuple, tuple], Any]] = {
 
 
 def works(case: Case, transform: str) -> bool:
-    """Whether plain torch can do it, and a region without a policy (a module's list of weights isn't exchanged)."""
+    """Whether plain torch, and a region without a policy, support it (a module's list of weights isn't replaced)."""
     vmapped, forward = case.vmap or "vmap" not in transform, case.jvp or "jvp" not in transform
     twice = transform in ("jvp, grad", "grad, grad")
     return vmapped and forward and (case.double or not twice) and not (case.name == "lstm" and "jvp" in transform)
@@ -277,7 +277,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "function": lambda a, b: (lambda sine, cosine: named(sine) * cosine * b)(*SineAndCosine.apply(a)),
     "no elements": lambda a, b: torch.cat([a, b[:0].sin()]) * a.mean().sin() / (b.norm() + 1),
 }
-# What torch.func refuses, does in another order, or what loses precision.
+# Operations that raise in torch.func, use another order there, or lose precision.
 AUTOGRAD_STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "item": lambda a, b: a * float(b.detach().tanh()[0, 0]),
     "branch": lambda a, b: a.sin() if b.sum() > 0 else a.cos(),
@@ -300,7 +300,7 @@ RANDOM_POLICIES = st.one_of(
     st.builds(lambda s: policies.save_if(chosen(s, 3)) | NAMES, st.integers(0, 999)),
     st.builds(lambda s: policies.offload(policies.save_if(chosen(s))), st.integers(0, 999)),
 )
-NESTINGS = st.sampled_from([None, None, lambda t: t, lambda t: t.sin() * 1.5])  # what an outer region does after it
+NESTINGS = st.sampled_from([None, None, lambda t: t, lambda t: t.sin() * 1.5])  # what an outer region computes after it
 NUMBERS = st.integers(0, 9)
 MANY = settings(
     max_examples=200,
@@ -312,7 +312,7 @@ MANY = settings(
 
 
 def programs(steps: dict) -> Any:
-    """Random functions of some matrices: steps with their operands, and what is returned."""
+    """Random functions of some matrices: steps with their operands, and the results."""
     step = st.tuples(st.sampled_from(sorted(steps)), NUMBERS, NUMBERS)
 
     def function(steps_taken: list, last: int) -> Fn:
@@ -329,7 +329,7 @@ def programs(steps: dict) -> Any:
 
 
 def compare(run: Callable[[Fn], Any], fn: Fn, rest: Fn | None, policy: Any, inner: Any, option: dict) -> None:
-    """Compares a function with a region of it, perhaps as a part of another region."""
+    """Compares a function with a region of it, possibly inside another region."""
 
     def program(wrap: Wrap, within: Wrap) -> Fn:
         part = within(fn)
@@ -389,7 +389,7 @@ def test_random_programs_under_func(fn: Fn, rest: Any, policy: Any, inner: Any, 
     compare(lambda f: TRANSFORMS[transform](summed(f), (X, Y), (0, 1)), fn, rest, policy, inner, option)
 
 
-# --- tensors that are read, or left, where no operation is seen -------------------------------------------------------
+# --- tensors that are read or stored without a visible operation ------------------------------------------------------
 
 
 def at(address: int) -> float:
@@ -421,7 +421,7 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def in_a_thread(fn: Fn) -> Fn:
-    """One that works off a queue, and never ends: nobody gets an answer if it is stopped."""
+    """In a thread that works off a queue, and must not be stopped: the caller waits for its result."""
 
     def run(s: Tensor) -> Any:
         answers: queue.Queue = queue.Queue()
@@ -431,7 +431,7 @@ def in_a_thread(fn: Fn) -> Fn:
     return run
 
 
-# Of what is differentiated: the dispatcher sees nothing of it.
+# Readers of a differentiated value that the dispatcher does not see.
 OUT_OF_SIGHT: dict[str, Callable[[Tensor], Any]] = {
     "torch.tensor of numbers": lambda s: torch.tensor([s.sum(), s[0, 1]], dtype=s.dtype).sum(),
     "torch.tensor of rows": lambda s: torch.tensor([list(row) for row in s], dtype=s.dtype).sum(),
@@ -452,8 +452,8 @@ SOURCES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("reader", READERS)
-def test_read_out_of_sight(reader: str, source: str) -> None:
-    """What nothing seen needs is put off in a run again: not for those who read it in other ways."""
+def test_unseen_reads(reader: str, source: str) -> None:
+    """A recompute skips values that no visible operation needs, but not if they are read in other ways."""
 
     def fn(x: Tensor) -> Tensor:
         h = named(x.sin())
@@ -463,8 +463,8 @@ def test_read_out_of_sight(reader: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("reader", OUT_OF_SIGHT)
-def test_a_differentiated_value_is_read_out_of_sight(reader: str) -> None:
-    """Where nothing else needs it, it is left out, until it is read."""
+def test_unseen_reads_of_a_differentiated_value(reader: str) -> None:
+    """If nothing else needs the value, it is skipped until it is read."""
 
     def fn(x: Tensor) -> Tensor:
         h = named(x.sin())
@@ -473,7 +473,7 @@ def test_a_differentiated_value_is_read_out_of_sight(reader: str) -> None:
     both(lambda wrap: gradients(wrap(fn)), NAMES)
 
 
-def test_the_kind_of_a_left_out_value_may_be_asked_for() -> None:
+def test_the_dtype_of_a_skipped_value_can_be_read() -> None:
     runs = []
 
     def fn(x: Tensor) -> Tensor:
@@ -491,7 +491,7 @@ def table(count: int) -> Tensor:
 
 
 @EVERY
-def test_a_cache_that_a_run_again_fills_holds_numbers(policy: Any) -> None:
+def test_a_cache_that_a_recompute_fills_contains_real_values(policy: Any) -> None:
     def run(wrap: Wrap) -> tuple:
         table.cache_clear()
         fn = wrap(lambda x: (named(x.sin() * table(len(x))[:, None]) * 2).exp())
@@ -500,7 +500,7 @@ def test_a_cache_that_a_run_again_fills_holds_numbers(policy: Any) -> None:
     both(run, policy)
 
 
-# --- what is around ---------------------------------------------------------------------------------------------------
+# --- surrounding contexts ---------------------------------------------------------------------------------------------
 
 
 class Passing(TorchDispatchMode):
@@ -540,11 +540,11 @@ def test_contexts(name: str, policy: Any) -> None:
     both(run, policy)
 
 
-# --- what users write -------------------------------------------------------------------------------------------------
+# --- typical user code ------------------------------------------------------------------------------------------------
 
 
 class Exponential(torch.autograd.Function):
-    """Goes through NumPy, names a value, saves inputs, outputs and what lies on the context."""
+    """Goes through NumPy, names a value, saves inputs, outputs and attributes of the context."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -619,7 +619,7 @@ def test_layers(name: str, policy: Any) -> None:
     both(run, policy)
 
 
-# --- functions that do the same in another way when they run again ----------------------------------------------------
+# --- functions that do the same in another way in the recompute -------------------------------------------------------
 
 
 def other_order(x: Tensor) -> Tensor:
@@ -657,7 +657,7 @@ def cached_constant(x: Tensor) -> Tensor:
 
 
 def cached_for_a_key(x: Tensor) -> Tensor:
-    """Called with other keys in between, the cache holds something else when the run again comes."""
+    """With calls for other keys in between, the cache has another entry by the time of the recompute."""
     key = x.shape[0]
     if CACHE.get("key") != key:
         CACHE["key"], CACHE["v"] = key, torch.arange(4.0) * key
@@ -669,7 +669,7 @@ OTHERWISE = [other_order, buffers_swapped, operand_of_a_late_one_cleared, cached
 
 @pytest.mark.parametrize("policy", [*POLICIES.values(), ["aten.mul"], ["aten.cos"], ["aten.exp"]], ids=repr)
 @pytest.mark.parametrize("fn", OTHERWISE, ids=lambda fn: fn.__name__)
-def test_right_or_an_error(fn: Fn, policy: Any) -> None:
+def test_correct_or_an_error(fn: Fn, policy: Any) -> None:
     def run(wrap: Wrap) -> tuple:
         CACHE.clear()
         region = wrap(fn)
@@ -682,7 +682,7 @@ def test_right_or_an_error(fn: Fn, policy: Any) -> None:
     assert_same(found, run(plain), exact=False)
 
 
-# --- before and after -------------------------------------------------------------------------------------------------
+# --- changes, errors, threads -----------------------------------------------------------------------------------------
 
 
 def block(x: Tensor) -> Tensor:
@@ -692,7 +692,7 @@ def block(x: Tensor) -> Tensor:
 
 @EVERY
 def test_results_may_be_changed_in_place(policy: Any) -> None:
-    """What is kept is not what is returned, where plain autograd doesn't need that."""
+    """The saved value is not the returned one, unless plain autograd needs that too."""
 
     def run(wrap: Wrap) -> tuple:
         region = wrap(lambda x: torch.tanh(x @ W) @ W)
@@ -708,7 +708,7 @@ def test_results_may_be_changed_in_place(policy: Any) -> None:
 
 
 class Interrupt(BaseException):
-    """What user code doesn't catch."""
+    """An exception that user code doesn't catch."""
 
 
 def surroundings() -> tuple:
@@ -719,8 +719,8 @@ def surroundings() -> tuple:
 @EVERY
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_exceptions(when: str, policy: Any) -> None:
-    """One that user code doesn't catch gets through, leaves nothing behind, and the next backward is right."""
-    failing, before = [True], surroundings()  # a list, as variables are put back for a run again
+    """An exception that user code doesn't catch propagates and leaves no trace, and the next backward is right."""
+    failing, before = [True], surroundings()  # a list, as variables are restored for a recompute
 
     def fn(x: Tensor) -> Tensor:
         h = block(x)
@@ -736,7 +736,7 @@ def test_exceptions(when: str, policy: Any) -> None:
     failing[0] = when == "backward"
     torch.manual_seed(1)
     value = total(region(x))
-    with suppress(Interrupt):  # what is kept may be enough
+    with suppress(Interrupt):  # the saved values may suffice without a recompute
         torch.autograd.grad(value, x, retain_graph=True)
     failing[0] = False
     torch.manual_seed(1)
@@ -745,7 +745,7 @@ def test_exceptions(when: str, policy: Any) -> None:
 
 @EVERY
 def test_threads(policy: Any) -> None:
-    """Regions in several threads at once, and one graph whose backward runs in several."""
+    """Regions in several threads at once, and one graph with backward passes in several threads."""
     region, found, x = remat(block, policy=policy), [], X.clone().requires_grad_()
     value = total(region(x))
 
@@ -764,7 +764,7 @@ def test_threads(policy: Any) -> None:
 
 @EVERY
 def test_memory(policy: Any) -> None:
-    """Nothing is left without the garbage collector, and neither pass needs more than without remat."""
+    """Everything is freed without the garbage collector, and neither pass needs more than without remat."""
 
     x = torch.ones(64, 64, dtype=torch.float64) / 64
 
@@ -785,7 +785,7 @@ def test_memory(policy: Any) -> None:
 
 
 def test_disable_remat() -> None:
-    """No policy is asked."""
+    """No policy is called."""
 
     def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         raise AssertionError("asked")

@@ -1,4 +1,4 @@
-"""Policies on tensors that are made of others, whose operations become others: as in torch's selective checkpoint."""
+"""Policies on wrapper tensors, whose operations run others on the inner tensors: as in torch's selective checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Opaque(Tensor):
-    """A tensor that is made of one other, and doesn't tell. What an operation becomes inside, is in ``INSIDE``."""
+    """A wrapper of one tensor, without torch's protocol. ``INSIDE`` maps an operation to that on the inner tensor."""
 
     inner: Tensor
     INSIDE: ClassVar[dict[Any, Callable]] = {}
@@ -53,7 +53,7 @@ class OpaqueBatched(Opaque):
 
 
 class Made(Opaque):
-    """One that tells, by torch's protocol."""
+    """A wrapper that implements torch's protocol."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
@@ -64,13 +64,13 @@ class Made(Opaque):
 
 
 class Batched(Made):
-    """Its products are batched ones."""
+    """Its products run batched products inside."""
 
     INSIDE: ClassVar[dict[Any, Callable]] = {aten.mm.default: batched_product}
 
 
 class Split(Made):
-    """Its products are sums of two, of the halves."""
+    """Its products run the sum of two products of halves inside."""
 
     INSIDE: ClassVar[dict[Any, Callable]] = {
         aten.mm.default: lambda a, b: aten.add.Tensor(
@@ -90,7 +90,7 @@ def leaves(cls: type) -> list[Tensor]:
 
 
 def products(fn: Callable, cls: type) -> tuple[list[Tensor], int]:
-    """Gradients, and how many products their computation runs."""
+    """The gradients, and the number of products that their computation runs."""
     args = leaves(cls)
     out = fn(*args).sum()
     with OpCounter() as counter:
@@ -99,18 +99,18 @@ def products(fn: Callable, cls: type) -> tuple[list[Tensor], int]:
 
 
 def selective(module: Any, policy: Any) -> Callable:
-    """`chain` in a region of torch's, or of the drop-in, with torch's contexts."""
+    """`chain` in a region of torch or of the drop-in, with torch's contexts."""
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     return functools.partial(module.checkpoint, chain, use_reentrant=False, context_fn=contexts)
 
 
 def every_second(asked: list) -> Callable:
-    """Keeps every second product, and notes what it is asked."""
+    """Saves every second product, and records its calls."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op is not aten.mm.default:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        asked.append((type(args[0]), type(getattr(ctx, "op_output", args[0]))))  # torch 2.11 doesn't tell that
+        asked.append((type(args[0]), type(getattr(ctx, "op_output", args[0]))))  # torch 2.11 doesn't have it
         return CheckpointPolicy.MUST_SAVE if len(asked) % 2 else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
@@ -133,12 +133,12 @@ def test_the_operation_is_judged(module: Any, cls: type, each: int) -> None:
 
 @both
 @WRAPPERS
-def test_a_predicate_is_asked_once(module: Any, cls: type, each: int) -> None:
+def test_a_predicate_is_called_once(module: Any, cls: type, each: int) -> None:
     asked: list = []
     expected, count = products(chain, cls)
     grads, now = products(selective(module, every_second(asked)), cls)
     assert_same(grads, expected)
-    again = is_torch(module) and torch.__version__ < "2.12"  # torch 2.11 asks again
+    again = is_torch(module) and torch.__version__ < "2.12"  # torch 2.11 calls it in the recompute too
     assert asked == [(cls, cls)] * (8 if again else 4)
     assert now - count == 2 * each
 
@@ -162,7 +162,7 @@ POLICIES: dict[str, Any] = {
 def test_every_kind_of_policy(policy: str, cls: type, each: int) -> None:
     f = remat.remat(chain, policy=POLICIES[policy])
     expected, count = products(chain, cls)
-    for _ in range(3):  # from the second call on with what is known of the first
+    for _ in range(3):  # from the second call on with the records of the first
         grads, now = products(f, cls)
         assert_same(grads, expected)
         assert now == count
@@ -178,8 +178,8 @@ def test_the_operations_inside_are_judged_too(policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", [None, "mm", "name", "mm and name"])
 @pytest.mark.parametrize("cls", [Made, Batched, Split])
-def test_what_is_kept(cls: type, policy: str | None) -> None:
-    """The results of the operation alone, and not what was computed on the way."""
+def test_saved_bytes(cls: type, policy: str | None) -> None:
+    """Only the results of the operation are saved, not the intermediates inside it."""
     given = {
         None: None,
         "mm": policies.save_ops("aten.mm"),
@@ -196,8 +196,8 @@ def test_what_is_kept(cls: type, policy: str | None) -> None:
     assert kept == (0 if policy is None else 4 * of_each)
 
 
-def test_with_plain_tensors_beside() -> None:
-    """Parameters that are plain let a later call go along with what is known of the last one."""
+def test_mixed_with_plain_tensors() -> None:
+    """With plain parameters a later call can follow the record of the last one."""
     b = rand(4, 4, seed=2)
 
     def mixed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +240,7 @@ def test_in_place() -> None:
             assert_same(grads, expected)
             with OpCounter() as counter:
                 f(rand(4, 4), rand(4, 4, seed=1)).sum().backward()
-            assert now == each * (counter["aten.mm"] - 2), ops  # as of plain tensors, less the two of the forward
+            assert now == each * (counter["aten.mm"] - 2), ops  # as for plain tensors, without the two of the forward
 
 
 def test_wrappers_of_wrappers() -> None:
@@ -267,7 +267,7 @@ def test_wrappers_of_wrappers() -> None:
     assert run(remat.remat(chain))[1] == count + 4
 
 
-def test_a_policy_that_matches_nothing_is_a_warning_still() -> None:
+def test_a_policy_that_matches_nothing_still_causes_a_warning() -> None:
     for op, warns in (("aten.mm", False), ("aten.bmm", False), ("aten.convolution", True)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -275,7 +275,7 @@ def test_a_policy_that_matches_nothing_is_a_warning_still() -> None:
         assert bool(caught) is warns, op
 
 
-def test_an_error_inside_leaves_nothing_behind() -> None:
+def test_an_error_inside_leaves_no_mode_behind() -> None:
     class Fails(Made):
         INSIDE: ClassVar[dict[Any, Callable]] = {aten.mm.default: lambda a, b: [][0]}
 
@@ -292,5 +292,5 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
     assert torch._C._len_torch_dispatch_stack() == before
     with OpCounter() as counter:
         found = torch.autograd.grad(out, args)
-    assert counter["aten.mul"] == 3  # the derivative's own: two factors, and that of the sine
+    assert counter["aten.mul"] == 3  # in the derivative: for two factors, and for the sine
     assert_same([g.inner for g in found], [g.inner for g in torch.autograd.grad(fn(*args).sum(), args)])
