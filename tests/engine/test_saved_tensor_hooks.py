@@ -272,7 +272,7 @@ def _(wrap: Wrap) -> None:
         agree(wrap, region(block_with(context)), around=context)
 
 
-@row("hooks on in the backward only")
+@row("hooks active only in the backward pass")
 def _(wrap: Wrap) -> None:
     def calls_func(x: Tensor, w: Tensor) -> Tensor:
         return torch.func.grad(lambda x: (x @ w).sin().sum())(x.tanh()) @ w
@@ -475,7 +475,7 @@ def _(wrap: Wrap) -> None:
             fn(x, w)
 
 
-@row("`disable_saved_tensors_hooks` on in the backward only")
+@row("`disable_saved_tensors_hooks` active only in the backward pass")
 def _(wrap: Wrap) -> None:
     def build(wrap: Wrap) -> Callable:
         inner = wrap(block)

@@ -144,13 +144,13 @@ HOLDER, MODULE, CELL, LIST, MEMBERS = Holder(), Module(), SimpleNamespace(k=2.0)
 IMPORTED, CONTEXT = ModuleType("remat_test_imported"), ContextVar("k", default=2.0)
 IMPORTED.k = 2.0
 ROWS: dict[str, list[Program]] = {
-    "attributes of an object that isn't a module, nor holds tensors: of a variable or an argument": [
+    "attributes of objects (variables or arguments) that are not modules and hold no tensors": [
         later(lambda x: of(x, OBJECT.k), lambda: changed(OBJECT, "k")),
         later(lambda x: of(x, getattr(OBJECT, "k")), lambda: changed(OBJECT, "k")),  # noqa: B009
         later(captured(CELL, lambda held: held.k), lambda: changed(CELL, "k")),
         later(lambda x, given=OBJECT: of(x, given.k), lambda: changed(OBJECT, "k")),
     ],
-    "numbers and strings in a list or dict, but for those of a module or of the object that is called": [
+    "numbers and strings in a list or dict, except in those of a module or of the object that is called": [
         later(lambda x: of(x, NUMBERS["k"]), lambda: changed(NUMBERS, "k")),
         later(captured(LIST, lambda held: held[0]), lambda: changed(LIST, 0)),
     ],
@@ -160,22 +160,22 @@ ROWS: dict[str, list[Program]] = {
         later(lambda x: of(x, CONTEXT.get()), lambda: written(CONTEXT.set)),
         later(lambda x: of(x, sum(MEMBERS)), lambda: written(lambda value: (MEMBERS.clear(), MEMBERS.add(value)))),
     ],
-    "globals that only other methods of an object name, or functions that are read from a module or a class": [
+    "globals of a function that the region calls through an object, a class or an imported module, as in `other.method(x)` or `utils.helper(x)`; methods that `forward` calls on `self` are covered, but not what these call": [  # noqa: E501
         later(Calls(), lambda: changed(_globals(), "NUMBER")),
     ],
-    "memory that is written behind torch's back, through `.data` or NumPy": [
+    "memory that is changed through `.data` or NumPy": [
         later(lambda x: of(x, CAPTURED), lambda: written(CAPTURED.data.fill_)),
         later(lambda x: of(x, CAPTURED), lambda: written(lambda value: CAPTURED.numpy().fill(value))),
     ],
-    "what isn't torch's or Python's: environment variables, files, the time, random numbers of other sources": [
+    "environment variables, files, the time, random numbers from other sources than torch, Python and NumPy": [
         later(lambda x: of(x, float(os.environ.get("REMAT_TEST", "2"))), environment),
         later(lambda x: of(x, 1 + secrets.randbelow(10**9) / 10**9), nullcontext),
     ],
-    "a dispatch or function mode that changes values, and is active in the forward alone": [
+    "a dispatch or function mode that changes values, and is active only in the forward pass": [
         (lambda x: of(x, 2), DoubledSines, nullcontext),
         (lambda x: of(x, 2), DoubledMethods, nullcontext),
     ],
-    "precision of products that is set by backend, as by `torch.backends.cuda.matmul.fp32_precision`": [],
+    "settings of one backend's precision, such as `torch.backends.cuda.matmul.fp32_precision`": [],
 }
 PROGRAMS = [pytest.param(program, id=f"{row[:30]}-{i}") for row in ROWS for i, program in enumerate(ROWS[row])]
 
