@@ -132,7 +132,7 @@ def attention(params: Tree, x: Tensor, heads: int) -> Tensor:
 
 
 def block(params: Tree, x: Tensor, heads: int) -> Tensor:
-    """One transformer block: attention, then a two-layer perceptron, each added to its input."""
+    """One transformer block: attention, then a two-layer MLP, each added to its input."""
     x = x + attention(params, rms_norm(x, params["norm1"]), heads)
     hidden = checkpoint_name(rms_norm(x, params["norm2"]) @ params["up"], "hidden")
     return x + F.gelu(hidden) @ params["down"]

@@ -2,7 +2,7 @@
 
 `remat.report` runs the model under each policy and counts the bytes saved, the peak and the FLOPs recomputed.
 
-    python examples/choose_policy.py [MiB]    # a few seconds; a training step may take 9 MiB by default
+    python examples/choose_policy.py [MiB]    # a few seconds; default: 9 MiB for a training step
 """
 
 import sys

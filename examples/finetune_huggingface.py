@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face model: plain, and with its checkpointing switched on by one line, also with a policy.
+"""Fine-tune a Hugging Face model: plain, and with checkpointing enabled by one line, without and with a policy.
 
 The model is a small Llama made from a config, so nothing is downloaded. The line is the same for a model from
 `AutoModelForCausalLM.from_pretrained`. The example needs `transformers` (`pip install transformers`).

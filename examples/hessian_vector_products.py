@@ -21,7 +21,7 @@ Params = dict[str, list[Tensor] | Tensor]
 
 @remat.remat  # the one added line
 def layer(w: dict[str, Tensor], x: Tensor) -> Tensor:
-    """A residual layer around a perceptron."""
+    """A residual layer around an MLP."""
     return x + torch.tanh(F.gelu(F.layer_norm(x, (WIDTH,)) @ w["up"]) @ w["down"])
 
 

@@ -22,7 +22,7 @@ Params = list[Tensor]
 
 
 def predict(params: Params, x: Tensor) -> Tensor:
-    """A perceptron with three hidden layers."""
+    """An MLP with three hidden layers."""
     *hidden, (w, b) = zip(params[::2], params[1::2])
     for v, c in hidden:
         x = torch.tanh(x @ v + c)

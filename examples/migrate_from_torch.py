@@ -1,8 +1,8 @@
-"""Run a training loop written for `torch.utils.checkpoint`, with only the import changed.
+"""Run a training loop written for `torch.utils.checkpoint` with torch's functions and with those of `remat.compat`.
 
 The loop uses keyword arguments, dropout, selective checkpointing, `checkpoint_sequential` and a handler for
-`CheckpointError`. It runs with torch's functions and with those of `remat.compat`. Losses and parameters are the same
-to the last bit, and the peak is the same. With `remat.compat`, the model also works under `torch.func`.
+`CheckpointError`. Losses and parameters are the same to the last bit, and the peak is the same. With `remat.compat`, the
+model also works under `torch.func`.
 
     python examples/migrate_from_torch.py    # a few seconds
 """
@@ -23,7 +23,7 @@ VOCABULARY, WIDTH, LENGTH, BATCH, STEPS = 64, 64, 64, 8, 40
 
 
 class Block(nn.Module):
-    """A residual block around a perceptron."""
+    """A residual block around an MLP."""
 
     def __init__(self) -> None:
         super().__init__()

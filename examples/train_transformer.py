@@ -18,7 +18,7 @@ VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH, STEPS = 64, 64, 4, 8, 64, 8, 30
 
 
 class Block(nn.Module):
-    """A transformer block: attention, then a perceptron, with dropout."""
+    """A transformer block: attention, then an MLP, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()

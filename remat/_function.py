@@ -82,6 +82,10 @@ class Remat:
             return functools.partial(self, instance)
         return Remat(bind(self._fn, instance, owner), self._options, self._known)
 
+    @property
+    def __code__(self) -> Any:  # torch.export reads that of a module's forward
+        return self._fn.__code__
+
     def __repr__(self) -> str:
         policy = self._options.policy
         return f"remat({self._fn!r})" if policy is None else f"remat({self._fn!r}, policy={policy!r})"

@@ -73,9 +73,9 @@ def _path(fn: Any, depth: int) -> tuple[Any, ...]:
     if isinstance(fn, functools.partial):
         values = [item for arg in fn.args for item in (arg if isinstance(arg, tuple) else (arg,))]
         return (*_path(fn.func, depth + 1), *_first(values, depth)) if depth < _DEPTH else ()
-    code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
-    if code is None:
+    if not isinstance(fn, (FunctionType, MethodType)):
         return ()
+    code = fn.__code__
     cells = []
     for cell in getattr(fn, "__closure__", None) or ():
         with suppress(ValueError):  # the cell is empty

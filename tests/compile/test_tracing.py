@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import checkpoint_name, disable_remat, policies, remat
+from remat.nn import apply
 
 
 @pytest.fixture(autouse=True)
@@ -236,6 +237,14 @@ def test_export(kind: type[Model], strict: bool) -> None:
     assert set(program.state_dict) == set(plain.state_dict())
     kinds = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
     assert all(kind.startswith("aten.") for kind in kinds), kinds
+
+
+@pytest.mark.parametrize("make", [remat, lambda module: apply(module, nn.Linear)])
+def test_export_of_a_module_that_is_a_region(make: Callable) -> None:
+    module, x = nn.Linear(3, 2), torch.randn(4, 3)
+    expected = module(x)
+    program = torch.export.export(make(module), (x,), strict=False)
+    assert torch.equal(program.module()(x), expected)
 
 
 def test_export_with_a_dynamic_batch() -> None:
