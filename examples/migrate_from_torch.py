@@ -1,7 +1,7 @@
 """Run a training loop written for `torch.utils.checkpoint` with torch's functions and with those of `remat.compat`.
 
 The loop uses keyword arguments, dropout, selective checkpointing, `checkpoint_sequential` and a handler for
-`CheckpointError`. Losses and parameters are the same to the last bit, and the peak is the same. With `remat.compat`, the
+`CheckpointError`. Losses and parameters are the same to the last bit, and so is the peak. With `remat.compat`, the
 model also works under `torch.func`.
 
     python examples/migrate_from_torch.py    # a few seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,8 +58,9 @@ def assert_rows_have_tests(heading: str, rows: dict[str, list[str]], *files: str
     here = Path(__file__).parent
     text = (here.parent / "docs" / "how-to" / "migrating.md").read_text()
     (section,) = (part for part in text.split("\n## ") if part.startswith(heading))
-    table = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("|")]
-    assert table[2:] == list(rows)  # without the header
+    tables = re.findall(r"^\|.*\n\|---.*\n((?:\|.*\n)+)", section + "\n", re.MULTILINE)
+    table = [line.split(" | ")[0].removeprefix("| ") for body in tables for line in body.splitlines()]
+    assert sorted(table) == sorted(rows)
     tests = "".join(path.read_text() for name in files for path in here.rglob(name))
     for row, names in rows.items():
         assert names and all(f"\ndef {name}(" in tests for name in names), row

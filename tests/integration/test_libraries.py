@@ -50,18 +50,14 @@ def test_costs(library: Library) -> None:
     assert row.save_matmuls.products <= row.ours.products
     assert row.own.products > row.plain.products  # the reference does recompute
     if library is next(each for each in LIBRARIES if each.name == library.name):
-        assert cells(table([row]).splitlines()[-1])[2:5] == documented(library.name)
+        assert lines_of(library, table([row])) == lines_of(library, DOCS.read_text())
 
 
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def documented(name: str) -> list[str]:
-    """The saved bytes, the peak and the recomputed products in the documentation."""
-    rows = [cells(line) for line in DOCS.read_text().splitlines() if line.startswith(f"| {name} |")]
-    assert len(rows) == 1, f"{name} has {len(rows)} rows: `python -m benchmarks.libraries` prints the figures"
-    return rows[0][2:]
+def lines_of(library: Library, text: str) -> list[str]:
+    """A library's lines in the tables that `python -m benchmarks.libraries` prints: saved, peak and recomputed."""
+    lines = [line for line in text.splitlines() if line.startswith(f"| {library.name} |")]
+    assert len(lines) == 3
+    return lines
 
 
 @libraries
