@@ -38,7 +38,7 @@ def sequential(
         segments: the number of regions, of nearly equal length, from 1 to the number of functions. By default the
             square root of that number, rounded, which needs the least memory if all functions need the same.
         policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
-        preserve_rng_state: give a recompute the random numbers of the forward, as in :func:`remat.remat`.
+        preserve_rng_state: make the recompute draw the same random numbers as the forward, as in :func:`remat.remat`.
         determinism_check: what is compared between the runs, as in :func:`remat.remat`.
         early_stop: end a recompute as soon as it has what the backward needs.
         debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
@@ -75,7 +75,7 @@ def _check_sequential(module: torch.nn.Sequential) -> None:
     own = unwrap(type(module).forward) is not torch.nn.Sequential.forward or "forward" in vars(module)
     if own or any(vars(module).get(name) for name in _HOOKS):
         raise ValueError(
-            f"The {type(module).__name__} has {'a forward' if own else 'hooks'} of its own, which would not be called. "
+            f"The {type(module).__name__} has {'a forward' if own else 'hooks'} of its own, which would be skipped. "
             f"Pass `list(module)` if they are not needed, or make it one region: `remat(module)`."
         )
 

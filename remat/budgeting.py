@@ -19,7 +19,7 @@ __all__ = ["Curve", "Point", "pareto"]
 
 
 def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwargs: Any) -> Curve:
-    """Return what ``fn(*args, **kwargs)`` can save as a region, and what its recompute costs then.
+    """Return what ``fn(*args, **kwargs)`` can save as a region, and the cost of recomputing the rest.
 
     ``fn`` runs once, without a backward pass. Buffers, generators and the state of modules are restored. ``fn`` is
     differentiated with respect to tensors that require grad; if none does, with respect to all floating-point

@@ -61,7 +61,7 @@ def apply(
         where: which submodules: a type or a tuple of types, ``every(n, type)``, or a function that
             gets a submodule's name and the submodule, and returns whether it is chosen.
         policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
-        preserve_rng_state: give a recompute the random numbers of the forward, as in :func:`remat.remat`.
+        preserve_rng_state: make the recompute draw the same random numbers as the forward, as in :func:`remat.remat`.
         determinism_check: what is compared between the runs, as in :func:`remat.remat`.
         early_stop: end a recompute as soon as it has what the backward needs.
         debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
@@ -123,7 +123,7 @@ def budget(
         **kwargs: keyword arguments for the model.
 
     Returns:
-        The choice and the peaks; print it.
+        A :class:`BlockBudget`: what each block saves, and the measured peaks. Printed it is a table.
 
     Raises:
         RematError: the model needs more memory even if the submodules save only their inputs; the message names the

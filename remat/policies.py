@@ -244,8 +244,8 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
 def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roofline") -> Policy:
     """Save at most this many bytes of a region, chosen to minimize the cost of the recompute.
 
-    The first call of a region saves nothing. The values are chosen at its end, for all later calls that execute the
-    same operations on the same shapes, optimally unless the region is long. :func:`remat.pareto` lists all choices.
+    The first call of a region saves nothing. When it ends, remat chooses what later calls with the same operations and
+    shapes save. The choice is optimal unless the region is very long. :func:`remat.pareto` lists all choices.
 
     Args:
         amount: bytes, a string such as ``"64MiB"``, or a float in (0, 1], a fraction of what the region saves without

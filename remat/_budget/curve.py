@@ -1,4 +1,4 @@
-"""The curve of a function's choices: what it can save, and what its recompute costs then."""
+"""The curve of a function's choices: what it can save, and the cost of recomputing the rest."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _ENTRIES = 4096  # so that code made at run time is not kept alive forever
 
 
 class Known:
-    """Facts learnt from the calls of a rematerialized function, also if the function is made anew for each call."""
+    """Facts learned from the calls of a rematerialized function, also if the function is made anew for each call."""
 
     __slots__ = ("by_level", "changing", "choices", "compiles", "graded", "programs", "uses_func", "warnings")
 

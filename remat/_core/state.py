@@ -68,7 +68,7 @@ state = _State()
 def is_recomputing() -> bool:
     """Whether the calling code is in the recompute of a region.
 
-    For code with effects that must happen once, such as logging or counting:
+    Use it for effects that must happen once, such as logging or counting:
 
     Example:
         >>> import torch
@@ -114,7 +114,7 @@ def disable_remat() -> Iterator[None]:
 
 
 def is_disabled() -> bool:
-    """Whether regions that are called here are plain calls, by :func:`disable_remat`.
+    """Whether :func:`disable_remat` is active here, so that regions are plain calls.
 
     Example:
         >>> from remat import disable_remat, is_disabled

@@ -72,9 +72,9 @@ def _first_run(region: Region, shared: Call) -> Any:
         if state.interceptors:
             operands = [state.interceptors[-1].resolve(t) for t in operands]
         outs = apply(region, operands, shared)
-        learnt = _learns(region, shared.watch)
+        learned = _learns(region, shared.watch)
         check_left_behind(region, shared.watch, outs)
-    if learnt or _adopts_captured(region, shared.watch):
+    if learned or _adopts_captured(region, shared.watch):
         raise Abandoned(region)
     shared.watch = shared.recorder = None  # a watch refers to its region
     made_inside(outs)

@@ -49,7 +49,7 @@ def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 # Fingerprints of saved tensors. They also contain the version, the strides, and the type of the node that made the
-# tensor: another type means that the recompute took another path. Inference tensors have no version: RuntimeError.
+# tensor: another type means that the recompute took another path. An inference tensor has none: RuntimeError.
 LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "metadata": _look,
     "values": lambda tensor: (*_look(tensor), checksum(tensor)),

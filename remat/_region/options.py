@@ -87,16 +87,16 @@ def override(
     early_stop: bool | None = None,
     debug: bool | None = None,
 ) -> Iterator[None]:
-    """Set options of every region that is called under this context, however it was made.
+    """Set options of every region that is called under this context, including those made by ``nn.apply``.
 
-    So a model can be debugged without wrapping it again. The context around a region's forward applies, wherever its
+    Use it to debug a model without wrapping it again. The context around a region's forward applies, wherever its
     backward runs, and also to the regions that its recompute calls. An inner context takes precedence over an outer
     one, and both over the region's own options and over torch's ``set_checkpoint_debug_enabled`` and
     ``set_checkpoint_early_stop``, which apply to every region too. Affects the current thread, and the device threads
     of backward passes that it starts. Regions that ``torch.compile`` compiles keep their own options.
 
     Args:
-        preserve_rng_state: give a recompute the random numbers of the forward. ``None`` leaves this option unchanged,
+        preserve_rng_state: make the recompute draw the same random numbers as the forward. ``None`` leaves this option unchanged,
             and so for the options below.
         determinism_check: what is compared between the runs, as in :func:`remat.remat`.
         early_stop: end a recompute as soon as it has what the backward needs.

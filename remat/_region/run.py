@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """A full recompute, the base class of all runs."""
+    """The base class of runs. On its own, a recompute that skips and restores nothing."""
 
     __slots__ = ("log",)
 

@@ -47,7 +47,7 @@ def apart(operands: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[
 
 
 class Overlap(NamedTuple):
-    """Tensors of ``[*given, *captured]`` that share a part of a storage; separate copies of them would not."""
+    """Tensors of ``[*given, *captured]`` that share a part of a storage; separate copies would no longer share it."""
 
     extents: dict[int, Extent]
     operands: Guards

@@ -49,9 +49,9 @@ def scan(
             have the same structure, shapes, dtypes and devices. Captured tensors, modules and random numbers are
             handled as in a region of :func:`remat.remat`.
         carry: the first carry, any pytree of tensors.
-        xs: a pytree of tensors of shape ``[length, ...]``: a step gets one entry of each. None: steps get None.
+        xs: a pytree of tensors of shape ``[length, ...]``: a step gets one entry of each. If None, steps get None.
         length: the number of steps; optional if ``xs`` has tensors.
-        checkpoints: the highest number of saved carries, without the first one, which is an input. An int, a string
+        checkpoints: the maximum number of saved carries, without the first one, which is an input. An int, a string
             such as ``"64MiB"`` (as many as fit), or a float in (0, 1], a fraction of all carries. By default about
             the base-2 logarithm of ``length``.
         policy: values of the steps that may be saved too, for all steps at the same time, so that they are not

@@ -60,12 +60,12 @@ def plan(
 
 
 def always(step: Step) -> bool:
-    """Skip every step whose results nothing needs."""
+    """Whether a step may be skipped: any that nothing needs."""
     return True
 
 
 def never(step: Step) -> bool:
-    """Skip no step, as it may have an effect that can't be seen."""
+    """No step may be skipped, as it may have an effect that isn't recorded."""
     return False
 
 

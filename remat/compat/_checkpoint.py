@@ -76,13 +76,14 @@ def checkpoint(
 ) -> Any:
     """Call ``function(*args, **kwargs)`` as a region. A drop-in for ``torch.utils.checkpoint.checkpoint``.
 
-    Without ``function`` it returns a decorator. The decorated function gets all of its keyword arguments.
+    Without ``function`` it returns a decorator, where the options are set; all keyword arguments of a call then go to
+    the function.
 
     Args:
         function: the function that is called now and recomputed in the backward pass.
         args: its positional arguments.
         use_reentrant: must not be true, as there is no reentrant variant.
-        preserve_rng_state: give recomputes the random numbers of the forward; see :func:`remat.remat`.
+        preserve_rng_state: make recomputes draw the random numbers of the forward; see :func:`remat.remat`.
         context_fn: returns two context managers, for the forward and for recomputes. If torch's
             ``create_selective_checkpoint_contexts`` made the pair, its policy is the region's policy.
         determinism_check: ``"default"`` (the same as ``"metadata"``), ``"none"``, or ``"values"``; see
