@@ -96,8 +96,8 @@ def override(
     of backward passes that it starts. Regions that ``torch.compile`` compiles keep their own options.
 
     Args:
-        preserve_rng_state: make the recompute draw the same random numbers as the forward. ``None`` leaves this option unchanged,
-            and so for the options below.
+        preserve_rng_state: make the recompute draw the same random numbers as the forward. ``None`` leaves this option
+            unchanged, and so for the options below.
         determinism_check: what is compared between the runs, as in :func:`remat.remat`.
         early_stop: end a recompute as soon as it has what the backward needs.
         debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
