@@ -123,7 +123,7 @@ def report(
     Returns:
         A report. Its text is a table; in a notebook it is a page with pictures, which ``to_html("report.html")`` writes
         to a file. ``plain``, ``as_written`` and ``policies`` have the numbers, ``rows`` all of these, ``pareto`` the
-        policies that no other one beats, ``residuals`` the saved tensors by module and operation, ``timeline`` the
+        policies that no other row beats, ``residuals`` the saved tensors by module and operation, ``timeline`` the
         live bytes over the operations, and ``to_dict()`` everything.
 
     Raises:
@@ -138,9 +138,9 @@ def report(
         ...     return torch.tanh(torch.tanh(x @ w) @ w).sum()
         >>> report = remat.report(f, torch.ones(64, 64), torch.ones(256, 64))
         >>> [(row.label, row.saved_bytes, row.recomputed_flops) for row in report.policies]
-        [('no policy', 4, 4194304), ('save_matmuls', 131076, 0)]
-        >>> [row.label for row in report.pareto]  # one region alone: a recompute has the peak of the plain program
-        ['save_matmuls']
+        [('policy=None', 4, 4194304), ('save_matmuls', 131076, 0)]
+        >>> report.pareto  # with a single region, the peak is that of the plain program, so no policy is better
+        []
     """
     _check_call("report", transform=transform, loss=loss)
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
@@ -155,11 +155,12 @@ def report(
             measured(program, label, _with_regions(fn, policy, where), plain, policy, under_policy=True)
             for label, policy in zip(_labels(asked), asked)
         ]
-    return Report(
-        _name(fn, transform), _environment(program), (*rows, *(distinct(found) if policies is None else found))
-    )
+    rows = [*rows, *(distinct(found) if policies is None else found)]
+    as_one = found and where is None and isinstance(fn, torch.nn.Module) and any(fn.children())
+    return Report(_name(fn, transform), _environment(program), tuple(rows), _AS_ONE if as_one else "")
 
 
+_AS_ONE = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
 _USUAL = (
     None,
     policies_.save_attention,
@@ -170,7 +171,7 @@ _USUAL = (
 
 def _labels(asked: Sequence[Any]) -> list[str]:
     """A distinct label for each policy."""
-    texts = ["no policy" if policy is None else repr(policy).replace("policies.", "") for policy in asked]
+    texts = ["policy=None" if policy is None else repr(policy).replace("policies.", "") for policy in asked]
     return [
         text if texts.count(text) == 1 else f"{text} ({texts[: i + 1].count(text)})" for i, text in enumerate(texts)
     ]

@@ -65,7 +65,7 @@ def fragment(name: str, environment: Mapping[str, str], rows: Sequence[Costs], b
         _table(rows, best),
         "<p>Saved: bytes alive at the end of the forward. Peak: the most bytes alive at any time. Arguments and "
         "captured tensors are not counted. FLOPs are those of matrix products, convolutions and attention. In bold: "
-        "policies that no other policy beats in both peak and recomputed FLOPs.</p>",
+        "policies that no other row beats in both peak and recomputed FLOPs.</p>",
         "<h2>Peak against FLOPs recomputed</h2>",
         tradeoff(rows, best),
         "<h2>Live bytes over the operations</h2>",

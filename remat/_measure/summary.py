@@ -23,11 +23,13 @@ class Report:
         environment: the versions and the device that it ran on.
         rows: the costs of each run: without rematerialization, then the program as written if it has regions of its
             own, then one row per policy.
+        note: what to keep in mind about the rows.
     """
 
     name: str
     environment: Mapping[str, str]
     rows: tuple[Costs, ...]
+    note: str = ""
 
     @property
     def plain(self) -> Costs:
@@ -46,8 +48,11 @@ class Report:
 
     @property
     def pareto(self) -> list[Costs]:
-        """The policies that no other one beats in both peak and recomputed FLOPs, by increasing peak."""
-        return pareto(self.policies)
+        """The policies that no other row beats in peak and recomputed FLOPs, by increasing peak."""
+        return [row for row in pareto(self.rows) if row.under_policy and not self._is_as_plain(row)]
+
+    def _is_as_plain(self, row: Costs) -> bool:
+        return (row.peak_bytes, row.recomputed_flops) == (self.plain.peak_bytes, 0)
 
     @property
     def timeline(self) -> dict[str, tuple[int, ...]]:
@@ -72,7 +77,11 @@ class Report:
             table.append(cells)
         lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, left=1)]
         if best:
-            lines.append("* no other policy has a lower peak without recomputing more")
+            lines.append("* no other row has a lower peak without recomputing more")
+        elif self.policies:
+            lines.append("No policy is better than the other rows.")
+        if self.note:
+            lines.append(self.note)
         if not self.plain.flops:
             lines.append("FLOPs are those of matrix products, convolutions and attention; this program has none.")
         return "\n".join(lines)

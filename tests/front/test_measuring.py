@@ -62,10 +62,10 @@ def test_the_model_of_the_readme() -> None:
     assert figures(report) == {
         "without remat": (4 * hidden + 4 * width + scalar, 0),
         "as written": (4 * width + scalar, 4 * product),
-        "no policy": (scalar, 12 * product),
+        "policy=None": (scalar, 12 * product),
         "save_matmuls": (4 * hidden + 4 * width + scalar, 0),
     }
-    assert [row.label for row in report.pareto] == ["no policy", "save_matmuls"]
+    assert report.pareto == []  # the program as written beats one region around all of it
     assert report.plain.flops == 12 * product * 2
 
 
@@ -89,7 +89,7 @@ def test_gradients_of_samples() -> None:
     report = remat.report(loss, *readme(), transform=per_sample, policies=[None, policies.save_matmuls])
     rows = {row.label: row for row in report.rows}
     assert rows["as written"].saved_bytes < rows["without remat"].saved_bytes / 4
-    assert rows["save_matmuls"].recomputed_flops < rows["no policy"].recomputed_flops
+    assert rows["save_matmuls"].recomputed_flops < rows["policy=None"].recomputed_flops
     assert rows["as written"].peak_bytes == peak_bytes(per_sample(loss), *readme())
 
 
@@ -106,24 +106,24 @@ def test_a_model_of_transformers() -> None:
     candidates = [None, policies.save_matmuls]
     report = remat.report(model, **inputs, where=block, policies=candidates)
     rows = {row.label: row for row in report.rows}
-    assert list(rows) == ["without remat", "no policy", "save_matmuls"]
-    assert rows["no policy"].saved_bytes < rows["save_matmuls"].saved_bytes < rows["without remat"].saved_bytes
-    assert rows["no policy"].peak_bytes < rows["without remat"].peak_bytes
-    assert rows["no policy"].recomputed_flops > 0 == rows["save_matmuls"].recomputed_flops
-    shares = {(share.module, share.op): share for share in report.residuals["no policy"]}
+    assert list(rows) == ["without remat", "policy=None", "save_matmuls"]
+    assert rows["policy=None"].saved_bytes < rows["save_matmuls"].saved_bytes < rows["without remat"].saved_bytes
+    assert rows["policy=None"].peak_bytes < rows["without remat"].peak_bytes
+    assert rows["policy=None"].recomputed_flops > 0 == rows["save_matmuls"].recomputed_flops
+    shares = {(share.module, share.op): share for share in report.residuals["policy=None"]}
     width = 2 * 16 * 32 * 4
     assert shares["transformer.h.*", "aten.add"].count == 3
     assert shares["transformer.h.*", "aten.add"].nbytes == 3 * width
     assert shares["GPT2LMHeadModel", "aten._log_softmax"].count == 1
-    assert sum(share.nbytes for share in report.residuals["no policy"]) == rows["no policy"].saved_bytes
+    assert sum(share.nbytes for share in report.residuals["policy=None"]) == rows["policy=None"].saved_bytes
     assert {"transformer.h.*.mlp.c_fc", "transformer.h.*.attn"} <= {s.module for s in report.residuals["save_matmuls"]}
     # A training step saves the same bytes.
     remat.nn.apply(model, block)
     with gc_disabled():
         held = held_bytes(lambda: torch.autograd.graph.get_gradient_edge(model(**inputs).loss))
-    assert abs(held - rows["no policy"].saved_bytes) <= 4
+    assert abs(held - rows["policy=None"].saved_bytes) <= 4
     as_written = remat.report(model, **inputs, policies=[]).as_written
-    assert (as_written.label, as_written.saved_bytes) == ("as written", rows["no policy"].saved_bytes)
+    assert (as_written.label, as_written.saved_bytes) == ("as written", rows["policy=None"].saved_bytes)
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.save_only_these_names("q", "k", "v")])
@@ -165,9 +165,9 @@ def test_the_timeline_is_that_of_live_bytes() -> None:
 
 def test_usual_policies_with_the_same_figures_are_one_row() -> None:
     report = remat.report(layer, *(readme()[0][0], readme()[1]))
-    assert [row.label for row in report.policies] == ["no policy", "save_matmuls"]
+    assert [row.label for row in report.policies] == ["policy=None", "save_matmuls"]
     twice = remat.report(layer, *(readme()[0][0], readme()[1]), policies=[None, None])
-    assert [row.label for row in twice.policies] == ["no policy (1)", "no policy (2)"]
+    assert [row.label for row in twice.policies] == ["policy=None (1)", "policy=None (2)"]
 
 
 def test_usual_policies_that_match_nothing_do_not_warn(recwarn: pytest.WarningsRecorder) -> None:
@@ -194,7 +194,7 @@ def test_a_policy_that_recomputes_for_nothing_is_not_among_the_best() -> None:
     report = remat.report(layer, *(readme()[0][0], readme()[1]), policies=[None, policies.everything_saveable])
     assert report.policies[0].saved_bytes < report.policies[1].saved_bytes
     assert report.policies[0].peak_bytes == report.policies[1].peak_bytes
-    assert [row.label for row in report.pareto] == ["everything_saveable"]
+    assert report.pareto == [] and "*" not in str(report)
 
 
 def test_pareto() -> None:
@@ -229,20 +229,31 @@ def test_text() -> None:
         "                saved    peak  FLOPs recomputed\n"
         "without remat  20 KiB  30 KiB                 0\n"
         "as written      4 KiB  27 KiB        32.8 kFLOP  +17 %\n"
-        "no policy         8 B  27 KiB        98.3 kFLOP  +50 %  *\n"
-        "save_matmuls   20 KiB  44 KiB                 0         *\n"
-        "* no other policy has a lower peak without recomputing more"
+        "policy=None       8 B  27 KiB        98.3 kFLOP  +50 %\n"
+        "save_matmuls   20 KiB  44 KiB                 0\n"
+        "No policy is better than the other rows."
     )
     lines = str(remat.report(torch.sin, rand(3))).splitlines()
     assert lines[-1] == "FLOPs are those of matrix products, convolutions and attention; this program has none."
+
+
+def test_text_of_a_model() -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+    x = torch.randn(128, 64)
+    whole = str(remat.report(net, x, policies=[None])).splitlines()
+    assert whole[-2] == "No policy is better than the other rows."
+    assert whole[-1].startswith("Under each policy the model is one region. With `where=Block` the modules")
+    lines = str(remat.report(net, x, where=lambda name, module: name.isdigit(), policies=[None])).splitlines()
+    assert lines[3].startswith("policy=None") and lines[3].endswith("*")
+    assert lines[-1] == "* no other row has a lower peak without recomputing more"
 
 
 def test_values() -> None:
     report = remat.report(loss, *readme(), policies=[None])
     values = json.loads(json.dumps(report.to_dict()))
     assert values["name"] == "loss" and values["environment"]["device"] == "CPU"
-    assert [row["label"] for row in values["rows"]] == ["without remat", "as written", "no policy"]
-    assert values["rows"][2]["pareto"] and not values["rows"][0]["pareto"]
+    assert [row["label"] for row in values["rows"]] == ["without remat", "as written", "policy=None"]
+    assert [row["pareto"] for row in values["rows"]] == [False, False, False]
     assert values["rows"][1]["residuals"][0] == {
         "module": None, "op": "aten.add", "name": None, "count": 4, "nbytes": 4096,
     }  # fmt: skip
@@ -296,7 +307,7 @@ def test_pictures_are_well_formed(report: remat.Report, tmp_path: Path) -> None:
         assert {"FLOPs recomputed", "peak bytes"} <= set(texts) or {"operations", "live bytes"} <= set(texts)
     text = report.to_svg(tmp_path / "picture.svg")
     assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
-    assert "no policy" in text and report.to_svg() == text
+    assert "policy=None" in text and report.to_svg() == text
 
 
 def test_labels_are_escaped() -> None:
