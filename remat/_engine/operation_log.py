@@ -19,7 +19,7 @@ _IGNORED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class Operation(NamedTuple):
-    """An operation: its name, its result, and the user's line that called it."""
+    """An operation: its name and constants, its result, and the user's line that called it."""
 
     op: str
     result: str
@@ -44,7 +44,7 @@ class OpLog(DispatchMode):
             return self.ranges.mark(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if self.noting and func not in _IGNORED and not (state.unseen or self.ranges):
-            self.note(Operation(str(func), _describe(result), str(user_line())))
+            self.note(Operation(_called(func, args, kwargs or {}), _describe(result), str(user_line())))
         return result
 
     def note(self, operation: Operation) -> None:
@@ -104,6 +104,17 @@ class ComparedLog(OpLog):
             f"  In the recompute: {now}\n"
             f"A region's function must be deterministic: look at what decides between these two lines."
         )
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> str:
+    """The operator, with the constants among its arguments: two runs with different constants differ."""
+    leaves = [leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    constants = [repr(leaf) for leaf in leaves if type(leaf) in _CONSTANTS]
+    constants += [f"{name}={value!r}" for name, value in kwargs.items() if type(value) in _CONSTANTS]
+    return f"{func}({', '.join(constants)})" if constants else str(func)
+
+
+_CONSTANTS = {bool, int, float, complex, str, torch.dtype}
 
 
 def _describe(result: Any) -> str:

@@ -212,27 +212,31 @@ class Filler(RegionHooks):
     def _differs(self, index: int, before: Any, now: Any) -> str:
         return (
             f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and "
-            f"{describe(now, before)} in the recompute, at {user_line()}. {_ADVICE}"
+            f"{describe(now, before)} in the recompute, at {user_line()}. {self._advice}"
         )
 
     def _too_many(self) -> str:
         return (
             f"The region saved {len(self.slots)} tensors for its backward in the forward, and one more in the "
-            f"recompute, at {user_line()}. {_ADVICE}"
+            f"recompute, at {user_line()}. {self._advice}"
         )
+
+    @property
+    def _advice(self) -> str:
+        return _ADVICE if self.root.options.debug else f"{_ADVICE} {_DEBUG}"
 
     def too_few(self) -> str:
         return (
             f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} in "
-            f"the recompute. {_ADVICE}"
+            f"the recompute. {self._advice}"
         )
 
 
 _ADVICE = (
     "A region's function must be deterministic. Look for Python state that changed between the runs, a branch on "
-    "values that are random or not reproducible, a cache, or saved-tensor hooks around the region that change values; "
-    "`remat(..., debug=True)` shows the first operation that differs."
+    "values that are random or not reproducible, a cache, or saved-tensor hooks around the region that change values."
 )
+_DEBUG = "`remat(..., debug=True)` shows the first operation that differs."
 
 
 _NO_SLOT: Any = object()  # for a tensor that autograd did not save in the first run

@@ -25,6 +25,15 @@ from remat._scan.schedule import depth, recomputed, segments
 Loop = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def recursion_limit() -> Iterator[None]:
+    """Python's default: inductor raises it for the whole process."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
 def loop(step: Callable, carry: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
     """The loop that ``scan`` replaces."""
     count = len(tree_leaves(xs)[0]) if length is None else length
