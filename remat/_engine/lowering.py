@@ -10,7 +10,7 @@ from .._core.known import Known
 from .._core.state import state
 from .._region.arguments import take_apart
 from .._region.around import Around
-from .._region.error_context import without_internals
+from .._region.error_context import with_region
 from .._region.guards import Guards
 from .._region.hooks import is_hooks_refusal
 from .._region.options import Options
@@ -49,6 +49,6 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
                 region.restart()
             raise
     except Exception as error:
-        raise error if options.debug else error.with_traceback(without_internals(error.__traceback__))  # noqa: B904
+        raise with_region(error, region, recomputing=False)  # noqa: B904
     finally:
         region.forget()

@@ -16,7 +16,7 @@ from .._core.known import Known
 from .._core.state import own_work, state
 from .._region.arguments import take_apart
 from .._region.around import Around
-from .._region.error_context import without_internals
+from .._region.error_context import with_region
 from .._region.hooks import drop_gradient_hooks, is_hooks_refusal
 from .._region.intercept import given_as, made_inside
 from .._region.lowerings import go_back, mark
@@ -61,7 +61,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                 drop_gradient_hooks((*shared.operands, *map(given_as, region.operands())), first_hook)
                 region.restart()
     except Exception as error:
-        raise error if options.debug else error.with_traceback(without_internals(error.__traceback__))  # noqa: B904
+        raise with_region(error, region, recomputing=False)  # noqa: B904
     finally:
         region.forget()
 

@@ -405,3 +405,11 @@ def test_wrong_arguments_are_shown_short() -> None:
         remat.remat(layer(torch.ones(3)))
     with pytest.raises(TypeError, match="must be a list of policies"):
         remat.report(layer, torch.ones(3), policies="dots")  # type: ignore[arg-type]
+
+
+def test_an_argument_that_the_forward_changes_has_its_name() -> None:
+    with pytest.raises(
+        MutationError, match="^argument h requires grad and was changed in place by the region"
+    ) as raised:
+        remat.remat(lambda h: h.mul_(2).sin())(torch.ones(3, requires_grad=True).clone())
+    assert "The region is <lambda> called at" in str(raised.value)
