@@ -409,7 +409,7 @@ def test_wrong_arguments_are_shown_short() -> None:
 
 def test_an_argument_that_the_forward_changes_has_its_name() -> None:
     with pytest.raises(
-        MutationError, match="^argument h requires grad and was changed in place by the region"
+        MutationError, match=r"^argument h requires grad and was changed in place by the region"
     ) as raised:
         remat.remat(lambda h: h.mul_(2).sin())(torch.ones(3, requires_grad=True).clone())
     assert "The region is <lambda> called at" in str(raised.value)
