@@ -36,6 +36,13 @@ def leave_out_any(app, domain, objtype, content):
             field.parent.remove(field)
 
 
+def name_aliases(app, domain, objtype, content):
+    """Aliases of types in descriptions are shown by their names."""
+    for text in list(content.findall(nodes.Text)):
+        if "TypeAliasForwardRef" in text:
+            text.parent.replace(text, nodes.Text(re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text)))
+
+
 def drop_last_blank_line(app, name, source):
     """The blank line at the end of a code block is for doctest: it ends the expected output."""
     source[0] = re.sub(r"\n\n```$", "\n```", source[0], flags=re.MULTILINE)
@@ -45,3 +52,4 @@ def setup(app):
     """`leave_out_any` runs after autodoc has merged the types into the description."""
     app.connect("source-read", drop_last_blank_line)
     app.connect("object-description-transform", leave_out_any, priority=900)
+    app.connect("object-description-transform", name_aliases, priority=901)

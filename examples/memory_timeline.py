@@ -3,9 +3,10 @@
 Without checkpointing, memory rises through the forward pass, as every intermediate result is saved, and falls through
 the backward pass. With it, only the blocks' inputs are saved; the backward pass recomputes one block at a time.
 
-    python examples/memory_timeline.py    # a few seconds; with matplotlib it also writes memory_timeline.png
+    python examples/memory_timeline.py [PICTURE.png]    # a few seconds; the picture needs matplotlib
 """
 
+import sys
 from itertools import pairwise
 
 import torch
@@ -70,7 +71,8 @@ def main() -> None:
     print(f"\n{report}\n")
     for policy in (None, policies.save_matmuls):
         print(remat.check(model, x, where=Block, policy=policy))
-    save_picture(report.timeline, "memory_timeline.png")
+    if len(sys.argv) > 1:
+        save_picture(report.timeline, sys.argv[1])
 
 
 if __name__ == "__main__":

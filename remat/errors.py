@@ -86,7 +86,12 @@ class CaptureError(RematError):
     Raised if the transform tracks a tensor that is not an argument, that no variable of the function leads to, and
     that is a new object in each run: pass it as an argument. Also raised if a region stores a tracked tensor outside
     (in an attribute, say) instead of returning it.
+
+    Attributes:
+        region: the name of the region, and the line that called it, as in the message.
     """
+
+    region: str | None = None
 
 
 class PolicyError(RematError, ValueError):

@@ -14,7 +14,7 @@ from ._core.state import disable_remat
 from ._measure.comparison import CheckResult, Difference, compared
 from ._measure.costs import Costs, Share, distinct, measured
 from ._measure.program import Program
-from ._measure.subject import Subject
+from ._measure.subject import NOT_DIFFERENTIATED, Subject
 from ._measure.summary import AS_WRITTEN, Report
 from ._policy.policy import PolicyLike, as_policy
 from ._policy.warnings import silenced
@@ -80,7 +80,7 @@ def check(
         >>> remat.check(other_each_time, x).ok
         False
     """
-    _check_call("check", transform=transform, loss=loss)
+    _check_call("check", fn, transform=transform, loss=loss)
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
     with_remat = _with_regions(fn, policy, where, determinism_check="values")
     with with_remat():  # raises if `fn` can't be a region
@@ -142,7 +142,7 @@ def report(
         >>> report.pareto  # with a single region, the peak is that of the plain program, so no policy is better
         []
     """
-    _check_call("report", transform=transform, loss=loss)
+    _check_call("report", fn, transform=transform, loss=loss)
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
@@ -157,7 +157,10 @@ def report(
         ]
     rows = [*rows, *(distinct(found) if policies is None else found)]
     as_one = found and where is None and isinstance(fn, torch.nn.Module) and any(fn.children())
-    return Report(_name(fn, transform), _environment(program), tuple(rows), _AS_ONE if as_one else "")
+    note = _AS_ONE if as_one else ""
+    if transform is None and not program.subject.is_differentiated():
+        note = NOT_DIFFERENTIATED
+    return Report(_name(fn, transform), _environment(program), tuple(rows), note)
 
 
 _AS_ONE = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
@@ -192,18 +195,33 @@ def _environment(program: Program) -> dict[str, str]:
     return {"torch": f"torch {torch.__version__}", "device": ", ".join(names) or "CPU"}
 
 
-def _check_call(name: str, **functions: Any) -> None:
+def _check_call(name: str, fn: Any, **functions: Any) -> None:
     for option, value in functions.items():
         if value is not None and not callable(value):
             raise TypeError(
                 f"The option {option} of remat.{name} must be a function, got {type(value).__name__}. If {option} is "
                 f"an argument of fn, wrap fn in a lambda."
             )
+    if (transform := functions.get("transform")) is not None:
+        _check_transform(transform, fn)
     if private.transforms_active():
         raise RuntimeError(
             f"remat.{name} can't be called under a torch.func transform. Pass it the transform instead: "
             f"`remat.{name}(fn, x, transform=torch.func.grad)`."
         )
+
+
+def _check_transform(transform: Callable, fn: Any) -> None:
+    cause = None
+    try:
+        if callable(transform(fn)):
+            return
+    except Exception as error:
+        cause = error
+    raise TypeError(
+        "transform must be a function that makes a function from fn, such as `torch.func.grad` (not "
+        "`torch.func.grad(fn)`), or `lambda fn: vmap(grad(fn))`."
+    ) from cause
 
 
 Way = Callable[[], AbstractContextManager[Any]]

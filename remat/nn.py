@@ -32,6 +32,11 @@ from .errors import shown
 
 __all__ = ["BlockBudget", "BlockChoice", "apply", "budget", "every", "undo"]
 
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 M = TypeVar("M", bound=torch.nn.Module)
 Types: TypeAlias = type | tuple[type, ...]
 
@@ -123,7 +128,7 @@ def budget(
         **kwargs: keyword arguments for the model.
 
     Returns:
-        A :class:`BlockBudget`: what each block saves, and the measured peaks. Printed it is a table.
+        A :class:`BlockBudget` with what each block saves, and the measured peaks. Printed it is a table.
 
     Raises:
         RematError: the model needs more memory even if the submodules save only their inputs; the message names the
@@ -164,6 +169,8 @@ def undo(model: M) -> M:
         >>> type(remat.nn.undo(model)) is torch.nn.Linear
         True
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"The model must be a torch.nn.Module, got {type(model).__name__}.")
     for module in model.modules():
         change_back(module)
     return model
@@ -231,9 +238,14 @@ def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     if callable(where) and not isinstance(where, torch.nn.Module):
         _check_called_with_two(where)
         return [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
+    hint = ""
+    if isinstance(where, list):
+        hint = " Give a tuple of types."
+    elif isinstance(where, str):
+        hint = f" For a name give `lambda name, module: name == {where!r}`."
     raise TypeError(
         f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
-        f"submodule; got {shown(where)}."
+        f"submodule; got {shown(where)}.{hint}"
     )
 
 

@@ -40,32 +40,41 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-#: Saves the inputs of a region only, as ``policy=None`` does.
 nothing_saveable: Policy = as_policy(None)
-#: Saves everything that the backward pass uses, as without rematerialization.
-everything_saveable: Policy = _Preset(~nothing_saveable, "everything_saveable")
-#: Saves the results of matrix products, linear layers and convolutions, batched or not.
-save_matmuls: Policy = _Preset(Ops(MATMULS), "save_matmuls")
-dots_saveable: Policy = save_matmuls
-checkpoint_dots: Policy = save_matmuls
-#: Saves the results of products with weights, as in linear layers, but not of batched products such as attention
-#: scores, and not of convolutions. A batch of size 1, by which ``torch.einsum`` multiplies two matrices, is not a batch
-#: here. Under ``vmap`` the policy judges the operator that torch executes. With a batched weight, or in a derivative
-#: that is mapped itself, this is mostly a batched product.
+everything_saveable: Policy = _Preset(
+    ~nothing_saveable,
+    "everything_saveable",
+    "Saves everything that the backward pass uses, as without remat.",
+)
+save_matmuls: Policy = _Preset(
+    Ops(MATMULS),
+    "save_matmuls",
+    "Saves the results of matrix products, linear layers and convolutions.",
+)
 save_matmuls_without_batch_dims: Policy = _Preset(
     Ops(MATMULS_WITHOUT_BATCH_DIMS) | Ops(frozenset({"aten::bmm"})) & If(is_unbatched_einsum),
     "save_matmuls_without_batch_dims",
+    """Saves the results of products with weights, as in linear layers, but not of batched products such as attention
+    scores, and not of convolutions. A ``bmm`` of batch size 1 that ``torch.einsum`` issues for two matrices counts as
+    unbatched. Under ``vmap`` the policy judges the operator that torch executes. With a batched weight, or in a
+    derivative under ``vmap``, that is usually a batched product.""",
 )
-dots_with_no_batch_dims_saveable: Policy = save_matmuls_without_batch_dims
-checkpoint_dots_with_no_batch_dims: Policy = save_matmuls_without_batch_dims
-#: Saves the results of fused attention kernels, which are the output, the logsumexp and the state of the dropout. Where
-#: torch computes attention from matrix products and a softmax, there is no such kernel, and nothing is saved.
-save_attention: Policy = _Preset(Ops(ATTENTION), "save_attention")
-#: Saves the results of convolutions.
-save_convolutions: Policy = _Preset(Ops(CONVOLUTIONS), "save_convolutions")
-#: Saves the results of functional collectives, so that nothing is communicated again. ``torch.distributed.all_reduce``
-#: and other collectives that write into their arguments have no results.
-save_collectives: Policy = _Preset(Ops(COLLECTIVES), "save_collectives")
+save_attention: Policy = _Preset(
+    Ops(ATTENTION),
+    "save_attention",
+    """Saves the results of fused attention kernels: the output, the logsumexp and the state of the dropout. Where torch
+    computes attention from matrix products and a softmax, there is no such kernel, and nothing is saved.""",
+)
+save_convolutions: Policy = _Preset(Ops(CONVOLUTIONS), "save_convolutions", "Saves the results of convolutions.")
+save_collectives: Policy = _Preset(
+    Ops(COLLECTIVES),
+    "save_collectives",
+    """Saves the results of functional collectives, so that nothing is communicated again.
+    ``torch.distributed.all_reduce`` and other collectives that write into their arguments have no results.""",
+)
+# The names in JAX.
+dots_saveable = checkpoint_dots = save_matmuls
+dots_with_no_batch_dims_saveable = checkpoint_dots_with_no_batch_dims = save_matmuls_without_batch_dims
 
 
 def save_ops(*ops: Any) -> Policy:

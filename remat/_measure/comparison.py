@@ -14,6 +14,7 @@ from .._core.parts import parts
 from .preserved import Overwritten
 from .program import Program
 from .rows import tensor_text
+from .subject import NOT_DIFFERENTIATED
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class CheckResult:
         reproducible: whether two runs without rematerialization agree; tested only if there are differences.
         counts: how many results, gradients and changed tensors were compared.
         rounding: the largest difference that counts as rounding, relative to the largest number in its tensor.
+        note: what was not compared.
     """
 
     differences: tuple[Difference, ...] = ()
@@ -48,6 +50,7 @@ class CheckResult:
     reproducible: bool = True
     counts: Mapping[str, int] | None = None
     rounding: float = 0.0
+    note: str = ""
 
     @property
     def ok(self) -> bool:
@@ -66,7 +69,7 @@ class CheckResult:
             rounding = f", within rounding ({self.rounding:.0e} of the largest number)"
             same = f"Equal with and without remat{rounding}" if self.rounding else "Identical with and without remat"
             counts = [f"{n} {what}{'s' * (n != 1)}" for what, n in (self.counts or {}).items() if n]
-            return f"{same}: {', '.join(counts)} and the random generators."
+            return f"{same}: {', '.join(counts)} and the random generators.{self.note and f' {self.note}'}"
         lines = ["Different with remat:", *(f"  {difference}" for difference in self.differences)]
         if not self.reproducible:
             lines.append("Two runs without remat differ too, so remat may not be the cause.")
@@ -102,7 +105,8 @@ def compared(program: Program, without: Callable[[], Any], with_remat: Callable[
         "changed tensor": len(found.changed),
     }
     reproducible = not differences or _is_as(expected, program, without)
-    return CheckResult(tuple(differences), reproducible=reproducible, counts=counts, rounding=rounding)
+    note = "" if program.transform is not None or program.subject.is_differentiated() else NOT_DIFFERENTIATED
+    return CheckResult(tuple(differences), reproducible=reproducible, counts=counts, rounding=rounding, note=note)
 
 
 def _is_as(expected: Outcome, program: Program, without: Callable[[], Any]) -> bool:

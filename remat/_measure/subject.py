@@ -23,6 +23,8 @@ from .._region.arguments import take_apart
 from .origins import ModuleNames
 from .preserved import Overwritten, preserved
 
+NOT_DIFFERENTIATED = "Nothing was differentiated: no argument or captured tensor requires grad or is floating-point."
+
 
 class Subject:
     """``fn(*args, **kwargs)``, differentiated by the tensors that require grad; if none does, by all that can."""
@@ -48,6 +50,10 @@ class Subject:
     def inputs(self) -> list[torch.Tensor]:
         """All arguments and captured tensors."""
         return [*self.tensors, *(tensor for _, tensor in self.captured)]
+
+    def is_differentiated(self) -> bool:
+        """Whether it has a tensor by which it is differentiated."""
+        return any(t.requires_grad for t in (*self.operands(), *(t for _, t in self.captured)))
 
     def operands(self) -> list[torch.Tensor]:
         """The arguments, detached from their history: leaves that a run may differentiate."""

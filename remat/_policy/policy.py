@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from torch.utils.checkpoint import CheckpointPolicy
@@ -227,8 +227,12 @@ class Preset(_Turned):
     """A policy with a name in ``remat.policies``."""
 
     name: str
+    doc: InitVar[str] = ""
 
     has_predicate = False  # a predicate in a preset is not the user's
+
+    def __post_init__(self, doc: str) -> None:
+        object.__setattr__(self, "__doc__", doc)  # for `help` of the preset itself
 
     @staticmethod
     def _turn(verdict: Verdict) -> Verdict:
@@ -261,7 +265,7 @@ def _bracketed(policy: Policy, binds: int) -> str:
 
 # --- conversion ---------------------------------------------------------------------------------------------------
 
-NOTHING = Preset(Ops(frozenset()), "nothing_saveable")
+NOTHING = Preset(Ops(frozenset()), "nothing_saveable", "Saves the inputs of a region only, as ``policy=None`` does.")
 
 
 def as_policy(value: Any) -> Policy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,8 @@ def checked_predicate(value: Any) -> Callable:
 
 
 def _of_text(text: str) -> str:
+    if re.fullmatch(r"\s*[\d.]+\s*[KMGT]?i?B\s*", text):
+        return f" For an amount of memory write `policies.budget({text!r})`."
     named = f"for values named by checkpoint_name write `policies.save_only_these_names({text!r})`."
     return f"{near} Or {named}" if (near := _nearest(text)) else f" F{named[1:]}"
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from .._core.lines import Line
 from .._core.ranges import name_of
-from ..errors import MutationError, RecomputeMismatchError
+from ..errors import CaptureError, MutationError, RecomputeMismatchError
 
 E = TypeVar("E", bound=Exception)
 
@@ -21,7 +21,7 @@ def with_region(error: E, region: Any, recomputing: bool = True) -> E:
     """
     root = region.root
     where = f"{_name(root)} called at {Line(root.code, root.number)}"
-    if isinstance(error, (MutationError, RecomputeMismatchError)) and error.region is None:
+    if isinstance(error, (CaptureError, MutationError, RecomputeMismatchError)) and error.region is None:
         error.region = where
         text = _ARGUMENT.sub(lambda found: _argument(root.fn, found), str(error))
         error.args = (f"{text}\nThe region is {where}.",)

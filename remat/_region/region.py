@@ -204,7 +204,7 @@ class Region:
             fn = in_range(fn, "recompute" if again else "forward")
         result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
         if isinstance(result, UNFINISHED):
-            refuse_unfinished(result)
+            refuse_unfinished(self.fn, result)
         return result
 
     def first(self, args: tuple, kwargs: dict, run: Run) -> Any:

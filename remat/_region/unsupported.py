@@ -15,6 +15,8 @@ from .._policy.policy import Policy
 POLICY_IS_A_KEYWORD = "The policy is a keyword argument: `remat({}, policy=...)`."
 _OPTIONS = {
     "static_argnums": "is not needed, because arguments that aren't tensors are passed as they are: leave it out",
+    "static_argnames": "is not needed, because arguments that aren't tensors are passed as they are: leave it out",
+    "offload_to_cpu": "is an option of `remat.compat.checkpoint_wrapper`; here it is `policy=policies.offload(...)`",
     "prevent_cse": "is not needed, because nothing merges a recompute with the forward: leave it out",
     "concrete": "is not needed, because Python control flow sees the values of tensors: leave it out",
     "use_reentrant": (
@@ -36,8 +38,7 @@ def refuse(fn: Any, others: Sequence[Any], options: Mapping[str, Any], known: Se
         raise TypeError(POLICY_IS_A_KEYWORD.format(name))
     if others:
         instead = f"`remat({name})(x)`"
-        if options:
-            instead += ", or `remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch"
+        instead += ", or `remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch"
         raise TypeError(f"remat takes only the function, and returns one that takes the arguments: {instead}.")
     for option in options:
         if option in _OPTIONS:
@@ -77,9 +78,10 @@ _KINDS: list[tuple[Callable[[Any], bool], str]] = [
 UNFINISHED = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 
 
-def refuse_unfinished(result: Any) -> NoReturn:
+def refuse_unfinished(fn: Any, result: Any) -> NoReturn:
     """Raise an error for a result that is computed only after the region has ended."""
+    name = getattr(fn, "__name__", type(fn).__name__)
     raise TypeError(
-        f"A region returned a {type(result).__name__}, whose body would run outside the region. Return its values, as "
-        f"in `list(...)`."
+        f"{name} returned a {type(result).__name__}, whose body would run outside the region. Return its values, as in "
+        f"`list(...)`."
     )

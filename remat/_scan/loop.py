@@ -58,7 +58,7 @@ def scan(
             recomputed; see :func:`remat.remat`. ``None`` saves none.
 
     Returns:
-        The last carry, and the stacked ``y`` of all steps: in the structure of ``y``, tensors of shape
+        A pair of the last carry and the stacked ``y``, which has the structure of one ``y`` and tensors of shape
         ``[length, ...]``.
 
     Raises:

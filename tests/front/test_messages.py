@@ -376,7 +376,7 @@ def test_a_region_that_returns_a_generator() -> None:
     def values(x: Tensor) -> Iterator[Tensor]:
         yield x.exp()
 
-    with pytest.raises(TypeError, match=r"A region returned a generator, whose body would run outside the region\."):
+    with pytest.raises(TypeError, match=r"<lambda> returned a generator, whose body would run outside the region\."):
         remat.remat(lambda x: values(x))(torch.ones(3, requires_grad=True))
     with pytest.raises(TypeError, match="returned a generator"):
         torch.func.grad(lambda x: next(remat.remat(lambda x: values(x))(x)).sum())(torch.ones(3))
@@ -413,3 +413,35 @@ def test_an_argument_that_the_forward_changes_has_its_name() -> None:
     ) as raised:
         remat.remat(lambda h: h.mul_(2).sin())(torch.ones(3, requires_grad=True).clone())
     assert "The region is <lambda> called at" in str(raised.value)
+
+
+def test_a_capture_error_names_the_region() -> None:
+    kept = []
+
+    @remat.remat
+    def stores(x: Tensor) -> Tensor:
+        kept.append(x.sin())
+        return x.cos()
+
+    with pytest.raises(remat.CaptureError, match="stored a tensor") as raised:
+        torch.func.grad(lambda x: (stores(x) + kept[0]).sum())(torch.ones(3))
+    assert raised.value.region is not None and raised.value.region.startswith("stores called at ")
+
+
+@pytest.mark.parametrize("measure", [remat.check, remat.report])
+def test_a_transformed_function_is_not_a_transform(measure: Any) -> None:
+    with pytest.raises(TypeError, match=r"such as `torch.func.grad` \(not `torch.func.grad\(fn\)`\)"):
+        measure(lambda x: x.sum(), torch.ones(3), transform=torch.func.grad(lambda x: x.sum()))
+
+
+def test_a_program_that_is_not_differentiated() -> None:
+    text = "Nothing was differentiated: no argument or captured tensor requires grad or is floating-point."
+    assert str(remat.check(lambda x: x + 1, torch.arange(3))).endswith(text)
+    assert str(remat.report(lambda x: x + 1, torch.arange(3))).endswith(text)
+    assert "Nothing" not in str(remat.check(lambda x: x + 1, torch.ones(3)))
+
+
+def test_presets_have_their_own_help() -> None:
+    assert policies.save_matmuls.__doc__ == "Saves the results of matrix products, linear layers and convolutions."
+    constants = (value for name, value in vars(policies).items() if name in policies.__all__ and not callable(value))
+    assert all(value.__doc__ != type(value).__doc__ for value in constants)
