@@ -80,10 +80,10 @@ class Report:
             lines.append("* no other row has a lower peak without recomputing more")
         elif self.policies:
             lines.append("No policy is better than the other rows.")
-        if self.note:
-            lines.append(self.note)
         if not self.plain.flops:
             lines.append("FLOPs are those of matrix products, convolutions and attention; this program has none.")
+        if self.note:
+            lines.append(self.note)
         return "\n".join(lines)
 
     __repr__ = __str__

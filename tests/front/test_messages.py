@@ -196,7 +196,8 @@ FOREIGN: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: remat.remat(layer, torch.ones(3)),
-        "remat takes only the function, and returns one that takes the arguments: `remat(layer)(x)`.",
+        "remat takes only the function, and returns one that takes the arguments: `remat(layer)(x)`, or "
+        "`remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch.",
     ),
     (
         lambda: remat.checkpoint(layer, torch.ones(3), use_reentrant=False),
@@ -233,7 +234,8 @@ FOREIGN: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: remat.remat(nn.Linear(2, 2), torch.ones(3)),
-        "remat takes only the function, and returns one that takes the arguments: `remat(fn)(x)`.",
+        "remat takes only the function, and returns one that takes the arguments: `remat(fn)(x)`, or "
+        "`remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch.",
     ),
 ]
 
