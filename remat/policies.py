@@ -42,15 +42,9 @@ def __dir__() -> list[str]:
 
 nothing_saveable: Policy = as_policy(None)
 everything_saveable: Policy = _Preset(
-    ~nothing_saveable,
-    "everything_saveable",
-    "Saves everything that the backward pass uses, as without remat.",
+    ~nothing_saveable, "everything_saveable", "Saves all that the backward pass uses."
 )
-save_matmuls: Policy = _Preset(
-    Ops(MATMULS),
-    "save_matmuls",
-    "Saves the results of matrix products, linear layers and convolutions.",
-)
+save_matmuls: Policy = _Preset(Ops(MATMULS), "save_matmuls", "Saves the results of matrix products and convolutions.")
 save_matmuls_without_batch_dims: Policy = _Preset(
     Ops(MATMULS_WITHOUT_BATCH_DIMS) | Ops(frozenset({"aten::bmm"})) & If(is_unbatched_einsum),
     "save_matmuls_without_batch_dims",
@@ -73,8 +67,10 @@ save_collectives: Policy = _Preset(
     ``torch.distributed.all_reduce`` and other collectives that write into their arguments have no results.""",
 )
 # The names in JAX.
-dots_saveable = checkpoint_dots = save_matmuls
-dots_with_no_batch_dims_saveable = checkpoint_dots_with_no_batch_dims = save_matmuls_without_batch_dims
+dots_saveable: Policy = save_matmuls
+checkpoint_dots: Policy = save_matmuls
+dots_with_no_batch_dims_saveable: Policy = save_matmuls_without_batch_dims
+checkpoint_dots_with_no_batch_dims: Policy = save_matmuls_without_batch_dims
 
 
 def save_ops(*ops: Any) -> Policy:

@@ -444,6 +444,6 @@ def test_a_program_that_is_not_differentiated() -> None:
 
 
 def test_presets_have_their_own_help() -> None:
-    assert policies.save_matmuls.__doc__ == "Saves the results of matrix products, linear layers and convolutions."
+    assert policies.save_matmuls.__doc__ == "Saves the results of matrix products and convolutions."
     constants = (value for name, value in vars(policies).items() if name in policies.__all__ and not callable(value))
     assert all(value.__doc__ != type(value).__doc__ for value in constants)
