@@ -80,11 +80,14 @@ def check(
         >>> remat.check(other_each_time, x).ok
         False
     """
-    _check_call("check", fn, transform=transform, loss=loss)
+    _check_call("check", transform=transform, loss=loss)
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
     with_remat = _with_regions(fn, policy, where, determinism_check="values")
     with with_remat():  # raises if `fn` can't be a region
         pass
+    if transform is not None:
+        with program.subject.preserved():  # raises here if it is not a transform; later errors are results
+            program.transformed(fn)
     return compared(program, _without_regions(fn), with_remat)
 
 
@@ -142,14 +145,14 @@ def report(
         >>> report.pareto  # with a single region, the peak is that of the plain program, so no policy is better
         []
     """
-    _check_call("report", fn, transform=transform, loss=loss)
+    _check_call("report", transform=transform, loss=loss)
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
     asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
     plain = measured(program, "without remat", _without_regions(fn))
-    as_it_is = measured(program, AS_WRITTEN, lambda: nullcontext(fn), plain)
-    rows = distinct([plain, as_it_is])
+    as_written = measured(program, AS_WRITTEN, lambda: nullcontext(fn), plain)
+    rows = distinct([plain, as_written])
     with silenced() if policies is None else nullcontext():  # no warnings about policies that the user did not choose
         found = [
             measured(program, label, _with_regions(fn, policy, where), plain, policy, under_policy=True)
@@ -195,33 +198,18 @@ def _environment(program: Program) -> dict[str, str]:
     return {"torch": f"torch {torch.__version__}", "device": ", ".join(names) or "CPU"}
 
 
-def _check_call(name: str, fn: Any, **functions: Any) -> None:
+def _check_call(name: str, **functions: Any) -> None:
     for option, value in functions.items():
         if value is not None and not callable(value):
             raise TypeError(
                 f"The option {option} of remat.{name} must be a function, got {type(value).__name__}. If {option} is "
                 f"an argument of fn, wrap fn in a lambda."
             )
-    if (transform := functions.get("transform")) is not None:
-        _check_transform(transform, fn)
     if private.transforms_active():
         raise RuntimeError(
             f"remat.{name} can't be called under a torch.func transform. Pass it the transform instead: "
             f"`remat.{name}(fn, x, transform=torch.func.grad)`."
         )
-
-
-def _check_transform(transform: Callable, fn: Any) -> None:
-    cause = None
-    try:
-        if callable(transform(fn)):
-            return
-    except Exception as error:
-        cause = error
-    raise TypeError(
-        "transform must be a function that makes a function from fn, such as `torch.func.grad` (not "
-        "`torch.func.grad(fn)`), or `lambda fn: vmap(grad(fn))`."
-    ) from cause
 
 
 Way = Callable[[], AbstractContextManager[Any]]

@@ -27,8 +27,26 @@ class Program(NamedTuple):
         """Run the program with ``fn`` in place of its function. Returns the transform's result, or the gradients."""
         if self.transform is None:
             return self._differentiated(fn, at_end_of_forward)[1]
-        transformed = self.transform(_notifying(fn, at_end_of_forward))
+        transformed = self.transformed(_notifying(fn, at_end_of_forward))
         return _leaves(self.subject.call(transformed, self.subject.tensors))
+
+    def transformed(self, fn: Callable) -> Callable:
+        """The transformed function.
+
+        Raises:
+            TypeError: the transform makes no function from ``fn``.
+        """
+        assert self.transform is not None
+        cause = None
+        try:
+            if callable(made := self.transform(fn)):
+                return made
+        except Exception as error:
+            cause = error
+        raise TypeError(
+            "transform must be a function that makes a function from fn, such as `torch.func.grad` (not "
+            "`torch.func.grad(fn)`), or `lambda fn: vmap(grad(fn))`."
+        ) from cause
 
     def results(self, fn: Callable) -> Named:
         """Like ``run``, with the function's own result, which is then alive during the backward."""

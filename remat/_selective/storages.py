@@ -73,10 +73,6 @@ class Storages:
         """Return the numbers of the values in all storages that are alive."""
         return [number for ref, number in self._homes.values() if ref() is not None]
 
-    def where(self, number: int) -> Any:
-        """Return the storage that contains a value, or None if there is no such storage any more."""
-        return next((ref() for ref, held in self._homes.values() if held == number), None)
-
     def new(self, result: Any) -> list[New]:
         """Return the tensors of a result that have new, unknown storages, one for each storage."""
         if isinstance(result, torch.Tensor):

@@ -378,3 +378,18 @@ def test_under_a_transform_is_an_error() -> None:
         remat.report(torch.sin, torch.ones(3), policies=["no such policy"])
     with pytest.raises(TypeError, match=r"policies must be a list of policies: `policies=\[policies.save_matmuls\]`\."):
         remat.report(torch.sin, torch.ones(3), policies=policies.save_matmuls)
+
+
+@pytest.mark.parametrize("measure", [remat.report, remat.check])
+def test_what_a_transform_changes_is_restored(measure: Any) -> None:
+    """Also if it does so when it is applied, before the function runs."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+
+    def changes(fn: Any) -> Any:
+        fn.register_forward_hook(lambda *args: None)
+        torch.rand(1)
+        return fn
+
+    before = torch.get_rng_state()
+    measure(model, x, transform=changes)
+    assert not model._forward_hooks and torch.equal(torch.get_rng_state(), before)
