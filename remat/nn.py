@@ -13,7 +13,6 @@ Example:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
@@ -21,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from ._budget.model import BlockBudget, BlockChoice, chosen_by_budget
+from ._core.signatures import accepts
 from ._measure.program import Program
 from ._measure.subject import Subject
 from ._modules.eligible import check_module
@@ -236,7 +236,10 @@ def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     if _is_types(where):
         return [(name, module) for name, module in model.named_modules() if isinstance(module, where)]
     if callable(where) and not isinstance(where, torch.nn.Module):
-        _check_called_with_two(where)
+        if accepts(where, "name", model) is False:
+            raise TypeError(
+                f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
+            )
         return [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
     hint = ""
     if isinstance(where, list):
@@ -247,14 +250,3 @@ def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
         f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
         f"submodule; got {shown(where)}.{hint}"
     )
-
-
-def _check_called_with_two(where: Callable) -> None:
-    try:
-        inspect.signature(where).bind("name", torch.nn.Module)
-    except ValueError:  # functions written in C may have no signature
-        return
-    except TypeError:
-        raise TypeError(
-            f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
-        ) from None

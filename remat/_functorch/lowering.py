@@ -96,14 +96,14 @@ def _learns(region: Region, watch: Watch) -> bool:
     """Whether a first run has shown that the region must be executed differently under a ``grad`` level."""
     if private.GRAD not in region.kinds:
         return False
-    known, learnt = region.known, False
+    known, learned = region.known, False
     assert region.ambient is not None
     if not known.graded and (region.ambient.moved() or watch.tells_levels()):
-        known.graded = learnt = True
+        known.graded = learned = True
     if not region.by_level and watch.needs_order():
         known.by_level.add(region.kinds)
-        region.by_level = learnt = True
-    return learnt
+        region.by_level = learned = True
+    return learned
 
 
 def is_followed(tensor: torch.Tensor) -> bool:

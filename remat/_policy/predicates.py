@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from .._core import private
+from .._core.signatures import accepts
 from ..errors import PolicyError, shown
 from . import operators
 
@@ -50,13 +50,9 @@ def checked_predicate(value: Any) -> Callable:
         raise PolicyError(f"{_EXPECTED}; give the function or list itself, without {function.__name__}.")
     if (getattr(value, "__module__", None) or "").partition(".")[0] == "jax":
         raise PolicyError(f"{_EXPECTED}; got JAX's {value!r}.{_nearest(name)}")
-    try:
-        inspect.signature(value).bind(*range(9))  # a context, an operator and several arguments of the operator
-        fits = True
-    except ValueError:  # functions written in C may have no signature
+    fits = accepts(value, *range(9))  # a context, an operator and several arguments of the operator
+    if fits is None:
         fits = not operators.operator_like(value)
-    except TypeError:
-        fits = False
     if not fits:
         raise PolicyError(f"A policy is called with `(ctx, op, *args, **kwargs)`, which {shown(value)} doesn't accept.")
     return value
