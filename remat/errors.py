@@ -22,6 +22,8 @@ class RematError(CheckpointError):
         True
     """
 
+    region: str | None = None  # set where the message names a region
+
 
 class RecomputeMismatchError(RematError):
     """The recompute of a region differs from its forward.
@@ -50,7 +52,6 @@ class RecomputeMismatchError(RematError):
         ('aten.cos.default -> float32[3]', 'aten.sin.default -> float32[3]')
     """
 
-    region: str | None = None
     logs: tuple[list[str], list[str]] | None = None
 
 
@@ -77,8 +78,6 @@ class MutationError(RematError):
         argument x was changed in place
     """
 
-    region: str | None = None
-
 
 class CaptureError(RematError):
     """A tensor enters or leaves a region in a way that a ``torch.func`` transform can't track.
@@ -90,8 +89,6 @@ class CaptureError(RematError):
     Attributes:
         region: the name of the region, and the line that called it, as in the message.
     """
-
-    region: str | None = None
 
 
 class PolicyError(RematError, ValueError):
