@@ -7,8 +7,9 @@ that are read in another way, from a class, a Python module or by a computed nam
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import is_
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,40 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from .._ambient.generators import is_generator
+from .._core.contents import attributes, contents, copy_dict, size
 from .code import CACHE, called, is_library, is_sharded, may_add, names_of, slots, wrapped
-from .variables import COPIED, Copy, Descriptors, Entries, PartialArgs, TensorId, Variables, copy_dict
+from .path import Path, Root
+from .variables import COPIED, Copy, Descriptors, Entries, PartialArgs, TensorId, Variables
 
 _BUDGET = 100_000  # objects visited per call
 _LIMIT = 10_000  # containers with more entries are data, not state
 _STATE = 1_000  # containers up to this length are state even if plain, and their contents are recorded
 _SAMPLE = 32  # a longer container is taken to be plain if its first entries are
 _TUPLE_DEPTH = 32
-
-
-class Path:
-    """The Python expression for a value. ``owned``: it belongs to the state of a module or of the callable object."""
-
-    __slots__ = ("owned", "step", "up")
-
-    def __init__(self, step: str, up: Path | None = None, owned: bool = False) -> None:
-        self.step, self.up = step, up
-        self.owned: bool = owned or (up is not None and up.owned)
-
-    def __str__(self) -> str:
-        return self.step if self.up is None else f"{self.up}{self.step}"
-
-    def attribute(self, name: Any) -> Path:
-        plain = isinstance(name, str) and name.isidentifier()
-        return Path(f".{name}" if plain else f"[{name}]" if str(name).isdigit() else f"[{name!r}]", self)
-
-    def item(self, key: Any) -> Path:
-        return Path(f"[{key!r}]", self)
-
-
-class Root(Path):
-    """Where a search starts."""
-
-    __slots__ = ()
 
 
 Visit = Callable[["Captured", Any, Path], object]
@@ -93,18 +70,19 @@ class Captured:
 
     def _frozen(self, value: Any, depth: int = 0) -> Any:
         """Return the record of a value."""
-        if isinstance(value, Tensor):
+        cls = type(value)
+        if issubclass(cls, Tensor):
             return TensorId(id(value))
-        if type(value) in COPIED:
+        if cls in COPIED:
             if id(value) not in self._copies:
                 if len(value) > _STATE and not _is_looked_into(value):
                     return value
                 self._copies[id(value)] = Copy(value)
             return self._copies[id(value)]
-        if isinstance(value, tuple) and depth < _TUPLE_DEPTH and _is_looked_into(value):
+        if issubclass(cls, tuple) and depth < _TUPLE_DEPTH and _is_looked_into(value):
             if id(value) not in self._tuples:
-                items = [self._frozen(item, depth + 1) for item in value]
-                same = all(a is b for a, b in zip(items, value))
+                items = [self._frozen(item, depth + 1) for item in contents(value)]
+                same = all(map(is_, items, contents(value)))
                 self._tuples[id(value)] = value if same else Copy(value, dict(enumerate(items)))
             return self._tuples[id(value)]
         return value
@@ -149,7 +127,8 @@ class Captured:
     def method(self, method: MethodType, path: Path) -> None:
         up = path if type(path) is Root else path.attribute("__self__")  # the `self` of a root is called `self`
         self.see(method.__self__, up)
-        self.see(method.__func__, up.attribute(getattr(method.__func__, "__name__", "__func__")))
+        fn = method.__func__
+        self.see(fn, up.attribute(fn.__name__ if type(fn) is FunctionType else "__func__"))
 
     def builtin(self, method: Any, path: Path) -> None:
         """A method of an object written in C, such as a generator's method that draws from it."""
@@ -182,9 +161,10 @@ class Captured:
             # Two modules may share this dict; TorchScript has another object there.
             if isinstance(entries, dict) and id(entries) not in self._seen and not (sharded and name == "_parameters"):
                 self._seen.add(id(entries))
-                if not sharded and (entries or may_add(cls)):
-                    self.note(Entries, entries, copy_dict(entries), whole=True)
-                for key, value in entries.items():
+                items = copy_dict(entries)
+                if not sharded and (items or may_add(cls)):
+                    self.note(Entries, entries, items, whole=True)
+                for key, value in items.items():
                     self.see(value, path.attribute(key))
         names = [] if cls.__module__ == _FSDP1 else [name for name in state if name not in _BASE_STATE]
         for name in (*names, "_forward_hooks", "_forward_pre_hooks"):
@@ -199,7 +179,7 @@ class Captured:
     def instance(self, value: Any, path: Path) -> None:
         cls: Any = type(value)
         if cls.__dictoffset__:
-            self._attributes(value.__dict__, path)
+            self._attributes(attributes(value), path)
         values = Descriptors(value, dict.fromkeys(slots(cls))).now()
         self.note(Descriptors, value, values)
         for slot, each in values.items():
@@ -207,8 +187,8 @@ class Captured:
         self.see(called(cls, "__call__"), path.attribute("__call__"))
 
     def _attributes(self, attributes: dict[str, Any], path: Path) -> None:
-        whole = path.owned or any(isinstance(value, Tensor) for value in attributes.values())
         items = attributes.copy()
+        whole = path.owned or _holds_a_tensor(items)
         then = items if whole else {name: value for name, value in items.items() if visits[type(value)] is not None}
         self.note(Entries, attributes, then, whole)
         for name, value in items.items():
@@ -217,21 +197,20 @@ class Captured:
     # --- containers -------------------------------------------------------------------------------------------------
 
     def of_dict(self, value: dict[Any, Any], path: Path) -> None:
-        if len(value) > _STATE and not _is_looked_into(dict.values(value)):
+        if size(value) > _STATE and not _is_looked_into(value):
             return
         items = copy_dict(value)
-        whole = path.owned or any(isinstance(item, Tensor) for item in items.values())
-        self._container(value, items, whole, path)
+        self._container(value, items, path.owned or _holds_a_tensor(items), path)
 
     def of_list(self, value: list[Any], path: Path) -> None:
-        if len(value) > _STATE and not _is_looked_into(value):
+        if size(value) > _STATE and not _is_looked_into(value):
             return
         self._container(value, dict(enumerate(list.copy(value))), path.owned, path)
 
     def _container(self, value: Any, items: dict[Any, Any], whole: bool, path: Path) -> None:
         if (copy := self._copies.get(id(value))) is not None:
             copy.fill(value, {key: self._frozen(item) for key, item in items.items()}, whole)
-        for key, item in items.items() if _is_looked_into(items.values()) else ():
+        for key, item in items.items() if _is_looked_into(items) else ():
             self.see(item, path.item(key))
         if type(value) not in COPIED:
             if isinstance(value, dict) and not is_library(type(value).__module__):
@@ -240,7 +219,7 @@ class Captured:
 
     def of_tuple(self, value: tuple[Any, ...], path: Path) -> None:
         if _is_looked_into(value):
-            for i, item in enumerate(value):
+            for i, item in enumerate(contents(value)):
                 self.see(item, path.item(i))
 
 
@@ -249,10 +228,15 @@ def find(*roots: Any) -> Captured:
     return Captured(roots)
 
 
-def _is_looked_into(items: Collection[Any]) -> bool:
-    if len(items) <= _SAMPLE:
+def _is_looked_into(container: Any) -> bool:
+    length = size(container)
+    if length <= _SAMPLE:
         return True
-    return len(items) <= _LIMIT and any(visits[type(item)] for item in islice(items, _SAMPLE))
+    return length <= _LIMIT and any(visits[type(item)] for item in islice(contents(container), _SAMPLE))
+
+
+def _holds_a_tensor(items: dict[Any, Any]) -> bool:
+    return any(issubclass(type(value), Tensor) for value in items.values())
 
 
 class Visits(dict[type, "Visit | None"]):

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from .._core.contents import attributes
+
 CACHE = 4096  # entries per cache: a class or code that is made at run time must not stay alive for ever
 
 # pytest is in the list because it rewrites the assertions of test modules into calls of its own.
@@ -68,7 +70,7 @@ def wrapped(value: Any) -> Any:
     """The function in a static method, a class method or a wrapper made with `functools.wraps`; or None."""
     if isinstance(value, (staticmethod, classmethod)):
         return value.__func__
-    return getattr(value, "__dict__", {}).get("__wrapped__")
+    return attributes(value).get("__wrapped__")
 
 
 @functools.lru_cache(CACHE)

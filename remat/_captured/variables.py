@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._core.contents import attributes, contents, copy_dict
 from .._core.trees import without_plain
 
 COPIED = (dict, OrderedDict, defaultdict, list)
@@ -109,13 +110,9 @@ class PartialArgs(Variables):
         return {"args": self.holder.args}
 
     def put(self, values: dict[Any, Any]) -> None:
-        func, _, keywords, attributes = self.holder.__reduce__()[2]
-        self.holder.__setstate__((func, values["args"], keywords, attributes))
-
-
-def copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a plain copy, without calling methods that a subclass overrides."""
-    return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
+        base: Any = partial
+        func, _, keywords, state = base.__reduce__(self.holder)[2]
+        base.__setstate__(self.holder, (func, values["args"], keywords, state))
 
 
 class Copy:
@@ -161,13 +158,14 @@ class Copy:
         return same and not _tensors({key: value for key, value in now.items() if key not in wanted})
 
 
-def _tensors(items: Mapping[Any, Any] | Iterable[Any], depth: int = 2) -> set[int]:
+def _tensors(container: Any, depth: int = 2) -> set[int]:
     """The ids of the tensors in a container, and of those in containers in it."""
     found: set[int] = set()
-    for item in items.values() if isinstance(items, dict) else items:
-        if isinstance(item, torch.Tensor):
+    for item in contents(container):
+        cls = type(item)
+        if issubclass(cls, torch.Tensor):
             found.add(id(item))
-        elif depth and isinstance(item, (dict, list, tuple)):
+        elif depth and issubclass(cls, (dict, list, tuple)):
             found |= _tensors(item, depth - 1)
     return found
 
@@ -225,11 +223,16 @@ class bound:
         return self._containers[old]
 
     def _tuple(self, old: Copy, now: Any) -> Any:
-        before = now if type(now) is old.kind else ()
+        before = list(contents(now)) if type(now) is old.kind else []
         items = [self._value(item, before[i] if i < len(before) else MISSING) for i, item in (old.items or {}).items()]
         if len(items) == len(before) and all(map(is_, items, before)):
             return now
-        return getattr(old.kind, "_make", old.kind)(items)
+        try:
+            made = tuple.__new__(old.kind, items)
+        except TypeError:  # a type that is written in C, such as those of torch's results
+            return old.kind(items)
+        attributes(made).update(attributes(now) if type(now) is old.kind else {})
+        return made
 
     def __exit__(self, *exception: object) -> None:
         for variables, before, wanted in reversed(self._undo):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .contents import contents
+
 
 class Facts:
     """Facts about an operation from its schema. Tables use this as a key, as it hashes faster than the operation."""
@@ -72,10 +74,8 @@ def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in a call's argument or result."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (tuple, list)):
-        return [t for item in value for t in tensors(item)]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors(item)]
+    if isinstance(value, (tuple, list, dict)):
+        return [t for item in contents(value) for t in tensors(item)]
     return []
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .._captured.captured import Path, find
+from .._captured.captured import find
+from .._captured.path import Path
 from .._core import private
 from .._core.trees import without_plain
 from .._region.watch import Watch

@@ -18,6 +18,7 @@ from .._ambient.generators import bytes_of, generator_name, global_generators, w
 from .._captured.captured import find
 from .._captured.variables import bound
 from .._core import trees
+from .._core.contents import attributes, contents
 from .._core.parts import is_differentiable
 from .._region.arguments import take_apart
 from .origins import ModuleNames
@@ -141,7 +142,7 @@ def _roots(fn: Any, leaves: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
 
 def _held_by(owner: Any) -> Iterator[tuple[str, nn.Module]]:
     """The object itself, or the modules in its attributes."""
-    return _modules({"": owner} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}))
+    return _modules({"": owner} if isinstance(owner, nn.Module) else attributes(owner))
 
 
 def _modules(named: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -149,4 +150,4 @@ def _modules(named: Any) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(value, nn.Module):
             yield name, value
         elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, nn.Module))
+            yield from ((f"{name}.{i}", each) for i, each in enumerate(contents(value)) if isinstance(each, nn.Module))
