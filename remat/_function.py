@@ -16,8 +16,9 @@ from ._core.known import Known, known_of
 from ._core.state import is_disabled, own_work, state
 from ._engine import lowering as engine
 from ._functorch import lowering as functorch
+from ._region.around import Around
 from ._region.hooks import hooks_are_allowed, is_hooks_refusal
-from ._region.lowerings import as_in_first_run, go_back, mark
+from ._region.lowerings import as_in_first_run
 from ._region.options import Options
 
 
@@ -44,19 +45,18 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
 
 def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region under saved-tensor hooks if they are allowed, else by the func lowering."""
-    marks = mark()
+    around = Around()
     # Without hooks this lowering can't recompute. The other one raises an error only if something is differentiated.
     if not as_in_first_run(known.uses_func or not hooks_are_allowed()):
         try:
             if not state.interceptors:
-                return engine.call(fn, options, known, args, kwargs)
+                return engine.call(fn, options, known, around, args, kwargs)
             with own_work():
-                return engine.call(fn, options, known, args, kwargs)
+                return engine.call(fn, options, known, around, args, kwargs)
         except RuntimeError as error:
             if not is_hooks_refusal(error):
                 raise
             known.uses_func = True
-            go_back(marks)
             as_in_first_run(True)
     return functorch.call(fn, options, known, args, kwargs)
 

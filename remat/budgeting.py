@@ -62,9 +62,9 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         operands = subject.operands()
         follows = any(tensor.requires_grad for tensor in (*operands, *(t for _, t in subject.captured)))
         subject.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), operands)
-    if not follows or not known.choices.get(policy):
+    if not follows or not known.shared.choices.get(policy):
         raise RematError(
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
             "captured tensors, or the function calls torch.func transforms itself."
         )
-    return curve_of(known.choices[policy][-1][0], cost)
+    return curve_of(known.shared.choices[policy][-1][0], cost)

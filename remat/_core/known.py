@@ -3,65 +3,82 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 _ENTRIES = 4096  # so that code made at run time is not kept alive forever
 
 
-class Known:
-    """Facts learned from the calls of a rematerialized function, also if the function is made anew for each call."""
+class Shared:
+    """What functions with the same code share. It saves time, and can't change what a call computes."""
 
-    __slots__ = ("by_level", "changing", "choices", "compiles", "graded", "programs", "uses_func", "warnings")
+    __slots__ = ("choices", "programs", "warnings")
 
     def __init__(self) -> None:
+        # Each is given once.
+        self.warnings: set[str] = set()
+        # The operations of the last first run under a policy, by the policy's judge. A later run compares each of its
+        # own with them before it uses what is known of it.
+        self.programs: dict[Any, Any] = {}
+        # What a policy with a budget has chosen to save, by policy. A later run compares its operations too, and what
+        # is saved changes no value.
+        self.choices: dict[Any, list[Any]] = {}
+
+
+class Known:
+    """Facts learned from the calls of one rematerialized function. They choose how it is run, so no other has them."""
+
+    __slots__ = ("by_level", "changing", "compiles", "graded", "shared", "uses_func")
+
+    def __init__(self, shared: Shared | None = None) -> None:
         self.by_level: set[tuple] = set()  # kinds of transforms under which each level must take its own derivative
         self.changing: set[str] = set()  # names of tensors that it was seen to change in place
         self.compiles = False  # it calls `torch.cond` or the like, which compile what they run
         self.graded = False  # its behavior depends on whether the ``grad`` levels are active
         self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
-        self.warnings: set[str] = set()  # those that were given, as each is given once
-        self.programs: dict[Any, Any] = {}  # the operations of the last first run under a policy, by the policy's judge
-        self.choices: dict[Any, list[Any]] = {}  # what a policy with a budget has chosen to save, by policy
+        self.shared = shared or Shared()
 
     def is_new_warning(self, warning: str) -> bool:
         """Whether this warning was not given yet; from now on it counts as given."""
-        news = warning not in self.warnings
-        self.warnings.add(warning)
+        warnings = self.shared.warnings
+        news = warning not in warnings
+        warnings.add(warning)
         return news
 
 
 # Keyed by ids, as code is hashed by its contents, which is slow. The entries keep the code alive, so the ids are valid.
-Entries: TypeAlias = dict[tuple[int, ...], tuple[Any, Known]]
+Entries: TypeAlias = dict[tuple[int, ...], tuple[Any, Shared]]
 _of_codes: Entries = {}
-_of_modules: weakref.WeakKeyDictionary[torch.nn.Module, Known] = weakref.WeakKeyDictionary()
-_around_modules: weakref.WeakKeyDictionary[torch.nn.Module, Entries] = weakref.WeakKeyDictionary()
+# Equal modules are different modules, and the `__eq__` of their class may do anything.
+_of_functions = WeakIdKeyDictionary()
+_around_modules = WeakIdKeyDictionary()
 
 
 def known_of(fn: Any) -> Known:
-    """The ``Known`` of a function. A module and its methods share one.
+    """The ``Known`` of a function. A module and its methods have one; an object of another kind has a new one.
 
-    Other functions share one if they have the same code and wrap functions with the same code, or the same module.
-    Small wrappers may be made anew for each call, but one that wraps something else may do something else.
+    Functions have the same ``Shared`` if they have the same code and wrap functions with the same code, or the same
+    module. Small wrappers may be made anew for each call, but one that wraps something else may do something else.
     """
     if torch.compiler.is_compiling():  # then it is not used, and Dynamo can't trace the `id` of code
         return Known()
     module = _module_of(fn)
-    if module is None:
-        return _of_path(_path(fn, 0))
-    known = _of_modules.get(module)
+    if module is None and not isinstance(fn, (FunctionType, MethodType, functools.partial)):
+        return Known()
+    owner = fn if module is None else module
+    known = _of_functions.get(owner)
     if known is None:
-        known = _of_modules[module] = Known()
+        known = _of_functions[owner] = Known(None if module is not None else _of_path(_path(fn, 0)))
     return known
 
 
 def _module_of(fn: Any) -> torch.nn.Module | None:
     """The module that a function is, or is a method of."""
-    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    owner = fn.__self__ if isinstance(fn, MethodType) else fn
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
@@ -71,13 +88,14 @@ def _path(fn: Any, depth: int) -> tuple[Any, ...]:
     if module is not None:
         return (module,)
     if isinstance(fn, functools.partial):
-        values = [item for arg in fn.args for item in (arg if isinstance(arg, tuple) else (arg,))]
+        values = [item for arg in fn.args for item in (arg if type(arg) is tuple else (arg,))]
         return (*_path(fn.func, depth + 1), *_first(values, depth)) if depth < _DEPTH else ()
-    if not isinstance(fn, (FunctionType, MethodType)):
+    fn = fn.__func__ if isinstance(fn, MethodType) else fn
+    if not isinstance(fn, FunctionType):
         return ()
     code = fn.__code__
     cells = []
-    for cell in getattr(fn, "__closure__", None) or ():
+    for cell in fn.__closure__ or ():
         with suppress(ValueError):  # the cell is empty
             cells.append(cell.cell_contents)
     return code, *_first(cells, depth)
@@ -94,9 +112,9 @@ def _first(values: list[Any], depth: int) -> tuple[Any, ...]:
 _DEPTH = 4
 
 
-def _of_path(path: tuple[Any, ...]) -> Known:
+def _of_path(path: tuple[Any, ...]) -> Shared:
     if not path:
-        return Known()
+        return Shared()
     module = next((each for each in path if isinstance(each, torch.nn.Module)), None)
     entries = _of_codes if module is None else _around_modules.setdefault(module, {})
     codes = [each for each in path if not isinstance(each, torch.nn.Module)]  # modules must not be kept alive
@@ -105,5 +123,5 @@ def _of_path(path: tuple[Any, ...]) -> Known:
     if entry is None:
         if len(entries) >= _ENTRIES:
             entries.clear()
-        entry = entries[key] = codes, Known()
+        entry = entries[key] = codes, Shared()
     return entry[1]

@@ -58,7 +58,7 @@ class _State(threading.local):
     interceptors = _carried("remat.interceptors", ())  # of the regions that run now, the innermost last
     policies = _carried("remat.policies", ())  # of the regions that run now and have one, the innermost last
     lowerings = _carried("remat.lowerings", ())  # of the regions that run now, the innermost last
-    logs = _carried("remat.logs", ())  # of the regions that run now with ``debug=True``
+    logs = _carried("remat.logs", ())  # of the operations or random draws of the regions that run now
     recordings = _carried("remat.recordings", ())  # of the regions in their first run, under a policy
 
 

@@ -20,8 +20,8 @@ from .._selective.recorder import recorder_for
 from .saver import Saver
 
 
-def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) -> Any:
-    """Call ``fn`` as a region.
+def call(fn: Callable, options: Options, known: Known, around: Around, args: Any, kwargs: dict) -> Any:
+    """Call ``fn`` as a region, with the hooks ``around``.
 
     Raises:
         RuntimeError: ``fn`` raised it, or refuses to run under saved-tensor hooks; then its changes are undone.
@@ -32,7 +32,6 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
         if not all(map(is_, found, tensors)):
             args, kwargs = arguments.filled(found)
             arguments, tensors = take_apart(args, kwargs)
-    around = Around()
     operands = Guards(tensors, arguments.name, known.changing)
     around.take(operands, arguments.uses)
     region = Region(fn, arguments, tensors, options, known, around)

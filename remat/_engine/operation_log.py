@@ -50,6 +50,11 @@ class OpLog(DispatchMode):
     def note(self, operation: Operation) -> None:
         self.entries.append(operation)
 
+    @property
+    def count(self) -> int:
+        """The number of operations so far."""
+        return len(self.entries)
+
     def go_back(self, count: int) -> None:
         """Delete the operations after the first ``count``."""
         del self.entries[count:]

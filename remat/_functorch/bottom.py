@@ -94,10 +94,10 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
         else:
             call.recorder = None  # nothing is differentiated
             outs = _first_without_hooks(region, inputs, call)
+    if follows and fits and not any(isinstance(step, Jvp) for step in _steps(region)):  # a Jvp returns tangents too
+        call.depends = [t.requires_grad for t in outs]
     if recorded or not follows:
         return outs
-    if fits and not any(isinstance(step, Jvp) for step in _steps(region)):  # a Jvp returns tangents too
-        call.depends = [t.requires_grad for t in outs]
     if fits and not region.uses_func:
         call.tape = Tape(region, inputs, outs)
     elif root.record is not None:
@@ -136,11 +136,13 @@ def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
 
 def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     root = region.root
+    if call.recorder is not None:
+        call.recorder.recording.has_slots = False
     outs = region.run(inputs, FirstRun(call.recorder, call.watch))
     call.guards.close()
     root.captured_inputs.close()
     if call.recorder is not None:
-        root.record = call.recorder.close(outs, has_slots=False)
+        root.record = call.recorder.close(outs)
     return outs
 
 

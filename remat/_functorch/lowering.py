@@ -19,7 +19,6 @@ from .._region.around import Around
 from .._region.error_context import with_region
 from .._region.hooks import drop_gradient_hooks, is_hooks_refusal
 from .._region.intercept import given_as, made_inside
-from .._region.lowerings import go_back, mark
 from .._region.options import Options
 from .._region.region import Region
 from .._region.watch import Abandoned, Watch
@@ -38,7 +37,6 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
     region = Region(fn, *take_apart(args, kwargs), options, known, Around())
     region.kinds = kinds
     region.by_level = kinds in known.by_level
-    marks = mark()
     try:
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
@@ -57,7 +55,6 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                     raise
             with own_work():
                 shared.guards.roll_back()
-                go_back(marks)
                 drop_gradient_hooks((*shared.operands, *map(given_as, region.operands())), first_hook)
                 region.restart()
     except Exception as error:
@@ -97,8 +94,7 @@ def _learns(region: Region, watch: Watch) -> bool:
     if private.GRAD not in region.kinds:
         return False
     known, learned = region.known, False
-    assert region.ambient is not None
-    if not known.graded and (region.ambient.moved() or watch.tells_levels()):
+    if not known.graded and watch.tells_levels():
         known.graded = learned = True
     if not region.by_level and watch.needs_order():
         known.by_level.add(region.kinds)

@@ -45,22 +45,22 @@ def of_region(hooks: tuple | None) -> RegionHooks | None:
 class Around:
     """The saved-tensor hooks at one moment: those of an outer region, in any of its runs, the user's, or none."""
 
-    __slots__ = ("hooks", "logs", "owner", "positions", "region")
+    __slots__ = ("hooks", "owner", "positions", "region")
 
     def __init__(self) -> None:
         self.hooks = private.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
         self.region = region = of_region(self.hooks)
-        self.positions: list[tuple[Any, int]] = []  # the progress of each outer region, the innermost first
+        # How far outer regions have come: their lowerings, logs and saved tensors, the innermost first.
+        self.positions: list[tuple[Any, int]] = [(each, each.count) for each in (*state.lowerings, *state.logs)]
         while region is not None:
             self.positions.append((region, region.count))
             region = region.around
-        self.logs = [(log, len(log.entries)) for log in state.logs]  # of outer regions, each with its length now
 
     def undo(self) -> None:
         """Drop all that outer regions have recorded since, because a run inside them is abandoned."""
-        for region, position in (*self.positions, *self.logs):
-            region.go_back(position)
+        for each, position in self.positions:
+            each.go_back(position)
 
     def take(self, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
         """Pass a region's operands to the hooks. A recompute of the outer region may need nothing else."""

@@ -15,26 +15,26 @@ T = TypeVar("T")
 class Lowerings:
     """The inner lowerings of one run. The first run records them in the list ``noted``, a recompute follows it."""
 
-    __slots__ = ("at", "follows", "noted")
+    __slots__ = ("count", "follows", "noted")
 
     def __init__(self, noted: list[Any], follows: bool) -> None:
         self.noted, self.follows = noted, follows
-        self.at = 0
+        self.count = 0
 
     def next(self, own: Any) -> Any:
         """Return the lowering for the inner region that is called now: the recorded one, else ``own``."""
         if not self.follows:
             self.noted.append(own)
-        elif self.at < len(self.noted):
-            own = self.noted[self.at]
-        self.at += 1
+        elif self.count < len(self.noted):
+            own = self.noted[self.count]
+        self.count += 1
         return own
 
-    def go_back(self, at: int) -> None:
-        """Go back to a position, since the calls after it are abandoned."""
+    def go_back(self, count: int) -> None:
+        """Go back to the first ``count`` calls, since the later ones are abandoned."""
         if not self.follows:
-            del self.noted[at:]
-        self.at = at
+            del self.noted[count:]
+        self.count = count
 
 
 def as_in_first_run(own: T) -> T:
@@ -42,14 +42,3 @@ def as_in_first_run(own: T) -> T:
     for run in state.lowerings:
         own = run.next(own)
     return own
-
-
-def mark() -> list[tuple[Lowerings, int]]:
-    """Return the positions of the outer runs, for `go_back`."""
-    return [(run, run.at) for run in state.lowerings]
-
-
-def go_back(marks: list[tuple[Lowerings, int]]) -> None:
-    """Go back to these positions, since the calls after them are abandoned."""
-    for run, at in marks:
-        run.go_back(at)

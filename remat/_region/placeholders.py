@@ -109,9 +109,9 @@ class Placeholders:
         """Whether this is the thread of the recompute, whose operations the dispatcher sees."""
         return threading.get_ident() == self._thread
 
-    def escaped(self, but: Iterable[torch.Tensor] = ()) -> bool:
-        """Whether a placeholder is still alive after the run, except for those in ``but``, which no code reads."""
-        unread = {id(holder(tensor)) for tensor in but}
+    def escaped(self, but: Iterable[Any] = ()) -> bool:
+        """Whether a placeholder is still alive after the run, except for the storages in ``but``."""
+        unread = {*map(id, but)}
         return any(ref() is not None and key not in unread for key, ref in self._storages.items())
 
     def mark(self, result: Any) -> Any:

@@ -9,7 +9,6 @@ import torch
 
 from .._core.parts import all_parts
 from .._region.around import Around
-from .._region.lowerings import go_back, mark
 from .._region.placeholders import Restart
 from .._region.run import Run
 from .plan import Plan
@@ -58,7 +57,7 @@ class Recompute(Run):
         record: Record | None = self.root.record
         if record is None:
             return go(self)
-        around, marks = Around(), mark()
+        around = Around()
         # If the region overwrites its operands, a second attempt would get operands that the first has changed.
         changes = not record.program.overwritten.isdisjoint(record.inputs[: len(all_parts([*operands]))])
         attempt = Attempt(record, record.plan() if self.root.options.may_skip and not changes else None)
@@ -72,7 +71,6 @@ class Recompute(Run):
             if not attempt.must_restart:
                 raise
         around.undo()
-        go_back(marks)
         attempt = Attempt(record)
         attempt.log = self.log
         return go(attempt)

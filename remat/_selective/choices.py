@@ -53,9 +53,10 @@ class Choices:
 
     def __init__(self, policy: Budget, known: Known) -> None:
         self._policy = policy
-        if policy not in known.choices and len(known.choices) >= _POLICIES:
-            del known.choices[next(iter(known.choices))]
-        self._known: list[tuple[Tradeoff, Choice]] = known.choices.setdefault(policy, [])
+        choices = known.shared.choices
+        if policy not in choices and len(choices) >= _POLICIES:
+            del choices[next(iter(choices))]
+        self._known: list[tuple[Tradeoff, Choice]] = choices.setdefault(policy, [])
         # The known programs that match so far. A recompute of an enclosing region gets the programs of its first run.
         self._matches = as_in_first_run([] if _is_in_torch_checkpoint() else [*self._known])
         self._chosen = policy.chosen  # a choice made earlier, as long as the operators match its program

@@ -14,18 +14,15 @@ from .saves import Source
 
 
 class Record:
-    """The record of a region's first run, made when the run has ended.
+    """The record of a region's first run, made when the run has ended."""
 
-    ``has_slots`` is False if there were no slots. Then it isn't known which values the backward pass needs.
-    """
-
-    def __init__(self, recording: Recording, has_slots: bool) -> None:
+    def __init__(self, recording: Recording) -> None:
         self.policy, self.known, self.saved_values = recording.policy, recording.known, recording.saved_values
         self.inputs = recording.inputs  # the values of the operands and the captured tensors
         self.drawing, self.views = recording.drawing, recording.views
         self.in_region = recording.in_region
         self.program = recording.program()
-        self._has_slots = has_slots
+        self._has_slots = recording.has_slots
         self._end = len(recording.log)
         self._wanted = [*recording.saves.above]  # the values that autograd saved: a full recompute makes them
         self._unmatched = unmatched(recording)
@@ -36,7 +33,8 @@ class Record:
             _save_only(recording, recording.choices.so_far if steps is None else steps)
         complete = self._decide_what_is_saved(recording)
         if recording.choices is not None and steps is None:
-            recording.choices.close(recording.log, self.program, roots, recording.results, has_slots and self._is_lazy)
+            lazy = self._has_slots and self._is_lazy
+            recording.choices.close(recording.log, self.program, roots, recording.results, lazy)
         # A recompute gets the inputs as arguments.
         self.storages = recording.storages.outside({*recording.log.made, *self.inputs})
         if complete:  # a first-order backward pass recomputes nothing, so that copies of constants aren't needed

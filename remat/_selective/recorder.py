@@ -29,8 +29,13 @@ class RegionMode(DispatchMode):
         self._policy, self._known = policy, known
         self._drawing = drawing  # operations of other libraries that have drawn random numbers
         self.number = 0  # of enclosing regions in a first run under a policy
-        self.draws = 0  # operations so far that have drawn random numbers
+        self.count = 0  # operations so far that have drawn random numbers
+        self.noting = False  # it is no log of ``debug=True``
         self.ranges = Ranges()
+
+    def go_back(self, count: int) -> None:
+        """Forget later draws: an inner run was abandoned, which draws the same numbers when it starts again."""
+        self.count = count
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         self._known.compiles |= super().ignore_compile_internals()
@@ -40,17 +45,17 @@ class RegionMode(DispatchMode):
         """Return the index of an operation among those that draw random numbers, or None if it does not draw."""
         if facts not in self._drawing and not facts.draws(args, kwargs):
             return None
-        self.draws += 1
-        return self.draws - 1
+        self.count += 1
+        return self.count - 1
 
     def __enter__(self) -> Any:
         self.number = len(state.recordings)
-        state.policies = *state.policies, self._policy
+        state.policies, state.logs = (*state.policies, self._policy), (*state.logs, self)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        state.policies = state.policies[:-1]
+        state.policies, state.logs = state.policies[:-1], state.logs[:-1]
 
 
 class Recorder(RegionMode):
@@ -116,13 +121,13 @@ class Recorder(RegionMode):
         """Record the inputs."""
         self.recording.bind(operands)
 
-    def close(self, results: Iterable[torch.Tensor], has_slots: bool = True) -> Record:
-        """Return the record of the first run, which has ended. ``has_slots`` is False if there were no slots."""
+    def close(self, results: Iterable[torch.Tensor]) -> Record:
+        """Return the record of the first run, which has ended."""
         recording = self.recording
         recording.results = {recording.storages.find(part) for tensor in results for part in parts(tensor)}
         del self.recording  # it has references to operands
         try:
-            return Record(recording, has_slots)
+            return Record(recording)
         except BaseException:  # the recompute of an enclosing region may be stopped here
             recording.release()
             raise

@@ -39,6 +39,7 @@ class Recording:
         self.policy = policy
         self.known = known
         self.own, self.warned = own, warned  # the region's own policy, without those of enclosing regions
+        self.has_slots = True  # otherwise it isn't known which values autograd saves
         self.in_region = False  # whether the hooks around belong to an enclosing region
         self.storages = Storages()
         self.log = Log()
@@ -70,7 +71,7 @@ class Recording:
                 self.inputs.append(value)
         # A policy with predicates is not compared, as its predicate may be a new object in each call.
         if self._flags and not (self._judge.asks or self.choices):
-            self._last = LastRun(self.known.programs, self._judge)
+            self._last = LastRun(self.known.shared.programs, self._judge)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -104,6 +105,9 @@ class Recording:
             self.saves.on_overwrite(number, dict(zip(entry.overwritten, entry.outs[-len(entry.overwritten) :])))
         if entry.verdict is not None or self.choices is not None:
             self.log.lines[number] = (last and last.line(number)) or user_line()
+        if not self.has_slots and entry.verdict is not None and len(entry.outs) > 1:
+            for tensor in tensors(result):  # autograd may have saved any of them
+                self.saved_values.hold(self.storages.get(tensor), tensor)
         if entry.holds:
             for value, tensor in zip(entry.reads, read):
                 if value in self.log.saveable:

@@ -13,6 +13,7 @@ import torch
 
 from .._core.devices import accelerator
 from .._core.facts import Facts, facts_of, tensors
+from .._core.layout import holder
 from .._core.parts import all_parts, is_wrapper_call, parts
 from .._core.private import without_torch_function
 from .._core.state import state, unseen
@@ -40,6 +41,7 @@ class Replay(RegionMode):
         self.placeholders = Placeholders()
         self.has_not_drawn = False  # whether an operation that draws random numbers was restored, so drew none
         self.storages = record.storages.copy()
+        self.inputs = [holder(part) for part in all_parts([*inputs])]  # alive without the run, so they don't escape
         # The values of the restored steps that must be fetched first.
         self.brought: dict[int, torch.Tensor] = {}
         with without_torch_function():
@@ -215,4 +217,5 @@ class Replay(RegionMode):
     def escaped(self, result: Any = None) -> bool:
         """Whether placeholders are still alive when the run has ended, other than those in the ``result``."""
         with without_torch_function():
-            return self.placeholders.escaped(but=[part for tensor in tensors(result) for part in parts(tensor)])
+            known = [holder(part) for tensor in tensors(result) for part in parts(tensor)]
+            return self.placeholders.escaped(but=[*known, *self.inputs])

@@ -10,7 +10,7 @@ import torch
 
 from .._core.facts import tensors
 from .._core.layout import holder, is_dense
-from .._core.private import FakeTensor
+from .._core.private import FakeTensor, has_no_memory
 from .._core.state import unseen
 from .residual import as_bytes
 from .values import New, place_of
@@ -216,6 +216,7 @@ def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
         or not is_dense(tensor)
         or tensor.device.type != "cpu"
         or isinstance(tensor, FakeTensor)
+        or has_no_memory(tensor)
     ):
         return None
     if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:

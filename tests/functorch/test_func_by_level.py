@@ -368,7 +368,7 @@ def test_restored_levels(fn: Fn, nest: str) -> None:
     names = ["grad(grad)", "grad", "jacrev", "jvp(grad)", "vmap(grad)", "autograd(grad)", "autograd inside grad"]
     expected = {name: outcome(name, NESTS[nest](plain, fn)) for name in names}
     for name in names:
-        known._of_codes.clear()
+        known._of_functions.clear()
         region = NESTS[nest](remat, fn)
         for _ in range(2):
             assert_same(outcome(name, region), expected[name], exact=False)
@@ -403,7 +403,7 @@ def test_levels_that_track_different_arguments(name: str, fn: Fn, nest: str) -> 
                 region = wrap(region)
         return TWO_ARGUMENTS[name](lambda h, x: region(h, x).sin().sum())
 
-    known._of_codes.clear()
+    known._of_functions.clear()
     expected, ours = program(plain)(X, W), program(remat)
     for _ in range(2):
         assert_same(ours(X, W), expected, exact=False)

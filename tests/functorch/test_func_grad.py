@@ -251,6 +251,31 @@ def test_some_outputs_unused_or_not_differentiable() -> None:
     both(lambda wrap: grad(lambda *a: (wrap(f)(*a)[0][0], wrap(f)(*a)), has_aux=True)(*args))
 
 
+@pytest.mark.parametrize("around", [lambda f: f, lambda f: lambda *a: grad(lambda *b: f(*b).sum())(*a)])
+def test_results_require_grad_as_without_remat_if_autograd_records_the_transform(around: Callable) -> None:
+    """A frozen part of a network requires no grad, so that its result can be changed in place."""
+
+    def frozen(w: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = (x @ w).tanh()
+        return scale * x
+
+    def run(wrap: Wrap) -> Any:
+        w, seen = rand(4, 4), []
+
+        def loss(w: Tensor) -> Tensor:
+            y = wrap(frozen)(w, X[:, :4])
+            seen.append(y.requires_grad)
+            y[0] = y[1].sin()
+            y.mul_(0.5)
+            return (y * w[0]).sin().sum()
+
+        found = around(grad(loss))(w)
+        return found.detach(), torch.autograd.grad(found.sum(), w), seen
+
+    both(run)
+
+
 def test_outputs_that_are_inputs_or_views_of_them() -> None:
     def f(x: Tensor, y: Tensor) -> tuple:
         return x, y.sin(), y, x, x.view(2, 2), y[1:]
@@ -472,8 +497,7 @@ def test_another_path_in_the_recompute_is_an_error() -> None:
         grad(lambda x: remat(f)(x).sum())(X)
 
 
-def test_a_new_function_in_each_call_is_known_to_draw_random_numbers() -> None:
-    """This is recorded for its code, and not found out again: the first run would restart in each call."""
+def test_a_region_that_draws_random_numbers_runs_once_in_the_forward() -> None:
     runs = []
 
     def loss(x: Tensor) -> Tensor:

@@ -24,8 +24,6 @@ import torch.nn.functional as F
 from cases import (
     CASES,
     Case,
-    OldSquare,
-    SineAndCosine,
     assert_same,
     cases,
     default_dtype,
@@ -36,13 +34,10 @@ from cases import (
     total,
 )  # fmt: skip
 from cases import tensor_leaves as leaves_of
-from hypothesis import HealthCheck, given, reject, settings
-from hypothesis import strategies as st
-from programs import chosen
+from random_programs.toolbox import chosen
 from torch import Tensor, nn
 from torch.func import grad, hessian, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import leaked_bytes, peak_bytes
 from remat import MutationError, RecomputeMismatchError, checkpoint_name, disable_remat, is_recomputing, policies, remat
@@ -199,194 +194,6 @@ def test_func(case: Case, policy: Any) -> None:
                     return transform(call, primals, tuple(range(len(primals)))), torch.rand(1)
 
             assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)
-
-
-# --- random programs --------------------------------------------------------------------------------------------------
-
-
-def named_around_a_change(a: Tensor, b: Tensor) -> Tensor:
-    t = named(a @ W)
-    u = t * 2
-    t.mul_(0.5)
-    return u + named(t, "after")
-
-
-def read_then_written(a: Tensor, b: Tensor) -> Tensor:
-    buffer = torch.zeros(N, N, dtype=a.dtype)
-    y = buffer.cos() * a
-    buffer.add_(b.detach())
-    z = buffer.sin() * y
-    return z * buffer.fill_(2)
-
-
-def complex_aliases(a: Tensor, b: Tensor) -> Tensor:
-    z = torch.complex(a, b.tanh()) * (1 + 1j)
-    named(z.conj().imag)
-    w = z * 2
-    w.conj().mul_(1 + 2j)
-    w.real.add_(1)
-    return (z.conj() * w.exp().conj()).imag.tanh() + named(w.conj()).abs().log1p()
-
-
-def differentiated(a: Tensor, b: Tensor) -> Tensor:
-    inside = a * 1
-    if not inside.requires_grad:
-        return inside.cos() * b
-    return torch.autograd.grad((inside.sin() * inside).sum(), inside, create_graph=True)[0] * 0.5
-
-
-STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "exp": lambda a, b: named((a * 0.3).exp()),
-    "mul": lambda a, b: named(a * b, "a product"),
-    "mm": lambda a, b: named(a @ b * 0.3),
-    "linear": lambda a, b: F.linear(a, W, b[0]).tanh() + b.relu(),
-    "einsum": lambda a, b: torch.einsum("ij,kj->ik", a, b).tanh(),
-    "constant": lambda a, b: a * torch.tensor([1.0, 2, -0.5, 0.25]).double() + torch.arange(4.0) * b,
-    "named view": lambda a, b: (lambda t: named(t[0]) * t)(a * 1.5),
-    "named around a change": named_around_a_change,
-    "detached": lambda a, b: a * named(b.detach().exp().clamp(max=3)),
-    "in place": lambda a, b: written(a * 1, lambda t: t.add_(b).mul_(0.5)),
-    "parts in place": lambda a, b: written(a.clone(), lambda t: (t[0].copy_(t[1] * 2), t[:, 1].mul_(3))),
-    "residual": lambda a, b: written(a * 1, lambda t: t.add_(torch.tanh(t @ W)).add_(torch.tanh(t @ W))),
-    "data in place": lambda a, b: written(a * 1, lambda t: t.detach().add_(0.5)) * b,
-    "filled": lambda a, b: written(torch.empty(N, N).double(), lambda t: [t[i].copy_(a[i].sin()) for i in range(N)]),
-    "read, then written": read_then_written,
-    "foreach": lambda a, b: torch.mul(*written([a * 1, b * 2], lambda pair: torch._foreach_add_(pair, 0.5))),
-    "sort": lambda a, b: (lambda v, i: v + i * 0.1)(*a.sort(1)),
-    "topk": lambda a, b: (lambda v, i: torch.cat([v, v.exp()], 1).tanh() * b)(*a.topk(2)),
-    "max": lambda a, b: (lambda v, i: v[:, None] * b + i)(*a.max(1)),
-    "split": lambda a, b: torch.cat([t.sin() for t in reversed(a.split(2))]) * b,
-    "unbind": lambda a, b: torch.stack([t.sin() for t in a.unbind(1)][::-1], 1),
-    "norms": lambda a, b: F.layer_norm(a, (N,), b[0]) + F.batch_norm(b, None, None, a[0], training=True),
-    "qr": lambda a, b: (lambda q, r: q * b @ r)(*torch.linalg.qr(a @ a.mT + 3 * torch.eye(N))),
-    "fft": lambda a, b: torch.fft.fft(a).abs().log1p() * b,
-    "expand": lambda a, b: a[0].expand(N, N).sin() * b,
-    "as_strided": lambda a, b: torch.as_strided(a.contiguous() * 2, (N, N), (1, N)).sin(),
-    "gather": lambda a, b: a.gather(1, b.detach().argsort(1)).exp().clamp(max=5),
-    "where": lambda a, b: torch.where(a > 0, a, written(b.sin(), lambda t: t.masked_fill_(a > -1, 0.1))),
-    "softmax": lambda a, b: a.softmax(-1) @ W + F.cross_entropy(b, torch.arange(N)),
-    "attention": lambda a, b: F.scaled_dot_product_attention(a[None, None], b[None, None], a[None, None])[0, 0],
-    "convolution": lambda a, b: F.relu(F.conv2d(a[None, None], W[None, None, :3, :3], padding=1), inplace=True)[0, 0],
-    "embedding": lambda a, b: F.embedding(torch.tensor([1, 1, 0, 3]), a) * b,
-    "dropout": lambda a, b: F.dropout(a, 0.4) * F.dropout(named(b * 1), 0.4, inplace=True),
-    "noise": lambda a, b: a * torch.rand(N, N) + torch.randn_like(b) * 0.1,
-    "bernoulli": lambda a, b: a * named(torch.bernoulli(torch.full((N, N), 0.5, dtype=a.dtype))),
-    "uniform": lambda a, b: a * torch.empty(N, N, dtype=a.dtype).uniform_(),
-    "poisson": lambda a, b: a * torch.poisson(b.detach().abs().clamp(max=3)),
-    "own generator": lambda a, b: a * torch.rand(N, N, generator=torch.Generator().manual_seed(4)) + b,
-    "function": lambda a, b: (lambda sine, cosine: named(sine) * cosine * b)(*SineAndCosine.apply(a)),
-    "no elements": lambda a, b: torch.cat([a, b[:0].sin()]) * a.mean().sin() / (b.norm() + 1),
-}
-# Operations that raise in torch.func, use another order there, or lose precision.
-AUTOGRAD_STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "item": lambda a, b: a * float(b.detach().tanh()[0, 0]),
-    "branch": lambda a, b: a.sin() if b.sum() > 0 else a.cos(),
-    "numpy": lambda a, b: a * torch.from_numpy(np.clip(b.detach().numpy(), -1, 1)),
-    "tolist": lambda a, b: a * torch.tensor(b.detach().tanh()[0].tolist(), dtype=a.dtype),
-    "casts": lambda a, b: a.float().sin().double() * b.to(torch.bfloat16).double(),
-    "complex aliases": complex_aliases,
-    "old function": lambda a, b: OldSquare.apply(named(a * 0.5), 3.0) * b,
-    "sparse": lambda a, b: torch.sparse.mm(a.detach().relu().to_sparse(), b) + (a * 1).to_sparse().to_dense(),
-    "multinomial": lambda a, b: a[torch.multinomial(b.detach().softmax(-1)[0], N, True)] * b,
-    "resized views": lambda a, b: written(a * 1, lambda t: t.unsqueeze_(0).squeeze_(0).t_()) @ b,
-    "checkpoint": lambda a, b: checkpoint(lambda t: F.dropout(t.sin() @ W, 0.3).exp(), a, use_reentrant=False) * 0.3,
-    "gradient": differentiated,
-}
-
-RANDOM_POLICIES = st.one_of(
-    st.sampled_from([policies.everything_saveable, policies.save_matmuls, ~policies.save_matmuls, NAMES, ~NAMES]),
-    st.builds(lambda s: policies.save_if(chosen(s)), st.integers(0, 999)),
-    st.builds(lambda s: policies.save_if(chosen(s, 5)), st.integers(0, 999)),
-    st.builds(lambda s: policies.save_if(chosen(s, 3)) | NAMES, st.integers(0, 999)),
-    st.builds(lambda s: policies.offload(policies.save_if(chosen(s))), st.integers(0, 999)),
-)
-NESTINGS = st.sampled_from([None, None, lambda t: t, lambda t: t.sin() * 1.5])  # what an outer region computes after it
-NUMBERS = st.integers(0, 9)
-MANY = settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
-
-
-def programs(steps: dict) -> Any:
-    """Random functions of some matrices: steps with their operands, and the results."""
-    step = st.tuples(st.sampled_from(sorted(steps)), NUMBERS, NUMBERS)
-
-    def function(steps_taken: list, last: int) -> Fn:
-        def fn(*args: Tensor) -> Any:
-            pool = list(args)
-            for name, i, j in steps_taken:
-                pool.append(steps[name](pool[-1 - i % len(pool)], pool[j % len(pool)]))
-            made = pool[len(args) :]
-            return [pool[-1], (pool[-1], made[len(made) // 2]), {"sum": sum(made)}][last]
-
-        return fn
-
-    return st.builds(function, st.lists(step, min_size=2, max_size=6), st.integers(0, 2))
-
-
-def compare(run: Callable[[Fn], Any], fn: Fn, rest: Fn | None, policy: Any, inner: Any, option: dict) -> None:
-    """Compares a function with a region of it, possibly inside another region."""
-
-    def program(wrap: Wrap, within: Wrap) -> Fn:
-        part = within(fn)
-        return wrap(fn) if rest is None else wrap(lambda *args: torch.utils._pytree.tree_map(rest, part(*args)))
-
-    try:
-        torch.manual_seed(1)
-        expected = run(program(plain, plain)), torch.rand(1)
-    except RuntimeError:  # a derivative or a batching rule that torch doesn't have
-        reject()
-    torch.manual_seed(1)
-    region = program(lambda f: remat(f, policy=policy, **option), lambda f: remat(f, policy=inner))
-    assert_same((run(region), torch.rand(1)), expected, exact=False)
-
-
-@pytest.mark.long
-@MANY
-@given(
-    fn=programs(STEPS | AUTOGRAD_STEPS),
-    rest=NESTINGS,
-    policy=RANDOM_POLICIES,
-    inner=RANDOM_POLICIES,
-    how=st.sampled_from(["once", "once", "twice", "in parts", "again"]),
-    option=st.sampled_from([{}, {}, *OPTIONS[:4]]),
-)
-def test_random_programs(fn: Fn, rest: Any, policy: Any, inner: Any, how: str, option: dict) -> None:
-    def run(fn: Fn) -> Any:
-        leaves = [t.clone().requires_grad_() for t in (X, Y)]
-        out = leaves_of(fn(*leaves))
-        found, heads = [t.detach().clone() for t in out], [t for t in out if t.requires_grad]
-        get = functools.partial(torch.autograd.grad, inputs=leaves, allow_unused=True)
-        if not heads:
-            return found
-        if how == "in parts":
-            return found, [get(t.sin().sum(), retain_graph=True) for t in heads]
-        value = total(heads)
-        if how != "again":
-            return found, [get(value, retain_graph=how == "twice") for _ in range(2 if how == "twice" else 1)]
-        first = [g for g in get(value, create_graph=True) if g is not None]
-        second = total(first)
-        return found, [g.detach() for g in first], get(second) if second.requires_grad else None
-
-    compare(run, fn, rest, policy, inner, option)
-
-
-@pytest.mark.long
-@MANY
-@given(
-    fn=programs(STEPS),
-    rest=NESTINGS,
-    policy=RANDOM_POLICIES,
-    inner=RANDOM_POLICIES,
-    transform=st.sampled_from(sorted(TRANSFORMS)),
-    option=st.sampled_from([{}, {}, {"early_stop": False}, {"determinism_check": "none"}]),
-)
-def test_random_programs_under_func(fn: Fn, rest: Any, policy: Any, inner: Any, transform: str, option: dict) -> None:
-    compare(lambda f: TRANSFORMS[transform](summed(f), (X, Y), (0, 1)), fn, rest, policy, inner, option)
 
 
 # --- tensors that are read or stored without a visible operation ------------------------------------------------------
