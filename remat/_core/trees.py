@@ -10,13 +10,14 @@ import dataclasses
 import enum
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
 import torch
 from optree import PyTreeSpec as TreeSpec
 
+from .contents import attributes
 from .private import TORCH_NODES, MappingKey, SequenceKey
 
 __all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten", "without_plain"]
@@ -113,11 +114,18 @@ def _is_node(cls: Any) -> bool:
         return False
     if optree.register_pytree_node.get(cls, namespace=_NAMESPACE) is not None:
         return True  # another thread was faster
-    node = _torch_node(cls) or _dataclass(cls)
+    node = _node(cls)
     if node is not None:
         take, put, entry = node
         optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
     return node is not None
+
+
+def _node(cls: type) -> Node | None:
+    registered, attributes = _torch_node(cls), _dataclass(cls)
+    if registered is None or attributes is None:
+        return registered or attributes
+    return _torch_dataclass(registered, attributes)
 
 
 class _TorchEntry(optree.PyTreeEntry):
@@ -133,13 +141,17 @@ def _torch_node(cls: type) -> Node | None:
         return None
 
     def take(obj: Any) -> tuple[Iterable[Any], Any, Iterable[Any]]:
+        found, context = node.flatten_fn(obj)
+        children = list(found)
+        keys: Sequence[Any] = ()
         if node.flatten_with_keys_fn is not None:
-            pairs, context = node.flatten_with_keys_fn(obj)
-            return [value for _, value in pairs], context, [key for key, _ in pairs]
-        children, context = node.flatten_fn(obj)
-        if isinstance(obj, Mapping) and len(obj) == len(children):
-            return children, context, [MappingKey(key) for key in obj]
-        return children, context, [SequenceKey(index) for index in range(len(children))]
+            # Only the keys: its context may be another one, which `unflatten_fn` can't read.
+            keys = [key for key, _ in node.flatten_with_keys_fn(obj)[0]]
+        elif isinstance(obj, Mapping):
+            keys = [MappingKey(key) for key in obj]
+        if len(keys) != len(children):
+            keys = [SequenceKey(index) for index in range(len(children))]
+        return children, context, keys
 
     def put(context: Any, children: Iterable[Any]) -> Any:
         return node.unflatten_fn(list(children), context)
@@ -163,7 +175,7 @@ def _dataclass(cls: type) -> Node | None:
     }
 
     def take(obj: Any) -> tuple[Iterable[Any], tuple[str, ...], tuple[str, ...]]:
-        state = dict(getattr(obj, "__dict__", ()))
+        state = dict(attributes(obj))
         for name, slot in slots.items():
             try:
                 value = slot.__get__(obj)
@@ -183,6 +195,33 @@ def _dataclass(cls: type) -> Node | None:
         return obj
 
     return take, put, optree.GetAttrEntry
+
+
+def _torch_dataclass(registered: Node, attributes: Node) -> Node:
+    """The node of a dataclass that is registered with torch, whose children may be only some of its attributes.
+
+    torch's ``register_dataclass`` leaves out ``drop_field_names`` and fields that aren't arguments of ``__init__``, but
+    the first run sees them. So all attributes are children then, except for None, which torch leaves out too.
+    """
+    take_registered, put_registered, _ = registered
+    take_attributes, put_attributes, _ = attributes
+
+    def take(obj: Any) -> tuple[Iterable[Any], Any, Iterable[Any]]:
+        children, context, keys = take_registered(obj)
+        values, names, _ = take_attributes(obj)
+        if not {*map(id, children)} <= {*map(id, values)}:
+            return children, (None, context), keys
+        given = {name: value for name, value in zip(names, values) if value is not None}
+        return given.values(), (names, tuple(given)), [f".{name}" for name in given]
+
+    def put(context: Any, children: Iterable[Any]) -> Any:
+        names, rest = context
+        if names is None:
+            return put_registered(rest, children)
+        given = dict(zip(rest, children, strict=True))
+        return put_attributes(names, map(given.get, names))
+
+    return take, put, _TorchEntry
 
 
 # The most frequent types of leaves that contain no tensor.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import traceback
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as torch_pytree
 from cases import assert_same, rand
 from torch import Tensor, nn
 from torch.autograd import gradgradcheck
@@ -418,6 +421,110 @@ def test_backward_of_each_result(policy: Any) -> None:
         return out[1].detach(), out[4].detach(), a.grad, b.grad
 
     assert_same(step(remat(fn, policy=policy)), step(fn))
+
+
+@dataclass
+class Batch:
+    """As `torch.export` asks for: registered as a dataclass."""
+
+    ids: Tensor | None = None
+    embeds: Tensor | None = None
+    mask: Tensor | None = None
+    name: str = "batch"
+
+
+@dataclass
+class ModelOutput(OrderedDict):
+    """As Hugging Face's: a dict of what isn't None, registered with torch's pytree."""
+
+    last_hidden_state: Tensor | None = None
+    hidden_states: tuple | None = None
+    attentions: tuple | None = None
+
+    def __post_init__(self) -> None:
+        self.update({key: value for key, value in vars(self).items() if value is not None})
+
+
+torch_pytree.register_dataclass(Batch, field_names=["ids", "embeds", "mask"], drop_field_names=["name"])
+torch_pytree.register_pytree_node(
+    ModelOutput,
+    lambda out: (list(out.values()), list(out)),
+    lambda values, keys: ModelOutput(**dict(zip(keys, values))),
+    flatten_with_keys_fn=lambda out: ([(torch_pytree.MappingKey(key), out[key]) for key in out], list(out)),
+    serialized_type_name="tests.test_cases_of_peers.ModelOutput",
+)
+
+
+class Layer(nn.Module):
+    """Takes and returns structures."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+        self.scale = scale
+
+    def forward(self, batch: Batch, past: ModelOutput | None = None) -> tuple[Batch, ModelOutput]:
+        found = batch.embeds if batch.embeds is not None else batch.ids * self.scale
+        hidden = self.linear(found.sin() if batch.name == "first" else found).tanh()
+        hidden = hidden if batch.mask is None else hidden * batch.mask
+        seen = (*past.hidden_states, found) if past is not None else (found,)
+        return Batch(embeds=hidden, mask=batch.mask), ModelOutput(hidden.exp(), hidden_states=seen)
+
+
+HIGHER: dict[str, Callable] = {  # derivatives of a function of one tensor
+    "grad": lambda fn, x: grad(fn)(x),
+    "jvp": lambda fn, x: jvp(fn, (x,), (x.cos(),)),
+    "hessian": lambda fn, x: hessian(fn)(x),
+    "vmap": lambda fn, x: vmap(grad(fn))(torch.stack([x, x.sin()])),
+}
+
+
+def in_layers(layers: list[Callable], x: Tensor, kind: str) -> Tensor:
+    batch, past = Batch(**{kind: x}, mask=x.detach() > 0.3, name="first"), None
+    for layer in layers:
+        batch, past = layer(batch, past)
+        assert type(batch) is Batch and type(past) is ModelOutput
+    assert batch.ids is None and batch.name == "batch" and list(past) == ["last_hidden_state", "hidden_states"]
+    assert past["hidden_states"] is past.hidden_states and past.attentions is None
+    return batch.embeds.sum() + (past["last_hidden_state"] * past.hidden_states[1]).sum()
+
+
+def layers(wrap: Callable) -> list[Callable]:
+    torch.manual_seed(0)
+    return [wrap(Layer(scale)) for scale in (0.5, 2.0, 3.0)]
+
+
+@pytest.mark.parametrize("kind", ["ids", "embeds"])
+@with_policies
+def test_dataclasses_that_are_registered_with_torch(policy: Any, kind: str) -> None:
+    """Arguments and results of blocks, as in libraries of models."""
+
+    def gradients(wrap: Callable) -> tuple:
+        blocks, x = layers(lambda layer: layer), rand(2, 3)
+        loss = in_layers([wrap(block) for block in blocks], x, kind)
+        parameters = [p for block in blocks for p in block.parameters()]
+        return loss.detach(), torch.autograd.grad(loss, [x, *parameters])
+
+    expected = gradients(lambda layer: layer)
+    assert_same(gradients(region_of_torch), expected)
+    for wrap in (
+        lambda layer: region(layer, use_reentrant=False),
+        lambda layer: compat.checkpoint_wrapper(layer),
+        lambda layer: remat(layer, policy=policy),
+        lambda layer: remat(layer, policy=policy, early_stop=False, determinism_check="values", debug=True),
+    ):
+        assert_same(gradients(wrap), expected)
+
+
+@pytest.mark.parametrize("kind", ["ids", "embeds"])
+@pytest.mark.parametrize("derivative", HIGHER)
+@with_policies
+def test_higher_derivatives_through_registered_dataclasses(policy: Any, derivative: str, kind: str) -> None:
+    def of(wrap: Callable) -> Any:
+        blocks = layers(wrap)
+        return HIGHER[derivative](lambda x: in_layers(blocks, x, kind), rand(2, 3, grad=False))
+
+    assert_same(of(lambda layer: remat(layer, policy=policy)), of(lambda layer: layer), exact=False)
 
 
 @pytest.mark.parametrize("early_stop", EARLY)

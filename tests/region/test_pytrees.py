@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from remat import is_recomputing, remat
+from remat import check, is_recomputing, remat, saved_residuals, scan
+from remat.policies import save_ops
 
 
 class Point(NamedTuple):
@@ -50,6 +52,39 @@ class Bag:
         self.content, self.label = content, label
 
 
+@dataclass
+class Node:
+    """Registered with torch's pytree as a dataclass; torch leaves out fields that are None."""
+
+    ab: Any = None
+    cd: Any = None
+    a: Any = None
+    b: Any = None
+
+
+@dataclass
+class Partly:
+    """Registered likewise, but without one of its fields."""
+
+    x: Any
+    left_out: Any = None
+    twice: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twice = self.x * 2
+
+
+@dataclass
+class Output(OrderedDict):
+    """Made and registered as Hugging Face's ``ModelOutput``."""
+
+    logits: Any = None
+    loss: Any = None
+
+    def __post_init__(self) -> None:
+        self.update({name: value for name, value in vars(self).items() if value is not None})
+
+
 optree.register_pytree_node(
     Box,
     lambda box: ((box.left, box.right), box.label, ("left", "right")),
@@ -62,6 +97,19 @@ torch_pytree.register_pytree_node(
     lambda children, label: Bag(list(children), label),
     serialized_type_name="tests.test_pytrees.Bag",
 )
+
+
+torch_pytree.register_dataclass(Node)
+torch_pytree.register_dataclass(Partly, field_names=["x"], drop_field_names=["left_out"])
+torch_pytree.register_pytree_node(
+    Output,
+    lambda out: (list(out.values()), list(out)),
+    lambda values, names: Output(**dict(zip(names, values, strict=True))),
+    flatten_with_keys_fn=lambda out: ([(torch_pytree.MappingKey(k), v) for k, v in out.items()], None),
+    serialized_type_name="tests.test_pytrees.Output",
+)
+
+NODES = (tuple, list, deque, dict, Record, Frozen, Node, Box, Bag)
 
 
 class Spec(NamedTuple):
@@ -93,6 +141,8 @@ def nodes(children: st.SearchStrategy) -> st.SearchStrategy:
         st.builds(Point, children, children),
         st.builds(Record, children, children, st.sampled_from(["a", "b"])),
         st.builds(Frozen, children, named),
+        st.builds(Node, children, children),
+        st.builds(Node, cd=children, b=children),
         st.builds(Box, children, children, st.sampled_from(["a", "b"])),
         st.builds(Bag, lists, st.sampled_from(["a", "b"])),
     )
@@ -119,6 +169,8 @@ def walk(fn: Callable[[Any], Any], tree: Any) -> Any:
         return Record(walk(fn, tree.first), walk(fn, tree.second), tree.kind)
     if isinstance(tree, Frozen):
         return Frozen(walk(fn, tree.items), walk(fn, tree.more))
+    if isinstance(tree, Node):
+        return Node(*(walk(fn, t) for t in vars(tree).values()))
     if isinstance(tree, Box):
         return Box(walk(fn, tree.left), walk(fn, tree.right), tree.label)
     if isinstance(tree, Bag):
@@ -138,7 +190,7 @@ def structure(tree: Any) -> Any:
     def describe(tree: Any) -> Any:
         if isinstance(tree, Tensor):
             return ("tensor", tree.dtype, tree.shape)
-        if isinstance(tree, torch.Size) or not isinstance(tree, (tuple, list, deque, dict, Record, Frozen, Box, Bag)):
+        if isinstance(tree, torch.Size) or not isinstance(tree, NODES):
             return (type(tree), tree)
         if isinstance(tree, dict):
             factory = getattr(tree, "default_factory", None)
@@ -324,3 +376,84 @@ def test_a_tree_that_the_function_changes_is_complete_in_the_recompute() -> None
     loss = remat(fn)({"x": x, "scale": 2.0}).sum()
     same(torch.autograd.grad(loss, x), torch.autograd.grad((x.sin() * 2).exp().sum(), x))
     assert runs == [(False, ["scale", "x"]), (True, ["scale", "x"])]
+
+
+# --- dataclasses that are registered with torch's pytree --------------------------------------------------------------
+
+
+def use_node(n: Node) -> Tensor:
+    return ((n.ab if n.ab is not None else n.a * 3) * (n.cd if n.cd is not None else n.b)).sin().cos()
+
+
+def use_partly(n: Partly) -> Tensor:
+    return (n.x.sin() * (1 if n.left_out is None else n.left_out.cos())).exp() * n.twice.sin()
+
+
+def partly(x: Tensor, y: Tensor) -> Partly:
+    """One whose attributes don't follow from those that are registered."""
+    obj = Partly(x, y)
+    obj.twice = x * y
+    return obj
+
+
+# How one is made of two tensors, and used.
+DATACLASSES: dict[str, tuple[Callable, Callable]] = {
+    "the first fields": (Node, use_node),
+    "the last fields": (lambda x, y: Node(a=x, b=y), use_node),
+    "fields that are left out": (partly, use_partly),
+    "a dict too": (Output, lambda out: (out.logits * out["loss"]).sin().cos()),
+    "a dict with one key": (lambda x, y: Output(loss=x * y), lambda out: (out.loss + len(out)).sin().cos()),
+}
+IN_REGIONS: dict[str, Callable] = {  # with what `make` and `use` are, a function of two tensors
+    "argument": lambda wrap, make, use: lambda x, y: wrap(use)(make(x, y)),
+    "argument by name": lambda wrap, make, use: lambda x, y: wrap(lambda *, n: use(n))(n=make(x, y)),
+    "in a list": lambda wrap, make, use: lambda x, y: wrap(lambda found: use(found[1]))([x, make(x, y)]),
+    "captured": lambda wrap, make, use: lambda x, y: (lambda n: wrap(lambda: use(n))())(make(x, y)),
+    "result": lambda wrap, make, use: lambda x, y: use(wrap(lambda x, y: make(x.sin(), y.cos()))(x, y)),
+    "both": lambda wrap, make, use: lambda x, y: use(wrap(lambda n: n)(wrap(lambda x, y: make(x.sin(), y))(x, y))),
+    "nested": lambda wrap, make, use: lambda x, y: wrap(lambda n: wrap(use)(n).sin())(make(x, y)),
+    "a carry": lambda wrap, make, use: (
+        lambda x, y: use((lambda n: n if wrap is plainly else scan(lambda n, _: (n, None), n, length=2)[0])(make(x, y)))
+    ),
+}
+
+
+def plainly(fn: Callable, **_: Any) -> Callable:
+    return fn
+
+
+def gradients(fn: Callable, *inputs: Tensor) -> tuple:
+    inputs = tuple(each.detach().requires_grad_() for each in inputs)
+    return torch.autograd.grad(fn(*inputs).sum(), inputs)
+
+
+DERIVATIVES: dict[str, Callable] = {
+    "autograd": gradients,
+    "func.grad": lambda fn, *inputs: torch.func.grad(lambda *args: fn(*args).sum(), (0, 1))(*inputs),
+    "jacfwd": lambda fn, *inputs: torch.func.jacfwd(fn, (0, 1))(*inputs),
+    "vmap(grad)": lambda fn, *inputs: torch.vmap(torch.func.grad(lambda *args: fn(*args).sum(), (0, 1)))(*inputs),
+    "hessian": lambda fn, *inputs: torch.func.hessian(lambda *args: fn(*args).sum(), (0, 1))(*inputs),
+}
+X, Y = torch.tensor([0.3, 0.4]), torch.tensor([1.3, 0.7])
+
+
+@pytest.mark.parametrize("policy", [None, save_ops("aten.sin", "aten.mul")], ids=["none", "policy"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("place", IN_REGIONS)
+@pytest.mark.parametrize("kind", DATACLASSES)
+def test_a_dataclass_registered_with_torch(kind: str, place: str, derivative: str, policy: Any) -> None:
+    results = []
+    for wrap in (partial(remat, policy=policy), plainly):
+        fn = IN_REGIONS[place](wrap, *DATACLASSES[kind])
+        results.append((fn(X, Y), DERIVATIVES[derivative](fn, X, Y)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("kind", DATACLASSES)
+def test_reports_and_compiled_regions_with_a_dataclass_registered_with_torch(kind: str) -> None:
+    make, use = DATACLASSES[kind]
+    x, y = X.clone().requires_grad_(), Y.clone().requires_grad_()
+    assert check(use, make(x, y))
+    assert {each.op for each in saved_residuals(use, make(x, y)) if each.kind != "output"} <= {"aten.sin", "aten.mul"}
+    compiled = torch.compile(remat(use), backend="aot_eager")
+    same(gradients(lambda x, y: compiled(make(x, y)), X, Y), gradients(lambda x, y: use(make(x, y)), X, Y))

@@ -289,6 +289,95 @@ class TestTorchNodes:
         assert leaves == [1, 2] and paths(spec, "p") == ["p[0]", "p[1][0]"]
         assert again(pair).xs == (1, [2])
 
+    def test_as_many_keys_as_children(self):
+        """The context and the children are those of the function without keys, which may return any iterable."""
+        cls = type("Odd", (), {})
+        made = []
+        torch_pytree.register_pytree_node(
+            cls,
+            lambda obj: (iter([1, 2]), "its own"),
+            lambda children, context: made.append((children, context)),
+            flatten_with_keys_fn=lambda obj: ([(torch_pytree.GetAttrKey("a"), 1)], "of the keys"),
+        )
+        leaves, spec = flatten([cls()])
+        assert leaves == [1, 2] and paths(spec, "x") == ["x[0][0]", "x[0][1]"]
+        unflatten(spec, leaves)
+        assert made == [([1, 2], "its own")]
+
+
+@dataclasses.dataclass
+class Pair:
+    ab: Any = None
+    cd: Any = None
+    a: Any = None
+    b: Any = None
+
+
+@dataclasses.dataclass
+class Partly:
+    """A class of which torch's registration leaves two fields out."""
+
+    x: Any
+    dropped: Any = None
+    doubled: Any = dataclasses.field(init=False)
+    made = 0
+
+    def __post_init__(self):
+        Partly.made += 1
+        self.doubled = self.x * 2
+
+
+@dataclasses.dataclass
+class Wraps:
+    """A class whose registered children are not its attributes."""
+
+    holder: Any
+
+
+class Holder:
+    def __init__(self, x):
+        self.x = x
+
+
+torch_pytree.register_dataclass(Pair)
+torch_pytree.register_dataclass(Partly, field_names=["x"], drop_field_names=["dropped"])
+torch_pytree.register_pytree_node(
+    Wraps, lambda w: ([w.holder.x], None), lambda children, _: Wraps(Holder(*children)), serialized_type_name="Wraps"
+)
+
+
+class TestDataclassesOfTorch:
+    """Dataclasses that are registered with torch's pytree, as torch.export asks for."""
+
+    def test_fields_of_which_some_are_none(self):
+        x, y = torch.ones(2), torch.ones(3)
+        for obj in (Pair(), Pair(x), Pair(x, y), Pair(None, x, y), Pair(b=y), Pair([x, {"y": y}])):
+            result = again([obj])[0]
+            assert type(result) is Pair and vars(result) == vars(obj)
+        assert paths(flatten([Pair(x, [y])])[1], "out") == ["out[0].ab", "out[0].cd[0]"]
+
+    def test_fields_that_the_registration_leaves_out(self):
+        x, dropped, doubled = torch.ones(1), torch.ones(2), torch.ones(3)
+        obj = Partly(x, dropped)
+        obj.doubled, obj.later = doubled, "text"
+        made = Partly.made
+        leaves, spec = flatten(obj)
+        result = unflatten(spec, leaves)
+        assert Partly.made == made  # `__init__` is not run
+        assert (result.x, result.dropped, result.doubled, result.later) == (x, dropped, doubled, "text")
+        assert [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] == [x, dropped, doubled]
+
+    def test_children_that_are_not_attributes(self):
+        x = torch.ones(1)
+        leaves, spec = flatten(Wraps(Holder(x)))
+        assert len(leaves) == 1 and leaves[0] is x and unflatten(spec, leaves).holder.x is x
+        assert paths(spec, "w") == ["w[0]"]
+
+    def test_a_difference(self):
+        before, after = (flatten(Partly(1, dropped))[1] for dropped in (2, [2, 3]))
+        sentence = "output.dropped was a single value and is now a list of 2."
+        assert describe_difference(before, after, "output") == sentence
+
 
 def test_types_are_registered_once(monkeypatch):
     cls = dataclasses.make_dataclass("Once", ["a"])
