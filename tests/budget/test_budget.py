@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import assert_same
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -88,7 +89,7 @@ def solved(fn: Callable, cost: Any = "roofline") -> tuple[Problem, Callable[[Cho
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("remat._selective.recording.Choices", Seen)
         call(fn, Options(policy=policy), known, (x,), {})
-    return *found[0], known.choices[policy][0][0].options
+    return *found[0], known.shared.choices[policy][0][0].options
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_bytes_and_flops_are_as_predicted(name: str, transform: Callable) -> Non
         policy = policies.budget(amount, cost="flops")
         fn = remat.remat(plain, policy=policy)
         held = held_at_end(fn, transform)
-        known = fn._known.choices[policy]
+        known = fn._known.shared.choices[policy]
         tradeoff, choice = known[-1]  # under torch.func, a first run with random numbers starts over
         assert choice.nbytes <= policy.nbytes(tradeoff.whole)
         assert held == held_at_end(remat.remat(plain), transform)  # the first call saves nothing
@@ -249,6 +250,35 @@ def test_costs() -> None:
     assert custom[0].cost == 1 and len(names) == 2
 
 
+@pytest.mark.parametrize("how", ["budget", "at"])
+def test_an_operator_is_measured_once_for_each_form_of_its_arguments(how: str) -> None:
+    m = nn.Sequential(nn.Linear(11, 11), nn.GELU(), nn.Linear(11, 11), nn.GELU())
+    counts = []
+    for size in (3, 5) if how == "budget" else (6, 7):
+        x = torch.randn(size, 11)
+        policy = policies.budget(0.5, cost="time")
+        if how == "at":
+            policy = remat.pareto(m, x, cost="time").at(200)
+        fn = remat.remat(m, policy=policy)
+        counts.append([count_ops(fn, x)["aten.addmm"] for _ in range(3)])
+    assert counts == [[5, 2, 2] if how == "budget" else [2, 2, 2]] * 2
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_time_with_operations_on_meta_tensors(recorded: bool) -> None:
+    """Forward mode decomposes dropout, and some operations of this run on meta tensors."""
+
+    def run(wrap: Callable) -> Any:
+        torch.manual_seed(1)
+        x = X[0].clone().requires_grad_(recorded)
+        out, tangent = jvp(wrap(lambda x: F.dropout((x @ W).tanh(), 0.5).sin()), (x,), (X[1],))
+        return [out, tangent, *(torch.autograd.grad((out * tangent).sum(), x) if recorded else ())]
+
+    region = lambda fn: remat.remat(fn, policy=policies.budget(300, cost="time"))
+    for _ in range(2):
+        assert_same(run(region), run(lambda fn: fn), exact=False)
+
+
 def test_results_and_inputs_are_not_counted() -> None:
     curve = remat.pareto(lambda x: x.exp(), X.clone().requires_grad_())
     assert [(point.nbytes, point.cost) for point in curve.points] == [(0, 0)]
@@ -278,8 +308,8 @@ def test_a_program_that_deviates_from_a_known_one() -> None:
         x = X.clone().requires_grad_()
         expected = torch.autograd.grad(fn(x).sum(), x)[0]
         assert torch.equal(torch.autograd.grad(region(x).sum(), x)[0], expected)
-    assert len(region._known.choices) == 1
-    assert len(next(iter(region._known.choices.values()))) == 2
+    assert len(region._known.shared.choices) == 1
+    assert len(next(iter(region._known.shared.choices.values()))) == 2
 
 
 def test_numbers_that_change_in_every_call_warn_once() -> None:
@@ -418,8 +448,8 @@ def test_choices_of_old_policies_are_forgotten() -> None:
     for i in range(40):
         policy = policies.budget(i)
         choices.Choices(policy, known)
-        assert policy in known.choices
-    assert len(known.choices) <= 16
+        assert policy in known.shared.choices
+    assert len(known.shared.choices) <= 16
 
 
 def test_nothing_to_choose_from() -> None:
