@@ -141,6 +141,7 @@ is_dead = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-define
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 unwrap_once = torch._C._functorch.get_unwrapped
 is_grad_wrapper = torch._C._functorch.is_gradtrackingtensor
+is_batched = torch._C._functorch.is_batchedtensor
 unwrap_grad, wrap_grad = torch._C._functorch._unwrap_for_grad, torch._C._functorch._wrap_for_grad
 unwrap_batched, wrap_batched = torch._C._functorch._unwrap_batched, torch._C._functorch._add_batch_dim
 vmap_level = _vmap.vmap_increment_nesting
@@ -187,7 +188,7 @@ as_subclass = torch.Tensor._make_subclass  # an alias that no mode sees; the pub
 without_overrides = torch._C.DisableTorchFunctionSubclass  # for subclasses that watch operations on their tensors
 without_torch_function = torch._C.DisableTorchFunction  # for the package's bookkeeping, which overrides must not see
 
-FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # has shapes but no values, so there is nothing to save
+FakeTensor, FakeTensorMode = torch._subclasses.FakeTensor, torch._subclasses.FakeTensorMode  # shapes without values
 has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can't read them as plain memory
 
 

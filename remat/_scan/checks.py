@@ -81,7 +81,7 @@ def checked_length(xs: Any, length: Any) -> int:
 
     Raises:
         TypeError: ``length`` is not an integer, or a leaf of ``xs`` is not a tensor.
-        ValueError: the number is unknown, less than 1, or differs from the length of a tensor in ``xs``.
+        ValueError: the number is unknown, negative, or differs from the length of a tensor in ``xs``.
     """
     if length is not None:
         length = _integer(length)
@@ -100,8 +100,8 @@ def checked_length(xs: Any, length: Any) -> int:
             raise ValueError(
                 f"{_name(spec, i)} has {each} entries, but there are {length} steps: the numbers must be equal."
             )
-    if length < 1:
-        raise ValueError(f"A loop needs at least one step, got {length}: otherwise the structure of `y` is unknown.")
+    if length < 0:
+        raise ValueError(f"The number of steps must not be negative, got {length}.")
     return length
 
 

@@ -19,6 +19,7 @@ from .._function import call
 from .._region.options import Options, checked_options
 from ..errors import shown
 from .checks import Trees, checked_length, checked_pair
+from .no_steps import empty_results
 from .results import Results
 from .schedule import depth, segments
 
@@ -50,7 +51,8 @@ def scan(
             handled as in a region of :func:`remat.remat`.
         carry: the first carry, any pytree of tensors.
         xs: a pytree of tensors of shape ``[length, ...]``: a step gets one entry of each. If None, steps get None.
-        length: the number of steps; optional if ``xs`` has tensors.
+        length: the number of steps; optional if ``xs`` has tensors. Without steps, ``step`` is called once on fake
+            tensors, which show the shapes of ``y``.
         checkpoints: the maximum number of saved carries, without the first one, which is an input. An int, a string
             such as ``"64MiB"`` (as many as fit), or a float in (0, 1], a fraction of all carries. By default about
             the base-2 logarithm of ``length``.
@@ -63,8 +65,8 @@ def scan(
 
     Raises:
         TypeError: ``step`` is not callable, a leaf is not a tensor, or an argument has the wrong type.
-        ValueError: ``xs`` and ``length`` don't agree, there are no steps, the structure or metadata of a carry or ``y``
-            changes between steps, ``checkpoints`` is out of its range, or so low that regions would nest too deep.
+        ValueError: ``xs`` and ``length`` don't agree, the structure or metadata of a carry or ``y`` changes between
+            steps, ``checkpoints`` is out of its range, or so low that regions would nest too deep.
         PolicyError: ``policy`` is not a policy.
 
     Note:
@@ -96,6 +98,8 @@ def scan(
     count = checked_length(xs, length)
     kinds = Trees(carry, "carry")
     spare = _spare(checkpoints, count, kinds)
+    if count == 0:
+        return carry, empty_results(step, kinds, xs)
     _check_depth(count, spare, options)
     loop = Loop(options, kinds, Results(count))
     last, tokens = _in_regions(step, loop, segments(count + 1, spare), 0, carry, xs)

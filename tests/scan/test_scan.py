@@ -598,7 +598,17 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "length must be an integer, got 2.0",
     ),
-    "no steps": (lambda: remat.scan(lambda h, x: (h, None), ONES, length=0), ValueError, "at least one step, got 0"),
+    "negative length": (lambda: remat.scan(lambda h, x: (h, None), ONES, length=-1), ValueError, "not be negative"),
+    "a step that needs values": (
+        lambda: remat.scan(lambda h, x: (h, h * float(h.sum())), ONES, length=0),
+        ValueError,
+        "runs its step once on tensors without values",
+    ),
+    "another carry after no steps": (
+        lambda: remat.scan(lambda h, x: (h.double(), None), ONES, length=0),
+        ValueError,
+        "Step 0 changes carry",
+    ),
     "no dimension": (
         lambda: remat.scan(lambda h, x: (h, None), ONES, torch.tensor(1.0)),
         TypeError,
@@ -632,3 +642,64 @@ def test_errors(name: str) -> None:
     call, error, message = ERRORS[name]
     with pytest.raises(error, match=message):
         call()
+
+
+# --- no steps ---------------------------------------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """A step that draws random numbers, and changes buffers, attributes and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.norm = nn.GRUCell(4, 4), nn.BatchNorm1d(4)
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("count", torch.zeros(()))
+        self.calls, self.seen = 0, list[Tensor]()
+
+    def forward(self, carry: dict, x: Any) -> tuple[dict, Any]:
+        self.count += 1
+        self.calls += 1
+        h = F.dropout(self.norm(self.linear(self.cell(carry["h"], carry["h"]))), 0.5)
+        self.seen.append(h)
+        return {"h": remat.remat(torch.tanh)(h)}, (h.sum(0), [h > 0, h[0] if x is None else x[0] * h[:, 0]])
+
+
+def test_no_steps() -> None:
+    """As `jax.lax.scan`: the first carry, and an empty y. The step leaves no trace."""
+    step, carry = Stateful(), {"h": torch.randn(3, 4, requires_grad=True)}
+    before = {name: value.clone() for name, value in step.state_dict().items()}
+    generator = torch.get_rng_state()
+    for xs in (torch.zeros(0, 2, 3), None):
+        last, ys = remat.scan(step, carry, xs, length=0)
+        assert torch.equal(torch.get_rng_state(), generator)
+        _, wanted = (
+            loop(Stateful(), carry, torch.zeros(2, 2, 3)) if xs is not None else loop(Stateful(), carry, None, 2)
+        )
+        torch.set_rng_state(generator)
+        assert last is carry and not any(y.requires_grad for y in tree_leaves(ys))
+        assert tree_map(lambda t: (t.shape, t.dtype), ys) == tree_map(lambda t: ((0, *t.shape[1:]), t.dtype), wanted)
+    assert step.calls == 0 and step.seen == [] and type(step.count) is Tensor
+    assert all(torch.equal(value, before[name]) for name, value in step.state_dict().items())
+    assert remat.scan(lambda h, x: (h, None), ONES, length=0) == (ONES, None)
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+def test_no_steps_in_transforms_and_regions(policy: Any) -> None:
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        h, ys = remat.scan(lambda h, _: ((h @ w).tanh(), (h * w[0]).sum()), x.sin(), length=0)
+        assert ys.shape == (0,)
+        return (h * w.sum()).sum() + ys.sum()
+
+    plain = lambda w, x: (x.sin() * w.sum()).sum()
+    w, x = torch.randn(4, 4), torch.randn(3, 4)
+    for wrap in (lambda f: f, lambda f: remat.remat(f, policy=policy)):
+        region = wrap(fn)
+        torch.testing.assert_close(grad(region, (0, 1))(w, x), grad(plain, (0, 1))(w, x))
+        torch.testing.assert_close(hessian(region)(w, x), hessian(plain)(w, x))
+        batch = torch.stack([w, w.cos()])
+        torch.testing.assert_close(vmap(grad(region), (0, None))(batch, x), vmap(grad(plain), (0, None))(batch, x))
+        torch.testing.assert_close(jvp(region, (w, x), (w, x)), jvp(plain, (w, x), (w, x)))
+        leaf = w.clone().requires_grad_()
+        found = torch.autograd.grad(region(leaf, x), leaf)
+        torch.testing.assert_close(found, torch.autograd.grad(plain(leaf, x), leaf))
