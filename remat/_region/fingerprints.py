@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .._core.parts import bottom
-from .._core.private import NO_VERSION, raw_version, saved_look, without_levels
+from .._core.private import NO_VERSION, FakeTensor, raw_version, saved_look, without_levels
 from .._core.state import unseen
 from .placeholders import Placeholder
 
@@ -99,6 +99,17 @@ _MOVES = {  # these compute nothing, and the rules of ``vmap`` choose among them
 }  # fmt: skip
 
 
+def may_be_unset(tensor: tuple, before: type) -> bool:
+    """Whether bytes of a saved tensor may never have been written, where ``before`` made the one saved just before.
+
+    The kernels of recurrent networks write only a part of their workspace, which is saved after their results.
+    """
+    return tensor[0] is torch.uint8 and before.__name__ in _HAVE_WORKSPACE
+
+
+_HAVE_WORKSPACE = {"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"}
+
+
 def describe(saved: tuple, other: tuple) -> str:
     """Describe the fingerprint of a saved tensor, with strides if they differ from ``other``'s at equal shapes."""
     dtype, shape, device, maker, _, stride, *values = saved
@@ -115,10 +126,12 @@ def checksum(tensor: torch.Tensor) -> int:
         if isinstance(data, Placeholder):  # skipped by the recompute of an outer region
             data.check()
         data = data.detach()
+        if data.is_nested:
+            data = data.values()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous()
-        words = bits(data).reshape(-1).to(torch.int64)
-        if words.is_meta:
+        if data.is_meta or isinstance(data, FakeTensor):
             return 0
+        words = bits(data).reshape(-1).to(torch.int64)
         # An odd multiplier per position: any single change, and any swap of two unequal words, changes the sum.
         weights = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2654435761 * 2 + 1
         return int((words * weights).sum()) & 0xFFFFFFFFFFFFFFFF

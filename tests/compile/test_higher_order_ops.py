@@ -108,6 +108,14 @@ def test_gradients_with_and_without_a_policy(fn: Callable) -> None:
             assert_same(grads(f, sign), grads(fn, sign))
 
 
+@pytest.mark.parametrize("policy", [None, policies.save_ops(COND)], ids=str)
+def test_with_a_comparison_of_values(policy: Any) -> None:
+    """The branches are traced with tensors that have no values."""
+    f = remat(branches, policy=policy, determinism_check="values")
+    for sign in (1.0, -1.0):
+        assert_same(grads(f, sign), grads(branches, sign))
+
+
 def test_in_debug() -> None:
     assert_same(grads(remat(branches, debug=True, policy=policies.save_matmuls)), grads(branches))
 

@@ -233,6 +233,53 @@ def test_other_values() -> None:
     assert not torch.equal(backward(remat(other_values), x), backward(other_values, x))
 
 
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged, requires_grad=True)
+
+
+def test_values_of_jagged_tensors() -> None:
+    n = jagged()
+    f: Callable = lambda n: (torch.tanh(n.sin()) * n).values()
+    same(backward(remat(f, determinism_check="values"), n).values(), backward(f, n).values())
+    with pytest.raises(RecomputeMismatchError, match="with checksum"):
+        backward(remat(lambda n: other_values(n).values(), determinism_check="values"), n)
+
+
+class Recurrent(nn.Module):
+    """An LSTM; with ``other`` the recompute gets another input."""
+
+    def __init__(self, other: bool = False) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, 2, batch_first=True, bidirectional=True)
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x * 2 if self.other and is_recomputing() else x)[0]
+
+
+def used_memory() -> None:
+    """Leave bytes in the memory that later tensors get."""
+    del [torch.randn(n, n) for n in range(1, 60)][:]
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.save_ops("aten.mkldnn_rnn_layer")], ids=str)
+def test_values_of_an_lstm(policy: Any) -> None:
+    """Its kernel for the CPU leaves a part of its workspace as it was."""
+    module, x = Recurrent(), leaf(3, 4, 6)
+    inputs = [x, *module.parameters()]
+    expected = torch.autograd.grad(module(x).sum(), inputs)
+    for _ in range(5):
+        used_memory()
+        out = remat(module, policy=policy, determinism_check="values")(x)
+        used_memory()
+        same(torch.autograd.grad(out.sum(), inputs), expected)
+
+
+def test_other_values_of_an_lstm_are_noticed() -> None:
+    with pytest.raises(RecomputeMismatchError, match="with checksum"):
+        backward(remat(Recurrent(other=True), determinism_check="values"), leaf(3, 4, 6))
+
+
 def test_one_bit_and_the_order_count_for_values() -> None:
     for change in (lambda y: y.flip(0), lambda y: y.nextafter(torch.tensor(9.0))):
 
