@@ -56,6 +56,17 @@ def bottom(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_left_from_vmap(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made at a ``vmap`` level that has ended, so that nothing can read it."""
+    while private.is_wrapped(tensor):
+        if private.is_batched(tensor):
+            levels = [level.level() for level in private.interpreter_stack() or () if level.key().value == private.VMAP]
+            if private.level_of(tensor) not in levels:
+                return True
+        tensor = private.unwrap_once(tensor)
+    return False
+
+
 def is_in_graph(tensor: torch.Tensor) -> bool:
     """Whether autograd follows a tensor. ``requires_grad`` of a view made under ``no_grad`` is only its base's."""
     if not (tensor.requires_grad and tensor.is_leaf and tensor._is_view()):

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from .._ambient.ambient import Ambient
-from .._captured.captured import Captured, Path, find
+from .._captured.captured import Captured, find
+from .._captured.path import Path
 from .._captured.variables import Variables, bound
 from .._core import private, trees
 from .._core.known import Known
 from .._core.lines import user_line
+from .._core.parts import is_left_from_vmap
 from .._core.ranges import in_range
 from .._core.state import first_run, own_work, recomputing, state
 from .arguments import Arguments
@@ -142,6 +144,8 @@ class Region:
         for path, value in found.tensors:
             if not isinstance(value, torch.Tensor):
                 generators.append(value)
+            elif is_left_from_vmap(value):
+                continue  # a module has stored it, as its last activation
             elif follow is not None and (id(value) in index or follow(value)):
                 if id(value) not in index:
                     index[id(value)] = len(self.tensors) + len(captured)

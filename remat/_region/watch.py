@@ -10,7 +10,7 @@ import torch
 
 from .._core import private
 from .._core.devices import wait_for_backward_threads
-from .._core.parts import is_followed_below, requires_grad_somewhere
+from .._core.parts import is_followed_below, is_left_from_vmap, requires_grad_somewhere
 
 
 class Abandoned(BaseException):
@@ -25,11 +25,13 @@ class Watch:
     """Finds tensors that a transform follows and that are neither operands nor made inside: they are captured.
 
     A wrapper of a level that isn't on the stack is certainly captured. Another one may have been made by an inner
-    transform, unseen: inner levels reuse the numbers of levels that were taken off the stack. Tensors made inside are
-    freed when the run has ended, so a tensor that is still alive is taken to be captured.
+    transform, unseen: inner levels reuse the numbers of levels that were taken off the stack. If its history doesn't
+    show that, it is taken to be captured if it is still alive when the run has ended.
     """
 
-    __slots__ = ("cuts", "maps", "plain_too", "queries", "recorded", "region", "seen", "suspects", "unread", "wrappers")
+    __slots__ = (
+        "cuts", "maps", "plain_too", "queries", "recorded", "region", "seen", "start", "suspects", "unread", "wrappers",
+    )  # fmt: skip
 
     def __init__(
         self, region: Any, operands: list[torch.Tensor], inside: Sequence[torch.Tensor], plain_too: bool, recorded: bool
@@ -39,6 +41,7 @@ class Watch:
         self.cuts = self.maps = False  # see ``needs_order``
         self.queries = False  # the function queries what autograd follows
         self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
+        self.start = private.next_sequence_number()
         self.seen: dict[int, weakref.ref] = {}
         self.made(inside)
         self.suspects: list[weakref.ref] = []  # made inside or captured
@@ -107,12 +110,21 @@ class Watch:
                 return False
             if private.level_of(tensor) > (private.current_level() or 0):
                 return True
-            if not any(map(self._is_seen, _chain(tensor))):
+            if not any(map(self._is_seen, chain := _chain(tensor))) and not self._is_newer(chain[-1]):
                 self.suspects.append(weakref.ref(tensor))
-        elif self.plain_too and tensor.requires_grad:
+        elif self.plain_too and tensor.requires_grad and not self._is_newer(tensor):
             self.suspects.append(weakref.ref(tensor))
         self.made([tensor])
         return False
+
+    def _is_newer(self, tensor: torch.Tensor) -> bool:
+        """Whether the history of a plain tensor began in the run: ``vmap`` returns tensors that no function has made.
+
+        That of a view begins with its base; the node of the view itself may be made anew when it is asked for.
+        """
+        base, node = private.origin(tensor)
+        node = node if base is None else base.grad_fn
+        return node is not None and private.sequence_number(node) >= self.start
 
     def remaining(self) -> list[torch.Tensor]:
         """After the run: the tensors that were not known then, and are still alive."""
@@ -122,8 +134,8 @@ class Watch:
         return self._alive_suspects()
 
     def _alive_suspects(self) -> list[torch.Tensor]:
-        found = [suspect() for suspect in self.suspects]
-        return [tensor for tensor in found if tensor is not None and not private.is_dead(tensor)]
+        found = [tensor for suspect in self.suspects if (tensor := suspect()) is not None]
+        return [tensor for tensor in found if not private.is_dead(tensor) and not is_left_from_vmap(tensor)]
 
 
 # Functions that act on the graph of one level only, and one that has a rule for each kind of level.

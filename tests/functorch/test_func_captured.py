@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from benchmarks.measure import count_ops, leaked_bytes, peak_bytes
-from remat import remat
+from remat import policies, remat
 
 Wrap = Callable[[Callable], Callable]
 W, V = rand(4, 4, grad=False), rand(4, 4, seed=2, grad=False)
@@ -306,3 +306,47 @@ def test_memory_with_captured_weights() -> None:
     both(lambda wrap: program(wrap)(W, x))
     assert peak_bytes(program(remat), W, x) < 0.6 * peak_bytes(program(plain), W, x)
     assert leaked_bytes(program(remat), W, x) == 0
+
+
+def mapped(x: Tensor) -> Tensor:
+    """No function makes the tensor that the outer ``vmap`` returns."""
+    return vmap(lambda row: (row * V[0]).sin().exp())(x)
+
+
+MADE_INSIDE = {
+    "grad": lambda wrap: grad(wrap(lambda x: mapped(x).sum())),
+    "vjp": lambda wrap: lambda x: vjp(wrap(mapped), x)[1](x)[0],
+    "jacrev": lambda wrap: jacrev(wrap(lambda x: mapped(x).sum(0))),
+    "returned too": lambda wrap: grad(lambda x: sum(t.sum() for t in wrap(returns_what_it_reads)(x))),
+}
+
+
+def returns_what_it_reads(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = mapped(x)
+    return y, y.cos()
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable], ids=["no policy", "everything"])
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_tensors_made_inside_and_kept_are_not_captured(name: str, policy: Any) -> None:
+    """They were operands, each with the graph of the run that had made it: the result required grad, and leaked."""
+    program = MADE_INSIDE[name]
+    found = remat(program(remat), policy=policy)(X)
+    assert_same(found, program(plain)(X), exact=False)
+    assert not found.requires_grad
+    assert leaked_bytes(remat(program(remat), policy=policy), X) == 0
+
+
+def test_a_result_that_is_read_is_not_captured_if_autograd_records_the_region() -> None:
+    runs = []
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        runs.append(None)
+        y = vmap(lambda row: (row * weight[0]).sin())(x)
+        return y, y.cos()
+
+    weight = rand(4, 4)
+    program = grad(lambda x: sum(t.sum() for t in remat(fn)(x)))
+    assert program(X).requires_grad
+    assert len(runs) == 2
+    assert leaked_bytes(lambda: torch.autograd.grad(program(X).sum(), weight)) == 0

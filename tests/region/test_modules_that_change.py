@@ -217,6 +217,41 @@ def test_stored_activations_do_not_accumulate(cls: type[Stores], policy: Any) ->
     assert live[-1] == live[4] and live[-1] <= 8 * 64 * 32 * 4
 
 
+class KeepsItsLast(nn.Module):
+    """Stores its result, as feature extractors do. Nothing reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.sin()
+        return self.last
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("when", "transform"), [("inside", "none"), ("before", "none"), ("before", "grad"), ("before", "vmap")]
+)
+def test_activations_that_are_stored_under_vmap(when: str, transform: str, wrap: Wrap) -> None:
+    """After `vmap` nothing can read them, and a later region must not either."""
+
+    def run(wrap: Wrap) -> list[Tensor]:
+        keeps, linear, x = KeepsItsLast(), nn.Linear(4, 4), numbers(3, 4)
+        if when == "inside":
+            region = wrap(lambda a: linear(vmap(keeps)(torch.stack([a, a.cos()])).sum(0)))
+        else:
+            vmap(keeps)(numbers(7, 3, 4))
+            region = wrap(lambda a: linear(a) * len(vars(keeps)))
+
+        def derivatives() -> list[Tensor]:
+            if transform == "grad":
+                return [grad(lambda a: region(a).sum())(x.detach())]
+            if transform == "vmap":
+                return list(torch.autograd.grad(vmap(region)(torch.stack([x, x.exp()])).sum(), (x, linear.weight)))
+            return list(torch.autograd.grad(region(x).sum(), (x, linear.weight)))
+
+        return [each for _ in range(3) for each in derivatives()]
+
+    same_as_plain(run, wrap)
+
+
 @every_way
 def test_stored_activations_have_their_derivatives(wrap: Wrap) -> None:
     def run(wrap: Wrap) -> tuple:
