@@ -1,24 +1,31 @@
-"""Runs random programs until it is stopped, and prints each failing one: its seed, its source and the error.
+"""Runs random programs, and prints each new kind of failure with a small program that fails in the same way.
 
-python tests/fuzz.py --start 1000 --count 500 --jobs 2
+python tests/fuzz.py --start 1000 --count 500
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import gc
+import multiprocessing
 import re
+import signal
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
-from program_writer import source
-from programs import Refused, Unrunnable
+import torch._dynamo  # otherwise each process would import it with its first dispatch mode
+from random_programs.compare import Refused, Unrunnable
+from random_programs.writer import source
+
+FORK = multiprocessing.get_context("fork")
 
 
-def outcome(text: str) -> BaseException | None:
+def outcome(text: str) -> Exception | None:
     """The exception that a program raises: `Unrunnable`, `Refused` or a failure; None if all results are the same."""
     try:
         exec(compile(text, "<program>", "exec"), {"__name__": "program"})
@@ -40,49 +47,92 @@ def check(seeds: Sequence[int]) -> None:
     assert len(skipped) <= len(seeds) / 2, skipped
 
 
-def kind(error: BaseException | None) -> str:
-    """The kind of a failure. Failures of one kind probably have the same cause."""
-    text = re.sub(r"\d[\d.e+-]*", "#", str(error).splitlines()[0] if str(error) else "")
-    return f"{type(error).__name__}: {text[:160]}"
+def kind(error: Exception | None) -> str:
+    """The kind of an outcome: `ok`, `skip`, `meant`, or a text; failures of one text probably have the same cause."""
+    if error is None or isinstance(error, (Unrunnable, Refused)):
+        return {Unrunnable: "skip", Refused: "meant"}.get(type(error), "ok")
+    text = str(error).partition("\n")[0]
+    if isinstance(error, AssertionError):
+        text = text.partition(": at")[0]
+    return f"{type(error).__name__}: " + re.sub(r"\d[\d.e+-]*", "#", text)[:160]
 
 
-SIMPLER = (
-    (r"@remat\(.*\)", "@remat"),
-    (r"(remat\(.*), policy=.*\)", r"\1)"),
-    (r"policy=[^=]*(, \w+=.*)?\)$", "policy=policies.everything_saveable)"),
-    (r"^( *t\d+ = )[^=]*\b(t\d+)\b.*", r"\1\2"),
-    (r"^( *t\d+ = ).*\b([tw]\d+)\b.*", r"\1\2"),
-    (r"^( *t\d+ = ).*\b([tw]\d+)\b.*", r"\1\2.sin()"),
-    (r"(compare\(make, )'[^']*'", r"\1'grad'"),
-)
+# --- programs in processes of their own, as one may crash or hang -----------------------------------------------------
 
 
-def shorter(lines: list[str], i: int) -> Iterator[list[str]]:
-    """Simpler programs, one for each way to remove or simplify something at line `i`."""
-    line = lines[i]
-    depth = len(line) - len(line.lstrip())
-    end = i + 1
-    while end < len(lines) and (not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > depth):
-        end += 1
-    yield lines[:i] + lines[end:]
-    if end > i + 1:  # the body of a block, without its head
-        yield lines[:i] + [inner[4:] for inner in lines[i + 1 : end]] + lines[end:]
-    for pattern, text in SIMPLER:
-        if (changed := re.sub(pattern, text, line)) != line:
-            yield [*lines[:i], changed, *lines[i + 1 :]]
+def messages(work: Callable[[Callable[[str], None]], None], patience: float) -> Iterator[str]:
+    """What `work(send)` sends from a child process, and at last a text if the child crashes or is silent for long.
+
+    This process never runs a program itself: autograd can't be used in children of a process that has used it.
+    """
+    ours, theirs = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=work, args=(theirs.send,))
+    child.start()
+    theirs.close()
+    try:
+        while ours.poll(patience):
+            yield ours.recv()
+        yield f"hangs for {patience:.0f} s"
+    except EOFError:
+        child.join()
+        if child.exitcode:
+            code = child.exitcode
+            yield f"killed by {signal.Signals(-code).name}" if code < 0 else f"exits with {code}"
+    finally:
+        child.kill()
+        child.join()
 
 
-def smallest(text: str, limit: float = 60.0) -> str:
+def alone(text: str, patience: float = 60) -> str:
+    """The kind of a program's outcome in a process of its own."""
+    return next(messages(lambda send: send(kind(outcome(text))), patience))
+
+
+def in_a_row(first: int, count: int, patience: float = 60) -> Iterator[tuple[int, str]]:
+    """The kinds of outcomes of programs that run in one process: seeds with kinds."""
+
+    def work(send: Callable[[str], None]) -> None:
+        for seed in range(first, first + count):
+            send(kind(outcome(source(seed))))
+
+    for seed, found in enumerate(messages(work, patience), first):
+        if seed < first + count:
+            yield seed, found
+
+
+# --- smaller programs -------------------------------------------------------------------------------------------------
+
+
+def simpler(text: str) -> Iterator[str]:
+    """Programs without a statement, decorator or argument, or with a part of a block or expression in its place."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        for field, value in ast.iter_fields(node):
+            places = value if isinstance(value, list) else [value]
+            for i, old in enumerate(places):
+                ways: list[list] = []
+                if isinstance(value, list):
+                    ways += [[], *([old.body] if isinstance(getattr(old, "body", None), list) else [])]
+                if isinstance(old, ast.expr):
+                    ways += [[part] for part in ast.iter_child_nodes(old) if isinstance(part, ast.expr)]
+                for way in ways:
+                    setattr(node, field, [*places[:i], *way, *places[i + 1 :]] if isinstance(value, list) else way[0])
+                    with suppress(Exception):  # it is no program
+                        yield ast.unparse(tree)
+                    setattr(node, field, value)
+
+
+def smallest(text: str, limit: float) -> str:
     """Reduce a failing program to a smaller one that fails in the same way."""
-    failure, lines, end = kind(outcome(text)), text.splitlines(), time.monotonic() + limit
-    before: list[str] = []
-    while before != lines:
-        before, i = lines, 3
-        while i < len(lines) and time.monotonic() < end:
-            found = (new for new in shorter(lines, i) if kind(outcome("\n".join(new))) == failure)
-            smaller = next(found, None)
-            lines, i = (lines, i + 1) if smaller is None else (smaller, i)
-    return "\n".join(lines)
+    failure, end = alone(text), time.monotonic() + limit
+    tries, place, failed = list(simpler(text)), 0, 0
+    while failed < len(tries) and time.monotonic() < end:
+        smaller = tries[place % len(tries)]
+        if len(smaller) < len(text) and alone(smaller) == failure:
+            text, tries, failed = smaller, list(simpler(smaller)), 0
+        else:
+            place, failed = place + 1, failed + 1
+    return text
 
 
 def main() -> int:
@@ -90,39 +140,51 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=int(time.time()), help="the first seed")
     parser.add_argument("--count", type=int, default=0, help="number of programs; 0: no limit")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit")
-    parser.add_argument("--patience", type=float, default=60, help="seconds to make a failing program smaller")
-    parser.add_argument("--raw", action="store_true", help="print failing programs without reducing them")
+    parser.add_argument("--chunk", type=int, default=100, help="number of programs that run in one process")
+    parser.add_argument("--patience", type=float, default=60, help="seconds to reduce a failing program, or 0")
+    parser.add_argument("--show", action="store_true", help="print the programs, and don't run them")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # the collector needn't visit existing objects in each measurement
     counts: Counter[str] = Counter()
-    failures: Counter[str] = Counter()
+    failures: dict[str, list[int]] = {}
     began = reported = time.monotonic()
-    seed = options.start
+    seed, end = options.start, options.start + options.count if options.count else sys.maxsize
+    if options.show:
+        print("\n\n".join(f"# seed {seed}\n{source(seed)}" for seed in range(seed, end)))
+        return 0
     try:
-        while not options.count or seed < options.start + options.count:
-            if time.monotonic() - began > options.seconds:
-                break
-            text = source(seed)
-            error = outcome(text)
-            name = type(error).__name__ if error is None or isinstance(error, (Refused, Unrunnable)) else "failed"
-            counts[name] += 1
-            if name == "failed":
-                failures[kind(error)] += 1
-                if failures[kind(error)] == 1:
-                    print(f"\n=== seed {seed}\n{text if options.raw else smallest(text, options.patience)}\n")
-                    traceback.print_exception(error, limit=-3)
+        while seed < end and time.monotonic() - began < options.seconds:
+            first = seed
+            for seed, found in in_a_row(first, min(options.chunk, end - first)):
+                counts[found if found in ("ok", "skip", "meant") else "failed"] += 1
+                if found not in ("ok", "skip", "meant"):
+                    failures.setdefault(found, []).append(seed)
+                    if len(failures[found]) == 1:
+                        report(seed, first, found, options.patience)
+                if time.monotonic() - reported > 30:
+                    reported = time.monotonic()
+                    print(f"--- {counts.total()} programs up to seed {seed}: {dict(counts)}", flush=True)
+                if time.monotonic() - began > options.seconds:
+                    break
             seed += 1
-            if time.monotonic() - reported > 30:
-                reported = time.monotonic()
-                print(f"--- {sum(counts.values())} programs up to seed {seed}: {dict(counts)}", flush=True)
     except KeyboardInterrupt:
         pass
-    print(
-        f"{sum(counts.values())} programs from seed {options.start} in {time.monotonic() - began:.0f} s: {dict(counts)}"
-    )
-    for text, count in failures.most_common():
-        print(f"{count:5} x {text}")
+    print(f"{counts.total()} programs from seed {options.start} in {time.monotonic() - began:.0f} s: {dict(counts)}")
+    for text, seeds in sorted(failures.items(), key=lambda item: -len(item[1])):
+        print(f"{len(seeds):5} x {text}; seeds {', '.join(map(str, seeds[:8]))}")
     return bool(failures)
+
+
+def report(seed: int, first: int, found: str, patience: float) -> None:
+    """Print a failing program, and how to repeat it."""
+    text = source(seed)
+    print(f"\n=== seed {seed}: {found}")
+    if alone(text) != found:
+        print(f"This happens only after other programs: --start {first} --count {seed - first + 1}")
+    elif patience:
+        text = smallest(text, patience)
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

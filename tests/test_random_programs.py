@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from fuzz import check, outcome
-from programs import Unrunnable
+from random_programs.compare import Unrunnable
 
-COUNT, PART = 120, 12
+COUNT, PART = 2000, 50
 
 
 @pytest.mark.parametrize("start", range(0, COUNT, PART))
@@ -14,25 +14,40 @@ def test_random_programs(start: int) -> None:
     check(range(start, start + PART))
 
 
+PROGRAM = """
+from random_programs.toolbox import *
+from random_programs.compare import *
+
+
+def make():
+    @remat
+    def f(x, y):
+        t = x.sin()
+        return t * {value}
+    return f, []
+
+
+compare(make, 'backward', exact=True)
+"""
+
+
 def test_the_check_finds_a_difference() -> None:
     """The check fails for a program whose value is different with regions."""
-    program = (
-        "from programs import *\n\n\ndef make():\n    @remat\n    def f(x, y):\n"
-        "        return x * {value}\n    return f, []\n\n\ncompare(make, 'backward', exact=True)"
-    )
-    assert outcome(program.format(value="y.sin()")) is None
-    assert outcome(program.format(value="(2.0 if REGIONS[0] else 3.0)")) is not None
+    assert outcome(PROGRAM.format(value="y.sin()")) is None
+    assert outcome(PROGRAM.format(value="(2.0 if REGIONS[0] else 3.0)")) is not None
 
 
 # The values that inner regions handed over depended on which tensors were still alive.
 REFERRED_TO = """
-from programs import *
+from random_programs.modules import *
+from random_programs.toolbox import *
+from random_programs.compare import *
 
 
 def make():
     w1 = tensor(2)
     w2 = tensor(3)
-    layer = Layer()
+    layer = nn.Sequential(Counter(), Average(), nn.BatchNorm1d(4))
 
     def whole(a, b):
         @remat
@@ -56,7 +71,7 @@ def make():
         differentiated_again(lambda p, q: sum(middle(p, b=q)), w1, w1)
         return layer(a)
 
-    return whole, [w1, w2, *layer.parameters()], [*layer.buffers()]
+    return whole, [w1, w2], [layer]
 
 
 recomputes_no_more(make, policies.save_convolutions, ~policies.save_ops("aten.add", "aten.tanh"))
@@ -64,17 +79,19 @@ recomputes_no_more(make, policies.save_convolutions, ~policies.save_ops("aten.ad
 
 # A call of a function can't run under saved-tensor hooks, though an earlier call could.
 FOUND_LATE = """
-from programs import *
+from random_programs.modules import *
+from random_programs.toolbox import *
+from random_programs.compare import *
 
 
 def make():
     w1 = tensor(2)
     w2 = tensor(3)
-    constant = tensor(4, grad=False)
+    constant = tensor(4, False)
 
     @remat
     def outer(a, b):
-        t = F.conv2d(constant[None, None], w1[None, None], padding=1)[0, 0].tanh()
+        t = F.conv2d(constant[None, None], w1[None, None, :3, :3], padding=1)[0, 0].tanh()
 
         @remat
         def inner(p, q):
@@ -92,16 +109,18 @@ compare(make, 'hooks around', exact=True)
 
 # A recompute in the middle of a first run got further than the first run, and updated statistics.
 TOO_FAR = """
-from programs import *
+from random_programs.modules import *
+from random_programs.toolbox import *
+from random_programs.compare import *
 
 
 def make():
     w1 = tensor(2)
-    region = remat(Layer())
+    region = remat(nn.Sequential(Counter(), Average(), nn.BatchNorm1d(4)))
 
     def whole(a, b):
         start = differentiated_again(lambda p, q: q, b, w1)
-        end = dual(lambda p, q: start * 1.5, tensor(4, grad=False), b)
+        end = dual(lambda p, q: start * 1.5, tensor(4, False), b)
 
         @remat(early_stop=False)
         def outer(a, b):
@@ -114,16 +133,18 @@ def make():
 
         return differentiated(outer, end, end)
 
-    return whole, [w1, *region.parameters()], [*region.buffers()]
+    return whole, [w1], [region]
 
 
-compare(make, 'grad', exact=False)
+compare(make, 'backward', exact=False)
 """
 
 
 # Below the level of `vjp`, an operand was also a captured tensor; only the first run distinguished the two.
 APART = """
-from programs import *
+from random_programs.modules import *
+from random_programs.toolbox import *
+from random_programs.compare import *
 
 
 def make():
@@ -142,7 +163,9 @@ compare(make, 'double', exact=False)
 
 # A recompute inside a traced region made a call that the first one had not made.
 TRACED = """
-from programs import *
+from random_programs.modules import *
+from random_programs.toolbox import *
+from random_programs.compare import *
 
 
 def make():
@@ -166,7 +189,9 @@ compare(make, 'two calls', exact=False)
 
 # An operation that a replay had postponed was recorded in the log of `debug=True` when it finally ran.
 PUT_OFF = """
-from programs import *
+from random_programs.modules import *
+from random_programs.toolbox import *
+from random_programs.compare import *
 
 
 def make():
@@ -200,7 +225,9 @@ compare(make, 'three calls', exact=False)
 
 # The log of `debug=True` recorded a recompute of the outer region, which happens only in a first run.
 AROUND = """
-from programs import *
+from random_programs.modules import *
+from random_programs.toolbox import *
+from random_programs.compare import *
 
 
 def make():
@@ -216,18 +243,20 @@ def make():
     return whole, []
 
 
-compare(make, 'grad', exact=False)
+compare(make, 'backward', exact=False)
 """
 
 # Two equal chains of operations, where the region overwrites one result: a recompute mistook one for the other.
 EQUAL = """
-from programs import *
+from random_programs.modules import *
+from random_programs.toolbox import *
+from random_programs.compare import *
 
 
 def make():
-    w1 = tensor(2, grad=True)
-    w2 = tensor(3, grad=True)
-    constant = tensor(4, grad=False)
+    w1 = tensor(2)
+    w2 = tensor(3)
+    constant = tensor(4, False)
     @remat(policy=(policies.everything_saveable & ~policies.save_ops("aten.add", "aten.tanh")))
     def f1(a, b):
         t2, t3 = a, b
@@ -259,7 +288,7 @@ def make():
                     t25 = t18 + t21 * 0.5
                     return {'h': t25, 'n': [t25]}
                 t26 = added(vjp((lambda p, q: f20(p, b=q)['h']), t9, t6)[1](t9.cos()))
-                t27 = t19 * torch.bernoulli(torch.full((3, 3), 0.5).double())
+                t27 = t19 * torch.bernoulli(torch.full((4, 4), 0.5))
                 t28 = t27
                 return {'h': t28, 'n': [t9]}
             t29 = added(vjp((lambda p, q: f8({'a': p, 'b': [q, None, 2.0, 'text']})['h']), t6, t7)[1](t6.cos()))
@@ -291,7 +320,9 @@ def test_reduced_programs(program: str) -> None:
 # torch's forward derivative of softmax changes a tensor that it has saved. Without hooks this is an error in the
 # backward. If hooks pack the tensor itself, torch computes a wrong gradient, and the region the right one.
 WRONG_WITHOUT = """
-from programs import *
+from random_programs.modules import *
+from random_programs.toolbox import *
+from random_programs.compare import *
 
 
 def make():

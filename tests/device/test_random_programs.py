@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import programs
 import pytest
 import torch
 from accelerator import DEVICE
 from fuzz import check
+from random_programs import toolbox
 from torch import Tensor
 
 pytestmark = pytest.mark.cuda
@@ -18,15 +18,15 @@ COUNT, PART = 60, 10
 
 @pytest.fixture(autouse=True)
 def _on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    rand = programs.rand
+    rand = toolbox.rand
 
     def on_device(*shape: int, grad: bool = True, **kwargs: Any) -> Tensor:
         with torch.device("cpu"):
             found = rand(*shape, grad=False, **kwargs)
         return found.to(DEVICE).requires_grad_(grad)
 
-    monkeypatch.setattr(programs, "rand", on_device)
-    monkeypatch.setattr(programs, "GENERATOR", torch.Generator(DEVICE))
+    monkeypatch.setattr(toolbox, "rand", on_device)
+    monkeypatch.setattr(toolbox, "GENERATOR", torch.Generator(DEVICE))
     with torch.device(DEVICE):
         yield
 

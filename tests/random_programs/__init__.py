@@ -1,0 +1,1 @@
+"""Random programs: a seed determines the source of a function with regions, which runs with and without them."""

@@ -1,0 +1,205 @@
+"""What random programs import: transforms, modules, and `remat`, which makes regions in one of the two runs only."""
+# ruff: noqa: F401 (programs import all names)
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator as operators
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.autograd.forward_ad as fwAD
+import torch.nn.functional as F
+from cases import OldSquare, SineAndCosine, rand, total
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import remat as package
+from remat import checkpoint_name, compat, policies
+from remat._core import private
+
+Fn = Callable[..., Any]
+GENERATOR = torch.Generator()
+FIRED: list[float] = []  # the factors of the hooks on gradients that have run
+OPERATORS: list[str] = ["aten.sin"]  # those that the program called without regions
+REGIONS = [True]  # whether `remat` makes regions
+
+
+# --- regions ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_regions() -> Iterator[None]:
+    REGIONS[0] = False
+    try:
+        yield
+    finally:
+        REGIONS[0] = True
+
+
+def remat(fn: Any = None, **options: Any) -> Any:
+    """`remat.remat`, or the function itself in the plain run. It is a global, so that no closure contains it."""
+    if REGIONS[0]:
+        return package.remat(fn, **options)
+    return (lambda fn: fn) if fn is None else fn
+
+
+def apply(module: nn.Module, *numbers: int, **options: Any) -> None:
+    """Make some of the modules in a module regions."""
+    names = [name for name, each in module.named_modules() if "parametrizations" not in name and takes_one(each)]
+    chosen = {names[n % len(names)] for n in numbers if names}
+    if REGIONS[0] and chosen:
+        package.nn.apply(module, lambda name, _: name in chosen, **options)
+
+
+def takes_one(module: nn.Module) -> bool:
+    return type(module).__module__ != "torch.nn.modules.container" or isinstance(module, nn.Sequential)
+
+
+def compat_checkpoint(fn: Fn, *args: Any) -> Any:
+    return compat.checkpoint(fn, *args, use_reentrant=False) if REGIONS[0] else fn(*args)
+
+
+def loop(step: Fn, carry: Tensor) -> Tensor:
+    """The last carry of a `scan`, plus the mean of what its steps return."""
+    xs = torch.linspace(0, 1, 4)
+    if REGIONS[0]:
+        carry, ys = package.scan(step, carry, xs)
+        return carry + ys.mean()
+    found = []
+    for x in xs:
+        carry, y = step(carry, x)
+        found.append(y)
+    return carry + torch.stack(found).mean()
+
+
+def operator(n: int) -> str:
+    return OPERATORS[n % len(OPERATORS)]
+
+
+def is_operator(n: int) -> Fn:
+    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return str(op).rpartition(".")[0] == operator(n)
+
+    predicate.__qualname__ = f"is_operator({n})"
+    return predicate
+
+
+def chosen(seed: int, answers: int = 2) -> Fn:
+    """A deterministic policy function that decides by the operator and the shapes of its tensors."""
+    five = [CheckpointPolicy[f"{a}_{b}"] for a in ("MUST", "PREFER") for b in ("RECOMPUTE", "SAVE")]
+    five.append(CheckpointPolicy.MUST_CPU_OFFLOAD)
+
+    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
+        number = zlib.crc32(f"{op}{shapes}{seed}".encode()) % answers
+        return five[number] if answers == 5 else number == 0
+
+    predicate.__qualname__ = f"chosen({seed}, {answers})"
+    return predicate
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def tensor(seed: int, requires_grad: bool = True) -> Tensor:
+    return (rand(4, 4, seed=seed, grad=False) * 0.7).requires_grad_(requires_grad)
+
+
+def pair(t: Tensor, dim: int = 0) -> Tensor:
+    return torch.stack([t, t.cos()], dim)
+
+
+def added(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum, without the 0 of `sum`: under a mode, torch can't add 0 to its zero tensors without memory."""
+    return functools.reduce(operators.add, tensors)
+
+
+def hook(t: Tensor, factor: float) -> None:
+    def scaled(g: Tensor | None) -> Tensor | None:
+        if g is not None and not package.is_recomputing():  # a recompute repeats backward passes inside the region
+            FIRED.append(factor)
+        return None if g is None else g * factor
+
+    if t.requires_grad:
+        t.register_hook(scaled)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module)
+
+
+def changed(module: nn.Module) -> dict[str, Tensor]:
+    """Other parameters for a module."""
+    return {name: p.detach() * 1.1 for name, p in module.named_parameters()}
+
+
+# --- transforms that aren't in torch.func -----------------------------------------------------------------------------
+
+
+@contextmanager
+def packing() -> Iterator[None]:
+    """Saved-tensor hooks that pack a tensor as itself, and unpack a copy of it."""
+    # The pack hook makes no copy, as rrelu saves its noise tensor before the noise is drawn.
+    hooks = (lambda tensor: tensor, torch.clone) if REGIONS[0] else (with_version, unchanged)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        yield
+
+
+def with_version(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    """A copy of the saved tensor.
+
+    Raises:
+        RuntimeError: the tensor was changed in place since. torch raises this too, but not if hooks pack the tensor
+            itself: then its gradients are wrong. torch's own forward derivative of softmax is an example.
+    """
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError("a saved tensor was changed in place, so the gradient would be wrong")
+    return tensor.clone()
+
+
+def differentiated(f: Fn, a: Tensor, b: Tensor) -> Tensor:
+    """The gradient with respect to a leaf made from `a`; it can be differentiated again with respect to `b`."""
+    with torch.enable_grad():
+        p = a.detach().requires_grad_()
+        out = total(f(p, b))
+        g = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)[0] if out.requires_grad else None
+    return torch.zeros_like(a) if g is None else g
+
+
+def differentiated_again(f: Fn, a: Tensor, b: Tensor) -> Tensor:
+    """The gradient with respect to a tensor that isn't a leaf; it can be differentiated again.
+
+    Below a level, a result that doesn't depend on `p` may require grad, and so may `p` if it is such a result. The
+    return value doesn't depend on that.
+    """
+    p = a * 1
+    if private.transforms_active() and not p.requires_grad:
+        raise RuntimeError("nothing to differentiate at")
+    out = total(f(p, b))
+    g = None
+    if p.requires_grad and out.requires_grad:
+        (g,) = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)
+    return torch.zeros_like(p) if g is None else g * 0.5
+
+
+def dual(f: Fn, a: Tensor, b: Tensor) -> Tensor:
+    """The derivative in a direction, by `torch.autograd.forward_ad`."""
+    with fwAD.dual_level():
+        out, tangent = fwAD.unpack_dual(f(fwAD.make_dual(a * 1, b.cos()), b))
+        return out + 0 if tangent is None else tangent + 0
