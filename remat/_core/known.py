@@ -16,9 +16,11 @@ _ENTRIES = 4096  # so that code made at run time is not kept alive forever
 class Shared:
     """What functions with the same code share. It saves time, and can't change what a call computes."""
 
-    __slots__ = ("choices", "programs", "warnings")
+    __slots__ = ("changing", "choices", "programs", "warnings")
 
     def __init__(self) -> None:
+        # Names of tensors that a call has changed in place. Later calls copy them first, and otherwise raise an error.
+        self.changing: set[str] = set()
         # Each is given once.
         self.warnings: set[str] = set()
         # The operations of the last first run under a policy, by the policy's judge. A later run compares each of its
@@ -32,11 +34,10 @@ class Shared:
 class Known:
     """Facts learned from the calls of one rematerialized function. They choose how it is run, so no other has them."""
 
-    __slots__ = ("by_level", "changing", "compiles", "graded", "shared", "uses_func")
+    __slots__ = ("by_level", "compiles", "graded", "shared", "uses_func")
 
     def __init__(self, shared: Shared | None = None) -> None:
         self.by_level: set[tuple] = set()  # kinds of transforms under which each level must take its own derivative
-        self.changing: set[str] = set()  # names of tensors that it was seen to change in place
         self.compiles = False  # it calls `torch.cond` or the like, which compile what they run
         self.graded = False  # its behavior depends on whether the ``grad`` levels are active
         self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks

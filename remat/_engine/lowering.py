@@ -32,7 +32,7 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
         if not all(map(is_, found, tensors)):
             args, kwargs = arguments.filled(found)
             arguments, tensors = take_apart(args, kwargs)
-    operands = Guards(tensors, arguments.name, known.changing)
+    operands = Guards(tensors, arguments.name, known.shared.changing)
     around.take(operands, arguments.uses)
     region = Region(fn, arguments, tensors, options, known, around)
     try:

@@ -139,8 +139,8 @@ def _wrapped(values: Sequence[Any], level: int) -> list:
 def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ...]) -> Any:
     """Restore a level around a first run where the function could see that it is missing.
 
-    It could if other levels are below, if it checks what
-    autograd follows, or if it cuts a tensor from the graph of this level only.
+    It could if other levels are below, if `Watch.tells_levels`, or if it cuts a tensor from the graph of this level
+    only.
     """
     root = region.root
     if root.ran or isinstance(region, Pullback):

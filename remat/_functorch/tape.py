@@ -30,7 +30,7 @@ class Call:
 
     def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
         """Guard the operands of the first run, as its ``inputs``, which may be leaves in place of operands."""
-        self.operands, self.guards = operands, Guards(inputs, names(root), root.known.changing)
+        self.operands, self.guards = operands, Guards(inputs, names(root), root.known.shared.changing)
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, checked for changes, and as they were before the region changed them."""

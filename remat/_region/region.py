@@ -158,7 +158,7 @@ class Region:
             return
         paths, tensors = zip(*captured_inputs.values())
         self.ids, self.paths = list(captured_inputs), paths
-        self.captured_inputs = Guards(tensors, lambda i: f"captured {paths[i]}", self.known.changing)
+        self.captured_inputs = Guards(tensors, lambda i: f"captured {paths[i]}", self.known.shared.changing)
         self.captured_inputs.watch_gradients()
         self.same = same(self.operands(), tensors)
 

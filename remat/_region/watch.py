@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .._core import private
 from .._core.devices import wait_for_backward_threads
-from .._core.parts import is_followed_below, is_left_from_vmap, requires_grad_somewhere
+from .._core.parts import is_followed_below, is_in_graph, is_left_from_vmap, requires_grad_somewhere
 
 
 class Abandoned(BaseException):
@@ -30,7 +31,8 @@ class Watch:
     """
 
     __slots__ = (
-        "cuts", "maps", "plain_too", "queries", "recorded", "region", "seen", "start", "suspects", "unread", "wrappers",
+        "cuts", "drops", "maps", "plain_too", "queries", "recorded", "region", "seen", "start", "suspects", "unread",
+        "wrappers",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +42,7 @@ class Watch:
         self.recorded = recorded  # plain autograd, or forward mode, differentiates below all levels
         self.cuts = self.maps = False  # see ``needs_order``
         self.queries = False  # the function queries what autograd follows
+        self.drops = False  # it calls dropout on a tensor that isn't contiguous
         self.plain_too = plain_too  # a grad level is above, which does not see plain tensors that require grad
         self.start = private.next_sequence_number()
         self.seen: dict[int, weakref.ref] = {}
@@ -61,6 +64,8 @@ class Watch:
             self.maps = True
         elif func in _QUERIES:
             self.queries = True
+        elif func in _DROPOUT:
+            self.drops |= not args[0].is_contiguous()
         elif func in _BY_LEVEL and private.level_of(args[0]) <= level:
             self.cuts |= requires_grad_somewhere(args[0])
 
@@ -76,16 +81,17 @@ class Watch:
         return inside and (dual or requires_grad_somewhere(tensor))
 
     def tells_levels(self) -> bool:
-        """Whether the function queries what autograd follows, and sees more than its innermost ``grad`` level follows.
+        """Whether the function sees that its ``grad`` level is missing.
 
-        For regions under such a level. Below all levels there is one graph for all of them and for autograd itself, and
+        The numbers of dropout are in the order of the elements under a level, and in that of memory without. Or the
+        function queries what autograd follows, and sees more than its innermost ``grad`` level follows: below all levels there is one graph for all of them and for autograd itself, and
         each of these may follow another operand. Without a region, the function sees only what the innermost follows.
         """
         kinds = self.region.kinds
         if not self.queries:
-            return False
+            return self.drops
         top = len(kinds) - kinds[::-1].index(private.GRAD)
-        return any(is_followed_below(top, tensor) for tensor in self.region.operands())
+        return self.drops or any(is_followed_below(top, t) or t.requires_grad != is_in_graph(t) for t in self.region.operands())
 
     def needs_order(self) -> bool:
         """Whether the result depends on which ``grad`` level differentiates what, and in which order.
@@ -148,6 +154,7 @@ _BY_LEVEL = {
     torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     private.custom_function_call,
 }
+_DROPOUT = {F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_}
 # Functions whose results depend on which tensors autograd follows.
 _QUERIES = {
     torch.autograd.grad,
