@@ -17,7 +17,7 @@ from cases import default_dtype, same_bits, tensor_leaves, total
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from benchmarks.measure import OpCounter, held_bytes
 from remat import PolicyError, RematError, policies
@@ -209,7 +209,7 @@ def of_parameters(run: str, around: dict | None, fn: Fn, x: Tensor, y: Tensor, m
 
 
 class Names(TorchDispatchMode):
-    """Records the names of operators."""
+    """Records the names of operators. Autograd's formulas may be others under a mode, so results are not compared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,13 @@ class Names(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         self.names.add(str(func).rpartition(".")[0])
+        args = tree_map_only(Tensor, initialized, args)
         return func(*args, **(kwargs or {}))
+
+
+def initialized(tensor: Tensor) -> Tensor:
+    """A tensor with memory: under a dispatch mode, torch crashes where it multiplies the zeros of forward mode."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if torch._is_zerotensor(tensor) else tensor
 
 
 @contextmanager
@@ -291,8 +297,11 @@ def compare(make: Fn, run: str, exact: bool = False, operators: bool = False, ar
     before = surroundings()
     with surrounded():
         try:
-            with without_regions(), Names() if operators else nullcontext() as names:
+            with without_regions():
                 expected = observe(make, run, around)
+            if operators:
+                with without_regions(), Names() as names:
+                    observe(make, run, around)
         except Exception as error:
             raise Unrunnable from error
         numbers = [t for t in tensor_leaves(expected) if t.is_floating_point() and t.numel()]
