@@ -215,8 +215,7 @@ def make():
             call = lambda p, q: f7(p, b=q)['h']
             t20 = grad(lambda p, q: (lambda r: (r.sum(), r))(call(p, q)), has_aux=True)(t6, t2)
             return t20
-        t48 = vmap(lambda p, q: f4(p, b=q))(pair(t2), pair(t2))
-        return t48
+        return added(vmap(lambda p, q: f4(p, b=q))(pair(t2), pair(t2)))
     return f1, [w1, w2]
 
 

@@ -84,14 +84,16 @@ class Watch:
         """Whether the function sees that its ``grad`` level is missing.
 
         The numbers of dropout are in the order of the elements under a level, and in that of memory without. Or the
-        function queries what autograd follows, and sees more than its innermost ``grad`` level follows: below all levels there is one graph for all of them and for autograd itself, and
-        each of these may follow another operand. Without a region, the function sees only what the innermost follows.
+        function queries what autograd follows, and sees more than its innermost ``grad`` level follows: below all
+        levels there is one graph for all of them and for autograd itself, and each of these may follow another operand.
+        Without a region, the function sees only what the innermost follows.
         """
         kinds = self.region.kinds
-        if not self.queries:
+        if self.drops or not self.queries:
             return self.drops
         top = len(kinds) - kinds[::-1].index(private.GRAD)
-        return self.drops or any(is_followed_below(top, t) or t.requires_grad != is_in_graph(t) for t in self.region.operands())
+        operands = self.region.operands()
+        return any(is_followed_below(top, t) or t.requires_grad != is_in_graph(t) for t in operands)
 
     def needs_order(self) -> bool:
         """Whether the result depends on which ``grad`` level differentiates what, and in which order.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._ambient.ambient import Ambient
+from .._core import private
 from .._core.devices import is_capturing
 from .._core.facts import Facts, facts_of, tensors
 from .._core.known import Known
@@ -17,6 +18,7 @@ from .._core.ranges import Ranges
 from .._core.state import state
 from .._policy.nested import within
 from .._policy.policy import Policy, as_policy
+from ..errors import RematError
 from .record import Record
 from .recording import Recording
 
@@ -74,6 +76,8 @@ class Recorder(RegionMode):
             return self.ranges.mark(func, args, kwargs)
         if self.number < state.filling or state.unseen or self.ranges:
             return func(*args, **kwargs)
+        if private.tracing():
+            raise RematError(TRACES)
         generators = None
         if facts.writes or facts.foreign:  # it overwrites values that may be needed, or may draw without a tag for it
             with without_torch_function():
@@ -146,3 +150,9 @@ def recorder_for(region: Any) -> Recorder | None:
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
         return None
     return Recorder(Recording(policy, region.known, own, region.options.warned))
+
+
+TRACES = (
+    "A region with a policy traces a function, by torch.func.linearize or make_fx. A policy can't tell the operations "
+    "of the trace from those of the region. Use torch.func.jvp, or trace outside of the region, or leave out the policy."
+)

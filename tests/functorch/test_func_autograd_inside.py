@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from benchmarks.measure import count_ops, leaked_bytes, peak_bytes
-from remat import policies, remat
+from remat import RematError, policies, remat
 
 Wrap = Callable[[Callable], Callable]
 W = rand(4, 4, grad=False)
 X = rand(4, seed=1, grad=False)
 
 
-def plain(fn: Callable) -> Callable:
+def plain(fn: Callable, **options: Any) -> Callable:
     return fn
 
 
@@ -172,6 +172,18 @@ def test_transforms_inside_a_region(inside: str, outside: str) -> None:
 
 def test_linearize_inside_a_region() -> None:
     both(lambda wrap: wrap(lambda x: linearize(torch.sin, x)[1](x))(X))
+
+
+@pytest.mark.parametrize("policy", [policies.everything_saveable, policies.save_matmuls, policies.save_ops("aten.mul")])
+def test_linearize_inside_a_region_with_a_policy(policy: Any) -> None:
+    region = remat(lambda x: linearize(f, x)[1](x).sin(), policy=policy)
+    with pytest.raises(RematError, match="traces a function, by torch.func.linearize.*Use torch.func.jvp"):
+        region(X.clone().requires_grad_())
+    with pytest.raises(RematError, match="traces a function"):
+        grad(lambda x: region(x).sum())(X)
+    # The functional spelling works, as does the policy of a region inside of the traced function.
+    both(lambda wrap: grad(lambda x: wrap(lambda x: jvp(f, (x,), (x,))[1].sin(), policy=policy)(x).sum())(X))
+    both(lambda wrap: linearize(wrap(f, policy=policy), X)[1](X))
 
 
 def test_transform_of_a_region_inside_of_a_region() -> None:

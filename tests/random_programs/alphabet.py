@@ -13,13 +13,14 @@ def several(table: str) -> list[str]:
     return [text.strip() for line in table.strip().splitlines() for text in line.split(" | ")]
 
 
+# Weights are captured: torch's gradient of a vmapped gradient for the weight of a layer norm or batch norm is wrong.
 NORMS = several("""
-    F.layer_norm({a}, (4,), {b}[0], {b}[1], 0.1) | F.layer_norm({a}, (4,), {b}[0], eps=0.1)
-    F.layer_norm({a}, (4, 4), {b})
+    F.layer_norm({a}, (4,), w1[0], w2[1], 0.1) | F.layer_norm({a}, (4,), w1[0], eps=0.1)
+    F.layer_norm({a}, (4, 4), w2)
     F.rms_norm({a}, (4,), {b}[0], 0.1) | F.group_norm({a}[None], 2, {b}[0], {b}[1], 0.1)[0] | F.normalize({a})
-    F.instance_norm({a}[None], weight={b}[0], eps=0.1)[0] | F.instance_norm({a}[None], eps=0.1)[0] * {b}[1]
-    F.batch_norm({a}, None, None, {b}[0], {b}[1], training=True, eps=0.1)
-    F.batch_norm({a}, {b}[0].detach() * 1, {b}[1].detach().exp(), {b}[2], training=True, eps=0.1)
+    F.instance_norm({a}[None], weight=w1[0], eps=0.1)[0] | F.instance_norm({a}[None], eps=0.1)[0] * {b}[1]
+    F.batch_norm({a}, None, None, w1[0], w2[1], training=True, eps=0.1)
+    F.batch_norm({a}, {b}[0].detach() * 1, {b}[1].detach().exp(), w1[2], training=True, eps=0.1)
     F.batch_norm({a}, {b}[0].detach(), {b}[1].detach().exp(), {b}[2], {b}[3], eps=0.1)
 """)
 PRODUCTS = several("""

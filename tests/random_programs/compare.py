@@ -32,6 +32,7 @@ PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.convoluti
 MEANT = re.compile(
     r"requires grad and was changed in place by the region"  # an in-place module that is itself a region
     r"|A region under torch\.func stored a tensor"  # in an attribute, say
+    r"|A region with a policy traces a function"  # by torch.func.linearize
 )
 
 
@@ -257,7 +258,8 @@ def observe(make: Fn, run: str, around: dict | None) -> dict[str, Any]:
     return {
         "results": [t.detach().clone() for t in outs],
         "gradients": [t.detach().clone() for t in tensor_leaves(found)],
-        "requires_grad of results": [t.requires_grad for t in outs],
+        # Where plain autograd follows some operand, any result of a derivative may be followed, needlessly.
+        "requires_grad of results": [t.requires_grad for t in outs] if run in ("no_grad", "constant") else [],
         "buffers": [t.clone() for m in modules for t in m.buffers()],
         "counts": [m.calls for m in all_modules if isinstance(m, Counter)],
         "hooks that ran": sorted(FIRED),

@@ -126,7 +126,7 @@ HOOKS: list[Callable[[Any], Any]] = [
     lambda m: m.register_forward_hook(lambda m, args, out: out * 0.9),
     lambda m: m.register_forward_pre_hook(lambda m, args: (args[0].sin(),)),
     lambda m: m.register_full_backward_hook(lambda m, gi, go: tuple(None if g is None else g * 1.1 for g in gi)),
-    lambda m: m.weight.register_hook(lambda g: g * 0.5),
+    lambda m: m.weight.register_hook(lambda g: None if g is None else g * 0.5),
 ]
 
 
