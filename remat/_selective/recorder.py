@@ -154,5 +154,5 @@ def recorder_for(region: Any) -> Recorder | None:
 
 TRACES = (
     "A region with a policy traces a function, by torch.func.linearize or make_fx. A policy can't tell the operations "
-    "of the trace from those of the region. Use torch.func.jvp, or trace outside of the region, or leave out the policy."
+    "of the trace from those of the region. Use torch.func.jvp, trace outside of the region, or leave out the policy."
 )
