@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .._ambient.generators import is_generator
 from .._core.contents import attributes, contents, copy_dict, size
-from .code import CACHE, called, is_library, is_sharded, may_add, names_of, slots, wrapped
+from .code import ByClass, called, is_library, is_sharded, may_add, names_of, slots, wrapped
 from .path import Path, Root
 from .variables import COPIED, Copy, Descriptors, Entries, PartialArgs, TensorId, Variables
 
@@ -153,7 +153,7 @@ class Captured:
         state = module.__dict__
         cls: Any = type(module)
         path = type(path)(path.step, path.up, True)
-        if is_sharded(cls):
+        if is_sharded[cls]:
             self._sharded.update(map(id, module.modules()))
         sharded = id(module) in self._sharded
         for name in ("_parameters", "_buffers", "_modules"):
@@ -162,7 +162,7 @@ class Captured:
             if isinstance(entries, dict) and id(entries) not in self._seen and not (sharded and name == "_parameters"):
                 self._seen.add(id(entries))
                 items = copy_dict(entries)
-                if not sharded and (items or may_add(cls)):
+                if not sharded and (items or may_add[cls]):
                     self.note(Entries, entries, items, whole=True)
                 for key, value in items.items():
                     self.see(value, path.attribute(key))
@@ -180,7 +180,7 @@ class Captured:
         cls: Any = type(value)
         if cls.__dictoffset__:
             self._attributes(attributes(value), path)
-        values = Descriptors(value, dict.fromkeys(slots(cls))).now()
+        values = Descriptors(value, dict.fromkeys(slots[cls])).now()
         self.note(Descriptors, value, values)
         for slot, each in values.items():
             self.see(each, path.attribute(slot.__name__))
@@ -239,22 +239,18 @@ def _holds_a_tensor(items: dict[Any, Any]) -> bool:
     return any(issubclass(type(value), Tensor) for value in items.values())
 
 
-class Visits(dict[type, "Visit | None"]):
+@ByClass
+def visits(cls: Any) -> Visit | None:
     """The method that visits values of a class; None: they are not visited."""
-
-    def __missing__(self, cls: type) -> Visit | None:
-        if len(self) >= CACHE:
-            self.clear()
-        visit = next((visit for base, visit in _BASES.items() if issubclass(cls, base)), None)
-        if visit is None and not issubclass(cls, _NEVER):
-            if is_generator(cls):
-                visit = Captured.tensor
-            elif not is_library(cls.__module__):
-                visit = Captured.instance
-            elif cls.__dictoffset__ and hasattr(cls, "__call__"):  # noqa: B004
-                visit = Captured.wrapper
-        self[cls] = visit
-        return visit
+    visit = next((visit for base, visit in _BASES.items() if issubclass(cls, base)), None)
+    if visit is None and not issubclass(cls, _NEVER):
+        if is_generator(cls):
+            return Captured.tensor
+        if not is_library(cls.__module__):
+            return Captured.instance
+        if cls.__dictoffset__ and hasattr(cls, "__call__"):  # noqa: B004
+            return Captured.wrapper
+    return visit
 
 
 _BASES: dict[type, Visit] = {
@@ -277,4 +273,3 @@ _BASE_STATE = frozenset(vars(nn.Module()))  # visited by name, or not read by a 
 _CONTENTS: Any = CellType.__dict__["cell_contents"]
 _DEFAULTS: Any = FunctionType.__dict__["__defaults__"]
 _KWDEFAULTS: Any = FunctionType.__dict__["__kwdefaults__"]
-visits = Visits()

@@ -76,7 +76,11 @@ class Replay(RegionMode):
             draw, read = self.draw(facts, args, kwargs), list[torch.Tensor]()
             step = self._step_of(func, draw, args, kwargs, read)
             if step is not None:
-                if step.number in self.plan.restored and not (self.whole and step.draws):
+                if (
+                    step.number in self.plan.restored
+                    and not (self.whole and step.draws)
+                    and self._fits(step, args, kwargs)
+                ):
                     return self._restore(step, args, kwargs, read)
                 if step.can_be_skipped and step.number not in self.plan.run:
                     with unseen():
@@ -163,6 +167,20 @@ class Replay(RegionMode):
 
     # --- results without execution ------------------------------------------------------------------------------------
 
+    def _fits(self, step: Step, args: tuple, kwargs: dict) -> bool:
+        """Whether the tensors that a step writes to have as much memory as in the first run.
+
+        The tangents that torch makes have as much as their primals, which may be copies in the recompute.
+        """
+        if not step.facts.writes:
+            return True
+        written = step.facts.written(args, kwargs)
+        for value, tensor in zip(step.outs[len(step.outs) - len(written) :], written):
+            content = self.brought.get(value, self.record.residual(value))
+            if content is not None and _nbytes(tensor_of(content)) != _nbytes(tensor):
+                return False
+        return True
+
     def _restore(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """Return the result of an operation, from its saved values."""
         self.has_not_drawn |= step.draws
@@ -219,3 +237,7 @@ class Replay(RegionMode):
         with without_torch_function():
             known = [holder(part) for tensor in tensors(result) for part in parts(tensor)]
             return self.placeholders.escaped(but=[*known, *self.inputs])
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

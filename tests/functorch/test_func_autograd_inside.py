@@ -186,6 +186,18 @@ def test_linearize_inside_a_region_with_a_policy(policy: Any) -> None:
     both(lambda wrap: linearize(wrap(f, policy=policy), X)[1](X))
 
 
+def test_a_saved_tangent_whose_primal_is_a_copy_in_the_recompute() -> None:
+    x = X.clone().requires_grad_()
+
+    def program(wrap: Wrap) -> Tensor:
+        tangent = wrap(lambda p, q: jvp(lambda q: q.sin(), (q,), (p.cos(),))[1], policy=policies.everything_saveable)
+        each = grad(lambda p, q: tangent(p, q).sin().sum(), argnums=1)
+        out = vmap(each, (0, 1), chunk_size=1)(torch.stack([x, x.sin()]), torch.stack([x, x.cos()], 1))
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    both(program)
+
+
 def test_transform_of_a_region_inside_of_a_region() -> None:
     def build(wrap: Wrap) -> Callable:
         inner = wrap(f)

@@ -13,7 +13,7 @@ from .compare import EXACT, OF_PARAMETERS, RUNS
 DEPTH = 3  # of nested functions, each of which may be a region, and may be called by a transform
 MOST = 24  # what nested transforms and regions may cost
 REGION = 2  # how much longer a program takes with a region around it; nested ones recompute each other
-TRANSFORMS = ("grad(", "vjp(", "jvp(", "jac", "hessian", "linearize", "vmap", "dual(", "loop(", "differentiated")
+TRANSFORMS = ("grad(", "grad_and_value(", "vjp(", "jvp(", "jac", "hessian", "linearize", "vmap", "dual(", "loop(", "differentiated")
 WITHOUT_BUDGET = [text for text in alphabet.POLICIES if "budget" not in text and "offload" not in text]
 HEAD = "".join(f"from random_programs.{name} import *\n" for name in ("modules", "toolbox", "compare")) + "\n\n"
 # A function made here has the code of all others.
