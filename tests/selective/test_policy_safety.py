@@ -523,7 +523,7 @@ def gradients_under(hooks: Any, f: Fn, x: Tensor) -> tuple:
         return gradients(f, x)
 
 
-TRANSFORMS: dict[str, Callable[[Fn, Tensor], Any]] = {
+WAYS: dict[str, Callable[[Fn, Tensor], Any]] = {
     "autograd": gradients,
     "hooks": functools.partial(gradients_under, saved_tensors_hooks(lambda t: (t,), lambda packed: packed[0])),
     "hooks that copy": functools.partial(gradients_under, saved_tensors_hooks(torch.clone, lambda t: t)),
@@ -536,9 +536,9 @@ TRANSFORMS: dict[str, Callable[[Fn, Tensor], Any]] = {
 
 
 @SOME
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("x", [X, X3], ids=["2d", "3d"])
-def test_a_saved_value_that_is_changed_later_is_recomputed(x: Tensor, transform: str, policy: Any) -> None:
+def test_a_saved_value_that_is_changed_later_is_recomputed(x: Tensor, way: str, policy: Any) -> None:
 
     def run(wrap: Wrap) -> Any:
         region = wrap(lambda x: (y := x.sin() @ W, y.relu() * 2 + y))
@@ -547,7 +547,7 @@ def test_a_saved_value_that_is_changed_later_is_recomputed(x: Tensor, transform:
             y, z = region(x)
             return (y.neg_() * z * z).sum()
 
-        return TRANSFORMS[transform](f, x)
+        return WAYS[way](f, x)
 
     both(run, policy, exact=False)
 
