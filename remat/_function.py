@@ -13,11 +13,11 @@ import torch
 from ._compile import lowering as compiled
 from ._core import private
 from ._core.known import Known, known_of
-from ._core.state import is_disabled, own_work, state
+from ._core.state import is_disabled, own_work, state, without_policies
 from ._engine import lowering as engine
 from ._functorch import lowering as functorch
 from ._region.around import Around
-from ._region.hooks import hooks_are_allowed, is_hooks_refusal
+from ._region.hooks import hooks_are_allowed, in_torch_checkpoint, is_hooks_refusal
 from ._region.lowerings import as_in_first_run
 from ._region.options import Options
 
@@ -31,6 +31,9 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
         if is_disabled():
             return fn(*args, **kwargs)
         options = options.overridden()
+    if state.policies and in_torch_checkpoint():  # its recompute runs outside of the regions around it
+        with without_policies():
+            return call(fn, options, known, args, kwargs)
     if state.policies and state.policies[-1].is_budget:
         return fn(*args, **kwargs)  # a budget decides for everything inside its region
     if private.tracing():

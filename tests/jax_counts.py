@@ -139,3 +139,7 @@ NAMED_RESULT = [
     Row("loop_each", ("only h",), 4, {"tanh": 0, "matmul": 0}),
     Row("loop", ("only h",), 4, {"tanh": 0, "matmul": 0}),
 ]
+
+# The sines in the backward of three programs with results that no derivative needs: `detached`, `both_results` and
+# `one_result_of_each_call` in `tests/policy/test_policy_rules.py`.
+SINES = (2, 1, 1)

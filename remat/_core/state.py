@@ -183,6 +183,18 @@ class as_in_forward:
         state.unseen, state.filling, state.policies, state.lowerings = self.before
 
 
+class without_policies:
+    """Within, regions are called as if no region with a policy were around them."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        self.before, state.policies = state.policies, ()
+
+    def __exit__(self, *exception: Any) -> None:
+        state.policies = self.before
+
+
 class own_work:
     """Within, interceptors of outer regions treat calls as the package's own; with False, as the user's again."""
 

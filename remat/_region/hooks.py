@@ -61,6 +61,12 @@ def hooks_are_allowed() -> bool:
     return message is None or _REFUSAL in message
 
 
+def in_torch_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` encloses the code: its forward and its recompute can't be told apart."""
+    hooks = private.top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def check_hooks_are_allowed() -> None:
     """Check it before anything is changed.
 

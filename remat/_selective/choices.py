@@ -15,10 +15,10 @@ from .._core.flops import flops
 from .._core.known import Known
 from .._core.layout import is_dense
 from .._core.lines import Line, user_line, warn
-from .._core.private import top_hooks
 from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
 from .._policy.verdict import Verdict
+from .._region.hooks import in_torch_checkpoint
 from .._region.lowerings import as_in_first_run
 from .costs import cost_of
 from .hull import hull
@@ -58,7 +58,7 @@ class Choices:
             del choices[next(iter(choices))]
         self._known: list[tuple[Tradeoff, Choice]] = choices.setdefault(policy, [])
         # The known programs that match so far. A recompute of an enclosing region gets the programs of its first run.
-        self._matches = as_in_first_run([] if _is_in_torch_checkpoint() else [*self._known])
+        self._matches = as_in_first_run([] if in_torch_checkpoint() else [*self._known])
         self._chosen = policy.chosen  # a choice made earlier, as long as the operators match its program
         self.so_far: frozenset[int] = frozenset()  # what a new program saves: one choice, as all may exceed the budget
         self._news = known.is_new_warning
@@ -144,12 +144,6 @@ class Choices:
         }
         stays = {step.number for step in program.steps if not (lazy and step.can_be_skipped)}
         return Problem(program.steps, self.costs, sizes, keepable, roots, stays)
-
-
-def _is_in_torch_checkpoint() -> bool:
-    """Whether ``torch.utils.checkpoint`` encloses the region: its forward and its recompute can't be told apart."""
-    hooks = top_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[int], lazy: bool) -> Choice:

@@ -34,7 +34,7 @@ class Record:
         complete = self._decide_what_is_saved(recording)
         if recording.choices is not None and steps is None:
             lazy = self._has_slots and self._is_lazy
-            recording.choices.close(recording.log, self.program, roots, recording.results, lazy)
+            recording.choices.close(recording.log, self.program, roots, {value for value, _ in recording.results}, lazy)
         # A recompute gets the inputs as arguments.
         self.storages = recording.storages.outside({*recording.log.made, *self.inputs})
         if complete:  # a first-order backward pass recomputes nothing, so that copies of constants aren't needed
@@ -57,7 +57,8 @@ class Record:
         end = max((source.after for source in missing), default=0) if self._has_slots and not above else self._end
         # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
         leave = (can_be_skipped if self._is_lazy else always) if self._has_slots else never
-        self.saved_values.close(self.program.plan([*above, *needed], end, self.saved_values.there(), leave).used)
+        used = self.program.plan([*above, *needed], end, self.saved_values.there(), leave).used
+        self.saved_values.close(used, recording.results)
         self._wanted += needed
         return not missing and not above
 

@@ -128,7 +128,7 @@ class Recorder(RegionMode):
     def close(self, results: Iterable[torch.Tensor]) -> Record:
         """Return the record of the first run, which has ended."""
         recording = self.recording
-        recording.results = {recording.storages.find(part) for tensor in results for part in parts(tensor)}
+        recording.results = [(recording.storages.find(part), part) for tensor in results for part in parts(tensor)]
         del self.recording  # it has references to operands
         try:
             return Record(recording)

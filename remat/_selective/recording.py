@@ -45,7 +45,7 @@ class Recording:
         self.log = Log()
         self.saved_values = SavedValues(self.log)
         self.inputs: list[int] = []  # the values of the operands and the captured tensors
-        self.results: set[int | None] = set()  # the values of the region's results, when it has ended
+        self.results: list[tuple[int | None, torch.Tensor]] = []  # of the region and their values, when it has ended
         self.saves = Saves()
         self.names: dict[int, dict[str, Line]] = {}  # the names of each value
         self.named: dict[str, Line] = {}  # all names that were given in the region

@@ -120,10 +120,9 @@ class Replay(RegionMode):
         with without_torch_function():
             if facts.reshapes:
                 self.storages.forget(args[0])
-            if not self.storages.new(result):
-                return self.placeholders.mark(result)
-            self.placeholders.read(tensors((args, kwargs)))
-        return func(*args, **kwargs)
+            if self.storages.new(result):
+                self.placeholders.read(tensors((args, kwargs)))
+        return self.placeholders.mark(result)
 
     # --- matching -----------------------------------------------------------------------------------------------------
 

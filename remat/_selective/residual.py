@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._core import host_memory, private
+from .._core.facts import tensors
 from .._core.host_memory import Group, Offloaded
+from .._core.layout import holder
 from .._core.state import alias, unseen
 from .._region.handover import Handed, Hooks
 from .._region.placeholders import Placeholder
@@ -23,17 +25,29 @@ if TYPE_CHECKING:
 class Residual:
     """A saved value: the contents of a storage, as an operation made them. Methods take any alias as ``tensor``."""
 
-    __slots__ = ("__weakref__", "_bring", "_form", "_guard", "_near", "_offloaded", "_written", "line", "op")
+    __slots__ = ("__weakref__", "_bring", "_form", "_guard", "_near", "_offloaded", "_versions", "line", "op")
 
     def __init__(self, op: Any, line: Line | None) -> None:
         self.op, self.line = op, line  # the operator that made it, and the line that called the operator
         self._bring: Callable[[], torch.Tensor] | None = None
         self._near: torch.Tensor | None = None
         self._offloaded: Offloaded | None = None
+        self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors on its storage, unless it is a copy
 
     def save_here(self, tensor: torch.Tensor, form: tuple | None) -> None:
         """Save the value where it is."""
-        self._guard, self._written, self._form = alias(tensor), private.version(tensor), form or form_of(tensor)
+        self._guard, self._form = alias(tensor), form or form_of(tensor)
+        self._versions = [(self._guard, private.version(tensor))]
+
+    def watch(self, result: torch.Tensor) -> None:
+        """Watch a result of the region, whose version counter may be its own: ``_unsafe_view`` doesn't share it."""
+        if self._versions:
+            self._versions.append((alias(result), private.version(result)))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the value was changed in place."""
+        return any(private.version(tensor) != version for tensor, version in self._versions)
 
     def save_elsewhere(
         self, tensor: torch.Tensor, form: tuple | None, layout: Layout | None, outer: Hooks | None, group: Group | None
@@ -51,7 +65,10 @@ class Residual:
                 self._offloaded = Offloaded(numbers, group)
                 self._bring = self._offloaded.get
             else:
-                self._bring = Handed(numbers, outer).get
+                handed = Handed(numbers, outer)
+                self._bring = handed.get
+                if any(holder(kept) is holder(tensor) for kept in tensors(handed.packed)):
+                    self._versions = [(alias(tensor), private.version(tensor))]
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +100,12 @@ class Residual:
         Raises:
             MutationError: the value was changed in place.
         """
+        if self.has_changed:
+            op, line = self.op or "an operation", self.line or "an unknown line"
+            raise MutationError(
+                f"The output of {op} at {line}, which the region's policy saves for the backward, was "
+                f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."
+            )
         if self._bring is not None:
             if self._near is not None:
                 return self._near
@@ -90,12 +113,6 @@ class Residual:
                 content = self._bring()
                 whole = content.storage_offset() == 0 and content.is_contiguous()
                 return content if whole else content.clone(memory_format=torch.contiguous_format)
-        if private.version(self._guard) != self._written:
-            op, line = self.op or "an operation", self.line or "an unknown line"
-            raise MutationError(
-                f"The output of {op} at {line}, which the region's policy saves for the backward, was "
-                f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."
-            )
         return self._guard
 
     def fetch(self) -> None:

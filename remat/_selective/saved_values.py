@@ -83,12 +83,15 @@ class SavedValues:
             del self.held[value]
 
     def there(self) -> set[int]:
-        """Return the candidates and the values whose residuals are alive."""
-        return {*self.held, *self._residuals.keys()}
+        """Return the candidates and the values whose residuals are alive and unchanged."""
+        return {*self.held, *(value for value, residual in self._residuals.items() if not residual.has_changed)}
 
-    def close(self, needed: Collection[int]) -> None:
+    def close(self, needed: Collection[int], results: Collection[tuple[int | None, torch.Tensor]]) -> None:
         """Own the residuals that a recompute needs, and release all others, when the first run has ended."""
         owned = {value: self.residual(value) or self.save(value, self.held[value]) for value in sorted(needed)}
+        for value, tensor in results:
+            if value is not None and (residual := self.residual(value)) is not None:
+                residual.watch(tensor)
         self.release_all()
         self._owned = owned
         del self.log  # only the first run needs it
@@ -121,7 +124,7 @@ class SavedValues:
     @contextmanager
     def at_hand(self) -> Iterator[None]:
         """Within the context, have the residuals that hooks or host memory save at hand. They are fetched on entry."""
-        far = [residual for residual in self._residuals.values() if residual.is_elsewhere]
+        far = [each for each in self._residuals.values() if each.is_elsewhere and not each.has_changed]
         for residual in far:
             residual.fetch()
         try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import leaked_bytes
-from remat import CaptureError, MutationError, remat
+from remat import CaptureError, MutationError, policies, remat
 
 
 def same(actual: Any, expected: Any) -> None:
@@ -47,6 +47,34 @@ def test_around_torch_checkpoint() -> None:
     x = leaf(3, 3)
     f = remat(lambda x: checkpoint(lambda h: (h * h).tanh(), x.sin(), use_reentrant=False).exp())
     same(torch.autograd.grad(f(x).sum(), x), torch.autograd.grad((x.sin() * x.sin()).tanh().exp().sum(), x))
+
+
+@pytest.mark.parametrize(
+    "policy", [policies.save_ops("aten.mul"), policies.everything_saveable, policies.budget(0), policies.budget(0.5)]
+)
+def test_a_region_in_torch_checkpoint_in_a_region_with_a_policy(policy: Any) -> None:
+    """Torch recomputes the inner region outside of the outer one: it must save the same tensors with and without it."""
+    x = leaf(4, 4)
+
+    def two(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        product = x * b
+        loss = F.smooth_l1_loss(product, a, reduction="none")
+        return product + loss * 0.5, loss
+
+    def f(wrap: Callable) -> Callable:
+        inner, chain = wrap(two), wrap(lambda a: (a * a).sin() * a)
+
+        def body(a: Tensor) -> Tensor:
+            b = a.sin()
+            c = checkpoint(lambda p, q: sum(inner(p, q)), b, b, use_reentrant=False)
+            return checkpoint(chain, c, use_reentrant=False).cos()
+
+        return body
+
+    g = remat(f(remat), policy=policy)
+    expected = torch.autograd.grad(f(identity)(x).sum(), x)
+    for _ in range(2):  # a budget chooses in the first call
+        same(torch.autograd.grad(g(x).sum(), x), expected)
 
 
 # --- kinds of tensors -------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
 
 from benchmarks.measure import count_ops, peak_bytes
-from remat import remat
+from remat import nn as rematerialized
+from remat import policies, remat
 
 Wrap = Callable[[Callable], Callable]
 X = rand(3, 4, grad=False)
@@ -238,3 +239,21 @@ def test_memory_and_ops() -> None:
     before, after = (count_ops(grad(loss(wrap)), params, x) for wrap in (plain, remat))
     assert after["aten.tanh"] == 2 * before["aten.tanh"] == 6
     assert after["aten.tanh_backward"] == before["aten.tanh_backward"]
+
+
+@pytest.mark.parametrize("policy", [policies.save_matmuls | policies.save_convolutions, policies.everything_saveable])
+@pytest.mark.parametrize("layer", ["linear", "convolution"])
+def test_layers_before_an_activation_in_place(layer: str, policy: Any) -> None:
+    kind = {"linear": nn.Linear, "convolution": nn.Conv1d}[layer]
+    torch.manual_seed(0)
+    net = nn.Sequential(kind(4, 4, 1), nn.ReLU(inplace=True), kind(4, 4, 1)).double()
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    x = rand(4, 4, grad=False)
+
+    def products() -> Any:
+        gradient = grad(lambda params: functional_call(net, params, (x,)).square().sum())
+        return jvp(gradient, (params,), ({name: p.cos() for name, p in params.items()},))
+
+    expected = products()
+    rematerialized.apply(net, kind, policy=policy)
+    assert_same(products(), expected, exact=False)

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch._dynamo  # its import, which the first dispatch mode starts, would keep the frames in which it runs alive
 from cases import assert_same, cases, copied, rand, tensor_leaves, total
-from jax_counts import NAMED_RESULT, ROWS, Row
+from jax_counts import NAMED_RESULT, ROWS, SINES, Row
 from remat_functions import PROGRAMS, Program, built, made
 from torch import Tensor, exp, sin
 from torch.autograd.graph import get_gradient_edge
 from torch.func import grad, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import OpCounter, PeakMemory, assert_freed_without_gc, held_bytes
 from remat import checkpoint_name, policies, remat
@@ -258,6 +259,42 @@ def test_no_more_than_jax(row: Row, transform: str) -> None:
 @pytest.mark.parametrize("transform", ["autograd", "vjp"])
 def test_the_table(function: str, policy: str, kept: int, ran: dict, transform: str) -> None:
     assert counted(Row(function, tuple(policy.split("-")), kept, ran), transform) == (kept, ran)
+
+
+def detached(wrap: Callable, a: Tensor) -> Tensor:
+    return wrap(lambda a: sin(sin(a).detach()) * sin(a))(a)
+
+
+def both_results(wrap: Callable, a: Tensor) -> Tensor:
+    first, second = wrap(lambda a, b: (sin(a), sin(sin(b))))(a, a)
+    return first + second
+
+
+def one_result_of_each_call(wrap: Callable, a: Tensor) -> Tensor:
+    region = wrap(lambda a, b: (sin(a), sin(sin(b))))
+    return region(a, a)[0] + region(a, a)[1]
+
+
+@pytest.mark.parametrize(
+    "wrap, counts",
+    [  # `SINES` of `jax_counts` has the figures of JAX
+        (functools.partial(remat, policy=policies.save_matmuls), SINES),
+        (remat, (3, 2, 2)),
+        (lambda fn: functools.partial(checkpoint, fn, use_reentrant=False), (3, 2, 4)),
+    ],
+    ids=["policy", "no policy", "torch"],
+)
+def test_results_that_no_derivative_needs(wrap: Callable, counts: tuple) -> None:
+    """Only a policy knows which operations in the middle of a region are needed; otherwise all until the last one run."""
+    found = []
+    for program in (detached, both_results, one_result_of_each_call):
+        a = rand(3)
+        out = program(wrap, a).sum()
+        with OpCounter() as counter:
+            gradient = torch.autograd.grad(out, a)
+        found.append(kinds(counter.counts)["sin"])
+        assert_same(gradient, torch.autograd.grad(program(lambda fn: fn, a).sum(), a))
+    assert tuple(found) == counts
 
 
 # --- every order, and every number of passes --------------------------------------------------------------------------

@@ -175,3 +175,27 @@ def test_compared_values_do_not_include_placeholders(transform: Callable, policy
     module, x = torch.nn.LayerNorm(4, dtype=torch.float64), rand(3, 4, grad=False)
     region = remat(module, policy=policy, determinism_check="values")
     torch.testing.assert_close(transform(region)(x), transform(module)(x))
+
+
+def transposed_in_place(x: Tensor) -> Tensor:
+    stacked = torch.stack([x.sin(), x.cos()])
+    stacked.transpose_(0, 1)
+    return stacked
+
+
+GRU = torch.nn.GRU(4, 4, batch_first=True, dtype=torch.float64)
+
+
+def recurrent(x: Tensor) -> Tensor:
+    return GRU(x.reshape(1, -1, 4))[0].reshape(x.shape)
+
+
+@pytest.mark.parametrize("policy", [policies.save_matmuls, policies.everything_saveable, policies.budget(0.5), None])
+@pytest.mark.parametrize("fn", [transposed_in_place, recurrent])
+def test_a_gradient_step_through_a_region_that_reshapes_in_place(fn: Callable, policy: Any) -> None:
+    def step_through(region: Callable) -> Callable:
+        return lambda x: x - 0.1 * grad(lambda z: region(z).square().sum())(x)
+
+    x = rand(3, 4, grad=False)
+    actual = derivatives(remat(step_through(remat(fn)), policy=policy), x)
+    torch.testing.assert_close(actual, derivatives(step_through(fn), x))

@@ -36,6 +36,7 @@ from cases import (
 from cases import tensor_leaves as leaves_of
 from random_programs.toolbox import chosen
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, hessian, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -512,6 +513,43 @@ def test_results_may_be_changed_in_place(policy: Any) -> None:
         return gradients(stream)
 
     both(run, policy)
+
+
+X3 = torch.stack([X, Y])  # the result of a product with W has a version counter of its own
+
+
+def gradients_under(hooks: Any, f: Fn, x: Tensor) -> tuple:
+    with hooks:
+        return gradients(f, x)
+
+
+WAYS: dict[str, Callable[[Fn, Tensor], Any]] = {
+    "autograd": gradients,
+    "hooks": functools.partial(gradients_under, saved_tensors_hooks(lambda t: (t,), lambda packed: packed[0])),
+    "hooks that copy": functools.partial(gradients_under, saved_tensors_hooks(torch.clone, lambda t: t)),
+    "grad": lambda f, x: grad(f)(x),
+    "grad of grad": lambda f, x: grad(lambda x: grad(f)(x).sin().sum())(x),
+    "jvp of grad": lambda f, x: jvp(grad(f), (x,), (x.cos(),)),
+    "vmap of grad": lambda f, x: vmap(grad(f))(x),
+    "vmap of jvp of grad": lambda f, x: vmap(lambda x: jvp(grad(f), (x,), (x.cos(),)))(x),
+}
+
+
+@SOME
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("x", [X, X3], ids=["2d", "3d"])
+def test_a_saved_value_that_is_changed_later_is_recomputed(x: Tensor, way: str, policy: Any) -> None:
+
+    def run(wrap: Wrap) -> Any:
+        region = wrap(lambda x: (y := x.sin() @ W, y.relu() * 2 + y))
+
+        def f(x: Tensor) -> Tensor:
+            y, z = region(x)
+            return (y.neg_() * z * z).sum()
+
+        return WAYS[way](f, x)
+
+    both(run, policy, exact=False)
 
 
 class Interrupt(BaseException):
