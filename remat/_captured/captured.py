@@ -20,7 +20,7 @@ from .._ambient.generators import is_generator
 from .._core.contents import attributes, contents, copy_dict, size
 from .code import ByClass, called, is_library, is_sharded, may_add, names_of, slots, wrapped
 from .path import Path, Root
-from .variables import COPIED, Copy, Descriptors, Entries, PartialArgs, TensorId, Variables
+from .variables import COPIED, Copy, Descriptors, Entries, InDicts, PartialArgs, TensorId, Variables, in_dicts
 
 _BUDGET = 100_000  # objects visited per call
 _LIMIT = 10_000  # containers with more entries are data, not state
@@ -164,6 +164,9 @@ class Captured:
                 items = copy_dict(entries)
                 if not sharded and (items or may_add[cls]):
                     self.note(Entries, entries, items, whole=True)
+                if not sharded and items and name != "_modules":
+                    of_tensors = list(map(attributes, items.values()))
+                    self.note(InDicts, of_tensors, in_dicts(of_tensors), whole=True)
                 for key, value in items.items():
                     self.see(value, path.attribute(key))
         names = [] if cls.__module__ == _FSDP1 else [name for name in state if name not in _BASE_STATE]

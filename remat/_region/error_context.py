@@ -27,6 +27,8 @@ def with_region(error: E, region: Any, recomputing: bool = True) -> E:
         error.args = (f"{text}\nThe region is {where}.",)
     elif recomputing:
         _add_note(error, f"while recomputing {where}")
+    elif str(error).startswith("Expanded Weights"):
+        _add_note(error, "Regions don't take expanded weights: for per-sample gradients write `vmap(grad(loss))`.")
     return error.with_traceback(error.__traceback__ if root.options.debug else without_internals(error.__traceback__))
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same, rand
-from torch import Tensor
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from benchmarks.measure import assert_freed_without_gc, count_ops, leaked_bytes, peak_bytes
 from remat import remat
@@ -165,3 +167,37 @@ def test_everything_is_freed() -> None:
         grads = PROGRAMS["by both"](remat)(WEIGHTS, X)
         watch(grads[1], *(g for pair in grads[0] for g in pair))
         del grads
+
+
+class Wrapped(nn.Module):
+    """Two layers in a region."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.first, self.second, self.wrap = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrap(lambda x: self.second(self.first(x).sin()))(x)
+
+
+def expanded(wrap: Wrap) -> list[Any]:
+    """Per-sample gradients by expanded weights, a module's own way of computing them."""
+    torch.manual_seed(0)
+    model = Wrapped(wrap)
+    call_for_per_sample_grads(model)(X.float()).square().sum().backward()
+    return [p.grad_sample for p in model.parameters()]
+
+
+def test_expanded_weights() -> None:
+    """Regions refuse them, torch's checkpoint computes wrong gradients, and `vmap(grad)` the right ones."""
+    with pytest.raises(RuntimeError, match="Expanded Weights") as error:
+        expanded(remat)
+    assert "`vmap(grad(loss))`" in error.value.__notes__[0]
+    wrong = expanded(lambda fn: lambda x: torch_checkpoint(fn, x, use_reentrant=False))
+    right = expanded(plain)
+    assert not torch.allclose(wrong[0], right[0], rtol=0.1)
+    torch.manual_seed(0)
+    model = Wrapped(remat)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    found = vmap(grad(lambda w, x: functional_call(model, w, (x,)).square().sum()), (None, 0))(weights, X.float())
+    assert_same(list(found.values()), right, exact=False)

@@ -62,6 +62,8 @@ class Module(nn.Module):
         super().__init__()
         self.k, self.numbers, self.inner = 2.0, {"k": 2.0}, nn.Identity()
         self.inner.k = 2.0
+        self.weight = nn.Parameter(torch.ones(()))
+        self.weight.k, self.weight.numbers = 2.0, [2.0]
 
     def forward(self, x: Tensor) -> Tensor:
         return of(x, self.k * self.numbers["k"] * self.inner.k)
@@ -142,7 +144,7 @@ def later(fn: Callable, change: Callable) -> Program:
 
 HOLDER, MODULE, CELL, LIST, MEMBERS = Holder(), Module(), SimpleNamespace(k=2.0), [2.0], {2.0}
 IMPORTED, CONTEXT = ModuleType("remat_test_imported"), ContextVar("k", default=2.0)
-IMPORTED.k = 2.0
+CAPTURED.k = IMPORTED.k = 2.0
 ROWS: dict[str, list[Program]] = {
     "attributes of objects (variables or arguments) that are not modules and hold no tensors": [
         later(lambda x: of(x, OBJECT.k), lambda: changed(OBJECT, "k")),
@@ -153,6 +155,10 @@ ROWS: dict[str, list[Program]] = {
     "numbers and strings in a list or dict, except in those of a module or of the object that is called": [
         later(lambda x: of(x, NUMBERS["k"]), lambda: changed(NUMBERS, "k")),
         later(captured(LIST, lambda held: held[0]), lambda: changed(LIST, 0)),
+    ],
+    "attributes of tensors, except numbers and strings in those of a module's parameters and buffers": [
+        later(lambda x: of(x, CAPTURED.k), lambda: changed(CAPTURED, "k")),
+        later(lambda x: of(x, MODULE.weight.numbers[0]), lambda: changed(MODULE.weight.numbers, 0)),
     ],
     "attributes of classes and of imported Python modules, context variables, sets": [
         later(Shared(), lambda: written(lambda value: setattr(Shared, "k", value))),
@@ -232,6 +238,9 @@ RIGHT: dict[str, Callable[[], Program]] = {
     "attribute of a method's self": lambda: later(HOLDER.__call__, lambda: changed(HOLDER, "k")),
     "attribute of an object that it holds": lambda: later(HOLDER.of_other, lambda: changed(HOLDER.other, "k")),
     "number in a list that it holds": lambda: later(HOLDER.of_numbers, lambda: changed(HOLDER.numbers, 0)),
+    "attribute of a parameter of a module": lambda: later(
+        lambda x: of(x, MODULE.weight.k), lambda: changed(MODULE.weight, "k")
+    ),
     "attribute of a module in a module": lambda: later(MODULE, lambda: changed(MODULE.inner, "k")),
 }
 
