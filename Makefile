@@ -87,7 +87,9 @@ $(DOCS): $(DEMO)
 	touch $@
 
 # Tests compare the drop-in with fairscale, which is built from source without its dependencies; tests don't need them.
+# backpack and laplace-torch depend on torchvision, which asks for a torch of its own; only their examples need it.
 $(TEST): $(DEMO)
-	$(PIP) -q -e '.[test,integration,examples,benchmarks,lint]' setuptools wheel
+	$(PIP) -q -e '.[test,integration,libraries,examples,benchmarks,lint]' setuptools wheel
 	$(PIP) -q --no-deps --no-build-isolation fairscale==0.4.13
+	$(PIP) -q --no-deps backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1 laplace-torch==0.3
 	touch $@

@@ -6,6 +6,9 @@ The models are tiny, with random weights, on the CPU; nothing is downloaded. A r
 forward and backward, the peak of live tensor bytes in a step, and the number of matrix products and convolutions that
 the backward recomputes. The exit status is 1 if with `policy=None` one of them is more than with the library's own
 checkpointing. `extra` bytes are allowed for what a region must save to be correct where torch's checkpoint isn't.
+
+The last table has the peaks of libraries that take second derivatives or per-sample gradients
+(`benchmarks.derivatives`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import remat.nn
+from benchmarks.derivatives import USES, Peaks, peaks, peaks_table
 from benchmarks.measure import OpCounter, PeakMemory, gc_disabled, held_bytes
 from benchmarks.report import KIB, installed, parse, report, verdict
 
@@ -337,10 +341,18 @@ def table(rows: Sequence[Measurement]) -> str:
     return "\n".join(lines)
 
 
+def tables(rows: Sequence[Measurement | Peaks]) -> str:
+    """The tables of both kinds of rows."""
+    models = [row for row in rows if isinstance(row, Measurement)]
+    uses = [row for row in rows if isinstance(row, Peaks)]
+    return f"{table(models)}\n\n{peaks_table(uses)}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argparse.ArgumentParser(description=__doc__), argv)
-    rows = [measure(library) for library in LIBRARIES if installed(library.package, library.name)]
-    return report(options, rows, table)
+    rows: list[Measurement | Peaks] = [measure(each) for each in LIBRARIES if installed(each.package, each.name)]
+    rows += [peaks(use) for use in USES if installed(use.package, use.name)]
+    return report(options, rows, tables)
 
 
 if __name__ == "__main__":

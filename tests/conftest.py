@@ -1,14 +1,16 @@
 """The setup of all tests: one thread, a fixed seed, and tests marked `cuda` only where there is a device.
 
 Tests marked `long`, and the unselected cases of tests marked `sampled`, run only with `--all` (`make test-all`).
+Tests of a library that isn't installed are skipped; with `--all-packages`, as in `.ci/run`, they fail.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from host_copies import Copies
 from benchmarks.measure import gc_disabled
 from remat._core import host_memory
 
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 DEVICE = Path(__file__).parent / "device"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run `long` tests, and all cases of `sampled` tests")
+    parser.addoption("--all-packages", action="store_true", help="fail where a test is skipped for a missing package")
     parser.addoption("--simulate", choices=["cuda", "sim"], help="simulate a device with this name (tests/device)")
 
 
@@ -54,6 +58,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _failed_without_package(item.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _failed_without_package(collector.config, (yield))
+
+
+def _failed_without_package(config: pytest.Config, report: Report) -> Report:
+    """With `--all-packages`, change the report of a test or file that `pytest.importorskip` has skipped."""
+    if report.skipped and config.getoption("--all-packages") and "could not import" in str(report.longrepr):
+        report.outcome, report.longrepr = "failed", str(report.longrepr)
+    return report
 
 
 def _only_with_all(item: pytest.Item, numbers: Counter[str]) -> bool:
