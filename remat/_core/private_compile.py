@@ -58,6 +58,11 @@ def graph_break(reason: str) -> None:
     torch._dynamo.graph_break(msg=reason)
 
 
+def traced_function() -> torch.fx.Graph:
+    """The graph of the operator's function that Dynamo traces now."""
+    return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.current_tracer.graph
+
+
 graph_ids = torch._higher_order_ops.wrap.uid  # of checkpointed parts: the partitioner saves values between two parts
 
 
