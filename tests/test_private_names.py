@@ -20,12 +20,28 @@ from remat._core.state import carry
 PACKAGE = Path(remat.__file__).parent
 OWN = [PACKAGE / "_core" / name for name in ("private.py", "private_compile.py")]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in OWN)
+
+
+def tracer() -> Any:
+    """The object that traces a graph in Dynamo."""
+    found: list[Any] = []
+
+    @torch.compiler.assume_constant_result
+    def find() -> int:
+        found.append(torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.current_tracer)
+        return 0
+
+    torch.compile(lambda x: x + find(), backend="eager")(torch.ones(1))
+    return found[0]
+
+
 # Private attributes of objects, each with an object that has it.
 ON_OBJECTS = {
     "_sequence_nr": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
     "_dynamo_marked_constant": lambda: torch.compiler.assume_constant_result(lambda: None),
     "_torchdynamo_disable": lambda: torch.compiler.disable(lambda: None),
     "_version": lambda: torch.ones(1),
+    "_input_versions_at_beginning": tracer,
     "_base": lambda: torch.ones(1),
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_backward_hooks": lambda: torch.ones(1),

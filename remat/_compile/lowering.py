@@ -14,6 +14,7 @@ from .._core.state import guarded
 from .._policy.policy import NOTHING, Policy, as_policy
 from .._region.options import Options
 from . import transforms
+from .breaks import reason_to_break
 from .tags import judge
 
 
@@ -45,8 +46,16 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
             # Dynamo takes a partial of a function as a context, and only one that it sees being made.
             settings = {**settings, "context_fn": functools.partial(_contexts_of, policy)}
         return private.original_checkpoint(
-            lambda *inputs: fn(*inputs, **kwargs), *args, use_reentrant=False, **settings
+            lambda *inputs: _or_break(fn(*inputs, **kwargs)), *args, use_reentrant=False, **settings
         )
+
+
+def _or_break(result: Any) -> Any:
+    """The result of a region that is part of the graph. Another one breaks the graph, so that Python runs it."""
+    reason = reason_to_break()
+    if reason:
+        private_compile.graph_break(reason)
+    return result
 
 
 @private_compile.constant  # so that it is called while Dynamo traces

@@ -63,7 +63,16 @@ def _number(policy: Any, context_fn: Any) -> int:
 
 def _lowered(number: int, graph: GraphModule) -> Callable:
     """The function that AOT autograd calls, of the graph that Dynamo has lifted."""
-    return functools.partial(_run, _policies[number], graph)
+    return functools.partial(_run_safely, _policies[number], graph)
+
+
+def _run_safely(policy: Policy, graph: GraphModule, *args: Any) -> Any:
+    """The same. The graph around it disables saved-tensor hooks, and enables them only if nothing raises."""
+    try:
+        return _run(policy, graph, *args)
+    except BaseException:
+        private.hooks_enable()
+        raise
 
 
 def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:

@@ -58,6 +58,13 @@ def graph_break(reason: str) -> None:
     torch._dynamo.graph_break(msg=reason)
 
 
+def traced_function() -> tuple[torch.fx.Graph, list[int], torch.fx.Graph]:
+    """What Dynamo traces now: the graph of an operator's function, its inputs' first versions, and the whole graph."""
+    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    tracer = output.current_tracer
+    return tracer.graph, tracer._input_versions_at_beginning, output.root_tracer.graph
+
+
 graph_ids = torch._higher_order_ops.wrap.uid  # of checkpointed parts: the partitioner saves values between two parts
 
 

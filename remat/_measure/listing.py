@@ -14,6 +14,7 @@ from .._core.layout import holder
 from .._core.lines import Line
 from .._core.parts import parts
 from .._core.state import alias
+from .._region.hooks import hooks_allowed
 from .origins import Origin, Origins
 from .rows import Kind, SavedResidual
 from .subject import Subject
@@ -42,7 +43,7 @@ class Listing:
         subject = self.subject
         captured, cut = subject.cut()
         operands = subject.operands()
-        with subject.preserved(), cut:
+        with subject.preserved(), cut, hooks_allowed():
             origins = Origins(subject.modules)
             if under_hooks:
                 private.push_hooks(self.pack, attrgetter("tensor"))
