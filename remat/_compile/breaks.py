@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .._core import private, private_compile
 from .._core.layout import holder
@@ -25,8 +26,8 @@ _CHANGE = (
 @private_compile.constant  # so that it is called while Dynamo traces
 def reason_to_break() -> str:
     """Why the region that Dynamo has traced to its end can't be part of the graph; empty if it can be."""
-    graph, versions, whole = private_compile.traced_function()
-    if any(node.target is private.hooks_disable for node in graph.nodes):
+    graph, called, versions, whole = private_compile.traced_function()
+    if any(node.target is private.hooks_disable for node in chain(graph.nodes, *map(nodes, called))):
         return _TRANSFORM
     changed = [t for t, version in zip(_inputs(graph), versions) if private.version(t) != version]
     # A change of any other tensor is made out of place, when AOT autograd traces.
@@ -36,17 +37,17 @@ def reason_to_break() -> str:
 
 def _are_differentiated(changed: list[torch.Tensor], graph: Graph) -> bool:
     """Whether a value that depends on these inputs requires grad: then a recompute may read them."""
-    nodes: set[Node] = set()
+    depend: set[Node] = set()
     holders = set(map(holder, changed))
     for node in graph.nodes:
         given = _read(node)
         used = _tensors(given)
-        if nodes.isdisjoint(given) and holders.isdisjoint(map(holder, used)):
+        if depend.isdisjoint(given) and holders.isdisjoint(map(holder, used)):
             continue
         results = _tensors([node])
         if any(t.requires_grad for t in results):
             return True
-        nodes.add(node)
+        depend.add(node)
         holders.update(map(holder, results or used))  # without a result it writes to an operand
     return False
 
@@ -56,6 +57,11 @@ def _read(node: Node) -> list[Node]:
     if node.target in (F.batch_norm, F.instance_norm) and node.args[5:6] == (True,):
         return [each for each in node.all_input_nodes if each not in node.args[1:3]]
     return node.all_input_nodes
+
+
+def nodes(module: GraphModule) -> list[Node]:
+    """The nodes of a graph, and of those that its operators call."""
+    return [node for each in module.modules() if isinstance(each, GraphModule) for node in each.graph.nodes]
 
 
 def _inputs(graph: Graph) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from .._region.options import Options
 from .._region.outputs import Outputs
 from .._region.run import Run
 from .bottom import run_at_bottom
+from .breaks import nodes
 from .saved_values import SavedValues
 
 
@@ -101,7 +102,7 @@ def _inlined(graph: GraphModule, args: tuple) -> Any:
 
 def _has_levels(graph: GraphModule) -> bool:
     """Whether the graph contains transforms, whose levels Dynamo has numbered."""
-    return any("functorch" in (getattr(node.target, "__module__", None) or "") for node in _nodes(graph))
+    return any("functorch" in (getattr(node.target, "__module__", None) or "") for node in nodes(graph))
 
 
 class TracedRegion:
@@ -117,7 +118,7 @@ class TracedRegion:
         self.changed: dict[int, Any] = {}  # the old values of operands that the first run has changed
         self.outputs = Outputs(Options(determinism_check="none"))
         # Autograd Functions have rules for each level; any other higher-order operator may have too.
-        self.by_level = len(kinds) > 1 and any(map(_has_rules, _nodes(graph)))
+        self.by_level = len(kinds) > 1 and any(map(_has_rules, nodes(graph)))
 
     root = property(lambda self: self)
 
@@ -137,10 +138,6 @@ class TracedRegion:
 
     def check_result(self, result: Any) -> None:
         """Do nothing: all runs are of one graph."""
-
-
-def _nodes(graph: GraphModule) -> list[Any]:
-    return [node for module in graph.modules() if isinstance(module, GraphModule) for node in module.graph.nodes]
 
 
 def _has_rules(node: Any) -> bool:

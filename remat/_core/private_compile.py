@@ -58,11 +58,18 @@ def graph_break(reason: str) -> None:
     torch._dynamo.graph_break(msg=reason)
 
 
-def traced_function() -> tuple[torch.fx.Graph, list[int], torch.fx.Graph]:
-    """What Dynamo traces now: the graph of an operator's function, its inputs' first versions, and the whole graph."""
+def traced_function() -> tuple[torch.fx.Graph, list[torch.fx.GraphModule], list[int], torch.fx.Graph]:
+    """What Dynamo traces now for an operator.
+
+    Returns:
+        The graph of the operator's function, the functions that operators in it call, the first versions of its
+        tensor inputs, and the whole graph. Nodes have fake tensors.
+    """
     output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
     tracer = output.current_tracer
-    return tracer.graph, tracer._input_versions_at_beginning, output.root_tracer.graph
+    attributes = [output.nn_modules.get(node.target) for node in tracer.graph.find_nodes(op="get_attr")]
+    called = [each for each in attributes if isinstance(each, torch.fx.GraphModule)]
+    return tracer.graph, called, tracer._input_versions_at_beginning, output.root_tracer.graph
 
 
 graph_ids = torch._higher_order_ops.wrap.uid  # of checkpointed parts: the partitioner saves values between two parts

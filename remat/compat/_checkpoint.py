@@ -164,9 +164,9 @@ def _call(function: Any, settings: _Settings, args: tuple, kwargs: dict) -> Any:
 
 def _options(function: Callable, settings: _Settings) -> Options:
     """The options of a region, without those that come from ``context_fn``."""
-    if not callable(function):
-        raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
-    if not torch.compiler.is_compiling():  # Dynamo can't trace it
+    if not torch.compiler.is_compiling():  # Dynamo can't trace it for all kinds of callables
+        if not callable(function):
+            raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
         check_returns(function)
     _check_reentrant(settings.use_reentrant)
     if settings.determinism_check not in _CHECKS:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from .._core import private, private_compile
 from .._policy.policy import PolicyLike, as_policy
 from ._checkpoint import checkpoint
@@ -69,7 +71,7 @@ def install(policy: PolicyLike = None) -> Installation:
 
     @functools.wraps(_ORIGINAL)
     def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
-        if private_compile.traced_by_torch(function):
+        if not torch.compiler.is_dynamo_compiling() and private_compile.traced_by_torch(function):
             return _ORIGINAL(function, *args, use_reentrant=use_reentrant, **kwargs)
         own: Any = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
         return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)

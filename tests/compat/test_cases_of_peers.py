@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from cases import assert_same, rand
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -872,3 +873,60 @@ def test_a_value_that_is_saved_and_returned_exists_once() -> None:
     assert held_bytes(region, x) <= held_bytes(f, x) == 2 * x.nbytes
     assert count_ops(torch.autograd.grad, [t.sum() for t in region(x)], x)["aten.sin"] == 0
     assert_same(torch.autograd.grad([t.sum() for t in region(x)], x), torch.autograd.grad([t.sum() for t in f(x)], x))
+
+
+# --- torch: functions of all kinds in compiled code -------------------------------------------------------------------
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+    return (x.sin() * by).exp()
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(x)
+
+
+MADE_BEFORE = functools.partial(scaled, by=3.0)
+MODULE = Scaled()
+CALLED: dict[str, Callable] = {
+    "function": lambda call, x: call(scaled, x),
+    "keyword": lambda call, x: call(scaled, x, by=3.0),
+    "partial": lambda call, x: call(functools.partial(scaled), x),
+    "partial with an argument": lambda call, x: call(functools.partial(scaled, by=3.0), x),
+    "partial made before": lambda call, x: call(MADE_BEFORE, x),
+    "partial of a module's call": lambda call, x: call(functools.partial(MODULE.__call__), x),
+    "module": lambda call, x: call(MODULE, x),
+    "method": lambda call, x: call(MODULE.forward, x),
+    "autograd function": lambda call, x: call(Sine.apply, x),
+    "builtin": lambda call, x: call(torch.sin, x),
+    "method of a tensor": lambda call, x: call(x.mul, x),
+}
+
+
+@pytest.mark.parametrize("called", CALLED.values(), ids=CALLED)
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")], ids=str)
+def test_an_installed_checkpoint_in_compiled_code(called: Callable, policy: Any) -> None:
+    library = torch.utils.checkpoint
+    x = rand(3)
+    expected = torch.autograd.grad(called(lambda f, *args, **kwargs: f(*args, **kwargs), x).sum(), x)[0]
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    with compat.install(policy):
+        f = lambda x: called(functools.partial(library.checkpoint, use_reentrant=False), x)
+        found = torch.autograd.grad(torch.compile(f, backend=counter, fullgraph=True)(x).sum(), x)[0]
+    assert_same(found, expected, exact=False)
+    assert counter.frame_count == 1
+    nodes = [str(node.target) for node in counter.graphs[0].graph.nodes]
+    assert sum("tag_activation_checkpoint" in name for name in nodes) == 1

@@ -119,6 +119,17 @@ def test_regions_with_other_transforms_are_compiled(fn: Callable) -> None:
     assert regions(counter) == 1
 
 
+def test_a_branch_that_takes_a_derivative() -> None:
+    """Dynamo traces no such branch in a region that Python runs. The error leaves hooks enabled."""
+    with pytest.raises(RuntimeError, match="higher order operator"):
+        torch.compile(remat.remat(in_a_branch), backend="aot_eager")(X.clone().requires_grad_())
+    assert hooks_are_enabled()
+
+
+def in_a_branch(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, by_grad, torch.exp, (x,)) * x
+
+
 def test_fullgraph_is_an_error_with_the_reason() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"calls torch\.func\.grad or vjp"):
         torch.compile(remat.remat(by_grad), backend="aot_eager", fullgraph=True)(X.clone().requires_grad_())

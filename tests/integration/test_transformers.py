@@ -399,6 +399,11 @@ def test_compile() -> None:
         assert products == (its_own if policy is None else without)
         torch.testing.assert_close(result, expected)
     assert without < its_own
+    for policy in (None, policies.save_matmuls):
+        with remat.compat.install(policy):
+            products, result = compiled(checkpointed(copy.deepcopy(plain)))
+        assert products == (its_own if policy is None else without)
+        torch.testing.assert_close(result, expected)
 
 
 def test_peak_with_dropout() -> None:
