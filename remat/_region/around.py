@@ -11,6 +11,7 @@ import torch
 from .._core import private
 from .._core.state import state
 from .guards import Guards
+from .hooks import in_torch_checkpoint
 
 
 class RegionHooks(ABC):
@@ -65,16 +66,17 @@ class Around:
     def take(self, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
         """Pass a region's operands to the hooks. A recompute of the outer region may need nothing else."""
         if self.hooks is not None:
-            each = range(len(operands)) if uses is None else [i for _, i in uses]
-            operands.hand_over(self.hooks, None, None if self.region is None else each)
+            in_region = self.region is not None
+            each = None if uses is None or not (in_region or in_torch_checkpoint()) else [i for _, i in uses]
+            operands.hand_over(self.hooks, None, each, in_region)
 
     def take_captured(self, captured_inputs: Guards) -> None:
         """Pass captured tensors to the hooks, except those that stay alive anyway."""
         if self.hooks is not None and captured_inputs.tensors:
             in_region = self.region is not None
             which = _made_by_an_outer_region if in_region else _has_history
-            each = range(len(captured_inputs)) if in_region else None
-            captured_inputs.hand_over(self.hooks, None if getattr(self.owner, "takes_all", False) else which, each)
+            which = None if getattr(self.owner, "takes_all", False) else which
+            captured_inputs.hand_over(self.hooks, which, to_region=in_region)
 
 
 def _has_history(tensor: torch.Tensor) -> bool:

@@ -108,16 +108,20 @@ class Guards:
     # --- during the first run ---------------------------------------------------------------------------------------
 
     def hand_over(
-        self, hooks: Hooks, which: Callable[[torch.Tensor], bool] | None = None, to_region: Sequence[int] | None = None
+        self,
+        hooks: Hooks,
+        which: Callable[[torch.Tensor], bool] | None = None,
+        uses: Sequence[int] | None = None,
+        to_region: bool = False,
     ) -> None:
         """Pass these tensors to the saved-tensor hooks around the region, as autograd does with what it saves.
 
-        ``to_region``: the hooks are those of an outer region, and get the tensors at these indices, once for each use.
-        Another run of that region may find two tensors where this run finds one, and must pass the same number.
+        ``to_region``: the hooks are those of an outer region. They, and those of torch's checkpoint, get the tensors at
+        the indices ``uses``, once for each use: their recompute may find two tensors where this run finds one.
         """
-        kind = Handed if to_region is None else HandedToRegion
+        kind = HandedToRegion if to_region else Handed
         packed: dict[int, Handed | HandedToRegion] = {}
-        for i in range(len(self)) if to_region is None else to_region:
+        for i in range(len(self)) if uses is None else uses:
             if (tensor := self.tensors[i]) is not None and (which is None or which(tensor)):
                 packed.setdefault(i, kind(tensor, hooks))
         self.packed = packed

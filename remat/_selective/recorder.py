@@ -10,7 +10,7 @@ import torch
 from .._ambient.ambient import Ambient
 from .._core import private
 from .._core.devices import is_capturing
-from .._core.facts import Facts, facts_of, tensors
+from .._core.facts import Facts, facts_of, mapped, tensors
 from .._core.known import Known
 from .._core.parts import is_wrapper_call, parts
 from .._core.private import DispatchMode, FakeTensor, without_torch_function
@@ -43,6 +43,11 @@ class RegionMode(DispatchMode):
         self._known.compiles |= super().ignore_compile_internals()
         return self._known.compiles
 
+    @staticmethod
+    def with_memory(facts: Facts, args: tuple) -> tuple:
+        """A call's arguments with memory for the zeros of forward mode, which may crash torch under a dispatch mode."""
+        return mapped(_with_memory, args) if private.dual_level_active() and not facts.views else args
+
     def draw(self, facts: Facts, args: tuple, kwargs: dict) -> int | None:
         """Return the index of an operation among those that draw random numbers, or None if it does not draw."""
         if facts not in self._drawing and not facts.draws(args, kwargs):
@@ -70,6 +75,7 @@ class Recorder(RegionMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         recording, facts, kwargs = self.recording, facts_of(func), kwargs or {}
+        args = self.with_memory(facts, args)
         if types and is_wrapper_call(types):
             return self._on_wrappers(func, facts, args, kwargs)
         if facts.marks:
@@ -135,6 +141,10 @@ class Recorder(RegionMode):
         except BaseException:  # the recompute of an enclosing region may be stopped here
             recording.release()
             raise
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_zeros(tensor.shape) if private.has_no_memory(tensor) else tensor
 
 
 def recorder_for(region: Any) -> Recorder | None:

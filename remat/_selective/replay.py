@@ -57,6 +57,7 @@ class Replay(RegionMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
+        args = self.with_memory(facts, args)
         if types and is_wrapper_call(types):
             return NotImplemented
         if facts.marks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,6 +76,23 @@ def test_a_region_in_torch_checkpoint_in_a_region_with_a_policy(policy: Any) -> 
     expected = torch.autograd.grad(f(identity)(x).sum(), x)
     for _ in range(2):  # a budget chooses in the first call
         same(torch.autograd.grad(g(x).sum(), x), expected)
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+def test_a_region_with_one_tensor_twice_in_torch_checkpoint_in_a_region(policy: Any) -> None:
+    """Torch passes two tensors in its recompute: the region must save the same number of tensors."""
+    x, y = leaf(4, 4), leaf(4, 4)
+
+    def f(wrap: Callable) -> Callable:
+        def body(x: Tensor, y: Tensor) -> Tensor:
+            middle = y.sin()
+            inner = wrap(lambda a, b: F.batch_norm(a, None, None, training=True) * middle.tanh())
+            return checkpoint(inner, x, x, use_reentrant=False).tanh()
+
+        return body
+
+    found, expected = remat(f(partial(remat, policy=policy)))(x, y), f(identity)(x, y)
+    same(torch.autograd.grad(found.sum(), [x, y]), torch.autograd.grad(expected.sum(), [x, y]))
 
 
 # --- kinds of tensors -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import remat as package
 from remat import checkpoint_name, compat, policies
@@ -64,6 +64,17 @@ def apply(module: nn.Module, *numbers: int, **options: Any) -> None:
 
 def takes_one(module: nn.Module) -> bool:
     return type(module).__module__ != "torch.nn.modules.container" or isinstance(module, nn.Sequential)
+
+
+def torch_checkpoint(fn: Fn, *args: Any, **options: Any) -> Any:
+    """torch's checkpoint, in both runs. It can't recompute in `vmap`, nor a function that draws from own generators."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise NotImplementedError
+    before = GENERATOR.get_state()
+    result = checkpoint(fn, *args, **options)
+    if not torch.equal(before, GENERATOR.get_state()):
+        raise NotImplementedError
+    return result
 
 
 def compat_checkpoint(fn: Fn, *args: Any) -> Any:

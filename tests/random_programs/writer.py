@@ -13,7 +13,7 @@ from .compare import EXACT, OF_PARAMETERS, RUNS
 DEPTH = 3  # of nested functions, each of which may be a region, and may be called by a transform
 MOST = 24  # what nested transforms and regions may cost
 REGION = 2  # how much longer a program takes with a region around it; nested ones recompute each other
-TRANSFORMS = ("grad(", "grad_and_value(", "vjp(", "jvp(", "jac", "hessian", "linearize", "vmap", "dual(", "loop(", "differentiated")
+TRANSFORMS = ("grad", "vjp(", "jvp(", "jac", "hessian", "linearize", "vmap", "dual(", "loop(", "differentiated")
 WITHOUT_BUDGET = [text for text in alphabet.POLICIES if "budget" not in text and "offload" not in text]
 HEAD = "".join(f"from random_programs.{name} import *\n" for name in ("modules", "toolbox", "compare")) + "\n\n"
 # A function made here has the code of all others.
@@ -400,8 +400,6 @@ class Writer:
 
     def finished(self, run: str) -> str:
         text = "\n".join(self.lines)
-        if DRAWS.search(text):
-            text = text.replace("preserve_rng_state=False", "early_stop=False")
         if "rrelu" in text:  # autograd saves its noise before it is drawn, with arbitrary values
             text = text.replace('determinism_check="values"', 'determinism_check="metadata"')
         under = [word for word in TRANSFORMS if word in text]
@@ -412,6 +410,8 @@ class Writer:
         options = f", exact={exact}" + ", operators=True" * ("operator(" in text)
         if run in OF_PARAMETERS and self.chance(0.4):
             options += f", around=dict({self.region_options()})"
+        if DRAWS.search(text):
+            text, options = (each.replace("preserve_rng_state=False", "early_stop=False") for each in (text, options))
         text = f"{HEAD}{text}\n\n\ncompare(make, {run!r}{options})\n"
         if exact and not self.modules and not self.draws and "checkpoint(" not in text:
             # A result that a pack hook returns unchanged is never freed by torch, and would be counted.
