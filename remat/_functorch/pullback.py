@@ -135,5 +135,5 @@ def _lift_all(operands: Tensors, level: int) -> list[torch.Tensor]:
 
 def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
     if followed and tensor.requires_grad:
-        return tensor.view_as(tensor)
+        return tensor[...]
     return as_leaf(tensor)

@@ -43,7 +43,7 @@ def apart(operands: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[
     if not which:
         return operands
     with unseen():
-        return [t.view_as(t) if i in which else t for i, t in enumerate(operands)]
+        return [t[...] if i in which else t for i, t in enumerate(operands)]
 
 
 class Overlap(NamedTuple):

@@ -29,8 +29,8 @@ def cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.T
         return result
     if leaf is None:
         with torch.no_grad():
-            return result.view_as(result)
-    return result.view_as(result) if result.layout is torch.strided else result.clone()
+            return result[...]  # `view_as` would change strides of dimensions of size 1
+    return result[...] if result.layout is torch.strided else result.clone()
 
 
 def tangents(tensors: Sequence[torch.Tensor]) -> dict[int, tuple]:

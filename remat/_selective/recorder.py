@@ -31,13 +31,18 @@ class RegionMode(DispatchMode):
         self._policy, self._known = policy, known
         self._drawing = drawing  # operations of other libraries that have drawn random numbers
         self.number = 0  # of enclosing regions in a first run under a policy
-        self.count = 0  # operations so far that have drawn random numbers
+        self.draws = 0  # operations so far that have drawn random numbers
         self.noting = False  # it is no log of ``debug=True``
         self.ranges = Ranges()
 
-    def go_back(self, count: int) -> None:
+    @property
+    def count(self) -> Any:
+        """How far the run has come, for `go_back`."""
+        return self.draws
+
+    def go_back(self, count: Any) -> None:
         """Forget later draws: an inner run was abandoned, which draws the same numbers when it starts again."""
-        self.count = count
+        self.draws = count
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         self._known.compiles |= super().ignore_compile_internals()
@@ -52,8 +57,8 @@ class RegionMode(DispatchMode):
         """Return the index of an operation among those that draw random numbers, or None if it does not draw."""
         if facts not in self._drawing and not facts.draws(args, kwargs):
             return None
-        self.count += 1
-        return self.count - 1
+        self.draws += 1
+        return self.draws - 1
 
     def __enter__(self) -> Any:
         self.number = len(state.recordings)
@@ -126,6 +131,15 @@ class Recorder(RegionMode):
         if exception[0] is not None:
             self.recording.release()
         state.recordings = state.recordings[:-1]
+
+    @property
+    def count(self) -> Any:
+        return self.draws, self.recording.saved_values.count
+
+    def go_back(self, count: Any) -> None:
+        """Forget later draws, and what was handed to the hooks around the region since."""
+        self.draws, saved = count
+        self.recording.saved_values.go_back(saved)
 
     def bind(self, operands: Iterable[torch.Tensor]) -> None:
         """Record the inputs."""

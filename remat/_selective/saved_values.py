@@ -108,6 +108,17 @@ class SavedValues:
         for each in (self.held, self._owned, self._residuals):
             each.pop(value, None)
 
+    @property
+    def count(self) -> int:
+        """The number of residuals so far."""
+        return len(self._owned)
+
+    def go_back(self, count: int) -> None:
+        """Forget all residuals after the first ``count``, in a first run."""
+        for value in list(self._owned)[count:]:
+            self._owned.pop(value).settle()
+            self._residuals.pop(value, None)
+
     def release(self, value: int) -> None:
         """Drop the residual of a value that the last recompute has restored."""
         self._owned.pop(value, None)

@@ -10,10 +10,10 @@ import torch
 from cases import Case, assert_same, cases, differentiable_leaves, rand
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.nn.functional import conv1d, dropout
+from torch.nn.functional import conv1d, dropout, linear
 
 from benchmarks.measure import count_ops, leaked_bytes, peak_bytes
-from remat import remat
+from remat import policies, remat
 from remat._core import trees
 
 Wrap = Callable[[Callable], Callable]
@@ -22,7 +22,7 @@ W = rand(4, 4, grad=False)
 X = rand(3, 4, seed=1, grad=False)
 
 
-def plain(fn: Callable) -> Callable:
+def plain(fn: Callable, **options: Any) -> Callable:
     return fn
 
 
@@ -300,3 +300,46 @@ def test_casts_of_a_region_without_tangents_at_a_jvp_level() -> None:
         found, wanted = program(remat)(x), program(lambda fn: fn)(x)
     assert found.dtype == wanted.dtype
     assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("randomness", RANDOMNESS)
+def test_an_inner_run_that_is_abandoned_in_a_region_with_a_policy(randomness: str) -> None:
+    """A region starts again when it has drawn numbers at a level where no operand is batched.
+
+    What the policy of the region around it had handed to the outermost region is handed over again then.
+    """
+    x, y = rand(3, 4), rand(3, 4, seed=1)
+
+    def program(wrap: Callable) -> Any:
+        inner = wrap(lambda x: dropout(x.sin(), 0.4), policy=policies.everything_saveable)
+        middle = wrap(lambda x: inner(x * 2), policy=policies.everything_saveable)
+
+        def outer(p: Tensor) -> Tensor:
+            middle(y)
+            return p.relu()
+
+        out = vmap(wrap(outer), randomness=randomness)(x)
+        return torch.autograd.grad(out.sum(), x)
+
+    both(program)
+
+
+def test_an_operand_keeps_the_strides_of_dimensions_of_size_1() -> None:
+    """Operations may take another path otherwise: a chunk of one row is a batch with odd strides."""
+    x, y, w = rand(4, 4), rand(4, 4, seed=1), rand(4, 4, seed=2)
+
+    def program(wrap: Wrap) -> Any:
+        layer = wrap(lambda t: linear(t, w))
+
+        def pushed(p: Tensor, q: Tensor) -> Tensor:
+            def changed(p: Tensor) -> Tensor:
+                t = q * 1
+                t[0] = p[1]
+                return layer(t)
+
+            return jvp(changed, (p,), (p,))[1]
+
+        out = vmap(pushed, (0, 1), chunk_size=1)(torch.stack([x, x.cos()]), torch.stack([y, y.cos()], 1))
+        return torch.autograd.grad(out.sum(), (x, w))
+
+    both(program)
