@@ -64,7 +64,7 @@ PLAIN = several("""
     {a} * float({b}.detach().tanh()[0, 0]) | ({a}.sin() if {b}.sum() > 0 else {a}.cos())
     {a}[{b}.detach() > 0].sum() * {a}
     {a} * torch.from_numpy(np.clip({b}.detach().numpy(), -1, 1)) | {a} * torch.tensor({b}.detach().tanh()[0].tolist())
-    {a}.float().sin().double() * {b}.to(torch.bfloat16).double() | OldSquare.apply({a} * 0.5, 3.0) * {b}
+    {a}.float().sin().double() * {b}.to(torch.float32).double() | OldSquare.apply({a} * 0.5, 3.0) * {b}
     torch.sparse.mm({a}.detach().relu().to_sparse(), {b}) | ({a} * 1).to_sparse().to_dense() * {b}
     torch.poisson({b}.detach().abs().clamp(max=3)) * {a}
 """)

@@ -114,7 +114,8 @@ def higher(orders: int, fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> t
 def batched(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
     out = fn(x, y)
     heads = torch.eye(16)[:5].view(5, 4, 4)
-    return [out], gradients(out, leaves, grad_outputs=heads, is_grads_batched=True) if out.requires_grad else []
+    found = gradients(out, leaves, grad_outputs=heads, is_grads_batched=True) if out.requires_grad else []
+    return [out], [g.expand(5, *t.shape) for g, t in zip(found, leaves)]
 
 
 def in_a_direction(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:

@@ -1,0 +1,111 @@
+"""Random programs leave nothing behind: live tensors, and bytes that are allocated, after many runs of each."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from random_programs import compare
+from random_programs.compare import observe, surrounded
+from random_programs.writer import source
+
+from remat import policies, remat
+
+CALLS, PARTS = 100, 5
+# Programs that run quickly, under all kinds of transforms, and leak nothing without regions: torch's `linearize` does.
+SEEDS = [
+    7, 15, 47, 50, 55, 74, 80, 92, 98, 103, 104, 107, 117, 122, 126, 163, 176, 187, 200, 203, 211, 226, 243,
+    248, 250, 252, 282, 292, 297, 308, 309, 322, 340, 352, 362, 363, 367, 393, 398, 417, 424, 429, 440, 449,
+    464, 465, 471, 472, 476, 491,
+]  # fmt: skip
+
+
+class Allocated(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "kc",
+        )
+    ]
+
+
+LIBC = ctypes.CDLL(None)
+COUNTS = hasattr(LIBC, "mallinfo2")  # of glibc: it sees tensors that only C++ refers to
+if COUNTS:
+    LIBC.mallinfo2.restype = Allocated
+
+
+def nbytes() -> int:
+    info = LIBC.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def grows(call: Callable[[], Any]) -> list[tuple[int, int]]:
+    """How many tensors and bytes more are alive after each fifth of the calls, when the caches are filled."""
+    counts = []
+    for _ in range(5):
+        for _ in range(CALLS // 5):
+            call()
+        gc.collect()
+        counts.append((sum(isinstance(each, torch.Tensor) for each in gc.get_objects()), nbytes()))
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(counts, counts[1:])]
+
+
+def leaks(call: Callable[[], Any]) -> bool:
+    """Whether each fifth leaves a tensor, or the bytes of one small tensor for each second call."""
+    grown = grows(call)
+    return all(count > 0 for count, _ in grown) or all(size >= CALLS // 5 // 2 * 400 for _, size in grown)
+
+
+def program(seed: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """A function that makes the program of a seed, and runs it with regions."""
+    found: list[Any] = []
+    monkeypatch.setattr(compare, "compare", lambda make, run, around=None, **_: found.extend((make, run, around)))
+    monkeypatch.setattr(compare, "keeps_no_more", lambda *_: None)
+    monkeypatch.setattr(compare, "recomputes_no_more", lambda *_: None)
+    exec(compile(source(seed), "<program>", "exec"), {"__name__": "program"})
+
+    def run() -> None:
+        with surrounded():
+            observe(*found)
+
+    return run
+
+
+@pytest.mark.skipif(not COUNTS, reason="needs glibc's mallinfo2")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs_leak_nothing(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [seed for seed in SEEDS[part::PARTS] if leaks(program(seed, monkeypatch))] == []
+
+
+@pytest.mark.skipif(not COUNTS, reason="needs glibc's mallinfo2")
+def test_a_region_around_a_gradient_leaks_nothing() -> None:
+    inner = remat(lambda a: torch.func.vmap(lambda z: z.sin().exp())(a).sum())
+    region = remat(torch.func.grad(inner), policy=policies.everything_saveable)
+    x = torch.rand(4, 4)
+    assert not leaks(lambda: region(x))
+
+
+@pytest.mark.skipif(not COUNTS, reason="needs glibc's mallinfo2")
+@pytest.mark.parametrize("kept", ["in Python", "in C++"])
+def test_a_leak_is_found(kept: str) -> None:
+    alive: list[Any] = []
+
+    def call() -> None:
+        out = torch.rand(4, 4, requires_grad=True).sin()
+        alive.append(out if kept == "in Python" else torch.autograd.graph.get_gradient_edge(out))
+
+    assert leaks(call)
