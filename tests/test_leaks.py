@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def grows(call: Callable[[], Any]) -> list[tuple[int, int]]:
             call()
         gc.collect()
         counts.append((sum(isinstance(each, torch.Tensor) for each in gc.get_objects()), nbytes()))
-    return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(counts, counts[1:])]
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counts)]
 
 
 def leaks(call: Callable[[], Any]) -> bool:

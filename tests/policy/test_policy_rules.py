@@ -285,7 +285,7 @@ def one_result_of_each_call(wrap: Callable, a: Tensor) -> Tensor:
     ids=["policy", "no policy", "torch"],
 )
 def test_results_that_no_derivative_needs(wrap: Callable, counts: tuple) -> None:
-    """Only a policy knows which operations in the middle of a region are needed; otherwise all until the last one run."""
+    """Only a policy knows which operations in the middle of a region are needed; otherwise all run until the last."""
     found = []
     for program in (detached, both_results, one_result_of_each_call):
         a = rand(3)

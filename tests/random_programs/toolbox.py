@@ -21,8 +21,7 @@ from cases import OldSquare, SineAndCosine, rand, total
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
-from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import remat as package
 from remat import checkpoint_name, compat, policies
