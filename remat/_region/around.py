@@ -64,19 +64,23 @@ class Around:
             each.go_back(position)
 
     def take(self, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
-        """Pass a region's operands to the hooks. A recompute of the outer region may need nothing else."""
+        """Pass a region's operands to the hooks. A recompute of the outer region may need nothing else.
+
+        Hooks of a region or of torch's checkpoint get an operand once for each use of it: their recompute may find two
+        tensors where this run finds one, and must pass the same number.
+        """
         if self.hooks is not None:
-            in_region = self.region is not None
-            each = None if uses is None or not (in_region or in_torch_checkpoint()) else [i for _, i in uses]
-            operands.hand_over(self.hooks, None, each, in_region)
+            repeated = uses is not None and (self.region is not None or in_torch_checkpoint())
+            each = [i for _, i in uses or ()] if repeated else range(len(operands))
+            operands.hand_over(self.hooks, each, self.region is not None)
 
     def take_captured(self, captured_inputs: Guards) -> None:
         """Pass captured tensors to the hooks, except those that stay alive anyway."""
         if self.hooks is not None and captured_inputs.tensors:
-            in_region = self.region is not None
+            in_region, takes_all = self.region is not None, getattr(self.owner, "takes_all", False)
             which = _made_by_an_outer_region if in_region else _has_history
-            which = None if getattr(self.owner, "takes_all", False) else which
-            captured_inputs.hand_over(self.hooks, which, to_region=in_region)
+            each = [i for i, t in enumerate(captured_inputs.tensors) if takes_all or (t is not None and which(t))]
+            captured_inputs.hand_over(self.hooks, each, in_region)
 
 
 def _has_history(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ the region itself changed them (batch-norm statistics).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from types import MappingProxyType
@@ -107,28 +107,22 @@ class Guards:
 
     # --- during the first run ---------------------------------------------------------------------------------------
 
-    def hand_over(
-        self,
-        hooks: Hooks,
-        which: Callable[[torch.Tensor], bool] | None = None,
-        uses: Sequence[int] | None = None,
-        to_region: bool = False,
-    ) -> None:
-        """Pass these tensors to the saved-tensor hooks around the region, as autograd does with what it saves.
+    def hand_over(self, hooks: Hooks, uses: Iterable[int], to_region: bool = False) -> None:
+        """Pass the tensors at these indices to the saved-tensor hooks around the region, once for each use.
 
-        ``to_region``: the hooks are those of an outer region. They, and those of torch's checkpoint, get the tensors at
-        the indices ``uses``, once for each use: their recompute may find two tensors where this run finds one.
+        Autograd does so with what it saves. ``to_region``: the hooks are those of an outer region.
         """
         kind = HandedToRegion if to_region else Handed
         packed: dict[int, Handed | HandedToRegion] = {}
-        for i in range(len(self)) if uses is None else uses:
-            if (tensor := self.tensors[i]) is not None and (which is None or which(tensor)):
+        for i in uses:
+            if (tensor := self.tensors[i]) is not None:
                 packed.setdefault(i, kind(tensor, hooks))
         self.packed = packed
 
     def offload(self) -> None:
         """Move activations to host memory. Device memory is freed if no other reference keeps it alive."""
-        self.hand_over((functools.partial(Offloaded, group=Group()), Offloaded.get), _is_activation)
+        hooks = functools.partial(Offloaded, group=Group()), Offloaded.get
+        self.hand_over(hooks, [i for i, tensor in enumerate(self.tensors) if _is_activation(tensor)])
 
     def is_as_before(self, i: int, tensor: torch.Tensor) -> bool:
         same = private.version(tensor) == self.versions[i]
@@ -294,8 +288,10 @@ class Guards:
         return tensor
 
 
-def _is_activation(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_leaf and tensor.requires_grad) and not host_memory.in_host_memory(tensor)
+def _is_activation(tensor: torch.Tensor | None) -> bool:
+    return (
+        tensor is not None and not (tensor.is_leaf and tensor.requires_grad) and not host_memory.in_host_memory(tensor)
+    )
 
 
 _OF_PARAMETERS = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
