@@ -35,10 +35,9 @@ from torch.nn import functional as F
 
 import remat
 from benchmarks.measure import PeakMemory, count_flops
+from benchmarks.picture import new_axes, save
 from benchmarks.report import KIB, parse, report, verdict
 from remat import policies
-from remat._measure.drawing import Axis, Point, scatter, standalone
-from remat._measure.units import flops_text, size_text
 
 __all__ = ["BLOCKS", "Row", "main"]
 
@@ -189,14 +188,16 @@ def presets(name: str) -> list[Row]:
     return rows
 
 
-def picture() -> str:
-    """All choices for a transformer block, and the presets, as SVG."""
+def draw(path: Path) -> None:
+    """Write all choices for a transformer block, and the presets, as SVG."""
     make, shape = BLOCKS["transformer"]
     curve = remat.pareto(make().requires_grad_(False), torch.randn(shape).requires_grad_(), cost="flops")
-    found = [Point("", point.nbytes, point.flops, 1) for point in curve.points]
-    points = [Point(r.name.partition(", ")[2], r.reference_bytes, r.reference_flops) for r in presets("transformer")]
-    axes = Axis("bytes saved", size_text, 1024), Axis("FLOPs recomputed", flops_text)
-    return standalone(scatter([*found, *points], *axes, front=found))
+    axes = curve.plot(new_axes())
+    for marker, row in zip("svD", presets("transformer")):
+        label = row.name.partition(", ")[2]
+        axes.plot(row.reference_bytes, row.reference_flops, marker, clip_on=False, label=label)
+    axes.legend()
+    save(axes, path)
 
 
 def compiled(part: float) -> Row:
@@ -297,8 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if options.picture is not None:
-        options.picture.parent.mkdir(parents=True, exist_ok=True)
-        options.picture.write_text(picture())
+        draw(options.picture)
     rows = [row for name in BLOCKS for row in predictions(name)]
     rows += [row for name in BLOCKS for row in presets(name)]
     rows += [compiled(part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]

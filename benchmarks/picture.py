@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from remat._measure.drawing import Axis, Point, scatter, standalone
-from remat._measure.units import flops_text, size_text
+from remat._measure.plot import peaks
 
-__all__ = ["draw"]
+__all__ = ["draw", "new_axes", "save"]
 
 
 class Measured(Protocol):
@@ -23,9 +22,23 @@ class Measured(Protocol):
 
 def draw(rows: Sequence[Measured], path: Path, title: str) -> None:
     """Write the picture as SVG. Compiled rows are skipped, as their FLOPs aren't counted."""
-    rows = [row for row in rows if row.recomputed_flops is not None]
-    families = list(dict.fromkeys(row.family for row in rows))
-    points = [Point(row.policy, row.recomputed_flops or 0, row.peak_bytes, families.index(row.family)) for row in rows]
-    x, y = Axis("FLOPs recomputed in a step", flops_text), Axis("peak memory of a step", size_text, 1024)
+    axes = new_axes()
+    points = [(f"{row.family}: {row.policy}", row.recomputed_flops, row.peak_bytes) for row in rows]
+    peaks(axes, [point for point in points if point[1] is not None]).set_title(title, fontsize="medium")
+    save(axes, path)
+
+
+def new_axes() -> Any:
+    """The axes of a new picture."""
+    from matplotlib.figure import Figure
+
+    return Figure(layout="constrained").subplots()
+
+
+def save(axes: Any, path: Path) -> None:
+    """Write a picture as SVG, the same each time, with text as text."""
+    import matplotlib
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(standalone(scatter(points, x, y, legend=families, title=title)))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "remat"}):
+        axes.figure.savefig(path, format="svg", metadata={"Date": None})

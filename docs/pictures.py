@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 
+import matplotlib
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import remat
 from remat import PolicyLike, policies
-from remat._measure.drawing import COLOURS, RIGHT, TOP, Axis, Curve, lines, standalone
-from remat._measure.drawing import WIDTH as WIDTH_OF_CHART
-from remat._measure.units import size_text
 
 WIDTH, HEADS, DEPTH, BATCH, TIME, TOKENS = 128, 4, 8, 8, 128, 256
 
@@ -47,24 +46,32 @@ def report(choice: list[PolicyLike] | None) -> remat.Report:
     )
 
 
-def timeline(found: remat.Report) -> str:
-    """Live bytes over the operations of each row, with a legend."""
+def timeline(found: remat.Report, axes: Axes) -> None:
+    """Live bytes over the operations of each row; a dot marks the end of the forward pass."""
     labels = ["plain", "remat(block)", "remat(block, policy=save_matmuls | save_attention)"]
-    rows = list(enumerate(zip(labels, found.rows)))
-    curves = [Curve(label, row.timeline, i, row.forward_operations) for i, (label, row) in rows]
-    operations = Axis("operations of a training step (a dot marks the end of the forward pass)", str)
-    chart = lines(curves, operations, Axis("live bytes", size_text, 1024))
-    texts = [
-        f'<text x="{WIDTH_OF_CHART - RIGHT}" y="{TOP + 14 + 17 * i}" text-anchor="end" style="fill:{COLOURS[i]}">'
-        f"{escape(label)}: peak {size_text(row.peak_bytes)}</text>"
-        for i, (label, row) in rows
-    ]
-    return standalone(chart.replace("</svg>", "\n".join([*texts, "</svg>"])))
+    for label, row in zip(labels, found.rows):
+        mib = [nbytes / 2**20 for nbytes in row.timeline]
+        end = row.forward_operations - 1
+        axes.plot(mib, "-o", markevery=[end], label=f"{label}: peak {row.peak_bytes / 2**20:.1f} MiB")
+    axes.set_xlabel("operations of a training step (a dot marks the end of the forward pass)")
+    axes.set_ylabel("live memory, MiB")
+    axes.set(xlim=0, ylim=(0, 1.25 * found.plain.peak_bytes / 2**20))  # with space for the legend
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def save(axes: Axes, path: Path) -> None:
+    """Write a picture as SVG, the same each time, with text as text."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "remat"}):
+        axes.figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    found = report([None, policies.save_matmuls | policies.save_attention])
     docs = Path(__file__).parent
-    (docs / "timeline.svg").write_text(timeline(found), encoding="utf-8")
+    found = report([None, policies.save_matmuls | policies.save_attention])
     print(found)
-    report(None).to_svg(docs / "how-to" / "report.svg")
+    axes = Figure((7.2, 4), layout="constrained").subplots()
+    timeline(found, axes)
+    save(axes, docs / "timeline.svg")
+    axes = Figure((7.2, 4), layout="constrained").subplots()
+    save(report(None).plot(axes), docs / "how-to" / "report.svg")

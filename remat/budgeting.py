@@ -34,7 +34,8 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         **kwargs: keyword arguments of ``fn``.
 
     Returns:
-        The curve. It can be printed, ``points`` has the choices, and ``at("64MiB")`` returns a policy.
+        The curve. It can be printed and drawn (``plot()``). ``points`` has the choices, and ``at("64MiB")`` returns a
+        policy.
 
     Raises:
         RematError: nothing in ``fn`` is differentiated, or it calls ``torch.func`` transforms itself.

@@ -124,10 +124,9 @@ def report(
         **kwargs: its keyword arguments. If it has one with the name of an option above, wrap it in a lambda.
 
     Returns:
-        A report. Its text is a table; in a notebook it is a page with pictures, which ``to_html("report.html")`` writes
-        to a file. ``plain``, ``as_written`` and ``policies`` have the numbers, ``rows`` all of these, ``pareto`` the
-        policies that no other row beats, ``residuals`` the saved tensors by module and operation, ``timeline`` the
-        live bytes over the operations, and ``to_dict()`` everything.
+        A report. Its text is a table, and ``plot()`` draws it. ``plain``, ``as_written`` and ``policies`` have the
+        numbers, ``rows`` all of these, ``pareto`` the policies that no other row beats, ``residuals`` the saved tensors
+        by module and operation, ``timeline`` the live bytes over the operations, and ``to_dict()`` everything.
 
     Raises:
         RuntimeError: called under a ``torch.func`` transform. Pass the transform as ``transform``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -15,7 +14,7 @@ from ._modules.eligible import check_module
 from ._modules.region_class import second_module
 from ._policy.policy import Policy, PolicyLike
 from ._region.options import DeterminismCheck, Options, checked_options
-from ._region.unsupported import POLICY_IS_A_KEYWORD, check_returns, refuse
+from ._region.unfinished import check_returns
 
 F = TypeVar("F", bound=Callable)
 
@@ -47,13 +46,12 @@ def remat(
 def remat(
     fn: Any = None,
     /,
-    *args: Any,
+    *,
     policy: PolicyLike = None,
     preserve_rng_state: bool = True,
     determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
-    **kwargs: Any,
 ) -> Any:
     """Save only the inputs of ``fn`` between forward and backward, and recompute the rest in the backward.
 
@@ -81,8 +79,8 @@ def remat(
         be pickled and deep-copied if ``fn`` can.
 
     Raises:
-        TypeError: ``fn`` is not callable, or is a generator or async function, or an option has the wrong type. For
-            options of ``jax.checkpoint`` and ``torch.utils.checkpoint``, the message names the replacement.
+        TypeError: ``fn`` is not callable, or is a generator or async function, or an option is unknown or has the wrong
+            type.
         ValueError: ``determinism_check`` is not one of these three strings.
         PolicyError: ``policy`` is not a policy.
         RematError: ``fn`` is a module whose library's own activation checkpointing is on.
@@ -101,25 +99,15 @@ def remat(
     Modeled on ``jax.checkpoint``. The method is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost",
     2016.
     """
-    if args or kwargs:
-        refuse(fn, args, kwargs, [*_SIGNATURE.parameters][1:])
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if fn is None:
         return functools.partial(_wrap, options=options)
     return _wrap(fn, options)
 
 
-# Hides *args and **kwargs, which exist only for a helpful error message.
-_SIGNATURE = inspect.signature(remat)
-_SIGNATURE = _SIGNATURE.replace(
-    parameters=[p for p in _SIGNATURE.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-)
-remat.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
-
-
 def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, Policy):
-        raise TypeError(POLICY_IS_A_KEYWORD.format("fn"))
+        raise TypeError("The policy is a keyword argument: `remat(fn, policy=...)`.")
     if not callable(fn) and not isinstance(fn, (classmethod, staticmethod)):
         hint = (
             "Pass the function, not its result: `remat(fn)(x)`"

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._measure.drawing import Axis, scatter, standalone
-from .._measure.drawing import Point as Mark
+from .._measure import plot
 from .._measure.units import aligned, flops_text, size_text
 from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
@@ -33,7 +32,7 @@ class Point:
     steps: frozenset[int] = field(repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Curve:
     """The Pareto-optimal choices for one program: no other choice has both fewer bytes and a lower cost.
 
@@ -83,22 +82,25 @@ class Curve:
         lines = aligned([head, *rows])
         return "\n".join(lines if self.is_exact else [*lines, "(the corners of the convex hull)"])
 
-    def to_svg(self) -> str:
-        """Return the curve as an SVG picture, with saved bytes on the x axis and cost on the y axis."""
-        marks = [Mark("", point.nbytes, point.cost, 1, _hint(point)) for point in self.points]
-        x = Axis("bytes saved", size_text, 1024)
-        y = Axis(f"cost of the recompute{_UNITS.get(str(self.cost), '')}", lambda cost: f"{cost:,.0f}")
-        return standalone(scatter(marks, x, y))
+    __repr__ = __str__
 
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the cost of the choices against their saved bytes.
+
+        Args:
+            axes: the matplotlib ``Axes`` to draw on. By default those of a new figure.
+
+        Returns:
+            The ``Axes``.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        points = [(point.nbytes, point.cost) for point in self.points]
+        return plot.choices(axes, points, _UNITS.get(str(self.cost), ""))
 
 
 _UNITS = {"roofline": ", us", "time": ", us", "flops": ", FLOP"}
-
-
-def _hint(point: Point) -> str:
-    return f"{size_text(point.nbytes)}, cost {point.cost:,.0f}: {'; '.join(point.kept) or 'nothing'}"
 
 
 def curve_of(tradeoff: Tradeoff, cost: Any) -> Curve:

@@ -1,14 +1,13 @@
-"""What :func:`remat.report` returns: the costs of a program under each policy, as text, values and a page."""
+"""What :func:`remat.report` returns: the costs of a program under each policy, as text, values and a plot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from . import plot
 from .costs import Costs, Share, pareto
-from .page import document, fragment, tradeoff
 from .units import aligned, flops_text, percent_text, size_text
 
 AS_WRITTEN = "as written"
@@ -109,33 +108,17 @@ class Report:
         ]
         return {"name": self.name, "environment": dict(self.environment), "rows": rows}
 
-    def to_html(self, path: str | Path | None = None) -> str:
-        """Return a self-contained HTML page with the table, the pictures and the saved tensors.
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the peak of each row against its recomputed FLOPs, with a line through those of ``pareto``.
 
         Args:
-            path: a file to write the page to.
+            axes: the matplotlib ``Axes`` to draw on. By default those of a new figure.
 
         Returns:
-            The text of the page.
+            The ``Axes``.
+
+        Raises:
+            ImportError: matplotlib is not installed.
         """
-        text = document(self.name, self._repr_html_())
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    def to_svg(self, path: str | Path | None = None) -> str:
-        """Return the picture of the peak against recomputed FLOPs.
-
-        Args:
-            path: a file to write the picture to.
-
-        Returns:
-            The SVG text.
-        """
-        text = tradeoff(self.rows, self.pareto, alone=True)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    def _repr_html_(self) -> str:
-        return fragment(self.name, self.environment, self.rows, self.pareto)
+        points = [(row.label, row.recomputed_flops, row.peak_bytes) for row in self.rows]
+        return plot.peaks(axes, points, [(row.recomputed_flops, row.peak_bytes) for row in self.pareto])

@@ -35,7 +35,7 @@ from .outputs import Outputs
 from .run import Run
 from .sharing import apart, as_before, same, twice_below
 from .turns import turn
-from .unsupported import UNFINISHED, refuse_unfinished
+from .unfinished import UNFINISHED, refuse_unfinished
 
 _on_cpu = attrgetter("is_cpu")
 

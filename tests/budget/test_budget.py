@@ -461,8 +461,18 @@ def test_texts() -> None:
     assert repr(policies.budget("64MiB", cost="flops")) == "policies.budget('64MiB', cost='flops')"
     assert policies.budget("1KiB").nbytes(0) == 1024 and policies.budget("1.5kB").nbytes(0) == 1500
     assert policies.budget(0.5).nbytes(100) == 50
-    svg = remat.pareto(chain, X.clone().requires_grad_()).to_svg()
-    assert svg.startswith("<svg") and "bytes saved" in svg
+
+
+@pytest.mark.parametrize(("cost", "unit"), [("roofline", ", us"), ("flops", ", FLOP"), (lambda *args: 1, "")])
+def test_plot(cost: Any, unit: str) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    curve = remat.pareto(chain, X.clone().requires_grad_(), cost=cost)
+    assert curve.plot(axes) is axes and repr(curve) == str(curve)
+    assert axes.get_xlabel() == "memory saved for the backward"
+    assert axes.get_ylabel() == f"cost of the recompute{unit}"
+    (line,) = axes.lines
+    assert len(curve.points) > 1
+    assert [*zip(*line.get_data())] == [(point.nbytes, point.cost) for point in curve.points]
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

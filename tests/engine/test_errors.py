@@ -561,12 +561,16 @@ def test_bad_flag(option: str, value: Any) -> None:
 
 
 def test_unknown_and_positional_options() -> None:
-    with pytest.raises(TypeError):
-        remat(torch.sin, prevent_cse=False)
-    with pytest.raises(TypeError):
-        remat(torch.sin, None)
-    with pytest.raises(TypeError):
+    for option in ("prevent_cse", "static_argnums", "use_reentrant", "context_fn", "polcy"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+            remat(torch.sin, **{option: None})
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+            remat(**{option: None})
+    with pytest.raises(TypeError, match="positional-only"):
         remat(fn=torch.sin)
+    for other in (None, policies.save_matmuls, torch.ones(3)):
+        with pytest.raises(TypeError, match="takes from 0 to 1 positional arguments but 2 were given"):
+            remat(torch.sin, other)
 
 
 def test_a_wrong_call_raises_the_functions_own_error() -> None:

@@ -1,15 +1,11 @@
-"""`remat.report`: what a program saves and recomputes under each policy, as numbers, text and a page."""
+"""`remat.report`: what a program saves and recomputes under each policy, as numbers, text and a plot."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,7 +20,6 @@ from benchmarks.measure import count_flops, gc_disabled, held_bytes, peak_bytes
 from benchmarks.policies import Sizes, block, func_grad, measure, plain, program
 from remat import policies
 from remat._measure.costs import Costs, distinct, pareto
-from remat._measure.drawing import ticks
 from remat._measure.units import flops_text
 
 
@@ -151,7 +146,6 @@ def test_figures_are_the_same_in_each_run() -> None:
     model, inputs = gpt2()
     reports = [remat.report(model, **inputs, where=type(model.transformer.h[0])) for _ in range(2)]
     assert reports[0] == reports[1]
-    assert reports[0].to_html() == reports[1].to_html()
 
 
 def test_the_timeline_is_that_of_live_bytes() -> None:
@@ -214,7 +208,7 @@ def test_on_a_device_the_report_has_the_peak_of_its_allocator() -> None:
     ]
     assert all(row.device_peak_bytes is None for row in on_cpu.rows)
     assert all(row.device_peak_bytes >= row.peak_bytes for row in report.rows)
-    assert "peak of the allocator" in str(report) and "peak of the allocator" in report.to_html()
+    assert "peak of the allocator" in str(report)
     assert report.environment["device"] != "CPU"
     assert remat.check(fn, w, x).ok
 
@@ -266,75 +260,52 @@ def test_flops_are_easy_to_read(count: int, text: str) -> None:
     assert flops_text(count) == text
 
 
-@pytest.mark.parametrize(
-    ("most", "base", "expected"),
-    [
-        (5, 1000, [0, 1, 2, 3, 4, 5]),
-        (3000, 1024, [0, 1024, 2048]),
-        (0.5, 1000, [0]),
-        (900, 1000, [0, 200, 400, 600, 800]),
-        (1.4e9, 1000, [0, 5e8, 1e9]),
-    ],
-)
-def test_ticks(most: float, base: int, expected: list[float]) -> None:
-    assert ticks(most, base) == expected
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- the plot ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def report() -> remat.Report:
-    return remat.report(
-        loss, *readme(), policies=[None, policies.save_matmuls, lambda ctx, op, *args: "<mm>" in str(op)]
-    )
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+    return remat.report(net, torch.randn(128, 64), where=lambda name, module: name.isdigit())
 
 
-def test_the_page_loads_nothing(report: remat.Report, tmp_path: Path) -> None:
-    text = report.to_html(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == text
-    assert set(re.findall(r"\w+://[^\s\"']*", text)) == {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"<(script|link|img|iframe|object|embed)|@import|@font-face|url\(|\bsrc=|href=", text)
-    assert text.startswith("<!doctype html>") and text.count("<svg ") == 2
-    assert text.count("<details") == len(report.rows)
-    assert report._repr_html_() in text and "<html" not in report._repr_html_()
+def test_a_plot_has_each_row(report: remat.Report) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    assert report.plot(axes) is axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("FLOPs recomputed", "peak memory")
+    *points, front = axes.lines
+    expected = {row.label: ([row.recomputed_flops], [row.peak_bytes]) for row in report.rows}
+    assert {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in points} == expected
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(expected)
+    best = [(row.recomputed_flops, row.peak_bytes) for row in reversed(report.pareto)]
+    assert len(best) == 2 and [*zip(*front.get_data())] == best
+    figure.canvas.draw()
+    assert {"0 B", "256 KiB", "1 MiB"} <= {text.get_text() for text in axes.get_yticklabels()}
 
 
-def test_pictures_are_well_formed(report: remat.Report, tmp_path: Path) -> None:
-    for svg in re.findall(r"<svg .*?</svg>", report.to_html(), re.DOTALL):
-        root = ElementTree.fromstring(svg)
-        texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
-        assert {"FLOPs recomputed", "peak bytes"} <= set(texts) or {"operations", "live bytes"} <= set(texts)
-    text = report.to_svg(tmp_path / "picture.svg")
-    assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
-    assert "policy=None" in text and report.to_svg() == text
+def test_a_plot_of_a_program_without_products() -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    report = remat.report(torch.sin, rand(3))
+    report.plot(axes)
+    assert len(axes.lines) == len(report.rows) and axes.get_xlim() == (0, 1)
 
 
-def test_labels_are_escaped() -> None:
-    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-    predicate.__qualname__ = "<b>&"
-    text = remat.report(torch.mm, rand(3, 3), rand(3, 3), policies=[policies.save_if(predicate)]).to_html()
-    assert "<b>" not in text and "&lt;b&gt;&amp;" in text
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+def test_a_plot_makes_a_figure(report: remat.Report) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    first, second = report.plot(), report.plot()
+    assert first.figure is not second.figure
+    pyplot.close(first.figure)
+    pyplot.close(second.figure)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-def test_the_page_in_a_browser(report: remat.Report, tmp_path: Path) -> None:
-    report.to_html(page := tmp_path / "report.html")
-    options = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
-    command = [CHROMIUM, *(f"--{each}" for each in f"{options} disable-component-update disable-sync".split())]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=900,2000"]
-    picture = tmp_path / "page.png"
-    subprocess.run([*command, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True, timeout=60)
-    assert picture.stat().st_size > 20_000  # an empty page is a tenth of that
-    dom = subprocess.run([*command, "--dump-dom", page.as_uri()], check=True, capture_output=True, timeout=60).stdout
-    found = dom.decode()
-    assert found.count("<polyline") == len(report.rows)
-    assert all(f"<span>{row.label}</span>" in found for row in report.rows[:3])
+def test_a_plot_needs_matplotlib(report: remat.Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    curve = remat.pareto(torch.sin, rand(3))
+    for plot in (report.plot, curve.plot):
+        with pytest.raises(ImportError, match=r"^A plot needs matplotlib: pip install remat\[plot\]$"):
+            plot()
 
 
 # --- nothing is changed -----------------------------------------------------------------------------------------------

@@ -161,54 +161,14 @@ def test_tracebacks_have_few_frames_of_the_package(debug: bool) -> None:
     assert max(found) > 6 if debug else max(found) <= 4
 
 
-# --- options of other libraries ---------------------------------------------------------------------------------------
+# --- wrong calls ------------------------------------------------------------------------------------------------------
 
 
 def layer(x: Tensor) -> Tensor:
     return x.sin()
 
 
-FOREIGN: list[tuple[Callable[[], Any], str]] = [
-    (
-        lambda: remat.remat(layer, static_argnums=(1,)),
-        "`static_argnums` is not needed, because arguments that aren't tensors are passed as they are: leave it out.",
-    ),
-    (
-        lambda: remat.checkpoint(layer, prevent_cse=False),
-        "`prevent_cse` is not needed, because nothing merges a recompute with the forward: leave it out.",
-    ),
-    (
-        lambda: remat.remat(concrete=True),
-        "`concrete` is not needed, because Python control flow sees the values of tensors: leave it out.",
-    ),
-    (
-        lambda: remat.remat(layer, use_reentrant=False),
-        "`use_reentrant` is not needed, because there is no reentrant variant: leave it out, or call "
-        "`remat.compat.checkpoint(fn, x, use_reentrant=False)`.",
-    ),
-    (
-        lambda: remat.remat(layer, context_fn=lambda: None),
-        "`context_fn` is an option of `remat.compat.checkpoint(fn, x, context_fn=...)`; here it is `policy=`.",
-    ),
-    (
-        lambda: remat.remat(layer, policies.save_matmuls),
-        "The policy is a keyword argument: `remat(layer, policy=...)`.",
-    ),
-    (
-        lambda: remat.remat(layer, torch.ones(3)),
-        "remat takes only the function, and returns one that takes the arguments: `remat(layer)(x)`, or "
-        "`remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch.",
-    ),
-    (
-        lambda: remat.checkpoint(layer, torch.ones(3), use_reentrant=False),
-        "remat takes only the function, and returns one that takes the arguments: `remat(layer)(x)`, or "
-        "`remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch.",
-    ),
-    (lambda: remat.remat(layer, polcy=None), "remat has no option 'polcy'. Did you mean 'policy'?"),
-    (
-        lambda: remat.remat(layer, x=1),
-        "remat has no option 'x'. Its options are policy, preserve_rng_state, determinism_check, early_stop, debug.",
-    ),
+WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(policies.save_matmuls), "The policy is a keyword argument: `remat(fn, policy=...)`."),
     (
         lambda: policies.save_matmuls or policies.save_attention,
@@ -232,16 +192,11 @@ FOREIGN: list[tuple[Callable[[], Any], str]] = [
         lambda: remat.nn.apply(model(), layer),
         f"where is called with a submodule's name and the submodule, which {layer!r} doesn't accept.",
     ),
-    (
-        lambda: remat.remat(nn.Linear(2, 2), torch.ones(3)),
-        "remat takes only the function, and returns one that takes the arguments: `remat(fn)(x)`, or "
-        "`remat.compat.checkpoint(fn, x, use_reentrant=False)` as in torch.",
-    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), FOREIGN)
-def test_options_of_other_libraries_have_helpful_errors(call: Callable[[], Any], message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_wrong_calls_have_helpful_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError) as raised:
         call()
     assert str(raised.value) == message
