@@ -381,7 +381,9 @@ def with_grad_inside(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("transform", [grad, hessian, lambda f: vmap(grad(f)), lambda f: grad(lambda x: grad(f)(x).sum())])
+@pytest.mark.parametrize(
+    "transform", [grad, hessian, lambda f: vmap(grad(f)), lambda f: grad(lambda x: grad(f)(x).sum())]
+)
 def test_region_enables_grad_mode_itself(transform: Callable, compiled: bool) -> None:
     """Its result has a gradient although the caller has disabled grad mode, as forces of a frozen model have."""
 
