@@ -38,12 +38,14 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
         return fn(*args, **kwargs)  # a budget decides for everything inside its region
     if private.tracing():
         return fn(*args, **kwargs)
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)  # it may enable grad mode itself, so its results may have gradients all the same
     known = known or known_of(fn)
     if private.transforms_active():
         return functorch.call(fn, options, known, args, kwargs)
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return _by_autograd(fn, options, known, args, kwargs)
-    return fn(*args, **kwargs)
+    if torch.is_inference_mode_enabled():
+        return fn(*args, **kwargs)
+    return _by_autograd(fn, options, known, args, kwargs)
 
 
 def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:

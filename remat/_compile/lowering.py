@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .._core import private, private_compile
@@ -34,7 +35,7 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
     if isinstance(policy, Policy) and policy.is_budget:
         warn_of_ignored_budget()
         policy = None
-    if guarded.disabled or guarded.traced is not None or private.exporting():
+    if guarded.disabled or guarded.traced is not None or private.exporting() or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list selects no names
     with traced(known), private.no_nested_graph_breaks():

@@ -54,10 +54,11 @@ class Graded(Derived):
     some choices depend on that or on the level itself (that of an attention kernel, autocast under ``vmap``).
     """
 
-    __slots__ = ("level", "lifted", "mask")
+    __slots__ = ("depends", "level", "lifted", "mask")
 
     def __init__(self, inner: Any, level: int, mask: tuple[bool, ...], lifted: tuple[bool, ...]) -> None:
         super().__init__(inner)
+        self.depends: list[bool] | None = None  # which results require grad at the level, found by a run
         self.level = level
         self.mask = mask
         self.lifted = lifted  # which operands are of this level
@@ -69,6 +70,7 @@ class Graded(Derived):
                 if follows:
                     tensor.requires_grad_()
             outs = self.inner.run(wrapped, run)
+            self.depends = [t.requires_grad for t in outs]
             return [private.unwrap_grad(t, level) for t in outs]
 
     def lift(self, operands: Tensors, level: int) -> list[torch.Tensor]:

@@ -119,6 +119,7 @@ class Choices:
             found, is_exact = pareto(problem), True
         except TooMany:
             found, is_exact = hull(problem), False
+        found.append(Choice(0, 0.0, frozenset()))  # fits every budget; a plan may need more bytes than the search found
         options = best_of(_as_planned(each, program, problem, self.flops, lazy) for each in found)
         whole = sum(problem.sizes.get(value, 0) for value in roots)
         tradeoff = Tradeoff(keys, dict(log.lines), options, is_exact, whole)

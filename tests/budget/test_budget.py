@@ -31,6 +31,7 @@ from remat._selective.tradeoff import Choice, Problem, best_of, pareto
 torch.manual_seed(0)
 X = torch.randn(2, 8, 16)
 W = torch.randn(16, 16) / 4
+MEAN, VARIANCE = torch.zeros(8), torch.ones(8)
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -69,6 +70,13 @@ def without_grad(x: Tensor) -> Tensor:
     with torch.no_grad():
         scale = (x @ W).abs().amax()
     return (x / scale).softmax(-1) @ W.tanh()
+
+
+def in_evaluation(x: Tensor) -> Tensor:
+    """Autograd saves two empty results of the batch norm, and the step that can't be skipped reads the third one."""
+    y = F.batch_norm(x, MEAN, VARIANCE, training=False)
+    y.detach().abs()
+    return y + x.sin().exp()
 
 
 SMALL = [chain, shared, noisy, several, in_place, without_grad]
@@ -112,6 +120,15 @@ def test_predictions_of_the_search_are_those_of_the_plans(fn: Callable) -> None:
     for choice in pareto(problem):
         exact = planned(choice)
         assert (choice.nbytes, pytest.approx(choice.cost)) == (exact.nbytes, exact.cost)
+
+
+def test_one_option_saves_nothing() -> None:
+    """Also where the search expects that a choice saves 0 bytes, and its plan saves more."""
+    problem, planned, options = solved(in_evaluation)
+    assert problem.sizes and options[0].nbytes == 0
+    choice = pareto(problem)[0]
+    assert choice.nbytes == 0 < planned(choice).nbytes  # otherwise this test is about something else
+    assert remat.check(in_evaluation, X.clone().requires_grad_(), policy=policies.budget(0))
 
 
 @pytest.mark.parametrize("fn", [*SMALL, normed], ids=lambda fn: fn.__name__)

@@ -375,6 +375,29 @@ def test_no_grad_inside() -> None:
         both(lambda wrap: transform(lambda x: wrap(no_grad_around_one(wrap))(x).sum())(X[0]))
 
 
+def with_grad_inside(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return x.square().exp()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "transform", [grad, hessian, lambda f: vmap(grad(f)), lambda f: grad(lambda x: grad(f)(x).sum())]
+)
+def test_region_enables_grad_mode_itself(transform: Callable, compiled: bool) -> None:
+    """Its result has a gradient although the caller has disabled grad mode, as forces of a frozen model have."""
+
+    def f(wrap: Wrap) -> Callable:
+        def loss(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                c = wrap(with_grad_inside)(x)
+            return (c * x).sum()
+
+        return torch.compile(transform(loss), backend="aot_eager") if compiled else transform(loss)
+
+    both(lambda wrap: f(wrap)(X))
+
+
 def test_no_grad_around() -> None:
     def all_of_them(wrap: Wrap) -> tuple:
         f = wrap(lambda x: (x.sin() * x).exp())

@@ -201,3 +201,24 @@ def test_expanded_weights() -> None:
     weights = {name: p.detach() for name, p in model.named_parameters()}
     found = vmap(grad(lambda w, x: functional_call(model, w, (x,)).square().sum()), (None, 0))(weights, X.float())
     assert_same(list(found.values()), right, exact=False)
+
+
+@pytest.mark.parametrize("region", [lambda x, w: x.sin(), lambda x, w: (x * w).detach()])
+def test_result_that_depends_on_no_parameter(region: Callable) -> None:
+    """It requires no grad at the level that differentiates the parameters, so it may be changed in place."""
+
+    def loss(wrap: Callable) -> Callable:
+        def call(w: Tensor, x: Tensor) -> Tensor:
+            y = wrap(region)(x, w) * 1.0
+            first = y[0].sin()
+            y.mul_(0.9)
+            assert not y.requires_grad
+            return (y * w).sum() * first
+
+        return call
+
+    w, x = rand(4, grad=False), rand(3, 4, seed=1, grad=False)
+    per_sample = [vmap(grad(loss(wrap)), in_dims=(None, 0))(w, x) for wrap in (remat, plain)]
+    assert_same(*per_sample)
+    forward_over_reverse = [jvp(lambda w: grad(loss(wrap))(w, x[0]), (w,), (w,)) for wrap in (remat, plain)]
+    assert_same(*forward_over_reverse)
