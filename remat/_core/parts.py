@@ -94,6 +94,7 @@ def is_followed_below(level: int, tensor: torch.Tensor) -> bool:
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
     """A grad-level wrapper without its history at that level; ``detach`` would cut it from those below too."""
+    tensor = private.unwrap_if_dead(tensor)
     if not private.is_grad_wrapper(tensor):
         return tensor
     return private.wrap_grad(private.unwrap_once(tensor), private.level_of(tensor))

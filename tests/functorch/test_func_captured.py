@@ -350,3 +350,26 @@ def test_a_result_that_is_read_is_not_captured_if_autograd_records_the_region() 
     assert program(X).requires_grad
     assert len(runs) == 2
     assert leaked_bytes(lambda: torch.autograd.grad(program(X).sum(), weight)) == 0
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+def test_captured_tensor_of_a_level_that_has_ended(policy: Any) -> None:
+    """A buffer that a function under `jvp` has set anew; operations see the tensor that it wraps."""
+
+    def program(wrap: Callable) -> list[Tensor]:
+        module = nn.Module()
+        module.scale = torch.full((3,), 0.5)
+
+        def refreshed(x: Tensor) -> Tensor:
+            module.scale = module.scale * 0.5 + 1
+            return x * module.scale.cos()
+
+        def outer(x: Tensor) -> Tensor:
+            y = jvp(refreshed, (x,), (torch.ones_like(x),))[1]
+            return wrap(lambda x: (x * module.scale).sin())(x) + y
+
+        x = torch.arange(3.0).requires_grad_()
+        y = wrap(outer)(x)
+        return [y.detach(), *torch.autograd.grad(y.sum(), x), module.scale + 0]
+
+    assert_same(program(lambda f: remat(f, policy=policy)), program(lambda f: f))
