@@ -68,6 +68,13 @@ PLAIN = several("""
     torch.sparse.mm({a}.detach().relu().to_sparse(), {b}) | ({a} * 1).to_sparse().to_dense() * {b}
     torch.poisson({b}.detach().abs().clamp(max=3)) * {a}
 """)
+# Inner derivatives, without functions that the program defines.
+INNER = several("""
+    {a} - 0.1 * grad(lambda z: z.square().sum())({a}) | {a} - 0.1 * grad(lambda z: (z @ w1).sin().sum())({a})
+    differentiated(lambda p, q: (p * q).sin(), {a}, {b}) | jvp(lambda z: (z @ w2).tanh(), ({a},), ({b},))[1]
+    differentiated(lambda p, q: jvp(lambda z: (z @ w1).tanh(), (p,), (q,))[1], {a}, {b})
+    vmap(lambda z: z.sin() * w1[0])({a}) | vmap(Stash())({a})
+""")
 LINEAR = several("""
     {a} + {b} | {a} - {b} * 0.5 | {a} * 0.5 | {a} * 1 | {a}.clone() | {a}.flip(0) | {a}.roll(1, 0)
     {a}.tril() + {b}.triu() | torch.stack([{a}[0], {b}[1], {a}[2], {b}[0]]) | {a}.sum(0).expand(4, 4) * 0.5

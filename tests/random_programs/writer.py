@@ -176,6 +176,7 @@ class Writer:
             + [alphabet.PRODUCTS] * 4
             + [alphabet.NORMS] * 2
             + [alphabet.LINEAR] * 2
+            + [alphabet.INNER] * ("dual" not in self.under)
             + [alphabet.RANDOM] * 4 * self.draws
         )
         tables += [alphabet.PLAIN] * 2 * (not self.func and not self.under - {"call"})
