@@ -195,7 +195,7 @@ FEWER = {
     **{("block", (policy,)): {"sin": 0, "matmul": 5} for policy in ("only mid", "only o")},
     ("pair", ("none",)): {"sin": 0},
 }
-FEWER_FOR_WEIGHTS = {("dead_linear", ("dots_saveable",)): {"sin": 0}}
+FEWER_FOR_WEIGHTS = {("dead_linear", ("dots_saveable",)): {"sin": 0}, ("pair_first", ("none",)): {"sin": 0}}
 
 
 @pytest.mark.parametrize("table", [{key: ran for key, (_, ran) in OURS.items()}, FEWER, FEWER_FOR_WEIGHTS])
