@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from fuzz import check, outcome
+from fuzz import outcome
 from random_programs.compare import Unrunnable
 
-COUNT, PART = 2000, 50
+COUNT, PART = 2000, 250
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("start", range(0, COUNT, PART))
 def test_random_programs(start: int) -> None:
-    check(range(start, start + PART))
+    """In processes of their own, as torch itself dies in some programs, such as attention with dropout in `vmap`."""
+    options = ["--start", str(start), "--count", str(PART), "--chunk", "50", "--patience", "0"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", ROOT / "tests" / "fuzz.py", *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.findall(r"'ok': (\d+)", done.stdout)[-1]) > PART / 2, done.stdout
 
 
 PROGRAM = """
