@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._core.devices import wait_for_backward_threads
 from .._core.flops import flops
 from ..errors import MutationError
 from .listing import of_storage
@@ -148,6 +149,7 @@ def _device_peak(subject: Subject) -> Iterator[Callable[[], int | None]]:
     if not modules:
         yield lambda: None
         return
+    wait_for_backward_threads(subject.inputs())  # they may still hold what an earlier pass has used
     before = []
     for module in modules:
         module.synchronize()
