@@ -70,9 +70,12 @@ class Around:
         tensors where this run finds one, and must pass the same number.
         """
         if self.hooks is not None:
-            repeated = uses is not None and (self.region is not None or in_torch_checkpoint())
-            each = [i for _, i in uses or ()] if repeated else range(len(operands))
-            operands.hand_over(self.hooks, each, self.region is not None)
+            in_region = self.region is not None
+            if uses is None or not (in_region or in_torch_checkpoint()):
+                each: Iterable[int] = range(len(operands))
+            else:
+                each = [i for _, i in uses]
+            operands.hand_over(self.hooks, each, in_region)
 
     def take_captured(self, captured_inputs: Guards) -> None:
         """Pass captured tensors to the hooks, except those that stay alive anyway."""
