@@ -54,7 +54,7 @@ def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwar
     # Without hooks this lowering can't recompute. The other one raises an error only if something is differentiated.
     if not as_in_first_run(known.uses_func or not hooks_are_allowed()):
         try:
-            if not state.interceptors:
+            if state.watch is None:
                 return engine.call(fn, options, known, around, args, kwargs)
             with own_work():
                 return engine.call(fn, options, known, around, args, kwargs)

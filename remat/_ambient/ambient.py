@@ -15,7 +15,7 @@ import torch
 from .._core.devices import current_device, is_capturing
 from ..errors import RematError
 from .generators import bytes_of, global_generators, with_state
-from .settings import cached_weights, read_settings, set_cached_weights, setters, weights
+from .settings import read_settings, set_cached_weights, setters, weights
 
 
 class Ambient:
@@ -67,13 +67,6 @@ class Ambient:
         """Whether a torch generator has drawn numbers since."""
         pairs = [(each.get_state(), state) for each, state in self._pairs()]
         return any(now is not state and _torch_part(now) != _torch_part(state) for now, state in pairs)
-
-    def cached_since(self) -> list[Any]:
-        """Weights of parametrized modules that ``parametrize.cached()`` has stored since."""
-        before, now = weights(self._settings), cached_weights()
-        if now is None:
-            return []
-        return [weight for key, weight in now.weights.items() if before is None or key not in before.weights]
 
     def rewind(self) -> None:
         """Restore what a run changes: the generators and the cached weights."""

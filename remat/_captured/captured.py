@@ -20,7 +20,7 @@ from .._ambient.generators import is_generator
 from .._core.contents import attributes, contents, copy_dict, size
 from .code import ByClass, called, is_library, is_sharded, may_add, names_of, slots, wrapped
 from .path import Path, Root
-from .variables import COPIED, Copy, Descriptors, Entries, InDicts, PartialArgs, TensorId, Variables, in_dicts
+from .variables import COPIED, Copy, Descriptors, Entries, InDicts, Items, PartialArgs, TensorId, Variables, in_dicts
 
 _BUDGET = 100_000  # objects visited per call
 _LIMIT = 10_000  # containers with more entries are data, not state
@@ -218,6 +218,8 @@ class Captured:
         if type(value) not in COPIED:
             if isinstance(value, dict) and not is_library(type(value).__module__):
                 self.note(Entries, value, items, whole=True)
+            elif isinstance(value, list):
+                self.note(Items, value, items, whole=True)
             self.instance(value, path)
 
     def of_tuple(self, value: tuple[Any, ...], path: Path) -> None:

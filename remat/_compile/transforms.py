@@ -79,7 +79,7 @@ def _run_safely(policy: Policy, graph: GraphModule, *args: Any) -> Any:
 def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
     """Run the graph as a region, or inline it where that is not possible."""
     kinds = tuple(interpreter.key().value for interpreter in private.interpreter_stack() or ())
-    if private.JVP in kinds or _has_levels(graph):
+    if private.JVP in kinds or _has_levels(graph) or (len(kinds) > 1 and any(map(_acts_on_one_level, nodes(graph)))):
         return _inlined(graph, args)
     if not private_compile.functionalizing():  # a backend runs Dynamo's trace as it is
         return functorch.call(
@@ -105,10 +105,15 @@ def _has_levels(graph: GraphModule) -> bool:
     return any("functorch" in (getattr(node.target, "__module__", None) or "") for node in nodes(graph))
 
 
+def _acts_on_one_level(node: Any) -> bool:
+    """Whether an operation may act on one level only: an autograd Function, or another higher-order operator."""
+    return isinstance(node.target, private.HigherOrderOperator) or node.target in ("detach_", "register_hook")
+
+
 class TracedRegion:
     """One call of a graph, with the interface of a ``Region`` that the rules of the levels use."""
 
-    is_pullback = uses_func = ran = False
+    is_pullback = uses_func = ran = graded = False
     mapped = True  # the randomness mode of a ``vmap`` level applies even if no operand is batched
 
     def __init__(self, graph: GraphModule, saved: SavedValues, kinds: tuple, args: tuple) -> None:
@@ -117,8 +122,6 @@ class TracedRegion:
         self.known = Known()
         self.changed: dict[int, Any] = {}  # the old values of operands that the first run has changed
         self.outputs = Outputs(Options(determinism_check="none"))
-        # Autograd Functions have rules for each level; any other higher-order operator may have too.
-        self.by_level = len(kinds) > 1 and any(map(_has_rules, nodes(graph)))
 
     root = property(lambda self: self)
 
@@ -138,7 +141,3 @@ class TracedRegion:
 
     def check_result(self, result: Any) -> None:
         """Do nothing: all runs are of one graph."""
-
-
-def _has_rules(node: Any) -> bool:
-    return isinstance(node.target, private.HigherOrderOperator) or node.target in ("detach_", "register_hook")

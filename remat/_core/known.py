@@ -34,12 +34,11 @@ class Shared:
 class Known:
     """Facts learned from the calls of one rematerialized function. They choose how it is run, so no other has them."""
 
-    __slots__ = ("by_level", "compiles", "graded", "shared", "uses_func")
+    __slots__ = ("compiles", "graded", "shared", "uses_func")
 
     def __init__(self, shared: Shared | None = None) -> None:
-        self.by_level: set[tuple] = set()  # kinds of transforms under which each level must take its own derivative
         self.compiles = False  # it calls `torch.cond` or the like, which compile what they run
-        self.graded = False  # its behavior depends on whether the ``grad`` levels are active
+        self.graded = False  # it observes ``grad`` levels, which are restored; otherwise its first run starts twice
         self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
         self.shared = shared or Shared()
 

@@ -55,7 +55,7 @@ class _State(threading.local):
     # These are also set in the device threads of a backward pass that this thread starts.
     recomputing = _carried("remat.recomputing")
     override = _carried("remat.override")  # options of the regions that are called now: a dict, or nothing
-    interceptors = _carried("remat.interceptors", ())  # of the regions that run now, the innermost last
+    watch = _carried("remat.watch", None)  # of the innermost region that runs for the first time under torch.func
     policies = _carried("remat.policies", ())  # of the regions that run now and have one, the innermost last
     lowerings = _carried("remat.lowerings", ())  # of the regions that run now, the innermost last
     logs = _carried("remat.logs", ())  # of the operations or random draws of the regions that run now
@@ -152,13 +152,13 @@ class recomputing:
         self.override = override
 
     def __enter__(self) -> None:
-        self.before = state.recomputing, state.override
-        state.recomputing, state.override = True, self.override
+        self.before = state.recomputing, state.override, state.watch
+        state.recomputing, state.override, state.watch = True, self.override, None
         self.guarded = guarded.recomputing, guarded.checkpointing, guarded.disabled
         guarded.recomputing, guarded.checkpointing, guarded.disabled = True, False, False
 
     def __exit__(self, *exception: Any) -> None:
-        state.recomputing, state.override = self.before
+        state.recomputing, state.override, state.watch = self.before
         guarded.recomputing, guarded.checkpointing, guarded.disabled = self.guarded
 
 
@@ -196,7 +196,7 @@ class without_policies:
 
 
 class own_work:
-    """Within, interceptors of outer regions treat calls as the package's own; with False, as the user's again."""
+    """Within, calls are the package's own, which no `Watch` sees; with False, the user's again."""
 
     __slots__ = ("before", "value")
 

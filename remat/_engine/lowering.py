@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
 from typing import Any
 
 from .._core.known import Known
@@ -27,11 +26,8 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
         RuntimeError: ``fn`` raised it, or refuses to run under saved-tensor hooks; then its changes are undone.
     """
     arguments, tensors = take_apart(args, kwargs)
-    if state.interceptors:  # an outer region may replace an argument: a tensor that it has captured
-        found = list(map(state.interceptors[-1].resolve, tensors))
-        if not all(map(is_, found, tensors)):
-            args, kwargs = arguments.filled(found)
-            arguments, tensors = take_apart(args, kwargs)
+    if state.watch is not None:  # the arguments of a region are read by the region around it
+        state.watch.reads(tensors)
     operands = Guards(tensors, arguments.name, known.shared.changing)
     around.take(operands, arguments.uses)
     region = Region(fn, arguments, tensors, options, known, around)

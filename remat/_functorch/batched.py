@@ -86,7 +86,7 @@ def batched_pullback(
         kind = BatchedPullback if all(dim is None for dim in dims[:count]) else Batched
         return kind(pullback, dims, size, randomness), values
     targets = pullback.chosen(inner.out_dims)
-    if pullback.root.by_level or None in targets or None in pullback.heads(inner.in_dims):
+    if None in targets or None in pullback.heads(inner.in_dims):
         return Batched(pullback, dims, size, randomness), values
     aligned = [_align(t, dim, target, size) for t, dim, target in zip(values[count:], dims[count:], targets)]
     return PullbackOfBatched(inner, pullback.needs, pullback.given, pullback.level), values[:count] + aligned

@@ -21,13 +21,13 @@ from .._region.around import Around
 from .._region.guards import NO_GUARDS, Guards
 from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, hooks_hidden
 from .._region.run import FirstRun, Run
-from .._region.watch import Watch
 from .._selective.attempt import Recompute
 from ..errors import MutationError
 from .batched import Batched, BatchedPullback
 from .derived import Jvp, Tensors
 from .pullback import Pullback
 from .tape import Call, Tape, names
+from .watch import Watch
 
 
 def is_followed_by_autograd(operands: Tensors) -> bool:
@@ -57,7 +57,7 @@ def run_in_node(region: Any, operands: Tensors, call: Call) -> list:
             return region.run(_leaves(call.guarded(operands)), Recompute(root))
     call.guard(root, operands, operands)
     inputs = _leaves(operands)
-    call.watch = Watch(root, root.operands(), inputs, plain_too=True, recorded=True)
+    call.watch = Watch(root, plain_too=True, recorded=True)
     return _first_without_hooks(region, inputs, call)
 
 
@@ -85,7 +85,7 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
         cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
         inputs = [as_leaf(t) if each else t for t, each in zip(operands, cut)]
     call.guard(root, operands, inputs)
-    call.watch = Watch(root, root.operands(), inputs, follows, recorded or dual)
+    call.watch = Watch(root, follows, recorded or dual)
     with torch.enable_grad() if follows else nullcontext():
         if region.uses_func:
             outs = _first_without_hooks(region, inputs, call)
@@ -114,7 +114,7 @@ def _steps(region: Any) -> Iterator[Any]:
 
 def _tape_fits(region: Any) -> bool:
     """Whether one graph has the gradients that each of the levels needs."""
-    return not region.root.by_level and not any(isinstance(step, Batched) and step.sums for step in _steps(region))
+    return not any(isinstance(step, Batched) and step.sums for step in _steps(region))
 
 
 def is_refused_change(error: RuntimeError) -> bool:

@@ -19,13 +19,12 @@ from .._core import private
 from .._core.parts import is_differentiable, is_dual
 from .._core.state import own_work
 from .._region.error_context import with_region
-from .._region.watch import Abandoned
 from ..errors import MutationError, RematError
 from .batched import Batched, PullbackOfBatched, batched_pullback
 from .bottom import has_dual, is_followed_by_autograd, run_in_node
 from .derived import Graded, Jvp, Tensors, without_overlap
 from .proof import graph_is_unreachable
-from .pullback import InnerPullback, Pullback
+from .pullback import Pullback
 from .tape import Call
 
 Wanted = Sequence[bool] | None
@@ -52,14 +51,13 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     level, randomness = interpreter.level(), interpreter.randomness()
     pairs = [private.unwrap_batched(t, level) for t in operands]
     values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
+    ran = region.root.ran
     if all(dim is None for dim in dims) and not region.root.mapped:
-        first = not region.root.ran
         with interpreter.lower():
             outs = apply(region, operands, call, wanted)
-        if first and randomness != "same" and region.root.ambient.moved():
+        if not ran and randomness != "same" and region.root.ambient.moved():
             # The randomness mode of a ``vmap`` level applies even if no operand is batched.
             region.root.mapped = True
-            raise Abandoned(region.root)
         return outs
     if isinstance(region, Pullback):
         size = interpreter.batch_size()
@@ -139,15 +137,14 @@ def _wrapped(values: Sequence[Any], level: int) -> list:
 def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ...]) -> Any:
     """Restore a level around a first run where the function could see that it is missing.
 
-    It could if other levels are below, if `Watch.tells_levels`, or if it cuts a tensor from the graph of this level
-    only.
+    It could if other levels are below, or if the `Watch` of an earlier attempt has seen that it could.
     """
     root = region.root
     if root.ran or isinstance(region, Pullback):
         return region
     lifted = tuple([private.level_of(t) == level for t in operands])
     below = root.kinds[: level - 1]
-    if private.VMAP in below or private.JVP in below or root.known.graded or root.by_level:
+    if private.VMAP in below or private.JVP in below or root.graded:
         return Graded(region, level, followed, lifted)
     return region
 
@@ -228,8 +225,6 @@ def pull_back(
     given = tuple(t is not None for t in cotangents)
     if not any(given) or not any(needs):
         return [None] * len(needs)
-    if region.root.by_level and isinstance(region, Pullback) and region.level == level:
-        region = InnerPullback(region)  # by `torch.autograd.grad` in a function under torch.func.grad
     pullback = Pullback(region, tuple(needs), given, level)
     try:
         with own_work():

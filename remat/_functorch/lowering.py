@@ -18,25 +18,24 @@ from .._region.arguments import take_apart
 from .._region.around import Around
 from .._region.error_context import with_region
 from .._region.hooks import drop_gradient_hooks, is_hooks_refusal
-from .._region.intercept import given_as, made_inside
 from .._region.options import Options
 from .._region.region import Region
-from .._region.watch import Abandoned, Watch
 from .._selective.recorder import recorder_for
+from ..errors import RematError
 from .bottom import run_at_bottom
-from .left_behind import check_left_behind
 from .levels import apply
 from .tape import Call
 
 
 def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a region. If a first run shows that it must be executed differently, it is started again."""
+    """Call ``fn`` as a region. If its first run shows that it must be executed differently, it is started again."""
     kinds = tuple([interpreter.key().value for interpreter in private.interpreter_stack() or ()])
     if private.FUNCTIONALIZE in kinds:
         return fn(*args, **kwargs)  # the function is being traced
+    if private.cached_weights()[0] and (private.GRAD in kinds or private.JVP in kinds):
+        raise RematError(_CACHED)
     region = Region(fn, *take_apart(args, kwargs), options, known, Around())
-    region.kinds = kinds
-    region.by_level = kinds in known.by_level
+    region.kinds, region.graded = kinds, known.graded
     try:
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
@@ -44,18 +43,18 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             shared, first_hook = Call(recorder_for(region), run_at_bottom), RemovableHandle.next_id
             used_func = known.uses_func  # an inner region may be of the same function, and set it
             try:
-                return _first_run(region, shared)
-            except Abandoned as abandoned:
-                if abandoned.region is not region:
-                    raise
+                outs = _first_run(region, shared)
+                if outs is not None:
+                    return region.outputs.build(outs, region.operands())
             except Exception as error:
-                if is_hooks_refusal(error) and not used_func:
-                    known.uses_func = True
-                elif not _adopts_captured(region, shared.watch):
+                if "INTERNAL ASSERT" in str(error) and shared.watch is not None:
+                    shared.watch.check_captured()  # torch has met a wrapper that it can't place
+                if not is_hooks_refusal(error) or used_func:
                     raise
+                known.uses_func = True
             with own_work():
                 shared.guards.roll_back()
-                drop_gradient_hooks((*shared.operands, *map(given_as, region.operands())), first_hook)
+                drop_gradient_hooks((*shared.operands, *region.operands()), first_hook)
                 region.restart()
     except Exception as error:
         raise with_region(error, region, recomputing=False)  # noqa: B904
@@ -63,43 +62,29 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
         region.forget()
 
 
-def _first_run(region: Region, shared: Call) -> Any:
-    operands = region.operands()
+def _first_run(region: Region, shared: Call) -> list[torch.Tensor] | None:
+    """The new tensors of a first run, or None if the region must start again."""
+    mapped, operands = region.mapped, region.operands()
     with own_work():
-        if state.interceptors:
-            operands = [state.interceptors[-1].resolve(t) for t in operands]
+        if state.watch is not None:
+            state.watch.reads(operands)
         outs = apply(region, operands, shared)
-        learned = _learns(region, shared.watch)
-        check_left_behind(region, shared.watch, outs)
-    if learned or _adopts_captured(region, shared.watch):
-        raise Abandoned(region)
+        if region.mapped is not mapped:
+            return None
+        if shared.watch.needs_levels:
+            region.graded = region.known.graded = True
+            return None
+        shared.watch.check_end(outs)
+        if state.watch is not None:
+            state.watch.made(outs)
     shared.watch = shared.recorder = None  # a watch refers to its region
-    made_inside(outs)
-    return region.outputs.build(outs, operands)
+    return outs
 
 
-def _adopts_captured(region: Region, watch: Watch | None) -> bool:
-    """Whether a first run has read unknown captured tensors. They are operands from now on.
-
-    False if it did not read those that the last run found: these were made inside, and each run makes others.
-    """
-    found = [] if watch is None or watch.unread else watch.remaining()
-    region.adopt(found)
-    region.guessed |= {*map(id, found)}
-    return bool(found)
-
-
-def _learns(region: Region, watch: Watch) -> bool:
-    """Whether a first run has shown that the region must be executed differently under a ``grad`` level."""
-    if private.GRAD not in region.kinds:
-        return False
-    known, learned = region.known, False
-    if not known.graded and watch.tells_levels():
-        known.graded = learned = True
-    if not region.by_level and watch.needs_order():
-        known.by_level.add(region.kinds)
-        region.by_level = learned = True
-    return learned
+_CACHED = (
+    "A region under torch.func is called within `parametrize.cached()`, whose cache would lose the derivatives of the "
+    "weights that the region computes. Leave out the cache."
+)
 
 
 def is_followed(tensor: torch.Tensor) -> bool:

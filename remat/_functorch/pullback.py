@@ -33,10 +33,6 @@ class Pullback(Derived):
         self.given = given
         self.present: list[bool] = []  # found by running
 
-    @property
-    def uses_func(self) -> bool:
-        return self.root.by_level or self.inner.uses_func
-
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         count = len(self.needs)
         return self.linearize(operands[:count], run)(operands[count:])
@@ -45,7 +41,7 @@ class Pullback(Derived):
         """Recompute the region at ``primals``, by the tape if there is one, and return the linear map."""
         if tape is not None:
             pull = tape.pull(self)
-        elif self.root.by_level or private.transforms_active() or any(t.is_inference() for t in primals):
+        elif private.transforms_active() or any(t.is_inference() for t in primals):
             pull = self._by_func(primals, run)
         else:
             pull = self._by_autograd(primals, run)
@@ -101,20 +97,6 @@ class Pullback(Derived):
     def chosen(self, outs: Sequence[T]) -> list[T]:
         """The outputs that have a cotangent."""
         return [out for out, given in zip(outs, self.given) if given]
-
-
-class InnerPullback(Pullback):
-    """A pullback that its own level differentiates again. It runs at the level that the outer pullback restores."""
-
-    __slots__ = ()
-
-    def __init__(self, pullback: Pullback) -> None:
-        super().__init__(pullback._without_level(), pullback.needs, pullback.given, pullback.level)
-        self.present = pullback.present
-
-    def _by_func(self, primals: Tensors, run: Run) -> Pull:
-        with private.allow_requires_grad(True):
-            return self._by_autograd(primals, run)
 
 
 def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: bool, retain: bool) -> list:

@@ -21,7 +21,7 @@ class Call:
     def __init__(self, recorder: Any, bottom: Callable[..., list]) -> None:
         self.recorder = recorder  # records the first run, under a policy
         self.bottom = bottom  # runs the region below all levels
-        self.watch: Any = None  # finds captured tensors in the first run
+        self.watch: Any = None  # of the first run
         self.depends: list[bool] | None = None  # which results depend on operands that are followed
         self.batched: dict[Any, Batched] = {}  # the ``vmap`` of the region, and of its pullbacks
         self.tape: Tape | None = None

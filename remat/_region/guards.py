@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .._core import host_memory, private
+from .._core.facts import tensors
 from .._core.host_memory import Group, Offloaded
 from .._core.layout import copied
 from .._core.parts import lift
-from .._core.state import alias
+from .._core.state import alias, state
 from ..errors import MutationError
 from .copies import DeviceComparison, can_be_asked, is_small, may_differ
 from .fingerprints import checksum
@@ -286,6 +288,22 @@ class Guards:
             if not self.leaf[i]:
                 self.tensors[i] = tensor  # ``stale`` looks it up by id
         return tensor
+
+
+class Stale(TorchFunctionMode):
+    """Raises an error if a recompute reads a captured tensor that was changed since, with the message for its id."""
+
+    def __init__(self, messages: Mapping[int, str]) -> None:
+        super().__init__()
+        self.messages = messages
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if tensors(result) and not state.own_work:
+            for tensor in tensors((args, kwargs)):
+                if id(tensor) in self.messages:
+                    raise MutationError(self.messages[id(tensor)])
+        return result
 
 
 def _is_activation(tensor: torch.Tensor | None) -> bool:

@@ -6,10 +6,9 @@ captured tensors that a transform follows. All other captured tensors are saved 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -28,8 +27,7 @@ from .._core.state import first_run, own_work, recomputing, state
 from .arguments import Arguments
 from .around import Around
 from .error_context import with_region
-from .guards import NO_GUARDS, Guards
-from .intercept import Interceptor, made_inside
+from .guards import NO_GUARDS, Guards, Stale
 from .options import Options
 from .outputs import Outputs
 from .run import Run
@@ -51,15 +49,12 @@ class Region:
         "arity",
         "around",
         "bindings",
-        "by_level",
         "captured_inputs",
         "captured_operands",
         "code",
         "fn",
-        "guessed",
-        "hooked",
+        "graded",
         "ids",
-        "inherited",
         "kinds",
         "known",
         "mapped",
@@ -72,7 +67,6 @@ class Region:
         "record",
         "same",
         "search_result",
-        "swapped",
         "tensors",
         "twice",
         "variables",
@@ -89,13 +83,9 @@ class Region:
         self.variables: Sequence[Variables] = ()  # the variables that the function reads
         # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
         self.captured_operands: Sequence[torch.Tensor] = ()  # captured tensors that are operands
-        self.swapped: Sequence[torch.Tensor] = ()  # the first of these, in no known variable: swapped where read
-        # Ids of swapped tensors that were only inferred to be captured, as they record_use a first run.
-        self.guessed: frozenset[int] = frozenset()
         self.paths: Sequence[Path] = ()  # of the captured tensors in `captured_inputs`
         self.ids: Sequence[int] = ()  # the ids of these, by which `variables` refer to them
         self.bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured tensor -> path, index of an operand
-        self.inherited = state.interceptors[-1].swaps if state.interceptors else {}
         self.captured_inputs: Guards = NO_GUARDS  # captured tensors that are not operands
         self.same: Sequence[tuple[int, int]] = ()  # pairs of operands and captured tensors that are one tensor
         self.twice: Sequence[int] = ()  # operands that are another operand or a captured tensor below the levels
@@ -103,8 +93,7 @@ class Region:
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
-        self.by_level = False  # each ``grad`` level takes its own derivative, in the order of the levels
-        self.hooked = False  # its first run has registered hooks on operands
+        self.graded = False  # its first run must restore the ``grad`` levels
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
         self.record: Any = None  # of the first run under a policy, when it has ended
         self.arity = len(self.tensors)
@@ -139,8 +128,8 @@ class Region:
     def _find_captured(self, found: Captured, generators: list[torch.Generator], follow: Any) -> None:
         captured_inputs: dict[int, tuple[Path, torch.Tensor]] = {}
         bindings: dict[int, tuple[Path, int]] = {}
-        self.captured_operands = captured = list(self.swapped)
-        index = {id(t): i for i, t in enumerate([*self.tensors, *captured])} if follow else {}
+        self.captured_operands = captured = list[torch.Tensor]()
+        index = {id(t): i for i, t in enumerate(self.tensors)} if follow else {}
         for path, value in found.tensors:
             if not isinstance(value, torch.Tensor):
                 generators.append(value)
@@ -161,10 +150,6 @@ class Region:
         self.captured_inputs = Guards(tensors, lambda i: f"captured {paths[i]}", self.known.shared.changing)
         self.captured_inputs.watch_gradients()
         self.same = same(self.operands(), tensors)
-
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Add operands: captured tensors that no known variable holds, which are swapped wherever they are read."""
-        self.swapped = [*self.swapped, *tensors]
 
     def operands(self) -> list[torch.Tensor]:
         """Return the operands that the caller of the region passed."""
@@ -188,8 +173,6 @@ class Region:
     def call(self, operands: Sequence[torch.Tensor], mode: Any, log: Any = None, again: bool = False) -> Any:
         """Call the function with these operands in place of the arguments."""
         args, kwargs = self.arguments.filled(operands)
-        if state.interceptors:
-            made_inside(operands)
         return self._called(args, kwargs, mode, log, again)
 
     def _called(self, args: Sequence, kwargs: dict, mode: Any, log: Any, again: bool) -> Any:
@@ -238,7 +221,8 @@ class Region:
             if self.same or self.overlaps:
                 operands, captured = as_before(operands, captured, self.same, self.overlaps)
             tensors = {**self._followed(operands), **dict(zip(self.ids, captured))}
-            with bound(self.variables, tensors), self._swapped(operands, repeat(None)) or nullcontext():
+            stale = self.captured_inputs.stale()
+            with bound(self.variables, tensors), Stale(stale) if stale else nullcontext():
                 return self.call(operands, run.mode([*operands, *captured]), run.log, again=True)
 
     def run(self, operands: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
@@ -253,7 +237,9 @@ class Region:
         self.ran = True
         self.twice = twice_below(operands, self.operands(), self.captured_inputs.tensors, self.same)
         operands = apart(operands, self.twice)
-        with self._bound_first(operands), self._swapped(operands, self.operands(), run.watch) or nullcontext():
+        if run.watch is not None:
+            run.watch.gets(operands)
+        with self._bound_first(operands), run.watch or nullcontext():
             result = self.call(operands, run.mode(self._from_outside(operands)), run.log)
         return self.outputs.record(result, operands)
 
@@ -270,16 +256,6 @@ class Region:
         """The captured tensors by their ids."""
         assert self.search_result is not None
         return {id(tensor): tensor for _, tensor in self.search_result.tensors}
-
-    def _swapped(self, operands: Sequence[torch.Tensor], given: Iterable, watch: Any = None) -> Any:
-        own = dict(zip(map(id, self.swapped), operands[len(self.arguments.positions) :])) if self.swapped else {}
-        # A captured tensor may have been changed since, as long as the recompute does not read it.
-        stale = self.captured_inputs.stale() if self.ran else {}
-        if own or self.inherited or stale or watch is not None or self.hooked:
-            # Hooks can't be registered on tensors that don't require grad.
-            stands_for = {id(t): outer for t, outer in zip(operands, given) if outer is None or outer.requires_grad}
-            return Interceptor(own, self.inherited, watch, stale, stands_for)
-        return None
 
     def restart(self) -> None:
         """Undo the effects of a first run that was abandoned, so that it can start again."""

@@ -17,7 +17,7 @@ class Run:
 
     recorder: Any = None  # records the operations of a first run under a policy
     replay: Any = None  # the dispatch mode of a recompute under a policy
-    watch: Any = None  # finds captured tensors that no variable leads to
+    watch: Any = None  # sees the torch functions that a first run under torch.func calls
     must_restart = False  # it has read a value that it skips
 
     def __init__(self) -> None:

@@ -723,7 +723,7 @@ def surroundings() -> dict[str, Any]:
         "dispatch modes": torch.utils._python_dispatch._len_torch_dispatch_stack(),
         "recomputing": is_recomputing(),
         "parameters": [id(p) for p in (*MODULE.parameters(), *MODULE.buffers())],
-        "interceptors": list(state.interceptors),
+        "watch": state.watch,
         "own work": state.own_work,
         "override": state.override,
     }

@@ -644,19 +644,21 @@ def _(wrap: Wrap) -> None:
 
 @row("`Tensor.register_hook` under `torch.func`")
 def _(wrap: Wrap) -> None:
-    """More tests are in ``test_func_hooks.py``."""
+    """More tests are in ``test_func_one_level.py``."""
 
-    def run(wrap: Wrap) -> Tensor:
+    def run(wrap: Wrap, on_inputs: bool) -> Tensor:
         def fn(x: Tensor, w: Tensor) -> Tensor:
             hidden = (x @ w).tanh()
-            for tensor in (x, w, hidden):
+            for tensor in (x, w) if on_inputs else (hidden,):
                 tensor.register_hook(lambda grad: grad * grad.sum())
             return hidden.exp() @ w
 
         x, w = leaves()
         return torch.func.grad(lambda x: (wrap(fn)(x, w.detach() * x) * x).sum())(x.detach())
 
-    torch.testing.assert_close(run(wrap), run(plain))
+    torch.testing.assert_close(run(wrap, False), run(plain, False))
+    with pytest.raises(RematError, match="Register it outside of the region"):
+        run(remat, True)
 
 
 @row("`register_post_accumulate_grad_hook`")
@@ -820,21 +822,30 @@ def test_integers_pass_hooks_that_leave_them_alone() -> None:
         grad(out.sum(), x)
 
 
-def test_an_abandoned_run_leaves_no_gradient_hook() -> None:
-    """Only a run shows that the function calls `torch.func.grad`."""
+@pytest.mark.parametrize("on", ["inputs", "captured", "made"])
+def test_hooks_in_a_region_that_calls_a_transform(on: str) -> None:
+    """Its first attempt, under saved-tensor hooks, leaves no hook. In the second a hook on an input is refused."""
+    x, w = leaves()
+    v, log = rand(4, 4, seed=2), []
 
-    def step(wrap: Wrap) -> tuple:
-        x, w = leaves()
-        v, log = rand(4, 4, seed=2), []
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        hidden = block(x, w)
+        for tensor in {"inputs": (x, w), "captured": (v,), "made": (hidden,)}[on]:
+            tensor.register_hook(lambda grad: log.append(1) or grad * 2)
+        return torch.func.grad(lambda x: (x @ w.detach()).sin().sum())(x.detach()) * hidden @ v
 
-        def fn(x: Tensor, w: Tensor) -> Tensor:
-            for tensor in (x, w, v):
-                tensor.register_hook(lambda grad: log.append(1) or grad * 2)
-            return torch.func.grad(lambda x: (x @ w.detach()).sin().sum())(x.detach()) * block(x, w) @ v
-
-        return grad(wrap(fn)(x.clone(), w).sum(), (x, w, v)), log
-
-    assert_same(step(remat), step(plain))
+    expected = grad(fn(x.clone(), w).sum(), (x, w, v))
+    assert log
+    for tensor in (x, w, v):
+        (tensor._backward_hooks or {}).clear()
+    log.clear()
+    if on == "made":
+        assert_same(grad(remat(fn)(x.clone(), w).sum(), (x, w, v)), expected)
+    else:
+        with pytest.raises(RematError, match="Register it outside of the region"):
+            remat(fn)(x.clone(), w)
+        grad(block(x, w).sum() + v.sum(), (x, w, v))
+        assert not log
 
 
 # --- on a device ------------------------------------------------------------------------------------------------------

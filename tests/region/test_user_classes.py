@@ -140,7 +140,12 @@ def test_contents_are_found_by_the_methods_of_the_base(place: str, way: str, pol
     def make(w: Tensor, wrap: Callable) -> Callable:
         return WAYS[way](build(w), read, wrap)
 
-    assert_same(differentiate(make, functools.partial(remat.remat, policy=policy)), differentiate(make, lambda fn: fn))
+    region = functools.partial(remat.remat, policy=policy)
+    if way == "argument" and "tuple" in place and place != "named tuple" and differentiate is not by_autograd:
+        with pytest.raises(remat.CaptureError):  # it is no pytree, and can't be changed
+            differentiate(make, region)
+    else:
+        assert_same(differentiate(make, region), differentiate(make, lambda fn: fn))
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "among"])

@@ -1,0 +1,231 @@
+"""A first run under torch.func, watched: it is refused what a region can't do there, or shown to need its levels.
+
+Below all levels one graph serves all of them, on operands that were unwrapped. So a region can't read a tensor of a
+transform that isn't an operand, act on the graph of one level only, or store a tensor in place of returning it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from .._captured.captured import find
+from .._captured.path import Path
+from .._core import private
+from .._core.devices import wait_for_backward_threads
+from .._core.facts import tensors
+from .._core.parts import is_followed_below, is_in_graph, is_left_from_vmap, requires_grad_somewhere
+from .._core.state import own_work, state
+from .._core.trees import without_plain
+from ..errors import CaptureError, RematError
+
+
+class Watch(TorchFunctionMode):
+    """Sees each torch function that the region's function calls.
+
+    ``plain_too``: a ``grad`` level is above, which does not follow plain tensors that require grad. ``recorded``: plain
+    autograd or forward mode differentiates below all levels.
+    """
+
+    def __init__(self, region: Any, plain_too: bool, recorded: bool) -> None:
+        super().__init__()
+        self.region, self.plain_too = region, plain_too
+        self.one_graph = len(region.kinds) == 1 and not recorded and not region.graded
+        self.inputs: set[int] = set()
+        self.start = private.next_sequence_number()
+        self.needs_levels = False  # the function observes that ``grad`` levels are missing
+        self.inside: dict[int, weakref.ref] = {}
+        self.suspects: list[weakref.ref] = []  # made inside, or captured
+        # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
+        self.wrappers: set[int] = set()
+        operands = region.operands()
+        while operands := list(filter(private.is_wrapped, operands)):
+            self.wrappers.update(map(id, operands))
+            operands = list(map(private.unwrap_once, operands))
+
+    def __enter__(self) -> Watch:
+        self.outer, state.watch = state.watch, self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        state.watch, self.outer = self.outer, None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if state.own_work or state.watch is not self:
+            return func(*args, **kwargs)
+        with own_work():  # else it would see its own calls
+            self._check(func, args)
+            self.reads(args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs)))
+        result = func(*args, **kwargs)
+        self.made([result] if type(result) is torch.Tensor else tensors(result))
+        return result
+
+    def gets(self, operands: Sequence[torch.Tensor]) -> None:
+        """Note the operands that the function gets."""
+        self.inputs.update(map(id, operands))
+        self.made(operands)
+
+    def made(self, made: Sequence[torch.Tensor]) -> None:
+        """Note tensors that are made inside."""
+        self.inside.update(zip(map(id, made), map(weakref.ref, made)))
+
+    # --- acts on one level ----------------------------------------------------------------------------------------
+
+    def _check(self, func: Any, args: Sequence[Any]) -> None:
+        """Refuse a function that acts on one level only; note one that shows whether levels are missing."""
+        kinds, level = self.region.kinds, private.current_level() or 0
+        if func is private.custom_function_call:
+            below = private.VMAP in kinds and private.GRAD in kinds[kinds.index(private.VMAP) :]
+            if below and not args[0].generate_vmap_rule:
+                raise RematError(_OWN_RULE.format(args[0].__name__))
+        elif func in _ON_ONE_LEVEL and private.level_of(args[0]) <= level and requires_grad_somewhere(args[0]):
+            if func in _HOOKS and id(args[0]) in self.inputs:
+                raise RematError(_HOOK.format("an argument or a captured tensor"))
+            if private.GRAD in kinds and not self.one_graph:
+                raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
+        elif private.GRAD in kinds and not self.region.graded:
+            if func in _DROPOUT:  # it draws in the order of elements at a level, in that of memory below
+                self.needs_levels |= not args[0].is_contiguous()
+            elif func in _QUERIES:
+                self.needs_levels |= self._follows_more()
+
+    def _follows_more(self) -> bool:
+        """Whether the operands are followed by more than the innermost ``grad`` level, which is all that is visible."""
+        kinds = self.region.kinds
+        top = len(kinds) - kinds[::-1].index(private.GRAD)
+        operands = self.region.operands()
+        return any(is_followed_below(top, t) or t.requires_grad != is_in_graph(t) for t in operands)
+
+    # --- captured tensors -----------------------------------------------------------------------------------------
+
+    def reads(self, read: Sequence[torch.Tensor]) -> None:
+        """Check that no tensor is a captured one that isn't an operand.
+
+        A wrapper of a level that isn't on the stack is certainly captured. Another one may have been made by an inner
+        transform, unseen, as inner levels reuse the numbers of levels that were taken off the stack. If its history
+        doesn't show that, it is captured if it is still alive when the run has ended.
+        """
+        for tensor in read:
+            if self._is_inside(tensor):
+                continue
+            if private.is_wrapped(tensor):
+                if private.is_dead(tensor):
+                    continue
+                if id(tensor) in self.wrappers or private.level_of(tensor) > (private.current_level() or 0):
+                    raise CaptureError(_HIDDEN.format(tuple(tensor.shape)))
+                if not any(map(self._is_inside, chain := _chain(tensor))) and not self._is_newer(chain[-1]):
+                    self.suspects.append(weakref.ref(tensor))
+            elif self.plain_too and tensor.requires_grad and not self._is_newer(tensor):
+                self.suspects.append(weakref.ref(tensor))
+            self.made([tensor])
+
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
+        ref = self.inside.get(id(tensor))
+        return ref is not None and ref() is tensor
+
+    def _is_newer(self, tensor: torch.Tensor) -> bool:
+        """Whether the history of a plain tensor began in the run: ``vmap`` returns tensors that no function has made.
+
+        That of a view begins with its base; the node of the view itself may be made anew when it is asked for.
+        """
+        base, node = private.origin(tensor)
+        node = node if base is None else base.grad_fn
+        return node is not None and private.sequence_number(node) >= self.start
+
+    def check_end(self, outs: Sequence[torch.Tensor]) -> None:
+        """Check, when the run has ended, that it read only operands, and that it stored no tensor.
+
+        Raises:
+            CaptureError: it read another tensor of a transform, or has stored one, whose derivatives would be lost.
+        """
+        self.check_captured()
+        region, kinds = self.region, self.region.kinds
+        if kinds and private.GRAD not in kinds and private.JVP not in kinds:
+            return  # a tensor stored under vmap has no use without remat either
+        known = set(map(id, (*outs, *region.operands())))
+        values = [*region.arguments.searched(), *without_plain(value for _, value in region.outputs.entries)]
+        for path, value in find(region.fn, *values).tensors:
+            lost = isinstance(value, torch.Tensor) and id(value) not in known and self._has_lost(value)
+            if lost and not _is_made_anew(path):
+                raise CaptureError(_STORED.format(tuple(value.shape), path))
+
+    def check_captured(self) -> None:
+        """Check that the run, which has ended, has read no captured tensor that isn't an operand."""
+        if alive := self._alive_suspects():
+            wait_for_backward_threads(alive)
+            del alive
+        if alive := self._alive_suspects():
+            raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)))
+
+    def _alive_suspects(self) -> list[torch.Tensor]:
+        found = [tensor for suspect in self.suspects if (tensor := suspect()) is not None]
+        return [tensor for tensor in found if not private.is_dead(tensor) and not is_left_from_vmap(tensor)]
+
+    def _has_lost(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made inside, and is differentiated there."""
+        inside = self._is_inside(tensor) and all(suspect() is not tensor for suspect in self.suspects)
+        # A dead wrapper may have had a tangent: the kind of its level is unknown.
+        dual = private.JVP in self.region.kinds and private.is_dead(tensor)
+        return inside and (dual or requires_grad_somewhere(tensor))
+
+
+_TENSOR = {torch.Tensor}
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+_ON_ONE_LEVEL = _HOOKS | {
+    torch.detach_,
+    torch.Tensor.detach_,
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+}
+_DROPOUT = {F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_}
+# Functions whose results depend on which tensors autograd follows.
+_QUERIES = {
+    torch.autograd.grad,
+    torch.autograd.backward,
+    torch.Tensor.backward,
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+}
+
+
+def _chain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor and all tensors that it wraps, down to the plain tensor."""
+    chain = [tensor]
+    while private.is_wrapped(chain[-1]):
+        chain.append(private.unwrap_once(chain[-1]))
+    return chain
+
+
+def _is_made_anew(path: Path) -> bool:
+    """Whether a path is the list of an LSTM's or GRU's parameters, which each call makes anew if they have changed."""
+    return path.up is not None and path.up.step == "._flat_weights"
+
+
+_CUT = (
+    "A region under torch.func uses `detach_`, `.data` or `requires_grad = ...`, which act on one of the transforms "
+    "around it only, but a region has one graph for all of them. Use `.detach()`, which acts on all."
+)
+_HOOK = (
+    "A region under torch.func registers a hook on {}, which would get the gradient of only one transform around "
+    "it, or a part of the gradient. Register it outside of the region, or write an autograd Function."
+)
+_OWN_RULE = (
+    "A region under torch.func calls {}, an autograd Function with a `vmap` rule of its own, whose gradient may differ "
+    "from that of the Function. Set `generate_vmap_rule = True` in its place, or call it outside of the region."
+)
+_HIDDEN = (
+    "A region under torch.func reads a tensor of shape {} that a transform follows, and that is neither an argument "
+    "nor found in what the function captures (closures, globals, modules, objects). Pass it as an argument."
+)
+_STORED = (
+    "A region under torch.func stored a tensor of shape {} in {}, where the tensor would lose its derivatives. Return "
+    "it from the function, or store its `.detach()`."
+)
