@@ -37,6 +37,7 @@ class Captured:
 
     def __init__(self, roots: Sequence[Any] = ()) -> None:
         self.tensors: list[tuple[Path, Any]] = []  # and generators
+        self.buffers: set[int] = set()  # the ids of those that are buffers of modules
         self.variables: list[Variables] = []
         self._queue: list[tuple[Visit, Any, Path]] = []
         self._seen: set[Any] = set()
@@ -167,6 +168,8 @@ class Captured:
                 if not sharded and items and name != "_modules":
                     of_tensors = list(map(attributes, items.values()))
                     self.note(InDicts, of_tensors, in_dicts(of_tensors), whole=True)
+                if name == "_buffers":
+                    self.buffers.update(map(id, items.values()))
                 for key, value in items.items():
                     self.see(value, path.attribute(key))
         names = [] if cls.__module__ == _FSDP1 else [name for name in state if name not in _BASE_STATE]

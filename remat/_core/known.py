@@ -16,11 +16,9 @@ _ENTRIES = 4096  # so that code made at run time is not kept alive forever
 class Shared:
     """What functions with the same code share. It saves time, and can't change what a call computes."""
 
-    __slots__ = ("changing", "choices", "programs", "warnings")
+    __slots__ = ("choices", "programs", "warnings")
 
     def __init__(self) -> None:
-        # Names of tensors that a call has changed in place. Later calls copy them first, and otherwise raise an error.
-        self.changing: set[str] = set()
         # Each is given once.
         self.warnings: set[str] = set()
         # The operations of the last first run under a policy, by the policy's judge. A later run compares each of its

@@ -25,8 +25,8 @@ from .._policy.policy import Policy
 from .._region.around import of_region
 from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS, fingerprint
-from .._region.guards import Guards
-from .._region.sharing import overlapping
+from .._region.guards import Guard, Guards, Held, close
+from .._region.packed import Packed
 from .._region.turns import turn
 from ..errors import MutationError, RecomputeMismatchError
 from .operation_log import OpLog
@@ -106,13 +106,7 @@ class Frame:
         self.open = False
         if self.read_inside:
             self.clear()
-        root, both = self.region.root, (self.operands, self.captured_inputs)
-        tensors = [tensor for guards in both for tensor in guards.tensors]
-        for guards in both:
-            guards.close()
-        if self.region is root and any(guards.may_have_changed for guards in both):
-            root.overlaps = overlapping(tensors, *both)
-        del tensors
+        close(self.operands, self.captured_inputs)
         self.captured_inputs.forget_histories()
 
     # --- the backward -----------------------------------------------------------------------------------------------
@@ -123,12 +117,10 @@ class Frame:
             value = packed.value
             if value is not None and self.read_once and packed.first is None and raw_version(value) == packed.version:
                 return value
-        elif type(packed) is tuple:
-            guards, i = packed
-            if guards.as_they_were:
-                tensor = guards.tensors[i]
-                if raw_version(tensor) == guards.versions[i]:
-                    return tensor
+        elif type(packed) is Guard and packed.packed is None and not self.open:
+            tensor = packed.tensor
+            if packed.version >= 0 and raw_version(tensor) == packed.version:
+                return tensor
         return self._unpacked(packed)
 
     def unpack_under_policy(self, packed: Any) -> torch.Tensor:
@@ -146,14 +138,11 @@ class Frame:
         """``unpack`` for the cases that its fast path doesn't handle."""
         if self.open:
             self.on_inner_backward()
-        if type(packed) is tuple:
-            guards, i = packed
-            tensor = self._as_reader(guards.saved, i)
-            if self.streams and i in guards.packed:  # an outer region's recompute made it, and may have stopped
-                make_readable(tensor, self.streams)
+        if isinstance(packed, (Held, Packed)):
+            tensor = self._as_reader(packed.saved if isinstance(packed, Held) else packed.get)
+            if self.streams and isinstance(packed, Guard) and packed.packed is not None:
+                make_readable(tensor, self.streams)  # an outer region's recompute made it, and may have stopped
             return tensor
-        if not isinstance(packed, Slot):
-            return self._as_reader(packed)
         value = packed.value
         if value is None and (residual := packed.residual) is not None:
             layout = packed.source.layout

@@ -28,7 +28,7 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
     arguments, tensors = take_apart(args, kwargs)
     if state.watch is not None:  # the arguments of a region are read by the region around it
         state.watch.reads(tensors)
-    operands = Guards(tensors, arguments.name, known.shared.changing)
+    operands = Guards(tensors, arguments.name)
     around.take(operands, arguments.uses)
     region = Region(fn, arguments, tensors, options, known, around)
     try:

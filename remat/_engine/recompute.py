@@ -82,11 +82,8 @@ class Filler(RegionHooks):
         """Recompute the region once; return False if that has to be repeated in full."""
         frame, root = self.frame, self.root
         frame.captured_inputs.accumulated |= frame.inside
-        if frame.open:
-            frame.captured_inputs.find_changed()
-            frame.operands.find_changed()
         with own_work():
-            operands = frame.operands.all_again()
+            operands = frame.operands.again()
         result = None
         self.attempt = run = self._run_by_plan(whole)
         run.log = None if frame.log is None else frame.log.compared()

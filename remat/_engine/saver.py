@@ -6,22 +6,22 @@ Inputs, captured tensors, views of these, and tensors that are older than the re
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count, repeat
 from typing import Any
 
 import torch
 
 from .._core import private, trees
+from .._core.parts import bare
 from .._core.private import is_wrapped, origin, raw_version, sequence_number
 from .._core.state import alias, own_work, state
 from .._region.around import RegionHooks, of_region
-from .._region.guards import Guards
-from .._region.handover import Handed
+from .._region.guards import Guard, Guards, Held, View
 from .._region.hooks import hooks_allowed
 from .._region.lowerings import Lowerings
+from .._region.packed import Packed
 from .._region.run import Run
 from .frame import Frame
-from .slots import Above, Found, RecordedSlot, Slot, View, reference
+from .slots import RecordedSlot, Slot, reference
 
 
 class Saver(RegionHooks):
@@ -45,9 +45,7 @@ class Saver(RegionHooks):
         self._start = private.next_sequence_number()
         self._slot: Callable[[], Slot] = Slot if self._recording is None else RecordedSlot
         self._look, self._slots = frame.look, frame.slots
-        self._known: dict[int, tuple[Guards, int]] = {}
-        for guards in (captured_inputs, operands) if captured_inputs.tensors else (operands,):
-            self._known.update(zip(map(id, guards.tensors), zip(repeat(guards), count())))
+        self._known: dict[int, Guard] = {id(guard.tensor): guard for guard in (*captured_inputs, *operands)}
 
     def run(self, call: Callable, *args: Any) -> Any:
         """Execute the region for the first time, by ``call(*args, run)``."""
@@ -79,18 +77,15 @@ class Saver(RegionHooks):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         found = self._known.get(id(tensor))
-        if found is not None:
-            guards, i = found
-            before = guards.versions[i]
-            if before < 0 or raw_version(tensor) == before:
-                self._slots.append(None)
-                return found
+        if found is not None and (found.version < 0 or raw_version(tensor) == found.version):
+            self._slots.append(None)
+            return found
         base, node = origin(tensor)
         if base is not None or node is None or self._is_older(node):
-            getter = None if found else self._getter(tensor, base, node)
-            if getter is not None:
+            held = None if found else self._held(tensor, base, node)
+            if held is not None:
                 self._slots.append(None)
-                return getter
+                return held
         slot = self._slot()
         slot.first = slot.value = None
         if node is None and not tensor.requires_grad:
@@ -103,7 +98,7 @@ class Saver(RegionHooks):
     def _pack_below_levels(self, tensor: torch.Tensor) -> Any:
         """``pack`` below levels of torch.func. Levels inside the region save tensors too, which are wrapped."""
         if is_wrapped(tensor) and id(tensor) not in self._known:
-            return Above(tensor)
+            return Held(bare(tensor))  # the tensor itself could be part of a reference cycle
         with own_work():  # if an autograd Function calls the hooks, they run under modes
             return self.pack(tensor)
 
@@ -116,7 +111,7 @@ class Saver(RegionHooks):
         if is_wrapped(tensor) and id(tensor) not in self._known:
             if recording is not None:
                 recording.needs(tensor)
-            return Above(tensor)
+            return Held(bare(tensor))
         with own_work():
             packed = self.pack(tensor)
         slot = self._slots.pop()
@@ -130,17 +125,16 @@ class Saver(RegionHooks):
             slot.version = private.version(slot.value)
         return slot
 
-    def _getter(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Callable[[], torch.Tensor] | None:
-        """A function that returns a tensor which needs no recompute: a view of an input, or an older tensor."""
-        if base is not None and (found := self._known.get(id(base))) is not None:
-            guards, i = found
-            shares = guards.is_as_before(i, base) and i not in guards.packed and not guards.duals
-            return View(guards, i, alias(tensor)) if shares else None
+    def _held(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Held | Packed | None:
+        """What returns a tensor that needs no recompute: a view of an input, or an older tensor."""
+        if base is not None and (guard := self._known.get(id(base))) is not None:
+            shares = guard.is_as_before and guard.packed is None and guard.dual is None
+            return View(tensor, guard) if shares else None
         if node is None:
-            return Found(tensor) if tensor.requires_grad else None
+            return Held(tensor) if tensor.requires_grad else None
         if not self._is_older(node):
             return None
-        return Found(tensor) if self.frame.outer is None else Handed(tensor, self.frame.outer).get
+        return Held(tensor) if self.frame.outer is None else Packed(tensor, self.frame.outer)
 
     def _is_older(self, node: Any) -> bool:
         """Whether a node was made before the region.

@@ -33,11 +33,7 @@ def shields(frame: Frame) -> list[Any]:
         contexts.append(hooks_allowed(even_if_disabled=True))
     if frame.modes and not modes_that_see():
         contexts.append(PlainMode())
-    if (frame.operands.duals or frame.captured_inputs.duals) and not private.dual_level_active():
-        # To get operands may recompute an outer region, which may enter a level itself, and these levels don't nest.
-        contexts += [
-            each.at_hand() for each in (frame.operands, frame.captured_inputs, frame.record) if each is not None
-        ]
+    if (frame.operands.has_duals or frame.captured_inputs.has_duals) and not private.dual_level_active():
         contexts.append(fwAD.dual_level())
     if frame.streams:
         contexts.append(resumed(frame.streams))

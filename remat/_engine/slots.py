@@ -9,10 +9,7 @@ from typing import Any
 import torch
 
 from .._core import private
-from .._core.parts import bare
-from .._region.fingerprints import fingerprint, look_at
-from .._region.guards import Guards
-from ..errors import MutationError
+from .._region.fingerprints import look_at
 
 
 class Slot:
@@ -62,47 +59,3 @@ def _dead() -> None:
 
 class Stop(BaseException):
     """Ends a recompute as soon as its slots are filled. Not an Exception, so that user code lets it through."""
-
-
-class View:
-    """A view of an input or of a captured tensor. It shares that tensor's memory, so to save it takes no memory."""
-
-    __slots__ = ("guards", "i", "version", "view")
-
-    def __init__(self, guards: Guards, i: int, view: torch.Tensor) -> None:
-        self.guards, self.i = guards, i
-        self.view, self.version = view, private.version(view)
-
-    def __call__(self) -> torch.Tensor:
-        if private.version(self.view) != self.version:
-            raise MutationError(self.guards.message(self.i))
-        return self.view
-
-
-class Found:
-    """A tensor with a history that is older than the region, or without one: it exists without the region."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version = tensor, private.version(tensor)
-
-    def __call__(self) -> torch.Tensor:
-        if private.version(self.tensor) != self.version:
-            raise MutationError(
-                f"A captured tensor, {fingerprint(self.tensor, 'metadata')}, was changed in place after the region's "
-                f"forward and before its backward. Change it after the backward, or give the region a copy."
-            )
-        return self.tensor
-
-
-class Above:
-    """A wrapper that a level of torch.func inside the region saves. It lives as long as that level's graph."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = bare(tensor)  # the tensor itself could be part of a reference cycle
-
-    def __call__(self) -> torch.Tensor:
-        return self.tensor

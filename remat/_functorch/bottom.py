@@ -18,7 +18,7 @@ from .._core.parts import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from .._engine.saver import Saver
 from .._engine.shield import in_batched_backward, outside_of_batched_backward
 from .._region.around import Around
-from .._region.guards import NO_GUARDS, Guards
+from .._region.guards import NO_GUARDS, Guards, close
 from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, hooks_hidden
 from .._region.run import FirstRun, Run
 from .._selective.attempt import Recompute
@@ -139,8 +139,7 @@ def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     if call.recorder is not None:
         call.recorder.recording.has_slots = False
     outs = region.run(inputs, FirstRun(call.recorder, call.watch))
-    call.guards.close()
-    root.captured_inputs.close()
+    close(call.guards, root.captured_inputs)
     if call.recorder is not None:
         root.record = call.recorder.close(outs)
     return outs
@@ -156,7 +155,7 @@ def _saver(region: Any, operands: Guards, captured_inputs: Guards, run: Run, rea
 def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
     if recorded and not (dual and region.uses_func):
         saver = _saver(
-            region, Guards(operands, names(region.root), set()), NO_GUARDS, Recompute(region.root), read_inside=True
+            region, Guards(operands, names(region.root)), NO_GUARDS, Recompute(region.root), read_inside=True
         )
         return saver.run(region.run, operands)
     pullback = region.inner if isinstance(region, BatchedPullback) else region

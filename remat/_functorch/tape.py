@@ -30,13 +30,13 @@ class Call:
 
     def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
         """Guard the operands of the first run, as its ``inputs``, which may be leaves in place of operands."""
-        self.operands, self.guards = operands, Guards(inputs, names(root), root.known.shared.changing)
+        self.operands, self.guards = operands, Guards(inputs, names(root))
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, checked for changes, and as they were before the region changed them."""
         known = len(self.operands)
         same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
-        return [self.guards.checked(i, t) if same[i] else t for i, t in enumerate(operands)]
+        return [self.guards[i].checked(t) if same[i] else t for i, t in enumerate(operands)]
 
 
 def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:

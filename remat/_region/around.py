@@ -79,7 +79,7 @@ class Around:
 
     def take_captured(self, captured_inputs: Guards) -> None:
         """Pass captured tensors to the hooks, except those that stay alive anyway."""
-        if self.hooks is not None and captured_inputs.tensors:
+        if self.hooks is not None and len(captured_inputs):
             in_region, takes_all = self.region is not None, getattr(self.owner, "takes_all", False)
             which = _made_by_an_outer_region if in_region else _has_history
             each = [i for i, t in enumerate(captured_inputs.tensors) if takes_all or (t is not None and which(t))]

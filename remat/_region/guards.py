@@ -1,16 +1,13 @@
-"""Guards: the inputs and captured tensors that a region saves for its recomputes.
+"""Guards: the inputs and captured tensors that a region saves for its recomputes, as they were before its first run.
 
 A recompute starts only if these tensors still have the values of the first run, or from a copy that was made before
-the region itself changed them (batch-norm statistics).
+the region itself changed them (batch-norm statistics, counters).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from operator import attrgetter, methodcaller
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,275 +16,301 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .._core import host_memory, private
-from .._core.facts import tensors
+from .._core.devices import is_capturing
+from .._core.facts import tensors as tensors_in
 from .._core.host_memory import Group, Offloaded
-from .._core.layout import copied
-from .._core.parts import lift
-from .._core.state import alias, state
+from .._core.layout import copied, holder, is_dense, span
+from .._core.parts import is_dual, is_in_graph, lift, parts
+from .._core.state import alias, state, unseen
 from ..errors import MutationError
-from .copies import DeviceComparison, can_be_asked, is_small, may_differ
-from .fingerprints import checksum
-from .handover import AtHand, Handed, HandedToRegion, Hooks
+from .fingerprints import bits, checksum, fingerprint
 from .hooks import drop_gradient_hooks
-from .snapshot import cut, gradients, leafness, tangents, versions
+from .packed import Hooks, Packed
 
-_is_leaf, _requires_grad, _is_view = attrgetter("is_leaf"), attrgetter("requires_grad"), methodcaller("_is_view")
-_NOTHING: Mapping[int, Any] = MappingProxyType({})  # shared: most guards need no dict of their own
+# Tensors up to this size that don't require grad are copied before the first run, as the region may change them.
+COPY_BYTES = 16 * 1024
+# So are vectors, such as running statistics, and buffers of modules up to this size.
+COPY_LARGER_BYTES = 1024 * 1024
 
-Name = Callable[[int], str]
+
+class Held:
+    """A tensor that autograd saves as it is: it exists without the region. It must not be changed."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: Any = tensor
+        self.version = _version(tensor)
+
+    def saved(self) -> torch.Tensor:
+        """Return the tensor for a backward.
+
+        Raises:
+            MutationError: it has been changed since.
+        """
+        if not self.is_as_before:
+            raise MutationError(self.message())
+        return self.tensor
+
+    @property
+    def is_as_before(self) -> bool:
+        return _version(self.tensor) == self.version
+
+    def message(self) -> str:
+        return (
+            f"A captured tensor, {fingerprint(self.tensor, 'metadata')}, was changed in place after the region's "
+            f"forward and before its backward. Change it after the backward, or give the region a copy."
+        )
 
 
-class Guards:
-    """Tensors as they were before a region's first run.
+class View(Held):
+    """A view of a guarded tensor. It shares that tensor's memory, so to save it takes no memory."""
 
-    ``name(i)`` returns the name of the i-th tensor for errors. ``changing`` is a set of names that persists from call
-    to call: a tensor that the region has changed in an earlier call is copied, whatever its size.
-    """
+    __slots__ = ("base",)
 
-    __slots__ = (
-        "_changed", "_comparison", "accumulated", "as_they_were", "changing", "copies", "duals", "first_hook",
-        "grads", "leaf", "name", "packed", "requires_grad", "sums", "tensors", "versions",
-    )  # fmt: skip
+    def __init__(self, view: torch.Tensor, base: Guard) -> None:
+        super().__init__(alias(view))
+        self.base = base
 
-    def __init__(self, tensors: Sequence[torch.Tensor], name: Name, changing: set[str]) -> None:
-        self.tensors: list[torch.Tensor | None] = list(tensors)
-        self.name = name
-        self.changing = changing
-        self.versions = versions(tensors)
-        # Inference tensors have no version counter, so their values are compared.
-        self.sums: Mapping[int, int] = _NOTHING
-        if -1 in self.versions:
-            self.sums = {i: checksum(tensors[i]) for i, version in enumerate(self.versions) if version == -1}
-        self.requires_grad = tuple(map(_requires_grad, tensors))
-        self.leaf = tuple(map(leafness, tensors)) if any(map(_is_view, tensors)) else tuple(map(_is_leaf, tensors))
-        self.packed: Mapping[int, Handed | HandedToRegion | AtHand] = _NOTHING  # saved by the hooks around the region
-        self.copies: Mapping[int, torch.Tensor] = _NOTHING
-        self._changed: Mapping[int, bool] = _NOTHING
-        self._comparison: DeviceComparison | None = None  # of tensors with a copy: which really changed
-        self.duals = tangents(tensors) if private.dual_level_active() else _NOTHING
-        self.grads: list[tuple[int, int]] | None = None
+    def message(self) -> str:
+        return self.base.message()
+
+
+class Guard(Held):
+    """A tensor as it was before a region's first run, which is its ``i``-th; ``name(i)`` is its name in errors."""
+
+    __slots__ = ("_copy", "_differs", "_i", "_name", "dual", "leaf", "lost", "packed", "requires_grad")
+
+    def __init__(self, tensor: torch.Tensor, name: Callable[[int], str], i: int, limit: int) -> None:
+        super().__init__(tensor)
+        self._name, self._i = name, i
+        self.requires_grad = tensor.requires_grad
+        self.leaf = _leafness(tensor)
+        self.packed: Packed | None = None  # what hooks around the region have made of it
+        self._copy: torch.Tensor | None = None
+        self._differs: _Comparison | None = None
+        self.lost = False  # the region has changed it, and it was not copied
+        self.dual: tuple | None = None  # its primal and tangent, which are freed when their level ends
+        if private.dual_level_active() and is_dual(tensor):
+            self.dual = tuple((t, t.requires_grad, _leafness(t)) for t in fwAD.unpack_dual(tensor))
+        elif not self.requires_grad and _is_small(tensor, limit):
+            self._copy = copied(tensor.detach())
+
+    @property
+    def copy(self) -> torch.Tensor | None:
+        """The value before the first run, from which a recompute starts, if the region has changed it."""
+        if self._differs is not None:
+            differs, self._differs = bool(self._differs), None
+            self._copy = self._copy if differs else None
+        return self._copy
+
+    @property
+    def name(self) -> str:
+        return self._name(self._i)
+
+    def close(self) -> bool:
+        """End the first run: release what isn't needed, and return whether the region has changed the tensor.
+
+        Raises:
+            MutationError: the region changed a tensor in place that is not a leaf.
+        """
+        changed = not self.is_as_before
+        if changed:
+            if not self.tensor.is_leaf:
+                raise MutationError(
+                    f"{self.name} requires grad and was changed in place by the region, which can't be recomputed "
+                    f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
+                )
+            self.lost = self._copy is None
+        elif self._copy is not None:
+            self._compare(self._copy)
+        if self.packed is not None:
+            if isinstance(self.packed.contents, Offloaded):
+                self.packed.contents.settle()
+            if self._copy is None:
+                self.tensor = None
+        return changed
+
+    def _compare(self, copy: torch.Tensor) -> None:
+        """Release the copy if the tensor equals it. Batch norm changes statistics without a trace in their versions."""
+        tensor = self.tensor
+        if not tensor.is_floating_point() or not _is_small(tensor, COPY_BYTES):
+            self._copy = None
+        elif tensor.device.type in ("cpu", "meta"):
+            self._copy = copy if _may_differ(tensor, copy) else None
+        elif (
+            is_dense(tensor)
+            and not tensor.is_quantized
+            and not isinstance(tensor, private.FakeTensor)
+            and not is_capturing()
+        ):
+            self._differs = _Comparison(tensor, copy)
+
+    # --- for a recompute --------------------------------------------------------------------------------------------
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor, as it was before the first run.
+
+        Raises:
+            MutationError: it has been changed since.
+        """
+        if self.packed is not None and self.copy is None:
+            return self.packed.get()
+        return self.checked(self.tensor)
+
+    def checked(self, tensor: Any) -> torch.Tensor:
+        """Return ``tensor``, which is or was the guarded one, or a copy of the old value if the region changed it."""
+        if self.lost:
+            raise MutationError(
+                f"{self.name} was changed in place by the region itself, so the region can't be recomputed from the "
+                f"old value. Of tensors that don't require grad, those of up to 16 KiB, and vectors and buffers of up "
+                f"to 1 MiB, are copied first. Give the region a copy: `.clone()`, or change the tensor outside of it."
+            )
+        if self.copy is not None:
+            with private.without_levels():
+                copy = copied(self.copy)
+            return lift(copy)
+        if _version(tensor) != self.version:
+            raise MutationError(self.message())
+        return tensor
+
+    def saved(self) -> torch.Tensor:
+        """Return the tensor as autograd saved it. Like autograd, ignore changes that versions don't show."""
+        if self.copy is not None and self.is_as_before:
+            return self.tensor
+        return self.get()
+
+    def message(self) -> str:
+        advice = _OF_PARAMETERS if self.requires_grad and self.leaf else _OF_OTHERS
+        return (
+            f"{self.name} was changed in place between the region's forward and its backward, which recomputes the "
+            f"region and would give wrong gradients. {advice}"
+        )
+
+    def again(self) -> torch.Tensor:
+        """Return the tensor for a recompute: cut from its autograd graph, with its tangent."""
+        tensor = self.get()
+        if self.dual is not None:
+            primal, tangent = self.dual
+            return fwAD.make_dual(cut(*primal), cut(*tangent))
+        return cut(tensor, self.requires_grad, self.leaf)
+
+    def captured_again(self, accumulated: bool) -> torch.Tensor:
+        """Return a captured tensor for a recompute: itself if possible, so that no variable changes.
+
+        ``accumulated``: a backward pass inside the region has added to gradients, so a parameter is replaced.
+        """
+        added_to = accumulated and self.requires_grad
+        other = self.copy is not None or self.lost or self.packed is not None or self.dual is not None
+        if added_to or other or self.tensor is None:
+            return self.again()
+        if self.tensor.requires_grad is not self.requires_grad:  # it was frozen or detached since
+            tensor = cut(self.tensor, self.requires_grad, self.leaf)
+            if not self.leaf:
+                self.tensor = tensor  # ``stale`` looks it up by id
+            return tensor
+        return self.tensor
+
+
+class Guards(list[Guard]):
+    """The guards of some tensors. ``name(i)`` is the name of the i-th in errors; ``buffers`` are ids of buffers."""
+
+    __slots__ = ("_grads", "accumulated", "first_hook")
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], name: Callable[[int], str], buffers: Collection[int] = ()
+    ) -> None:
+        limits = (COPY_LARGER_BYTES if id(tensor) in buffers else COPY_BYTES for tensor in tensors)
+        super().__init__([Guard(tensor, name, i, limit) for i, (tensor, limit) in enumerate(zip(tensors, limits))])
         self.first_hook = RemovableHandle.next_id  # hooks that a first run registers have this id or a higher one
-        self.as_they_were = False  # the first run has ended, changed none of them, and no hooks around saved them
+        self._grads: list[tuple[int, int]] | None = None
         self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
-        if changing or not all(self.requires_grad):
-            may_change = [i for i, tensor in enumerate(tensors) if self._may_change(i, tensor)]
-            if may_change:
-                self.copies = {i: copied(tensors[i].detach()) for i in may_change}
-                if self.duals:
-                    self.duals = {  # a change in place changes the tangent too
-                        i: (primal, (tangent[0].detach().clone(), *tangent[1:]) if i in self.copies else tangent)
-                        for i, (primal, tangent) in self.duals.items()
-                    }
-
-    def __len__(self) -> int:
-        return len(self.versions)
 
     @property
-    def changed(self) -> Mapping[int, bool]:
-        """The indices of changed tensors -> whether the version counter missed it. May wait for a device."""
-        if self._comparison is not None:
-            same, self._comparison = self._comparison.same(), None
-            self._changed = {i: untraced for i, untraced in self._changed.items() if i not in same}
-            self.copies = {i: copy for i, copy in self.copies.items() if i not in same}
-        return self._changed
+    def tensors(self) -> list[Any]:
+        return [guard.tensor for guard in self]
 
     @property
-    def may_have_changed(self) -> Mapping[int, bool]:
-        """A superset of ``changed``, without waiting for a device."""
-        return self._changed
+    def has_duals(self) -> bool:
+        return any(guard.dual is not None for guard in self)
 
     def watch_gradients(self) -> None:
         """Note the gradients now, so that ``close`` can set ``accumulated``."""
-        self.grads = gradients(self.tensors)
+        self._grads = self._gradients()
 
-    def _may_change(self, i: int, tensor: torch.Tensor) -> bool:
-        if self.changing and self.name(i) in self.changing:
-            return True
-        if tensor.requires_grad or tensor.layout is not torch.strided:
-            return False
-        return is_small(tensor)
-
-    # --- during the first run ---------------------------------------------------------------------------------------
+    def _gradients(self) -> list[tuple[int, int]]:
+        """The identity and version of each leaf's ``.grad``."""
+        grads = (t.grad for t in self.tensors if t.requires_grad and t.is_leaf)
+        return [(0, 0) if g is None else (id(g), private.version(g)) for g in grads]
 
     def hand_over(self, hooks: Hooks, uses: Iterable[int], to_region: bool = False) -> None:
         """Pass the tensors at these indices to the saved-tensor hooks around the region, once for each use.
 
         Autograd does so with what it saves. ``to_region``: the hooks are those of an outer region.
         """
-        kind = HandedToRegion if to_region else Handed
-        packed: dict[int, Handed | HandedToRegion] = {}
         for i in uses:
-            if (tensor := self.tensors[i]) is not None:
-                packed.setdefault(i, kind(tensor, hooks))
-        self.packed = packed
+            packed = Packed(self[i].tensor, hooks, to_region)
+            self[i].packed = self[i].packed or packed
 
     def offload(self) -> None:
         """Move activations to host memory. Device memory is freed if no other reference keeps it alive."""
         hooks = functools.partial(Offloaded, group=Group()), Offloaded.get
         self.hand_over(hooks, [i for i, tensor in enumerate(self.tensors) if _is_activation(tensor)])
 
-    def is_as_before(self, i: int, tensor: torch.Tensor) -> bool:
-        same = private.version(tensor) == self.versions[i]
-        return same and (i not in self.sums or checksum(tensor) == self.sums[i])
-
-    def find_changed(self) -> None:
-        """Find changes in the middle of the first run, by the copies: a backward pass inside needs a recompute."""
-        if self.copies:
-            same = [now == before for now, before in zip(versions(self.tensors), self.versions)]
-            copies = self.copies.items()
-            self._changed = {i: same[i] for i, copy in copies if not same[i] or may_differ(self.tensors[i], copy)}
-
-    def close(self) -> None:
-        """End the first run: find the changed tensors and release what isn't needed.
+    def close(self) -> list[torch.Tensor]:
+        """End the first run, and return the tensors that the region has changed and that were copied before.
 
         Raises:
             MutationError: the region changed a tensor in place that is not a leaf.
         """
-        if self.grads is not None:
-            self.accumulated = self.grads != gradients(self.tensors)
-            self.grads = None
-        now = versions(self.tensors)
-        if now == self.versions and not self.copies and not self.packed:
-            self.as_they_were = not self.sums
-            return
-        changed: dict[int, bool] = {}
-        copies, to_compare = dict(self.copies), {}
-        for i, (tensor, version) in enumerate(zip(self.tensors, now)):
-            assert tensor is not None
-            if version == self.versions[i]:
-                if i not in copies:
-                    pass
-                elif tensor.device.type not in ("cpu", "meta"):
-                    changed[i] = True
-                    if can_be_asked(tensor):
-                        to_compare[i] = tensor, copies[i]
-                elif may_differ(copies[i], tensor):
-                    changed[i] = True
-                else:
-                    del copies[i]
-            elif not tensor.is_leaf:
-                raise MutationError(
-                    f"{self.name(i)} requires grad and was changed in place by the region, which can't be recomputed "
-                    f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
-                )
-            else:
-                changed[i] = False
-                self.changing.add(self.name(i))
-                self.versions[i] = version
-            if i in self.packed:
-                if not changed.get(i):
-                    self.tensors[i] = None
-                if isinstance(offloaded := self.packed[i].packed, Offloaded):
-                    offloaded.settle()
-        self._changed, self.copies = changed, copies
-        if to_compare:
-            self._comparison = DeviceComparison(to_compare)
-        self.as_they_were = not (changed or self.copies or self.packed or self.sums)
+        if self._grads is not None:
+            self.accumulated = self._grads != self._gradients()
+            self._grads = None
+        return [guard.tensor for guard in self if guard.close() and not guard.lost]
 
     def forget_histories(self) -> None:
         """Detach captured tensors: a history may lead to earlier regions, which captured tensors, and so on."""
-        if not all(self.leaf):
-            for i, tensor in enumerate(self.tensors):
-                if tensor is not None and not self.leaf[i]:
-                    self.tensors[i] = alias(tensor)
+        for guard in self:
+            if guard.tensor is not None and not guard.leaf:
+                guard.tensor = alias(guard.tensor)
 
     def roll_back(self) -> None:
         """Restore values and hooks of tensors that a first run has changed, because that run is abandoned."""
         drop_gradient_hooks(self.tensors, self.first_hook)
         with torch.no_grad(), private.without_levels():
-            for i, copy in self.copies.items():
-                tensor = self.tensors[i]
-                if tensor is not None and may_differ(tensor, copy):
-                    tensor.copy_(fwAD.make_dual(copy, self.duals[i][1][0]) if i in self.duals else copy)
+            for guard in self:
+                if guard.copy is not None and _may_differ(guard.tensor, guard.copy):
+                    guard.tensor.copy_(guard.copy)
 
-    # --- for a recompute --------------------------------------------------------------------------------------------
-
-    def get(self, i: int) -> torch.Tensor:
-        """Return the i-th tensor, as it was before the first run.
-
-        Raises:
-            MutationError: it has been changed since.
-        """
-        if self.packed and i in self.packed and i not in self.changed:
-            return self.packed[i].get()
-        return self.checked(i, self.tensors[i])
-
-    def saved(self, i: int) -> torch.Tensor:
-        """Return the i-th tensor as autograd saved it. Like autograd, ignore changes that versions don't show."""
-        if not self.changed.get(i):
-            return self.get(i)
-        return self._unchanged(i, self.tensors[i])
-
-    def checked(self, i: int, tensor: Any) -> torch.Tensor:
-        """Return ``tensor``, which is or was the i-th, or a copy of the old value if the region changed it."""
-        if i in self.changed:
-            if i not in self.copies:
-                raise MutationError(
-                    f"{self.name(i)} was changed in place by the region itself, and had not been copied before. "
-                    f"Run the forward again: from now on it is copied first. Or give the region a copy: `.clone()`."
-                )
-            with private.without_levels():
-                copy = copied(self.copies[i])
-            return lift(copy)
-        return self._unchanged(i, tensor)
-
-    def _unchanged(self, i: int, tensor: Any) -> torch.Tensor:
-        if not self.is_as_before(i, tensor):
-            raise MutationError(self.message(i))
-        return tensor
-
-    def message(self, i: int) -> str:
-        advice = _OF_PARAMETERS if self.requires_grad[i] and self.leaf[i] else _OF_OTHERS
-        return (
-            f"{self.name(i)} was changed in place between the region's forward and its backward, which recomputes the "
-            f"region and would give wrong gradients. {advice}"
-        )
-
-    def again(self, i: int) -> torch.Tensor:
-        """Return the i-th tensor for a recompute: cut from its autograd graph, with its tangent."""
-        tensor = self.get(i)
-        if self.duals and i in self.duals:
-            primal, tangent = self.duals[i]
-            if i in self.changed:
-                primal, tangent = (tensor, *primal[1:]), (tangent[0].clone(), *tangent[1:])
-            return fwAD.make_dual(cut(*primal), cut(*tangent))
-        return cut(tensor, self.requires_grad[i], self.leaf[i])
-
-    @contextmanager
-    def at_hand(self) -> Iterator[None]:
-        """Within, tensors that hooks around the region have saved are unpacked once, now, not at each read."""
-        packed = self.packed
-        self.packed = {i: each if i in self.changed else AtHand(each.get()) for i, each in packed.items()}
-        try:
-            yield
-        finally:
-            self.packed = packed
-
-    def all_again(self) -> list[torch.Tensor]:
+    def again(self) -> list[torch.Tensor]:
         """Return all tensors for a recompute."""
-        if self.packed or self.duals or self.changed or self.sums or versions(self.tensors) != self.versions:
-            return [self.again(i) for i in range(len(self))]
-        return list(map(cut, self.tensors, self.requires_grad, self.leaf))  # type: ignore[arg-type]
+        return [guard.again() for guard in self]
+
+    def captured_again(self) -> list[torch.Tensor]:
+        """Return all tensors, captured ones, for a recompute."""
+        return [guard.captured_again(self.accumulated) for guard in self]
 
     def stale(self) -> dict[int, str]:
         """Return the ids of tensors that were changed since, each with the message for a recompute that reads it."""
         return {
-            id(tensor): self.message(i)
-            for i, tensor in enumerate(self.tensors)
-            if tensor is not None and i not in self.changed and not self.is_as_before(i, tensor)
+            id(guard.tensor): guard.message()
+            for guard in self
+            if guard.tensor is not None and guard.copy is None and not guard.lost and not guard.is_as_before
         }
 
-    def captured_again(self, i: int) -> torch.Tensor:
-        """Return the i-th tensor, a captured one, for a recompute: itself if possible, so that no variable changes."""
-        tensor = self.tensors[i]
-        added_to = self.accumulated and self.requires_grad[i]
-        if added_to or i in self.duals or i in self.packed or i in self.changed or tensor is None:
-            return self.again(i)
-        if tensor.requires_grad is not self.requires_grad[i]:  # it was frozen or detached since
-            tensor = cut(tensor, self.requires_grad[i], self.leaf[i])
-            if not self.leaf[i]:
-                self.tensors[i] = tensor  # ``stale`` looks it up by id
-        return tensor
+
+def close(operands: Guards, captured_inputs: Guards) -> None:
+    """End a first run.
+
+    Raises:
+        MutationError: the region changed a tensor in place that is not a leaf, or tensors that share memory.
+    """
+    changed = {id(tensor): tensor for tensor in (*operands.close(), *captured_inputs.close())}
+    if len({id(holder(tensor)) for tensor in changed.values()}) < len(changed):
+        raise MutationError(
+            "A region changes tensors in place that share memory, of which a recompute would get separate copies. "
+            "Use out-of-place operations, or let the region read and change them through one of them only."
+        )
 
 
 class Stale(TorchFunctionMode):
@@ -299,19 +322,81 @@ class Stale(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if tensors(result) and not state.own_work:
-            for tensor in tensors((args, kwargs)):
+        if tensors_in(result) and not state.own_work:
+            for tensor in tensors_in((args, kwargs)):
                 if id(tensor) in self.messages:
                     raise MutationError(self.messages[id(tensor)])
         return result
 
 
-def _is_activation(tensor: torch.Tensor | None) -> bool:
-    return (
-        tensor is not None and not (tensor.is_leaf and tensor.requires_grad) and not host_memory.in_host_memory(tensor)
-    )
+def cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.Tensor:
+    """Cut a tensor from its graph. A non-leaf stays a non-leaf, since inner regions decide by it what to save.
+
+    A tensor that autograd doesn't follow, though it requires grad, stays so: operations save less for it.
+    """
+    if not requires_grad:
+        return tensor.detach() if tensor.requires_grad else tensor
+    result = tensor.detach().requires_grad_()
+    if leaf:
+        return result
+    if leaf is None:
+        with torch.no_grad():
+            return result[...]  # `view_as` would change strides of dimensions of size 1
+    return result[...] if result.layout is torch.strided else result.clone()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """What differs after a change in place: the version counter; of inference tensors, which have none, a checksum."""
+    version = private.version(tensor)
+    return version if version != private.NO_VERSION else -1 - checksum(tensor)
+
+
+def _leafness(tensor: torch.Tensor) -> bool | None:
+    """Whether a tensor is a leaf; None if ``is_leaf`` is true but autograd doesn't follow the tensor."""
+    return tensor.is_leaf and (not tensor.requires_grad or is_in_graph(tensor) or None)
+
+
+def _is_small(tensor: torch.Tensor, limit: int) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    size = tensor.numel()
+    if not private.is_wrapped(tensor) and not tensor.is_nested:
+        size = max(size, span(tensor.shape, tensor.stride()))
+    return size * tensor.element_size() <= (COPY_LARGER_BYTES if tensor.dim() <= 1 else limit)
+
+
+class _Comparison:
+    """Whether a tensor on a device differs from its copy: queued now, read in a recompute, so that nothing waits."""
+
+    __slots__ = ("_copied", "_flag")
+
+    def __init__(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        with torch.no_grad(), unseen(), private.without_levels():
+            pairs = zip(parts(tensor), parts(copy))
+            flag = torch.stack([(bits(a.detach()) != bits(b)).any() for a, b in pairs]).any()
+            streams = host_memory.has_streams(flag.device)
+            self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=streams)
+            self._flag.copy_(flag, non_blocking=streams)
+            self._copied = torch.accelerator.current_stream(flag.device).record_event() if streams else None
+
+    def __bool__(self) -> bool:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._flag.item() is True
+
+
+def _may_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors with the same metadata may have different values; fake and nested tensors always may."""
+    if a.is_meta and type(a) is torch.Tensor:
+        return False
+    with unseen():
+        return isinstance(a, private.FakeTensor) or a.is_nested or not torch.equal(a, b)
+
+
+def _is_activation(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_leaf and tensor.requires_grad) and not host_memory.in_host_memory(tensor)
 
 
 _OF_PARAMETERS = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
 _OF_OTHERS = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
-NO_GUARDS = Guards([], str, set())
+NO_GUARDS = Guards([], str)

@@ -61,7 +61,6 @@ class Region:
         "number",
         "options",
         "outputs",
-        "overlaps",
         "paths",
         "ran",
         "record",
@@ -89,7 +88,6 @@ class Region:
         self.captured_inputs: Guards = NO_GUARDS  # captured tensors that are not operands
         self.same: Sequence[tuple[int, int]] = ()  # pairs of operands and captured tensors that are one tensor
         self.twice: Sequence[int] = ()  # operands that are another operand or a captured tensor below the levels
-        self.overlaps: Sequence[Any] = ()  # groups of these that share memory and that the region changed
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
@@ -147,7 +145,7 @@ class Region:
             return
         paths, tensors = zip(*captured_inputs.values())
         self.ids, self.paths = list(captured_inputs), paths
-        self.captured_inputs = Guards(tensors, lambda i: f"captured {paths[i]}", self.known.shared.changing)
+        self.captured_inputs = Guards(tensors, lambda i: f"captured {paths[i]}", found.buffers)
         self.captured_inputs.watch_gradients()
         self.same = same(self.operands(), tensors)
 
@@ -217,9 +215,9 @@ class Region:
     def _recompute(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
         assert self.ambient is not None
         with turn(), recomputing(self.options.override), self.ambient.restored():
-            captured = [self.captured_inputs.captured_again(i) for i in range(len(self.captured_inputs))]
-            if self.same or self.overlaps:
-                operands, captured = as_before(operands, captured, self.same, self.overlaps)
+            captured = self.captured_inputs.captured_again()
+            if self.same:
+                operands, captured = as_before(operands, captured, self.same)
             tensors = {**self._followed(operands), **dict(zip(self.ids, captured))}
             stale = self.captured_inputs.stale()
             with bound(self.variables, tensors), Stale(stale) if stale else nullcontext():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from .._policy.warnings import unmatched, warn_of_names
@@ -76,10 +75,6 @@ class Record:
     def keep_all(self) -> None:
         """Own the residuals that only slots own so far, before the slots are freed."""
         self.saved_values.own(self._wanted)
-
-    def at_hand(self) -> AbstractContextManager[None]:
-        """Within the context, have the residuals that hooks or host memory save at hand. They are fetched on entry."""
-        return self.saved_values.at_hand()
 
     def in_backward(self) -> None:
         """Give the warning about unmatched operators, as a backward pass has begun."""

@@ -12,7 +12,7 @@ from .._core.facts import tensors
 from .._core.host_memory import Group, Offloaded
 from .._core.layout import holder
 from .._core.state import alias, unseen
-from .._region.handover import Handed, Hooks
+from .._region.packed import Hooks, Packed
 from .._region.placeholders import Placeholder
 from ..errors import MutationError
 from .values import form_of
@@ -65,9 +65,9 @@ class Residual:
                 self._offloaded = Offloaded(numbers, group)
                 self._bring = self._offloaded.get
             else:
-                handed = Handed(numbers, outer)
+                handed = Packed(numbers, outer)
                 self._bring = handed.get
-                if any(holder(kept) is holder(tensor) for kept in tensors(handed.packed)):
+                if any(holder(kept) is holder(tensor) for kept in tensors(handed.contents)):
                     self._versions = [(alias(tensor), private.version(tensor))]
 
     @property
@@ -115,14 +115,6 @@ class Residual:
                 return content if whole else content.clone(memory_format=torch.contiguous_format)
         return self._guard
 
-    def fetch(self) -> None:
-        """Fetch the value, and own it until ``leave``."""
-        self._near = self.get()
-
-    def drop_fetched(self) -> None:
-        """Release the fetched value."""
-        self._near = None
-
     def before_writing(self) -> None:
         """Have the stream wait for the copy to host memory, as the storage is about to be overwritten."""
         if self._offloaded is not None:
@@ -132,7 +124,7 @@ class Residual:
         """Release the value on the device. A shared storage, as of a result, may be overwritten next."""
         if self._near is not None and private.is_shared(self._near):
             self.before_writing()
-        self.drop_fetched()
+        self._near = None
 
 
 def tensor_of(content: Residual | torch.Tensor) -> torch.Tensor:

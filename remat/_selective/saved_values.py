@@ -7,14 +7,13 @@ recomputed reads it. This is known only when the region ends. Until then, `held`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 
 import torch
 
 from .._core.host_memory import Group
 from .._policy.policy import Verdict
-from .._region.handover import Hooks
+from .._region.packed import Hooks
 from .log import Log
 from .residual import Residual
 
@@ -131,15 +130,3 @@ class SavedValues:
     def own(self, values: Collection[int]) -> None:
         """Own the residuals of these values, which only slots own so far, before the slots are freed."""
         self._owned.update((value, residual) for value in values if (residual := self.residual(value)) is not None)
-
-    @contextmanager
-    def at_hand(self) -> Iterator[None]:
-        """Within the context, have the residuals that hooks or host memory save at hand. They are fetched on entry."""
-        far = [each for each in self._residuals.values() if each.is_elsewhere and not each.has_changed]
-        for residual in far:
-            residual.fetch()
-        try:
-            yield
-        finally:
-            for residual in far:
-                residual.drop_fetched()

