@@ -21,12 +21,11 @@ from .._policy.verdict import Verdict
 from .._region.hooks import in_torch_checkpoint
 from .._region.lowerings import as_in_first_run
 from .costs import cost_of
-from .hull import hull
 from .log import Log
 from .plan import CanSkip, always, can_be_skipped, never
 from .program import Program
 from .storages import Storages
-from .tradeoff import Choice, Problem, TooMany, best_of, pareto
+from .tradeoff import Choice, Problem, TooMany, best_of, corners, pareto
 from .values import is_judged
 
 _PROGRAMS = 16  # for which a function remembers a choice
@@ -118,7 +117,7 @@ class Choices:
         try:
             found, is_exact = pareto(problem), True
         except TooMany:
-            found, is_exact = hull(problem), False
+            found, is_exact = corners(problem), False
         found.append(Choice(0, 0.0, frozenset()))  # fits every budget; a plan may need more bytes than the search found
         options = best_of(_as_planned(each, program, problem, self.flops, lazy) for each in found)
         whole = sum(problem.sizes.get(value, 0) for value in roots)

@@ -1,15 +1,16 @@
-"""The exact search for the choices of saved values that are Pareto-optimal in bytes and cost of the recompute.
+"""The search for the choices of saved values that are Pareto-optimal in bytes and cost of the recompute.
 
 A value that the backward pass needs is saved, or its step is recomputed, which needs the values that the step reads.
 One pass backwards over the steps branches at each value that is needed and can be saved. What is best before a step
 depends only on the state there: the needed values, and whether the recompute reaches it. So only the Pareto-optimal
-ways to each state are continued.
+ways to each state are continued. If these are too many, the search is repeated for some prices of a byte, and continues
+only the best ways at each price: that finds the corners of the convex hull of all choices.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from .program import Step
@@ -42,7 +43,13 @@ _State = tuple[frozenset[int], frozenset[int], frozenset[int], bool, bool]
 _Label = tuple[int, float, Any]  # bytes, cost, the saved steps as a linked list
 _Way = TypeVar("_Way", bound=tuple)
 MOST_WAYS = 20_000
+_MOST_STATES = 100  # that are continued at one price
+_PRICES = 48  # the most prices that are tried
 _ROUNDING = 1e-9  # of costs: each way adds them in another order
+
+
+_Ways = dict[_State, list[_Label]]
+_Merge = Callable[[Iterable[tuple[_State, list[_Label]]]], _Ways]
 
 
 class TooMany(Exception):
@@ -55,25 +62,47 @@ def pareto(problem: Problem) -> list[Choice]:
     Raises:
         TooMany: there are more than ``MOST_WAYS`` ways at one step.
     """
+    return _search(problem, _merged)
+
+
+def corners(problem: Problem) -> list[Choice]:
+    """Return the choices that are optimal for some price of a byte, by increasing bytes, or nearly so."""
+
+    def best(price: float) -> Choice:
+        return min(_search(problem, _cheapest(price)), key=lambda choice: choice.cost + price * choice.nbytes)
+
+    ends = best(0.0), best(sum(problem.costs) + 1.0)
+    found, spans, prices = [*ends], deque([ends]), _PRICES
+    while spans and prices:
+        more, less = spans.popleft()  # more bytes at less cost, less bytes at more cost
+        if more.nbytes > less.nbytes and more.cost < less.cost:
+            middle, prices = best((less.cost - more.cost) / (more.nbytes - less.nbytes)), prices - 1
+            if middle[:2] not in (more[:2], less[:2]):
+                found.append(middle)
+                spans += [(more, middle), (middle, less)]
+    return best_of(found, _ROUNDING)
+
+
+def _search(problem: Problem, merge: _Merge) -> list[Choice]:
     none: frozenset[int] = frozenset()
     made = {value: step for step in problem.steps for value in step.outs}
     saved = defaultdict(list)
     for value, after in problem.roots.items():
         if value in made:
             saved[after].append(value)
-    ways: dict[_State, list[_Label]] = {(none, none, none, False, False): [(0, 0.0, None)]}
+    ways: _Ways = {(none, none, none, False, False): [(0, 0.0, None)]}
     for number in range(len(problem.steps), -1, -1):
         for value in saved[number]:
-            ways = _merged(_at_root(ways, value, value in problem.keepable))
+            ways = merge(_at_root(ways, value, value in problem.keepable))
         if number:
             step = problem.steps[number - 1]
             reads = frozenset(value for value in step.reads if value in made)
-            ways = _merged(_at_step(ways, step, reads, problem))
+            ways = merge(_at_step(ways, step, reads, problem))
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
     return [Choice(nbytes, cost, frozenset(_listed(steps))) for nbytes, cost, steps in best]
 
 
-def _at_root(ways: dict[_State, list[_Label]], value: int, keepable: bool) -> Iterable[tuple[_State, list[_Label]]]:
+def _at_root(ways: _Ways, value: int, keepable: bool) -> Iterable[tuple[_State, list[_Label]]]:
     """Branch where autograd has saved a value: the choice saves the value, or a recompute makes it."""
     for (needed, low, promised, begun, draws), labels in ways.items():
         if keepable and not begun:
@@ -81,9 +110,7 @@ def _at_root(ways: dict[_State, list[_Label]], value: int, keepable: bool) -> It
         yield (needed | {value}, low - {value}, promised, True, draws), labels
 
 
-def _at_step(
-    ways: dict[_State, list[_Label]], step: Step, reads: frozenset[int], problem: Problem
-) -> Iterable[tuple[_State, list[_Label]]]:
+def _at_step(ways: _Ways, step: Step, reads: frozenset[int], problem: Problem) -> Iterable[tuple[_State, list[_Label]]]:
     """Branch at a step: its results are saved, or it runs, or it isn't needed."""
     outs, stays = frozenset(step.outs), step.number in problem.stays
     for (needed, low, promised, begun, draws), labels in ways.items():
@@ -119,14 +146,30 @@ def _dearer(labels: list[_Label], cost: float) -> list[_Label]:
     return [(nbytes, before + cost, steps) for nbytes, before, steps in labels]
 
 
-def _merged(found: Iterable[tuple[_State, list[_Label]]]) -> dict[_State, list[_Label]]:
-    ways: dict[_State, list[_Label]] = {}
+def _merged(found: Iterable[tuple[_State, list[_Label]]]) -> _Ways:
+    ways: _Ways = {}
     for state, labels in found:
         ways[state] = ways[state] + labels if state in ways else labels
     ways = {state: best_of(labels, _ROUNDING) for state, labels in ways.items()}
     if sum(map(len, ways.values())) > MOST_WAYS:
         raise TooMany
     return ways
+
+
+def _cheapest(price: float) -> _Merge:
+    """Merge ways into the cheapest one to each state, of the cheapest states, at this price of a byte."""
+
+    def priced(label: _Label) -> float:
+        return label[1] + price * label[0]
+
+    def merge(found: Iterable[tuple[_State, list[_Label]]]) -> _Ways:
+        ways: dict[_State, _Label] = {}
+        for state, labels in found:
+            ways[state] = min([*labels, *([ways[state]] if state in ways else [])], key=priced)
+        cheapest = sorted(ways.items(), key=lambda way: priced(way[1]))[:_MOST_STATES]
+        return {state: [label] for state, label in cheapest}
+
+    return merge
 
 
 def best_of(ways: Iterable[_Way], margin: float = 0.0) -> list[_Way]:

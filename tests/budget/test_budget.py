@@ -6,6 +6,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from remat._core.known import Known
 from remat._function import call
 from remat._region.options import Options
 from remat._selective import choices
-from remat._selective.hull import hull
-from remat._selective.tradeoff import Choice, Problem, best_of, pareto
+from remat._selective.tradeoff import Choice, Problem, best_of, corners, pareto
 
 torch.manual_seed(0)
 X = torch.randn(2, 8, 16)
@@ -133,13 +133,15 @@ def test_one_option_saves_nothing() -> None:
 
 @pytest.mark.parametrize("fn", [*SMALL, normed], ids=lambda fn: fn.__name__)
 def test_corners_of_the_hull(fn: Callable) -> None:
-    """Choices found by a minimum cut are optimal, and contain the cheapest choice and the one that saves nothing."""
+    """They are optimal, and no other choice is below the lines between them."""
     problem, planned, options = solved(fn)
-    corners = best_of(map(planned, hull(problem)))
-    least = {each.nbytes: each.cost for each in options}
-    assert corners[0].nbytes == 0 and corners[-1].cost == pytest.approx(options[-1].cost)
-    for corner in corners[:-1]:
-        assert corner.cost >= min(cost for nbytes, cost in least.items() if nbytes <= corner.nbytes) - 1e-9
+    found = best_of(map(planned, corners(problem)))
+    assert found[0].nbytes == 0 and found[-1].cost == pytest.approx(options[-1].cost)
+    assert {each.nbytes for each in found} <= {each.nbytes for each in options}
+    for less, more in pairwise(found):
+        price = (less.cost - more.cost) / (more.nbytes - less.nbytes)
+        for other in options:
+            assert other.cost + price * other.nbytes >= (less.cost + price * less.nbytes) * (1 - 1e-9)
 
 
 def test_long_programs_have_only_corners(monkeypatch: pytest.MonkeyPatch) -> None:
