@@ -18,7 +18,6 @@ from ._engine import lowering as engine
 from ._functorch import lowering as functorch
 from ._region.around import Around
 from ._region.hooks import hooks_are_allowed, in_torch_checkpoint, is_hooks_refusal
-from ._region.lowerings import as_in_first_run
 from ._region.options import Options
 
 
@@ -52,18 +51,17 @@ def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwar
     """Call ``fn`` as a region under saved-tensor hooks if they are allowed, else by the func lowering."""
     around = Around()
     # Without hooks this lowering can't recompute. The other one raises an error only if something is differentiated.
-    if not as_in_first_run(known.uses_func or not hooks_are_allowed()):
-        try:
-            if state.watch is None:
-                return engine.call(fn, options, known, around, args, kwargs)
-            with own_work():
-                return engine.call(fn, options, known, around, args, kwargs)
-        except RuntimeError as error:
-            if not is_hooks_refusal(error):
-                raise
-            known.uses_func = True
-            as_in_first_run(True)
-    return functorch.call(fn, options, known, args, kwargs)
+    if not hooks_are_allowed():
+        return functorch.call(fn, options, known, args, kwargs)
+    try:
+        if state.watch is None:
+            return engine.call(fn, options, known, around, args, kwargs)
+        with own_work():
+            return engine.call(fn, options, known, around, args, kwargs)
+    except RuntimeError as error:
+        if not is_hooks_refusal(error):
+            raise
+    return functorch.call(fn, options, known, args, kwargs, uses_func=True)
 
 
 class Remat:

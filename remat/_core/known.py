@@ -30,14 +30,15 @@ class Shared:
 
 
 class Known:
-    """Facts learned from the calls of one rematerialized function. They choose how it is run, so no other has them."""
+    """What is remembered of one rematerialized function."""
 
-    __slots__ = ("compiles", "graded", "shared", "uses_func")
+    __slots__ = ("compiles", "graded", "shared")
 
     def __init__(self, shared: Shared | None = None) -> None:
-        self.compiles = False  # it calls `torch.cond` or the like, which compile what they run
-        self.graded = False  # it observes ``grad`` levels, which are restored; otherwise its first run starts twice
-        self.uses_func = False  # it calls torch.func transforms, so it can't run under saved-tensor hooks
+        # Both save time only. Its first run restores ``grad`` levels from the start; otherwise it would start twice.
+        self.graded = False
+        # It calls `torch.cond` or the like, which compile what they run: Dynamo guards whether a mode has said so.
+        self.compiles = False
         self.shared = shared or Shared()
 
     def is_new_warning(self, warning: str) -> bool:

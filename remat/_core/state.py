@@ -57,7 +57,6 @@ class _State(threading.local):
     override = _carried("remat.override")  # options of the regions that are called now: a dict, or nothing
     watch = _carried("remat.watch", None)  # of the innermost region that runs for the first time under torch.func
     policies = _carried("remat.policies", ())  # of the regions that run now and have one, the innermost last
-    lowerings = _carried("remat.lowerings", ())  # of the regions that run now, the innermost last
     logs = _carried("remat.logs", ())  # of the operations or random draws of the regions that run now
     recordings = _carried("remat.recordings", ())  # of the regions in their first run, under a policy
 
@@ -165,22 +164,22 @@ class recomputing:
 class as_in_forward:
     """The state of a first run, for a recompute, which may start within the bookkeeping of any other run.
 
-    ``policies`` are those of outer regions. Inner regions are lowered by ``lowerings``.
+    ``policies`` are those of outer regions.
     """
 
-    __slots__ = ("before", "filling", "lowerings", "policies")
+    __slots__ = ("before", "filling", "policies")
 
-    def __init__(self, policies: tuple[Any, ...], lowerings: Any, filling: bool) -> None:
-        self.policies, self.lowerings, self.filling = policies, lowerings, filling
+    def __init__(self, policies: tuple[Any, ...], filling: bool) -> None:
+        self.policies, self.filling = policies, filling
 
     def __enter__(self) -> None:
-        self.before = state.unseen, state.filling, state.policies, state.lowerings
-        state.unseen, state.policies, state.lowerings = False, self.policies, (self.lowerings,)
+        self.before = state.unseen, state.filling, state.policies
+        state.unseen, state.policies = False, self.policies
         if self.filling:
             state.filling = len(state.recordings)  # recorders of inner regions don't skip operations
 
     def __exit__(self, *exception: Any) -> None:
-        state.unseen, state.filling, state.policies, state.lowerings = self.before
+        state.unseen, state.filling, state.policies = self.before
 
 
 class without_policies:

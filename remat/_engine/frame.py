@@ -45,7 +45,6 @@ class Frame:
         "lock",
         "log",
         "look",
-        "lowerings",
         "mixed",
         "modes",
         "noted",
@@ -96,7 +95,6 @@ class Frame:
         self.modes = modes_that_see() > 0
         self.log = OpLog() if options.debug else None
         self.policies = state.policies
-        self.lowerings: list[Any] = []  # of the inner regions
         self.policy = policy
         self.record: Any = None  # of the first run under the policy, once that run has ended
         self.noted = read_inside or policy is not None

@@ -18,7 +18,6 @@ from .._core.streams import is_on_another
 from .._region.around import RegionHooks
 from .._region.fingerprints import describe, is_other, look_at, may_be_unset
 from .._region.hooks import drop_gradient_hooks
-from .._region.lowerings import Lowerings
 from .._region.placeholders import Restart
 from .._region.run import Run
 from .._selective.attempt import Attempt
@@ -94,7 +93,7 @@ class Filler(RegionHooks):
         below = self._pack_below_levels if root.kinds else self.pack
         private.push_hooks(self._pack_and_report if frame.noted else below, _identity)
         try:
-            with as_in_forward(policies, Lowerings(frame.lowerings, follows=True), filling=frame.open):
+            with as_in_forward(policies, filling=frame.open):
                 result = frame.region.call_again(operands, run)
         except (Stop, Restart, Exception):
             # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.

@@ -13,11 +13,10 @@ import torch
 from .._core import private, trees
 from .._core.parts import bare
 from .._core.private import is_wrapped, origin, raw_version, sequence_number
-from .._core.state import alias, own_work, state
+from .._core.state import alias, own_work
 from .._region.around import RegionHooks, of_region
 from .._region.guards import Guard, Guards, Held, View
 from .._region.hooks import hooks_allowed
-from .._region.lowerings import Lowerings
 from .._region.packed import Packed
 from .._region.run import Run
 from .frame import Frame
@@ -61,11 +60,9 @@ class Saver(RegionHooks):
             below = self._pack_below_levels if root.kinds else self.pack
             unpack = frame.unpack if recording is None else frame.unpack_under_policy
             private.push_hooks(self._pack_and_note if frame.noted else below, unpack)
-            state.lowerings = *state.lowerings, Lowerings(frame.lowerings, follows=False)
             try:
                 result = call(*args, run)
             finally:
-                state.lowerings = state.lowerings[:-1]
                 private.pop_hooks()
                 self._known, self._recording = {}, None  # inner regions may still refer to these hooks
         frame.close()

@@ -27,21 +27,23 @@ from .levels import apply
 from .tape import Call
 
 
-def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a region. If its first run shows that it must be executed differently, it is started again."""
+def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict, uses_func: bool = False) -> Any:
+    """Call ``fn`` as a region. If its first run shows that it must be executed differently, it is started again.
+
+    ``uses_func``: the function has been seen to call torch.func transforms.
+    """
     kinds = tuple([interpreter.key().value for interpreter in private.interpreter_stack() or ()])
     if private.FUNCTIONALIZE in kinds:
         return fn(*args, **kwargs)  # the function is being traced
     if private.cached_weights()[0] and (private.GRAD in kinds or private.JVP in kinds):
         raise RematError(_CACHED)
     region = Region(fn, *take_apart(args, kwargs), options, known, Around())
-    region.kinds, region.graded = kinds, known.graded
+    region.kinds, region.graded, region.uses_func = kinds, known.graded, uses_func
     try:
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
                 region.open(follow=is_followed)
             shared, first_hook = Call(recorder_for(region), run_at_bottom), RemovableHandle.next_id
-            used_func = known.uses_func  # an inner region may be of the same function, and set it
             try:
                 outs = _first_run(region, shared)
                 if outs is not None:
@@ -49,9 +51,9 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             except Exception as error:
                 if "INTERNAL ASSERT" in str(error) and shared.watch is not None:
                     shared.watch.check_captured()  # torch has met a wrapper that it can't place
-                if not is_hooks_refusal(error) or used_func:
+                if not is_hooks_refusal(error) or region.uses_func:
                     raise
-                known.uses_func = True
+                region.uses_func = True
             with own_work():
                 shared.guards.roll_back()
                 drop_gradient_hooks((*shared.operands, *region.operands()), first_hook)

@@ -52,8 +52,8 @@ class Around:
         self.hooks = private.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
         self.region = region = of_region(self.hooks)
-        # How far outer regions have come: their lowerings, logs and saved tensors, the innermost first.
-        self.positions: list[tuple[Any, Any]] = [(each, each.count) for each in (*state.lowerings, *state.logs)]
+        # How far outer regions have come: their logs and saved tensors, the innermost first.
+        self.positions: list[tuple[Any, Any]] = [(each, each.count) for each in state.logs]
         while region is not None:
             self.positions.append((region, region.count))
             region = region.around

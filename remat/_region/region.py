@@ -68,6 +68,7 @@ class Region:
         "search_result",
         "tensors",
         "twice",
+        "uses_func",
         "variables",
     )  # fmt: skip
 
@@ -91,6 +92,7 @@ class Region:
         self.outputs = Outputs(options)
         self.ran = False
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
+        self.uses_func = False  # its function calls torch.func transforms, so it can't run under saved-tensor hooks
         self.graded = False  # its first run must restore the ``grad`` levels
         self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
         self.record: Any = None  # of the first run under a policy, when it has ended
@@ -98,7 +100,6 @@ class Region:
         self.ambient: Ambient | None = None
 
     root = property(lambda self: self)
-    uses_func = property(lambda self: self.known.uses_func)
 
     # --- before the first run -------------------------------------------------------------------------------------
 

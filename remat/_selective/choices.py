@@ -18,8 +18,6 @@ from .._core.lines import Line, user_line, warn
 from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
 from .._policy.verdict import Verdict
-from .._region.hooks import in_torch_checkpoint
-from .._region.lowerings import as_in_first_run
 from .costs import cost_of
 from .log import Log
 from .plan import CanSkip, always, can_be_skipped, never
@@ -56,8 +54,7 @@ class Choices:
         if policy not in choices and len(choices) >= _POLICIES:
             del choices[next(iter(choices))]
         self._known: list[tuple[Tradeoff, Choice]] = choices.setdefault(policy, [])
-        # The known programs that match so far. A recompute of an enclosing region gets the programs of its first run.
-        self._matches = as_in_first_run([] if in_torch_checkpoint() else [*self._known])
+        self._matches = [*self._known]  # the known programs that match so far
         self._chosen = policy.chosen  # a choice made earlier, as long as the operators match its program
         self.so_far: frozenset[int] = frozenset()  # what a new program saves: one choice, as all may exceed the budget
         self._news = known.is_new_warning
@@ -111,8 +108,6 @@ class Choices:
     def close(self, log: Log, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> None:
         """Choose what later runs of a new program save, when it has run."""
         keys = tuple([step.key for step in program.steps])
-        if any(tradeoff.keys == keys for tradeoff, _ in self._known):
-            return  # it was new in the first run of the enclosing region
         problem = self._problem(program, roots, results, lazy)
         try:
             found, is_exact = pareto(problem), True

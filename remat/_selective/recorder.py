@@ -18,6 +18,7 @@ from .._core.ranges import Ranges
 from .._core.state import state
 from .._policy.nested import within
 from .._policy.policy import Policy, as_policy
+from .._region.hooks import in_torch_checkpoint
 from ..errors import RematError
 from .record import Record
 from .recording import Recording
@@ -167,8 +168,8 @@ def recorder_for(region: Any) -> Recorder | None:
     if own is None and not outer:
         return None
     own = as_policy(own)
-    if outer and own.is_budget:
-        own = as_policy(None)  # the enclosing region's policy decides
+    if own.is_budget and (outer or region.around.region is not None or in_torch_checkpoint()):
+        own = as_policy(None)  # in a recompute of the enclosing region it might choose something else
     policy = within(outer[-1] if outer else None, own)
     tensors = *region.operands(), *region.captured_inputs.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
