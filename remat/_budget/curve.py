@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._measure import plot
+from .._measure.plot import plot_choices
 from .._measure.units import aligned, flops_text, size_text
 from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
@@ -97,7 +97,7 @@ class Curve:
             ImportError: matplotlib is not installed.
         """
         points = [(point.nbytes, point.cost) for point in self.points]
-        return plot.choices(axes, points, _UNITS.get(str(self.cost), ""))
+        return plot_choices(axes, points, _UNITS.get(str(self.cost), ""))
 
 
 _UNITS = {"roofline": ", us", "time": ", us", "flops": ", FLOP"}

@@ -53,3 +53,10 @@ def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
             to, tensor = to.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
     to.copy_(tensor)
     return copy
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor as bytes, without the dtype and without lazy conjugation or negation."""
+    storage = tensor.untyped_storage()
+    with private.without_dispatch():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch._subclasses.functional_tensor
 import torch.fx.experimental.proxy_tensor as _proxy_tensor
 import torch.utils._pytree as _torch_pytree
 
-F = TypeVar("F", bound=Callable)
 tree_map = _torch_pytree.tree_map  # Dynamo traces it, and not optree's
 FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor  # what AOT autograd traces with
 
@@ -47,7 +46,7 @@ lifted = torch._higher_order_ops.wrap.dynamo_bypassing_wrapper
 TAKES_OBJECTS_AS_CONSTANTS = torch.__version__ >= "2.12"
 
 
-def constant(fn: F) -> F:
+def constant(fn: Any) -> Any:
     """``torch.compiler.assume_constant_result``, without its import of Dynamo, which takes as long as that of torch."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn

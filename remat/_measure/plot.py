@@ -11,13 +11,13 @@ from .units import size_text
 MARKERS = "sovDP^X*"
 
 
-def peaks(axes: Any, points: Sequence[tuple[str, int, int]], best: Sequence[tuple[int, int]] = ()) -> Any:
+def plot_peaks(axes: Any, points: Sequence[tuple[str, int, int]], best: Sequence[tuple[int, int]] = ()) -> Any:
     """Draw labelled points of recomputed FLOPs and peak memory, and a dashed line through the ``best``."""
     axes = _axes(axes)
-    for i, (label, flops, nbytes) in enumerate(points):
+    for i, (label, count, nbytes) in enumerate(points):
         marker = MARKERS[i % len(MARKERS)]
         # Hollow markers, so that equal points are both seen; at zero they are not cut.
-        axes.plot(flops, nbytes, marker, markersize=8, fillstyle="none", mew=1.8, clip_on=False, label=label)
+        axes.plot(count, nbytes, marker, markersize=8, fillstyle="none", mew=1.8, clip_on=False, label=label)
     if len(best) > 1:
         axes.plot(*zip(*sorted(best)), "--", drawstyle="steps-post", color="grey", linewidth=1, zorder=1)
     _from_zero(axes, "FLOPs recomputed", "peak memory")
@@ -30,7 +30,7 @@ def peaks(axes: Any, points: Sequence[tuple[str, int, int]], best: Sequence[tupl
     return axes
 
 
-def choices(axes: Any, points: Sequence[tuple[int, float]], unit: str) -> Any:
+def plot_choices(axes: Any, points: Sequence[tuple[int, float]], unit: str) -> Any:
     """Draw the cost of choices against the bytes that they save."""
     axes = _axes(axes)
     axes.plot(*zip(*points), "o--", drawstyle="steps-post", linewidth=1, clip_on=False)

@@ -121,4 +121,4 @@ class Report:
             ImportError: matplotlib is not installed.
         """
         points = [(row.label, row.recomputed_flops, row.peak_bytes) for row in self.rows]
-        return plot.peaks(axes, points, [(row.recomputed_flops, row.peak_bytes) for row in self.pareto])
+        return plot.plot_peaks(axes, points, [(row.recomputed_flops, row.peak_bytes) for row in self.pareto])

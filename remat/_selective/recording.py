@@ -9,7 +9,7 @@ import torch
 
 from .._core.facts import Facts, facts_of, tensors
 from .._core.known import Known
-from .._core.layout import holder
+from .._core.layout import as_bytes, holder
 from .._core.lines import Line, user_line
 from .._core.parts import is_differentiable, is_plain, parts
 from .._core.private import is_wrapped
@@ -23,7 +23,6 @@ from .last_run import LastRun
 from .log import Entry, Log
 from .plan import always, can_be_skipped
 from .program import Program
-from .residual import as_bytes
 from .saved_values import SavedValues
 from .saves import Saves, Source
 from .storages import Storages

@@ -13,7 +13,7 @@ import torch
 
 from .._core.devices import accelerator
 from .._core.facts import Facts, facts_of, tensors
-from .._core.layout import holder
+from .._core.layout import as_bytes, holder
 from .._core.parts import all_parts, is_wrapper_call, parts
 from .._core.private import without_torch_function
 from .._core.state import state, unseen
@@ -24,7 +24,7 @@ from .plan import Plan
 from .program import Step
 from .record import Record
 from .recorder import RegionMode
-from .residual import Residual, as_bytes, tensor_of
+from .residual import Residual, tensor_of
 from .values import Argument, Layout
 
 

@@ -132,13 +132,6 @@ def tensor_of(content: Residual | torch.Tensor) -> torch.Tensor:
     return content.get() if isinstance(content, Residual) else content
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes, without the dtype and without lazy conjugation or negation."""
-    storage = tensor.untyped_storage()
-    with private.without_dispatch():
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 def _numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     """Return the whole storage of a tensor in the value's dtype: in its shape if that covers the storage, else flat."""
     storage, dtype = tensor.untyped_storage(), tensor.dtype if layout is None else layout.dtype

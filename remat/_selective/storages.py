@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._core.facts import tensors
-from .._core.layout import holder, is_dense
+from .._core.layout import as_bytes, holder, is_dense
 from .._core.private import FakeTensor, has_no_memory
 from .._core.state import unseen
-from .residual import as_bytes
 from .values import New, place_of
 
 if TYPE_CHECKING:
