@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from remat._measure.plot import peaks
+from remat._measure.costs import plot_peaks
 
 __all__ = ["draw", "new_axes", "save"]
 
@@ -24,7 +24,7 @@ def draw(rows: Sequence[Measured], path: Path, title: str) -> None:
     """Write the picture as SVG. Compiled rows are skipped, as their FLOPs aren't counted."""
     axes = new_axes()
     points = [(f"{row.family}: {row.policy}", row.recomputed_flops, row.peak_bytes) for row in rows]
-    peaks(axes, [point for point in points if point[1] is not None]).set_title(title, fontsize="medium")
+    plot_peaks(axes, [point for point in points if point[1] is not None]).set_title(title, fontsize="medium")
     save(axes, path)
 
 

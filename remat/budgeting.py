@@ -10,8 +10,8 @@ import torch
 from ._budget.curve import Curve, Point, curve_of
 from ._core.known import Known
 from ._function import call
-from ._measure.subject import Subject
-from ._policy.budget import Budget
+from ._measure.program import Subject
+from ._policy.policy import Budget
 from ._region.options import Options
 from .errors import RematError
 

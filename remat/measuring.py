@@ -12,10 +12,8 @@ from . import policies as policies_
 from ._core import private
 from ._core.state import disable_remat
 from ._measure.comparison import CheckResult, Difference, compared
-from ._measure.costs import Costs, Share, distinct, measured
-from ._measure.program import Program
-from ._measure.subject import NOT_DIFFERENTIATED, Subject
-from ._measure.summary import AS_WRITTEN, Report
+from ._measure.costs import AS_WRITTEN, Costs, Report, Share, distinct, measured
+from ._measure.program import NOT_DIFFERENTIATED, Program, Subject
 from ._policy.policy import PolicyLike, as_policy
 from ._policy.warnings import silenced
 from ._region.options import override

@@ -21,12 +21,10 @@ import torch
 
 from ._budget.model import BlockBudget, BlockChoice, chosen_by_budget
 from ._core.signatures import accepts
-from ._measure.program import Program
-from ._measure.subject import Subject
+from ._measure.program import Program, Subject
 from ._modules.eligible import check_module
 from ._modules.region_class import change_back, change_in_place
-from ._policy.budget import Budget
-from ._policy.policy import PolicyLike
+from ._policy.policy import Budget, PolicyLike
 from ._region.options import DeterminismCheck, checked_options
 from .errors import shown
 

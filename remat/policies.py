@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ._policy.budget import Budget
-from ._policy.groups import (
+from ._policy.names import Names
+from ._policy.operators import (
     ATTENTION,
     COLLECTIVES,
     CONVOLUTIONS,
     MATMULS,
     MATMULS_WITHOUT_BATCH_DIMS,
     is_unbatched_einsum,
+    makers_of,
 )
-from ._policy.names import Names
-from ._policy.operators import makers_of
-from ._policy.policy import If, Offload, Ops, Policy, PolicyLike, as_policy, saving
+from ._policy.policy import Budget, If, Offload, Ops, Policy, PolicyLike, as_policy, saving
 from ._policy.policy import Preset as _Preset
 from ._policy.predicates import checked_predicate
 from .errors import PolicyError

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from ._core import private
 from ._measure.listing import Listing
-from ._measure.rows import SavedResidual, listing
+from ._measure.origins import SavedResidual, listing
 from ._region.hooks import check_hooks_are_allowed, is_hooks_refusal
 
 __all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]

@@ -13,8 +13,7 @@ from ._function import Remat
 from ._modules.eligible import check_module
 from ._modules.region_class import second_module
 from ._policy.policy import Policy, PolicyLike
-from ._region.options import DeterminismCheck, Options, checked_options
-from ._region.unfinished import check_returns
+from ._region.options import DeterminismCheck, Options, check_returns, checked_options
 
 F = TypeVar("F", bound=Callable)
 

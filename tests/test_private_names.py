@@ -1,4 +1,4 @@
-"""The package uses torch's private names in two files only, and all of them exist in this torch."""
+"""The package uses torch's private names in one file only, and all of them exist in this torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import remat
-from remat._core import private, private_compile
+from remat._core import private
 from remat._core.state import carry
 
 PACKAGE = Path(remat.__file__).parent
-OWN = [PACKAGE / "_core" / name for name in ("private.py", "private_compile.py")]
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in OWN)
+OWN = PACKAGE / "_core" / "private.py"
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != OWN)
 
 
 def tracer() -> Any:
@@ -98,8 +98,8 @@ def private_ones(names: Iterator[str]) -> list[str]:
     return sorted({name for name in names if any(map(is_private, name.split(".")))})
 
 
-SOURCES = list(map(parsed, OWN))
-PRIVATE = private_ones(name for source in SOURCES for name in torch_names(source))
+SOURCE = parsed(OWN)
+PRIVATE = private_ones(torch_names(SOURCE))
 
 
 def find(name: str) -> Any:
@@ -134,9 +134,9 @@ def test_a_missing_name_is_an_error() -> None:
 
 
 def test_private_attributes_of_objects_exist() -> None:
-    aliases = {name: full for source in SOURCES for name, full in torch_aliases(source).items()}
+    aliases = torch_aliases(SOURCE)
     used = set()
-    for node in (node for source in SOURCES for node in ast.walk(source)):
+    for node in ast.walk(SOURCE):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root = (dotted(node) or "").partition(".")[0]
             if root not in aliases:
@@ -166,8 +166,7 @@ def test_no_private_attribute_of_tensors_and_nodes_elsewhere(path: Path) -> None
 def test_every_name_of_the_file_is_used() -> None:
     """A new torch version can break the names in this file, so it has no unused ones."""
     texts = [path.read_text() for path in FILES]
-    own = "".join(path.read_text() for path in OWN)
-    body = [node for source in SOURCES for node in source.body]
+    own, body = OWN.read_text(), SOURCE.body
     defined = [
         target.id
         for node in body
@@ -180,7 +179,7 @@ def test_every_name_of_the_file_is_used() -> None:
     for name in defined:
         word = re.compile(rf"\b{name}\b")
         used = any(word.search(text) for text in texts) or len(word.findall(own)) > 1
-        assert used and (hasattr(private, name) or hasattr(private_compile, name)), name
+        assert used and hasattr(private, name), name
 
 
 def test_a_carried_value_has_one_reference() -> None:

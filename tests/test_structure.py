@@ -1,4 +1,4 @@
-"""The structure of the package: imports go one way, files are short, and the design page names every file."""
+"""The structure of the package: imports go one way, and the design page names every file."""
 
 from __future__ import annotations
 
@@ -81,12 +81,6 @@ def test_packages_import_lower_packages_only() -> None:
     # Private packages import `remat.errors`, and no other public module.
     used_by_packages = set().union(*(others for name, others in IMPORTS.items() if package(name) in PACKAGES))
     assert {name for name in used_by_packages if not package(name)} == {"remat.errors"}
-
-
-def test_files_are_short() -> None:
-    lines = {path: path.read_text().splitlines() for path in MODULES.values()}
-    assert {path.name: len(text) for path, text in lines.items() if len(text) > 300} == {}
-    assert max(len(line) for text in lines.values() for line in text) <= 120
 
 
 def test_the_top_is_what_users_call() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._measure.plot import plot_choices
-from .._measure.units import aligned, flops_text, size_text
-from .._policy.budget import Budget, Chosen
+from .._core.amounts import aligned, flops_text, size_text
+from .._measure.costs import plot_choices
 from .._policy.operators import full_name
+from .._policy.policy import Budget, Chosen
 from .._selective.choices import Tradeoff
 
 

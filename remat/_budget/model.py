@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from .._core import trees
+from .._core.amounts import aligned, flops_text, size_text
 from .._core.known import known_of
 from .._core.state import disable_remat
 from .._measure.observer import PeakMemory, gc_disabled
 from .._measure.program import Program
-from .._measure.units import aligned, flops_text, size_text
 from .._modules.region_class import IN_PLACE, change_in_place
-from .._policy.budget import Budget, Chosen
 from .._policy.operators import full_name
+from .._policy.policy import Budget, Chosen
 from .._region.options import Options
 from .._selective.choices import Tradeoff
-from .._selective.tradeoff import Choice, best_of
+from .._selective.search import Choice, best_of
 from ..errors import RematError
 
 Plan = Mapping[nn.Module, Choice]

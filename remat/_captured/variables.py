@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from .._core.contents import attributes, contents, copy_dict
-from .._core.trees import without_plain
+from .._core.trees import attributes, contents, copy_dict, without_plain
 
 COPIED = (dict, OrderedDict, defaultdict, list)
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from .._core import private, private_compile
+from .._core import private
 from .._core.lines import warn
 from .._core.state import guarded
 from .._policy.policy import NOTHING, Policy, as_policy
 from .._region.options import Options
 from . import transforms
-from .breaks import reason_to_break
-from .tags import judge
+from .graphs import judge, reason_to_break
 
 
 def call(fn: Callable, options: Options, args: tuple, kwargs: dict) -> Any:
@@ -55,11 +54,11 @@ def _or_break(result: Any) -> Any:
     """The result of a region that is part of the graph. Another one breaks the graph, so that Python runs it."""
     reason = reason_to_break()
     if reason:
-        private_compile.graph_break(reason)
+        private.graph_break(reason)
     return result
 
 
-@private_compile.constant  # so that it is called while Dynamo traces
+@private.constant  # so that it is called while Dynamo traces
 def warn_of_ignored_options() -> bool:
     """Warn, once, about options that have no effect in compiled code."""
     return _warn_once(
@@ -68,7 +67,7 @@ def warn_of_ignored_options() -> bool:
     )
 
 
-@private_compile.constant
+@private.constant
 def warn_of_ignored_budget() -> bool:
     """Warn, once, that a region with a budget saves nothing."""
     return _warn_once(

@@ -1,51 +1,221 @@
 """A region in a ``torch.func`` transform that is compiled.
 
 Dynamo lifts the region's function to a graph whose arguments are everything that it reads. While AOT autograd traces,
-the region is taken through the levels by the rules of the func lowering; below them is ``_compile/bottom.py``.
+the region is taken through the levels by the rules of the func lowering. All of it is one graph, in which a recompute
+is a second copy of the region. The copy is made to depend on the cotangents, as a compiler could otherwise move it to
+the first run, where its values would live until the backward.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from .._core import private, private_compile
+from .._core import private
+from .._core.facts import facts_of, mapped, tensors
 from .._core.known import Known
+from .._core.tensors import as_leaf, is_recorded
 from .._functorch import lowering as functorch
-from .._functorch.bottom import is_refused_change
+from .._functorch.bottom import CHANGES, Call, is_refused_change
+from .._functorch.derived import Pullback, Tensors
 from .._functorch.levels import apply
-from .._functorch.tape import Call
-from .._policy.policy import Policy, as_policy
-from .._region.arguments import take_apart
+from .._policy.judge import question
+from .._policy.policy import RECOMPUTE, Policy, Verdict, as_policy
+from .._region.arguments import Outputs, take_apart
+from .._region.hooks import hooks_allowed
 from .._region.options import Options
-from .._region.outputs import Outputs
-from .._region.run import Run
-from .bottom import run_at_bottom
-from .breaks import nodes
-from .saved_values import SavedValues
+from .._region.region import Run
+from ..errors import MutationError
+from .graphs import judge, judge_named, nodes
+
+
+class SavedValues:
+    """The values of a graph's first run that a policy saves, those of random operations and of higher-order operators.
+
+    Calls are identified by the graph's nodes: the n-th call of an operation by a node is the same in each run.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.values: dict[Hashable, tuple[Any, list]] = {}  # of a call: its result, and the tensors that it wrote to
+
+    def run(self, graph: GraphModule, args: Any, again: bool) -> Any:
+        """The graph's result, from these arguments."""
+        with torch.fx.traceback.preserve_node_meta(), (_Recompute if again else _FirstRun)(self) as calls:
+            return _Nodes(graph, calls).run(*args)
+
+
+class _Nodes(Interpreter):
+    """Runs a graph, and sets the current node of a mode."""
+
+    def __init__(self, graph: GraphModule, calls: _Calls) -> None:
+        super().__init__(graph)
+        self.calls = calls
+
+    def run_node(self, n: Any) -> Any:
+        self.calls.node, self.calls.count = n.name, Counter()
+        return super().run_node(n)
+
+
+class _Calls(private.DispatchMode):
+    """A mode that sees the operations of one run."""
+
+    def __init__(self, saved: SavedValues) -> None:
+        super().__init__()
+        self.saved = saved
+        self.node = ""
+        self.count: Counter = Counter()
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        return True
+
+    def key(self, op: Any) -> Hashable:
+        self.count[op] += 1
+        return self.node, op, self.count[op]
+
+
+class _FirstRun(_Calls):
+    """The mode of a first run, which saves values."""
+
+    def __init__(self, saved: SavedValues) -> None:
+        super().__init__(saved)
+        self.made: dict[Any, tuple[Hashable, Any]] = {}  # by nodes of the trace, for names
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs, key, facts = kwargs or {}, self.key(op), facts_of(op)
+        policy, values = self.saved.policy, self.saved.values
+        for node, verdict in judge_named(policy, op, args):
+            if node in self.made:
+                self.save(self.made[node], verdict)
+        result = op(*args, **kwargs)
+        written = facts.written(args, kwargs)
+        if isinstance(op, private.HigherOrderOperator) or facts.draws(args, kwargs):
+            new = None if any(result is each for each in written) else result
+            values[key] = mapped(private.value_now, (new, written))
+        elif not (facts.views or written) and (found := tensors(result)):
+            node = private.traced_node(found[0])
+            made = self.made[node] = key, mapped(private.value_now, (result, []))
+            self.save(made, policy.judge(*question(op, args, kwargs, result), frozenset()))
+        return result
+
+    def save(self, made: tuple[Hashable, Any], verdict: Verdict) -> None:
+        key, value = made
+        if verdict is RECOMPUTE:
+            self.saved.values.pop(key, None)
+        else:
+            self.saved.values[key] = value
+
+
+class _Recompute(_Calls):
+    """The mode of a recompute, which returns saved values."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs, found = kwargs or {}, self.saved.values.get(self.key(op))
+        if found is None:
+            return op(*args, **kwargs)
+        result, written = mapped(private.holding, found)
+        own = facts_of(op).written(args, kwargs)
+        for tensor, value in zip(own, written):
+            tensor.copy_(value)
+        return own[0] if result is None else result
+
+
+def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | None) -> list:
+    """Run a region, or a transform of it, on tensors of AOT autograd."""
+    root = region.root
+    run = partial(_again, region) if root.ran else partial(region.run, run=Run())
+    recorded = torch.is_grad_enabled() and any(map(is_recorded, operands))
+    if recorded and not region.uses_func:
+        run = partial(_checkpointed, run, root.saved.policy)
+    if root.ran:
+        return run(operands)
+    before = list(map(private.value_now, operands))
+    outs = _first(run, operands, () if recorded else wanted or ())
+    now = map(private.value_now, operands)
+    root.changed = {i: old for i, (old, new) in enumerate(zip(before, now)) if old is not new}
+    if any(is_recorded(operands[i]) for i in root.changed):
+        raise MutationError(CHANGES)
+    return outs
+
+
+def _first(run: Callable, operands: Tensors, wanted: Sequence[bool]) -> list:
+    """A first run; operands in ``wanted`` are cut from their history."""
+    if not any(wanted):
+        return run(operands)
+    # With grad mode the same kernels are chosen as in a recompute, which is differentiated.
+    with torch.enable_grad():
+        outs = run([as_leaf(t) if each else t for t, each in zip(operands, wanted)])
+    return [t.detach() for t in outs]
+
+
+def _again(region: Any, operands: Tensors) -> list:
+    """A recompute, on operands that depend on the cotangents."""
+    count = _primals(region, len(operands))
+    before = region.root.before(operands[:count])
+    return region.run([*after(before, operands[count:]), *operands[count:]], Run())
+
+
+def _primals(region: Any, count: int) -> int:
+    """The number of operands of a recompute before the cotangents."""
+    while region is not region.root:
+        if isinstance(region, Pullback):
+            return len(region.needs)
+        region = region.inner
+    return count
+
+
+def after(tensors: Tensors, others: Tensors) -> list[torch.Tensor]:
+    """These tensors, made to depend on the others by plain operations, which every backend supports."""
+    known = [t.detach().reshape(-1)[:1].reshape(()) for t in others if t.numel()]
+    if not known:
+        return list(tensors)
+    condition = reduce(torch.logical_and, [t == t for t in known])
+    return [torch.where(condition, t, t) for t in tensors]
+
+
+def _checkpointed(run: Callable, policy: Any, operands: Tensors) -> list:
+    """A run as a checkpointed part of the graph, for the partitioner, if autograd differentiates below all levels."""
+
+    def contexts() -> tuple:
+        first, again = create_selective_checkpoint_contexts(partial(judge, policy))
+        first.ac_graph_id = next(private.graph_ids)
+        return first, again
+
+    with hooks_allowed(even_if_disabled=True):
+        return private.original_checkpoint(
+            lambda *tensors: run(list(tensors)),
+            *operands,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            early_stop=False,
+            context_fn=contexts,
+        )
 
 
 def call(fn: Callable, args: tuple, kwargs: dict, policy: Any, context_fn: Any = None) -> Any:
     """Call ``fn`` as a region while Dynamo traces."""
     number = 0
     if policy is not None or context_fn is not None:
-        number = _number(policy, context_fn) if private_compile.TAKES_OBJECTS_AS_CONSTANTS else _INLINE
+        number = _number(policy, context_fn) if private.TAKES_OBJECTS_AS_CONSTANTS else _INLINE
     if number == _UNKNOWN:
-        private_compile.graph_break("The policy of a region in a torch.func transform is created in compiled code.")
+        private.graph_break("The policy of a region in a torch.func transform is created in compiled code.")
     if number == _INLINE:
         return fn(*args, **kwargs)
-    return private_compile.lifted(functools.partial(_lowered, number), lambda *inputs: fn(*inputs, **kwargs), *args)
+    return private.lifted(functools.partial(_lowered, number), lambda *inputs: fn(*inputs, **kwargs), *args)
 
 
 _policies: list[Policy] = [as_policy(None)]  # of compiled code, which refers to them by number
 _UNKNOWN, _INLINE = -1, -2
 
 
-@private_compile.constant  # so that it is called while Dynamo traces, with the policy itself
+@private.constant  # so that it is called while Dynamo traces, with the policy itself
 def _number(policy: Any, context_fn: Any) -> int:
     if context_fn is not None:
         first, again = context_fn()
@@ -81,7 +251,7 @@ def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
     kinds = tuple(interpreter.key().value for interpreter in private.interpreter_stack() or ())
     if private.JVP in kinds or _has_levels(graph) or (len(kinds) > 1 and any(map(_acts_on_one_level, nodes(graph)))):
         return _inlined(graph, args)
-    if not private_compile.functionalizing():  # a backend runs Dynamo's trace as it is
+    if not private.functionalizing():  # a backend runs Dynamo's trace as it is
         return functorch.call(
             Interpreter(graph).run, Options(policy=policy, determinism_check="none"), Known(), args, {}
         )
@@ -128,7 +298,7 @@ class TracedRegion:
     def before(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The operands of a recompute, with their values before the first run, which may have changed buffers."""
         changed = self.changed
-        return [private_compile.holding(changed[i]) if i in changed else t for i, t in enumerate(operands)]
+        return [private.holding(changed[i]) if i in changed else t for i, t in enumerate(operands)]
 
     def run(self, operands: Any, run: Run) -> list[torch.Tensor]:
         """Run the graph, and return the new tensors among the results."""

@@ -24,8 +24,8 @@ import torch
 
 from . import private
 from .devices import accelerator
-from .layout import memory, span
 from .passes import Pass, current_pass
+from .tensors import memory, span
 
 # The memory of a tensor is not free until its copy to the host ends. A caller with more bytes in flight has to wait.
 IN_FLIGHT_BYTES = 512 * 2**20

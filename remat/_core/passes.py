@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -126,3 +127,13 @@ def current_pass() -> Pass | None:
 def _drop(slots: list[Any]) -> None:
     for slot in slots:
         slot.value = None
+
+
+_ENGINE_CALL = private.engine_call.__code__
+
+
+def nearest_engine_call(frame: FrameType | None, within: FrameType | None = None) -> FrameType | None:
+    """The innermost call of autograd's engine from ``frame`` out, up to ``within``."""
+    while frame is not within and frame is not None and frame.f_code is not _ENGINE_CALL:
+        frame = frame.f_back
+    return None if frame is within else frame

@@ -1,4 +1,4 @@
-"""Pytrees: the arguments and results of a region as flat lists of leaves.
+"""Pytrees: the arguments and results of a region as flat lists of leaves; and what containers of any class hold.
 
 Built on optree in a namespace of its own. Dataclasses and the types that are registered with
 torch's pytree are added to it when one is first seen, so users need not register anything.
@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,37 @@ import optree
 import torch
 from optree import PyTreeSpec as TreeSpec
 
-from .contents import attributes
 from .private import TORCH_NODES, MappingKey, SequenceKey
+
+
+def attributes(value: Any) -> Any:
+    """The ``__dict__`` of an object, or an empty one."""
+    return object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else {}
+
+
+def size(container: Any) -> int:
+    """The number of values in a dict, list or tuple."""
+    return int(_base(container).__len__(container))
+
+
+def contents(container: Any) -> Iterable[Any]:
+    """The values in a dict, list or tuple."""
+    base = _base(container)
+    found: Iterable[Any] = dict.values(container) if base is dict else base.__iter__(container)
+    return found
+
+
+def copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+    """A plain copy of a dict."""
+    if type(value) is dict:
+        return value.copy()
+    return dict(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
+
+
+def _base(container: Any) -> Any:
+    cls = type(container)
+    return dict if issubclass(cls, dict) else list if issubclass(cls, list) else tuple
+
 
 __all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten", "without_plain"]
 

@@ -1,22 +1,30 @@
-"""The lowering for plain autograd: a region under the engine."""
+"""The lowering for plain autograd: a region under the engine.
+
+In the first run autograd gets slots in place of tensors that the region computes. Inputs, captured tensors, views of
+these, and tensors that are older than the region are saved as they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from .._core import private, trees
 from .._core.known import Known
-from .._core.state import state
+from .._core.private import is_wrapped, origin, raw_version, sequence_number
+from .._core.state import alias, own_work, state
+from .._core.tensors import bare
 from .._region.arguments import take_apart
-from .._region.around import Around
+from .._region.around import Around, RegionHooks, of_region
 from .._region.error_context import with_region
-from .._region.guards import Guards
-from .._region.hooks import is_hooks_refusal
+from .._region.guards import Guard, Guards, Held, View
+from .._region.hooks import Packed, hooks_allowed, is_hooks_refusal
 from .._region.options import Options
-from .._region.region import Region
-from .._region.run import FirstRun
+from .._region.region import FirstRun, Region, Run
 from .._selective.recorder import recorder_for
-from .saver import Saver
+from .frame import Frame, RecordedSlot, Slot, reference
 
 
 def call(fn: Callable, options: Options, known: Known, around: Around, args: Any, kwargs: dict) -> Any:
@@ -47,3 +55,139 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
         raise with_region(error, region, recomputing=False)  # noqa: B904
     finally:
         region.forget()
+
+
+class Saver(RegionHooks):
+    """The hooks of a first run: they make a slot of a new frame for each tensor that a recompute has to provide."""
+
+    __slots__ = ("_known", "_look", "_recording", "_run", "_slot", "_slots", "_start", "frame")
+
+    def __init__(
+        self,
+        region: Any,
+        operands: Guards,
+        captured_inputs: Guards,
+        outer: tuple | None,
+        run: Run,
+        read_inside: bool = False,
+    ) -> None:
+        self._run = run
+        self._recording = None if run.recorder is None else run.recorder.recording
+        policy = None if self._recording is None else self._recording.policy
+        self.frame = frame = Frame(region, operands, captured_inputs, outer, policy, read_inside)
+        self._start = private.next_sequence_number()
+        self._slot: Callable[[], Slot] = Slot if self._recording is None else RecordedSlot
+        self._look, self._slots = frame.look, frame.slots
+        self._known: dict[int, Guard] = {id(guard.tensor): guard for guard in (*captured_inputs, *operands)}
+
+    def run(self, call: Callable, *args: Any) -> Any:
+        """Execute the region for the first time, by ``call(*args, run)``."""
+        frame, run = self.frame, self._run
+        root, recording = frame.region.root, self._recording
+        if frame.outer is None and frame.options.offload_inputs and not root.kinds:
+            frame.operands.offload()  # not under torch.func, whose levels own their inputs
+        if recording is not None:
+            recording.saved_values.hooks = frame.outer
+            recording.in_region = root.around is not None and root.around.region is not None
+        run.log = frame.log
+        with hooks_allowed(even_if_disabled=root.ran):
+            below = self._pack_below_levels if root.kinds else self.pack
+            unpack = frame.unpack if recording is None else frame.unpack_under_policy
+            private.push_hooks(self._pack_and_note if frame.noted else below, unpack)
+            try:
+                result = call(*args, run)
+            finally:
+                private.pop_hooks()
+                self._known, self._recording = {}, None  # inner regions may still refer to these hooks
+        frame.close()
+        if run.recorder is not None:
+            outputs = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor)]
+            frame.record = root.record = run.recorder.close(outputs)
+            frame.one_output = sum(tensor.requires_grad for tensor in outputs) == 1
+        return result
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        found = self._known.get(id(tensor))
+        if found is not None and (found.version < 0 or raw_version(tensor) == found.version):
+            self._slots.append(None)
+            return found
+        base, node = origin(tensor)
+        if base is not None or node is None or self._is_older(node):
+            held = None if found else self._held(tensor, base, node)
+            if held is not None:
+                self._slots.append(None)
+                return held
+        slot = self._slot()
+        slot.first = slot.value = None
+        if node is None and not tensor.requires_grad:
+            slot.watch(tensor, self.frame.check)
+        else:
+            slot.fingerprint = self._look(tensor)
+        self._slots.append(slot)
+        return slot
+
+    def _pack_below_levels(self, tensor: torch.Tensor) -> Any:
+        """``pack`` below levels of torch.func. Levels inside the region save tensors too, which are wrapped."""
+        if is_wrapped(tensor) and id(tensor) not in self._known:
+            return Held(bare(tensor))  # the tensor itself could be part of a reference cycle
+        with own_work():  # if an autograd Function calls the hooks, they run under modes
+            return self.pack(tensor)
+
+    def _pack_and_note(self, tensor: torch.Tensor) -> Any:
+        """``pack`` where slots may own values: at once, or because a policy saves them.
+
+        So the frame has only a weak reference to such a slot, which is freed with autograd's node.
+        """
+        recording = self._recording
+        if is_wrapped(tensor) and id(tensor) not in self._known:
+            if recording is not None:
+                recording.needs(tensor)
+            return Held(bare(tensor))
+        with own_work():
+            packed = self.pack(tensor)
+        slot = self._slots.pop()
+        self.frame.refs.append(reference(slot))
+        if slot is None:
+            return packed
+        if recording is not None:
+            recording.saved(tensor, slot)
+        if self.frame.read_inside:
+            slot.value = alias(tensor)
+            slot.version = private.version(slot.value)
+        return slot
+
+    def _held(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Held | Packed | None:
+        """What returns a tensor that needs no recompute: a view of an input, or an older tensor."""
+        if base is not None and (guard := self._known.get(id(base))) is not None:
+            shares = guard.is_as_before and guard.packed is None and guard.dual is None
+            return View(tensor, guard) if shares else None
+        if node is None:
+            return Held(tensor) if tensor.requires_grad else None
+        if not self._is_older(node):
+            return None
+        return Held(tensor) if self.frame.outer is None else Packed(tensor, self.frame.outer)
+
+    def _is_older(self, node: Any) -> bool:
+        """Whether a node was made before the region.
+
+        Each thread numbers its own nodes, and a backward pass inside may have run in a device thread.
+        """
+        return sequence_number(node) < self._start and not (self.frame.inside and self.frame.streams)
+
+    # --- for inner regions ------------------------------------------------------------------------------------------
+
+    @property
+    def around(self) -> RegionHooks | None:
+        return of_region(self.frame.outer)
+
+    @property
+    def count(self) -> int:
+        return len(self.frame.refs) + len(self._slots)
+
+    def go_back(self, count: int) -> None:
+        refs = self.frame.refs
+        del self._slots[max(0, count - len(refs)) :]
+        del refs[count:]
+
+    def on_inner_backward(self) -> None:
+        self.frame.on_inner_backward()

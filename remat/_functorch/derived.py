@@ -1,21 +1,20 @@
 """Regions that torch.func transforms make of a region. They run on operands and can be recomputed, as a region can.
 
 A derived region's first operands are those of the region it is made from, in the same order. Its ``run`` works on the
-levels that are active where it is called: with none, on plain tensors. `Graded` and `Jvp` are here; the ``vmap`` of a
-region is in ``_functorch/batched.py``, its pullback in ``_functorch/pullback.py``.
+levels that are active where it is called: with none, on plain tensors.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from .._core import private
-from .._core.parts import is_differentiable, is_dual
-from .._region.run import Run
+from .._core.tensors import as_leaf, is_differentiable, is_dual, is_recorded, requires_grad_somewhere
+from .._region.region import Run
 
 Tensors = Sequence[torch.Tensor]
 
@@ -113,3 +112,199 @@ def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
     """A primal that is not expanded: ``make_dual`` gives the tangent the primal's strides, which must not overlap."""
     expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
     return tensor.contiguous() if expanded else tensor
+
+
+T = TypeVar("T")
+Pull = Callable[[Tensors], list]
+
+
+class Pullback(Derived):
+    """The map from a region's operands, and cotangents of its outputs in ``given``, to gradients.
+
+    The gradients are those of the operands in ``needs``; ``present`` marks those that aren't zero by structure.
+    """
+
+    __slots__ = ("given", "level", "needs", "present")
+
+    is_pullback = True
+
+    def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...], level: int) -> None:
+        super().__init__(inner)
+        self.level = level  # the level that needs it
+        self.needs = needs
+        self.given = given
+        self.present: list[bool] = []  # found by running
+
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
+        count = len(self.needs)
+        return self.linearize(operands[:count], run)(operands[count:])
+
+    def linearize(self, primals: Tensors, run: Run, tape: Any = None) -> Pull:
+        """Recompute the region at ``primals``, by the tape if there is one, and return the linear map."""
+        if tape is not None:
+            pull = tape.pull(self)
+        elif private.transforms_active() or any(t.is_inference() for t in primals):
+            pull = self._by_func(primals, run)
+        else:
+            pull = self._by_autograd(primals, run)
+
+        def gradients(cotangents: Tensors) -> list[torch.Tensor]:
+            grads = pull(cotangents)
+            if self.present:  # another way to pull back may find more zeros by structure than the first one did
+                grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, self.heads(primals))]
+            else:
+                self.present = [g is not None for g in grads]
+            return [g for g, present in zip(grads, self.present) if present]
+
+        return gradients
+
+    def _by_func(self, primals: Tensors, run: Run) -> Pull:
+        needed = [i for i, needs in enumerate(self.needs) if needs]
+        inner = self._without_level()
+        lift = _lift_all if inner is self.inner else self.inner.lift
+
+        def at(*heads: torch.Tensor) -> list[torch.Tensor]:
+            inputs = lift(primals, private.current_interpreter().level())
+            for i, head in zip(needed, heads):
+                inputs[i] = head
+            return self.chosen(inner.run(inputs, run))
+
+        _, vjp = torch.func.vjp(at, *self.heads(primals))  # type: ignore[misc]
+        return lambda cotangents: list(vjp(list(cotangents)))
+
+    def _by_autograd(self, primals: Tensors, run: Run) -> Pull:
+        # The result is recorded only if an input or cotangent is. Gradients are taken with respect to the aliases.
+        record = torch.is_grad_enabled()
+        followed = record and any(map(is_recorded, primals))
+        with torch.enable_grad():
+            inputs = [_alias(t, followed) if needs else t for t, needs in zip(primals, self.needs)]
+            outs = [out if out.requires_grad else None for out in self.chosen(self.inner.run(inputs, run))]
+        heads = self.heads(inputs)
+
+        def pull(cotangents: Tensors) -> list:
+            create = followed or (record and any(map(requires_grad_somewhere, cotangents)))
+            return gradients(outs, heads, cotangents, create, retain=True)
+
+        return pull
+
+    def _without_level(self) -> Any:
+        """The region that it differentiates, without a Graded level that the level of a vjp replaces."""
+        inner = self.inner
+        return inner.inner if isinstance(inner, Graded) and inner.level == self.level else inner
+
+    def heads(self, operands: Sequence[T]) -> list[T]:
+        """The operands whose gradients are needed."""
+        return [operand for operand, needs in zip(operands, self.needs) if needs]
+
+    def chosen(self, outs: Sequence[T]) -> list[T]:
+        """The outputs that have a cotangent."""
+        return [out for out, given in zip(outs, self.given) if given]
+
+
+def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: bool, retain: bool) -> list:
+    """``torch.autograd.grad``, with None for each head that the outputs don't depend on; an output may be None too."""
+    pairs = [(out, cotangent) for out, cotangent in zip(outs, cotangents) if out is not None]
+    if not pairs:
+        return [None] * len(heads)
+    if private.dual_level_active():  # some formulas have tangents only where autograd records them
+        retain = create = True
+    outs, cotangents = zip(*pairs)
+    # Unused heads are allowed, and nothing is accumulated.
+    return list(private.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False))
+
+
+def _lift_all(operands: Tensors, level: int) -> list[torch.Tensor]:
+    return [private.wrap_grad(t, level) for t in operands]
+
+
+def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
+    if followed and tensor.requires_grad:
+        return tensor[...]
+    return as_leaf(tensor)
+
+
+Dims = Sequence[int | None]
+
+
+class Batched(Derived):
+    """``vmap`` of a region, over these dimensions of the operands."""
+
+    __slots__ = ("batch_size", "in_dims", "out_dims", "randomness", "sums")
+
+    def __init__(self, inner: Any, in_dims: tuple, batch_size: int, randomness: str, sums: bool = False) -> None:
+        super().__init__(inner)
+        self.in_dims = in_dims
+        self.batch_size = batch_size
+        self.randomness = randomness
+        self.sums = sums  # a level above follows an operand without a batch dimension: its gradient must not be summed
+        self.out_dims: list[int | None] = []  # found by running
+
+    @property
+    def uses_func(self) -> bool:
+        return self.inner.uses_func or self.inner.is_pullback
+
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
+        return self._mapped(lambda inputs: self.inner.run(inputs, run), operands, self.in_dims)
+
+    def _mapped(self, fn: Callable, operands: Tensors, in_dims: Dims) -> list[torch.Tensor]:
+        with private.vmap_level(self.batch_size, self.randomness) as level:
+            outs = fn([t if d is None else private.wrap_batched(t, d, level) for t, d in zip(operands, in_dims)])
+            pairs = [private.unwrap_batched(out, level) for out in outs]
+        self.out_dims = [dim for _, dim in pairs]
+        return [out for out, _ in pairs]
+
+
+class BatchedPullback(Batched):
+    """``vmap`` of the pullback of a region that is not mapped: that region is recomputed once, outside of the level."""
+
+    __slots__ = ()
+
+    is_pullback = True
+
+    @property
+    def uses_func(self) -> bool:
+        return self.inner.uses_func
+
+    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
+        count = len(self.inner.needs)
+        return self.linearize(operands[:count], run)(operands[count:])
+
+    def linearize(self, primals: Tensors, run: Run, tape: Any = None) -> Pull:
+        pull = self.inner.linearize(primals, run, tape)
+        return lambda cotangents: self._mapped(pull, cotangents, self.in_dims[len(primals) :])
+
+
+class PullbackOfBatched(Pullback):
+    """A pullback whose gradients have the batch dimensions of the operands."""
+
+    __slots__ = ()
+
+    @property
+    def out_dims(self) -> list:
+        return [dim for dim, present in zip(self.heads(self.inner.in_dims), self.present) if present]
+
+
+def batched_pullback(
+    pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None
+) -> tuple[Any, list]:
+    """``vmap`` of a pullback, and its operands; where the order makes no difference, the pullback of the ``vmap``.
+
+    ``inner`` is the ``vmap`` of the region, from a run of it.
+    """
+    count = len(pullback.needs)
+    if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, randomness):
+        # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.
+        kind = BatchedPullback if all(dim is None for dim in dims[:count]) else Batched
+        return kind(pullback, dims, size, randomness), values
+    targets = pullback.chosen(inner.out_dims)
+    if None in targets or None in pullback.heads(inner.in_dims):
+        return Batched(pullback, dims, size, randomness), values
+    aligned = [_align(t, dim, target, size) for t, dim, target in zip(values[count:], dims[count:], targets)]
+    return PullbackOfBatched(inner, pullback.needs, pullback.given, pullback.level), values[:count] + aligned
+
+
+def _align(tensor: torch.Tensor, dim: int | None, target: int | None, size: int) -> torch.Tensor:
+    assert target is not None
+    if dim is None:
+        return tensor.unsqueeze(target).expand(*tensor.shape[:target], size, *tensor.shape[target:])
+    return tensor.movedim(dim, target)

@@ -16,16 +16,13 @@ import torch
 import torch.autograd.forward_ad as fwAD
 
 from .._core import private
-from .._core.parts import is_differentiable, is_dual
 from .._core.state import own_work
+from .._core.tensors import is_differentiable, is_dual
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
-from .batched import Batched, PullbackOfBatched, batched_pullback
-from .bottom import has_dual, is_followed_by_autograd, run_in_node
-from .derived import Graded, Jvp, Tensors, without_overlap
+from .bottom import Call, has_dual, is_followed_by_autograd, run_in_node
+from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, without_overlap
 from .proof import graph_is_unreachable
-from .pullback import Pullback
-from .tape import Call
 
 Wanted = Sequence[bool] | None
 

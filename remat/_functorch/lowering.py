@@ -22,9 +22,8 @@ from .._region.options import Options
 from .._region.region import Region
 from .._selective.recorder import recorder_for
 from ..errors import RematError
-from .bottom import run_at_bottom
+from .bottom import Call, run_at_bottom
 from .levels import apply
-from .tape import Call
 
 
 def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict, uses_func: bool = False) -> Any:

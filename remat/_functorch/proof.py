@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from .._core import private
-from .._core.engine_call import nearest_engine_call
+from .._core.passes import nearest_engine_call
 
 _FUNC_GRAD_CALL = private.func_grad_engine_call.__code__
 

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .._captured.captured import find
-from .._captured.path import Path
+from .._captured.captured import Path, find
 from .._core import private
 from .._core.devices import wait_for_backward_threads
 from .._core.facts import tensors
-from .._core.parts import is_followed_below, is_in_graph, is_left_from_vmap, requires_grad_somewhere
 from .._core.state import own_work, state
+from .._core.tensors import is_followed_below, is_in_graph, is_left_from_vmap, requires_grad_somewhere
 from .._core.trees import without_plain
 from ..errors import CaptureError, RematError
 

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from .._core.lines import Line, is_library
-from .._core.parts import parts
-from .preserved import Overwritten
-from .program import Program
-from .rows import tensor_text
-from .subject import NOT_DIFFERENTIATED
+from .._core.tensors import parts
+from .origins import tensor_text
+from .program import NOT_DIFFERENTIATED, Overwritten, Program
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,76 @@
-"""What a program costs under each policy: saved bytes, peak bytes, recomputed FLOPs."""
+"""What a program costs under each policy: saved bytes, peak bytes, recomputed FLOPs; as text, values and a plot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from .._core.amounts import aligned, flops_text, percent_text, size_text
 from .._core.devices import wait_for_backward_threads
-from .._core.flops import flops
+from .._core.facts import flops
 from ..errors import MutationError
 from .listing import of_storage
 from .observer import gc_disabled
-from .origins import Origins
-from .program import Program
-from .rows import SavedResidual, any_layer
-from .subject import Subject
+from .origins import Origins, SavedResidual, any_layer
+from .program import Program, Subject
+
+MARKERS = "sovDP^X*"
+
+
+def plot_peaks(axes: Any, points: Sequence[tuple[str, int, int]], best: Sequence[tuple[int, int]] = ()) -> Any:
+    """Draw labelled points of recomputed FLOPs and peak memory, and a dashed line through the ``best``."""
+    axes = _axes(axes)
+    for i, (label, count, nbytes) in enumerate(points):
+        marker = MARKERS[i % len(MARKERS)]
+        # Hollow markers, so that equal points are both seen; at zero they are not cut.
+        axes.plot(count, nbytes, marker, markersize=8, fillstyle="none", mew=1.8, clip_on=False, label=label)
+    if len(best) > 1:
+        axes.plot(*zip(*sorted(best)), "--", drawstyle="steps-post", color="grey", linewidth=1, zorder=1)
+    _from_zero(axes, "FLOPs recomputed", "peak memory")
+    from matplotlib import ticker
+
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(ticker.EngFormatter("FLOP"))
+    _ticks_of_bytes(axes.yaxis)
+    axes.legend()
+    return axes
+
+
+def plot_choices(axes: Any, points: Sequence[tuple[int, float]], unit: str) -> Any:
+    """Draw the cost of choices against the bytes that they save."""
+    axes = _axes(axes)
+    axes.plot(*zip(*points), "o--", drawstyle="steps-post", linewidth=1, clip_on=False)
+    _from_zero(axes, "memory saved for the backward", f"cost of the recompute{unit}")
+    _ticks_of_bytes(axes.xaxis)
+    return axes
+
+
+def _axes(axes: Any) -> Any:
+    """The axes to draw on: those given, or those of a new figure."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("A plot needs matplotlib: pip install remat[plot]") from error
+    return pyplot.subplots(layout="constrained")[1] if axes is None else axes
+
+
+def _from_zero(axes: Any, x: str, y: str) -> None:
+    axes.set(xlabel=x, ylabel=y, xlim=(0, max(1, axes.get_xlim()[1])), ylim=(0, max(1, axes.get_ylim()[1])))
+    axes.grid(alpha=0.3)
+
+
+def _ticks_of_bytes(axis: Any) -> None:
+    """At most six steps, each a power of two."""
+    from matplotlib import ticker
+
+    step = 2 ** max(0, math.ceil(math.log2(axis.get_view_interval()[1] / 6)))
+    axis.set_major_locator(ticker.MultipleLocator(step))
+    axis.set_major_formatter(lambda value, _: size_text(int(value)))
 
 
 @dataclass(frozen=True)
@@ -175,3 +228,117 @@ def distinct(rows: Sequence[Costs]) -> list[Costs]:
     for row in rows:
         seen.setdefault((row.saved_bytes, row.peak_bytes, row.flops), row)
     return list(seen.values())
+
+
+AS_WRITTEN = "as written"
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """The costs of a program under each policy, and without rematerialization.
+
+    Attributes:
+        name: what was run.
+        environment: the versions and the device that it ran on.
+        rows: the costs of each run: without rematerialization, then the program as written if it has regions of its
+            own, then one row per policy.
+        note: what to keep in mind about the rows.
+    """
+
+    name: str
+    environment: Mapping[str, str]
+    rows: tuple[Costs, ...]
+    note: str = ""
+
+    @property
+    def plain(self) -> Costs:
+        """The costs without rematerialization."""
+        return self.rows[0]
+
+    @property
+    def as_written(self) -> Costs:
+        """The costs of the program as written, with its own regions; those of ``plain`` if it has none."""
+        return next((row for row in self.rows if row.label == AS_WRITTEN), self.plain)
+
+    @property
+    def policies(self) -> tuple[Costs, ...]:
+        """The costs under each policy."""
+        return tuple(row for row in self.rows if row.under_policy)
+
+    @property
+    def pareto(self) -> list[Costs]:
+        """The policies that no other row beats in peak and recomputed FLOPs, by increasing peak."""
+        return [row for row in pareto(self.rows) if row.under_policy and not self._is_as_plain(row)]
+
+    def _is_as_plain(self, row: Costs) -> bool:
+        return (row.peak_bytes, row.recomputed_flops) == (self.plain.peak_bytes, 0)
+
+    @property
+    def timeline(self) -> dict[str, tuple[int, ...]]:
+        """The bytes alive after each operation, by the label of the row."""
+        return {row.label: row.timeline for row in self.rows}
+
+    @property
+    def residuals(self) -> dict[str, list[Share]]:
+        """The saved bytes by module and operation, by the label of the row."""
+        return {row.label: row.shares for row in self.rows}
+
+    def __str__(self) -> str:
+        best = self.pareto
+        device = any(row.device_peak_bytes is not None for row in self.rows)
+        table = [["", "saved", "peak", *(["peak of the allocator"] * device), "FLOPs recomputed", "", ""]]
+        for row in self.rows:
+            cells = [row.label, size_text(row.saved_bytes), size_text(row.peak_bytes)]
+            if device:
+                cells.append("" if row.device_peak_bytes is None else size_text(row.device_peak_bytes))
+            share = percent_text(row.recomputed_flops, self.plain.flops)
+            cells += [flops_text(row.recomputed_flops), share, "*" * (row in best)]
+            table.append(cells)
+        lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, left=1)]
+        if best:
+            lines.append("* no other row has a lower peak without recomputing more")
+        elif self.policies:
+            lines.append("No policy is better than the other rows.")
+        if not self.plain.flops:
+            lines.append("FLOPs are those of matrix products, convolutions and attention; this program has none.")
+        if self.note:
+            lines.append(self.note)
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        best = self.pareto
+        rows = [
+            {
+                "label": row.label,
+                "policy": None if row.policy is None else repr(row.policy),
+                "saved_bytes": row.saved_bytes,
+                "peak_bytes": row.peak_bytes,
+                "flops": row.flops,
+                "recomputed_flops": row.recomputed_flops,
+                "device_peak_bytes": row.device_peak_bytes,
+                "pareto": row in best,
+                "forward_operations": row.forward_operations,
+                "timeline": list(row.timeline),
+                "residuals": [asdict(share) for share in row.shares],
+            }
+            for row in self.rows
+        ]
+        return {"name": self.name, "environment": dict(self.environment), "rows": rows}
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the peak of each row against its recomputed FLOPs, with a line through those of ``pareto``.
+
+        Args:
+            axes: the matplotlib ``Axes`` to draw on. By default those of a new figure.
+
+        Returns:
+            The ``Axes``.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        points = [(row.label, row.recomputed_flops, row.peak_bytes) for row in self.rows]
+        return plot_peaks(axes, points, [(row.recomputed_flops, row.peak_bytes) for row in self.pareto])

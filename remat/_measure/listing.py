@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from .._core import private, trees
-from .._core.layout import holder
 from .._core.lines import Line
-from .._core.parts import parts
 from .._core.state import alias
+from .._core.tensors import holder, parts
 from .._region.hooks import hooks_allowed
-from .origins import Origin, Origins
-from .rows import Kind, SavedResidual
-from .subject import Subject
+from .origins import Kind, Origin, Origins, SavedResidual
+from .program import Subject
 
 
 class _Saved:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from .._core.facts import tensors
-from .._core.flops import flops
-from .._core.parts import is_wrapper_call
+from .._core.facts import flops, tensors
 from .._core.private import PlainDispatchMode
+from .._core.tensors import is_wrapper_call
 
 
 class Observer(PlainDispatchMode):

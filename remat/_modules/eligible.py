@@ -13,7 +13,7 @@ import torch
 
 from .._core.lines import warn
 from .._core.state import is_disabled
-from .._region.unfinished import check_returns
+from .._region.options import check_returns
 from ..errors import RematError
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from .._core.facts import Facts
-from .verdict import Rule, Verdict
+from .policy import Rule, Verdict
 
 Question: TypeAlias = tuple[Any, Any, tuple, dict]  # a predicate's arguments: context, operator, args, kwargs
 

@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._core import private, private_compile, trees
+from .._core import private, trees
 from .._core.lines import user_line
 from .._core.state import guarded, state
 from ..errors import PolicyError, shown
-from .policy import Policy
-from .verdict import RECOMPUTE, SAVE, Ask, Verdict, Verdicts
+from .policy import RECOMPUTE, SAVE, Ask, Policy, Verdict, Verdicts
 
 T = TypeVar("T")
 
@@ -75,9 +74,7 @@ NAME = "remat.name"  # the key under which a trace annotates an alias with its n
 def _named_in_trace(x: T, name: str) -> T:
     """Return aliases that are annotated with the name, for Dynamo. `_compile/tags.py` resolves them to the values."""
     with torch.fx.traceback.annotate({NAME: name}):
-        return private_compile.tree_map(
-            lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x
-        )
+        return private.tree_map(lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x)
 
 
 def is_named(name: str, pattern: str) -> bool:

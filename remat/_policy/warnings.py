@@ -5,15 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .._core.known import Known
 from .._core.lines import user_line, warn
 from .names import is_named
-from .verdict import Verdict
-
-if TYPE_CHECKING:
-    from .._selective.recording import Recording
+from .policy import Verdict
 
 
 class Warned:
@@ -61,7 +58,7 @@ class Unmatched:
 
     __slots__ = ("known", "line", "operators", "policy", "warned")
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Any) -> None:
         self.policy, self.warned, self.known = recording.own, recording.warned, recording.known
         self.operators = list(dict.fromkeys(str(entry.key[0]) for entry in recording.log.entries))
         self.line = user_line()
@@ -82,7 +79,7 @@ class Unmatched:
         )
 
 
-def unmatched(recording: Recording) -> Unmatched | None:
+def unmatched(recording: Any) -> Unmatched | None:
     """Return the region that has just run, if its own policy judges operators and has matched none of them."""
     own, warned = recording.own, recording.warned
     if warned.operators or own.ignores_operators or not recording.log:

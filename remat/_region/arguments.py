@@ -1,4 +1,4 @@
-"""The arguments of a region: which of their leaves are tensors, and how to rebuild them with other tensors."""
+"""The arguments and results of a region: which leaves are tensors, and how to rebuild them with other tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from .._core import trees
+from ..errors import RecomputeMismatchError
+from .fingerprints import fingerprint
 
 _TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 
@@ -105,3 +107,96 @@ def take_apart(args: tuple, kwargs: dict) -> tuple[Arguments, list[torch.Tensor]
                 tensors.append(leaf)
             leaves[position] = None
     return Arguments(spec, leaves, uses), tensors
+
+
+NEW, OPERAND, VALUE = "new", "operand", "value"
+_KINDS = {NEW: "a new tensor", OPERAND: "one of the inputs", VALUE: "not a tensor"}
+
+
+class Outputs:
+    """The structure of a result, recorded in the first run.
+
+    A result that is an operand, or the same tensor as an earlier result, is not new: it never passes through an
+    autograd Function, so that it keeps its identity and its history.
+    """
+
+    __slots__ = ("entries", "options", "prints", "spec")
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.spec: Any = None
+        self.entries: Sequence[tuple[str, Any]] = ()
+        self.prints: Sequence[Any] = ()
+
+    def record(self, result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Flatten the result of the first run and return its new tensors."""
+        leaves, self.spec = trees.flatten(result)
+        self.entries, new = _sort(leaves, operands)
+        self.prints = [fingerprint(t, self.options.determinism_check) for t in new]
+        return new
+
+    def compare(self, result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the new tensors of a recompute's result.
+
+        Raises:
+            RecomputeMismatchError: the result differs from the first one in structure, or a tensor in its fingerprint.
+        """
+        leaves, spec = trees.flatten(result)
+        entries, new = _sort(leaves, operands)
+        if self.options.determinism_check != "none":
+            self._check_tree(spec)
+            for i, ((before, _), (now, _)) in enumerate(zip(self.entries, entries)):
+                if now != before:
+                    raise RecomputeMismatchError(
+                        f"{self.name(i)} was {_KINDS[before]} in the region's forward and "
+                        f"{_KINDS[now]} in the recompute. A region's function must be deterministic."
+                    )
+            names = [i for i, (kind, _) in enumerate(entries) if kind == NEW]
+            for i, tensor, before in zip(names, new, self.prints):
+                now = fingerprint(tensor, self.options.determinism_check)
+                if now != before:
+                    raise RecomputeMismatchError(
+                        f"{self.name(i)} was {before} in the region's forward and {now} in the recompute. A region's "
+                        f"function must be deterministic: look for a branch on changed Python state, or on a random "
+                        f"value that isn't drawn from one of torch's generators."
+                    )
+        return new
+
+    def check_structure(self, result: Any) -> None:
+        """Compare only the structure of a recompute's result with the first one."""
+        if self.options.determinism_check != "none":
+            self._check_tree(trees.flatten(result)[1])
+
+    def _check_tree(self, spec: Any) -> None:
+        if spec != self.spec:
+            raise RecomputeMismatchError(
+                f"The region returned a different structure in the recompute: "
+                f"{trees.describe_difference(self.spec, spec, 'output')} A region's function must return the same "
+                f"structure in each run: look for a branch on Python state that changed between the runs."
+            )
+
+    def name(self, i: int) -> str:
+        return trees.paths(self.spec, "output")[i]
+
+    def build(self, new: Sequence[Any], operands: Sequence[Any]) -> Any:
+        """Build the result for the user from the new tensors and the caller's operands."""
+        source = {NEW: new, OPERAND: operands}
+        leaves = [value if kind == VALUE else source[kind][value] for kind, value in self.entries]
+        # Values that are not tensors are not needed any more, and could hold a reference to the region's own graph.
+        self.entries = [(kind, None if kind == VALUE else value) for kind, value in self.entries]
+        return trees.unflatten(self.spec, leaves)
+
+
+def _sort(leaves: Sequence[Any], operands: Sequence[torch.Tensor]) -> tuple[list[tuple[str, Any]], list[torch.Tensor]]:
+    seen = {id(t): (OPERAND, i) for i, t in enumerate(operands)}
+    entries: list[tuple[str, Any]] = []
+    new: list[torch.Tensor] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            entries.append((VALUE, leaf))
+        else:
+            if id(leaf) not in seen:
+                seen[id(leaf)] = (NEW, len(new))
+                new.append(leaf)
+            entries.append(seen[id(leaf)])
+    return entries, new

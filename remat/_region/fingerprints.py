@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from .._core.parts import bottom
 from .._core.private import NO_VERSION, FakeTensor, raw_version, saved_look, without_levels
 from .._core.state import unseen
+from .._core.tensors import bottom
 from .placeholders import Placeholder
 
 CHECKS = ("metadata", "values", "none")

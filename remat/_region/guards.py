@@ -19,13 +19,11 @@ from .._core import host_memory, private
 from .._core.devices import is_capturing
 from .._core.facts import tensors as tensors_in
 from .._core.host_memory import Group, Offloaded
-from .._core.layout import copied, holder, is_dense, span
-from .._core.parts import is_dual, is_in_graph, lift, parts
 from .._core.state import alias, state, unseen
+from .._core.tensors import copied, holder, is_dense, is_dual, is_in_graph, lift, parts, span
 from ..errors import MutationError
 from .fingerprints import bits, checksum, fingerprint
-from .hooks import drop_gradient_hooks
-from .packed import Hooks, Packed
+from .hooks import Hooks, Packed, drop_gradient_hooks
 
 # Tensors up to this size that don't require grad are copied before the first run, as the region may change them.
 COPY_BYTES = 16 * 1024
@@ -400,3 +398,45 @@ def _is_activation(tensor: torch.Tensor) -> bool:
 _OF_PARAMETERS = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
 _OF_OTHERS = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
 NO_GUARDS = Guards([], str)
+
+
+Extent = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset in the storage
+
+
+def same(given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Pairs of positions in ``[*given, *captured]`` that are one tensor.
+
+    The second position is the first captured one, the first a given one or a later captured one.
+    """
+    first: dict[int, int] = {}
+    places = [(i, first.setdefault(id(tensor), i)) for i, tensor in enumerate(captured, len(given))]
+    twice = [(i, j) for i, j in places if i != j]
+    return twice + [(i, first[id(tensor)]) for i, tensor in enumerate(given) if id(tensor) in first]
+
+
+def twice_below(
+    operands: Sequence[torch.Tensor], given: Sequence[torch.Tensor], captured: Sequence[Any], same: Sequence[tuple]
+) -> list[int]:
+    """Operands that below the levels are an earlier operand or a captured tensor, but were not at the call."""
+    first: dict[int, Any] = dict.fromkeys(map(id, captured))
+    known = {i for i, _ in same}
+    pairs = enumerate(zip(operands, given))
+    return [i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer and i not in known]
+
+
+def apart(operands: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[torch.Tensor]:
+    """The operands, those in ``which`` as views, so that autograd distinguishes them."""
+    if not which:
+        return operands
+    with unseen():
+        return [t[...] if i in which else t for i, t in enumerate(operands)]
+
+
+def as_before(
+    given: Sequence[torch.Tensor], captured: Sequence[torch.Tensor], same: Sequence[tuple[int, int]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors of a recompute, in which the pairs in ``same`` are one tensor again."""
+    tensors = [*given, *captured]
+    for i, first in same:
+        tensors[i] = tensors[first]
+    return tensors[: len(given)], tensors[len(given) :]

@@ -1,12 +1,14 @@
-"""The options of a region."""
+"""The options of a region, and what its function must be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -14,9 +16,81 @@ from .._core import private
 from .._core.state import overriding, state
 from .._policy.policy import Policy, as_policy
 from .._policy.warnings import Warned
-from ..errors import shown
-from .contexts import Contexts
+from ..errors import RematError, shown
 from .fingerprints import CHECKS
+
+
+class Contexts:
+    """A pair of context managers, as ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` returns them.
+
+    Raises:
+        TypeError: ``pair`` is not a pair of context managers.
+    """
+
+    __slots__ = ("again", "first")
+
+    def __init__(self, pair: Any) -> None:
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not (is_pair and all(hasattr(type(context), "__enter__") for context in pair)):
+            raise TypeError(
+                f"context_fn must return two context managers, for the first run and for recomputes; got {pair!r}."
+            )
+        self.first, self.again = pair
+
+    def run(self, fn: Callable, args: Sequence, kwargs: dict, again: bool) -> Any:
+        """Call ``fn`` in the context for this run."""
+        context = self.again if again else self.first
+        results: list[Any] = []
+
+        def call() -> None:
+            results.append(fn(*args, **kwargs))
+
+        if isinstance(context, ContextDecorator):  # as from `@contextmanager`, which can be entered only once itself
+            context(call)()
+        else:
+            with context:
+                call()
+        if not results and not again:
+            raise RematError(
+                "The first context of context_fn suppressed an exception of the region's function, so there is no "
+                "result. Let the context propagate exceptions, and handle them around the region."
+            )
+        return results[0] if results else None
+
+
+def check_returns(fn: Any) -> None:
+    """Check that a function has computed its result when it returns.
+
+    Raises:
+        TypeError: it is a generator function or an async function.
+    """
+    fn = getattr(fn, "__func__", fn) if isinstance(fn, (classmethod, staticmethod)) else fn
+    called = fn.forward if isinstance(fn, torch.nn.Module) and hasattr(fn, "forward") else fn
+    method = vars(type(called)).get("__call__")  # for callable objects
+    for is_kind, kind in _KINDS:
+        if is_kind(called) or is_kind(method):
+            raise TypeError(
+                f"remat takes functions that have computed their result when they return, but "
+                f"{getattr(fn, '__name__', type(fn).__name__)} is {kind}. Apply remat to a function that it calls."
+            )
+
+
+_KINDS: list[tuple[Callable[[Any], bool], str]] = [
+    (inspect.isgeneratorfunction, "a generator function"),
+    (inspect.iscoroutinefunction, "an async function"),
+    (inspect.isasyncgenfunction, "an async generator function"),
+]
+UNFINISHED = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
+
+
+def refuse_unfinished(fn: Any, result: Any) -> NoReturn:
+    """Raise an error for a result that is computed only after the region has ended."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    raise TypeError(
+        f"{name} returned a {type(result).__name__}, whose body would run outside the region. Return its values, as in "
+        f"`list(...)`."
+    )
+
 
 __all__ = ["override"]
 

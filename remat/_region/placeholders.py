@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from .._core.facts import tensors
-from .._core.layout import holder
 from .._core.private import as_subclass, without_overrides
+from .._core.tensors import holder
 
 _LARGE = 64 * 1024  # bytes
 

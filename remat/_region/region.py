@@ -1,4 +1,4 @@
-"""A region: one call of a rematerialized function, with all that a recompute needs.
+"""A region: one call of a rematerialized function, with all that a recompute needs; and the state of one run of it.
 
 The tensors that a run gets from outside are its *operands*: the tensor leaves of the arguments and, under torch.func,
 captured tensors that a transform follows. All other captured tensors are saved by the region itself.
@@ -10,30 +10,69 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .._ambient.ambient import Ambient
-from .._captured.captured import Captured, find
-from .._captured.path import Path
+from .._captured.captured import Captured, Path, find
 from .._captured.variables import Variables, bound
 from .._core import private, trees
 from .._core.known import Known
 from .._core.lines import user_line
-from .._core.parts import is_left_from_vmap
 from .._core.ranges import in_range
 from .._core.state import first_run, own_work, recomputing, state
-from .arguments import Arguments
+from .._core.tensors import is_left_from_vmap
+from .arguments import Arguments, Outputs
 from .around import Around
 from .error_context import with_region
-from .guards import NO_GUARDS, Guards, Stale
-from .options import Options
-from .outputs import Outputs
-from .run import Run
-from .sharing import apart, as_before, same, twice_below
+from .guards import NO_GUARDS, Guards, Stale, apart, as_before, same, twice_below
+from .options import UNFINISHED, Options, refuse_unfinished
 from .turns import turn
-from .unfinished import UNFINISHED, refuse_unfinished
+
+T = TypeVar("T")
+
+
+class Run:
+    """The base class of runs. On its own, a recompute that skips and restores nothing."""
+
+    __slots__ = ("log",)
+
+    recorder: Any = None  # records the operations of a first run under a policy
+    replay: Any = None  # the dispatch mode of a recompute under a policy
+    watch: Any = None  # sees the torch functions that a first run under torch.func calls
+    must_restart = False  # it has read a value that it skips
+
+    def __init__(self) -> None:
+        self.log: Any = None  # the operation log of ``debug=True``
+
+    def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Return the dispatch mode for the run, or None. ``inputs`` come from outside of the region."""
+        return None
+
+    def escaped(self) -> bool:
+        """Whether a skipped value is still referenced after the run."""
+        return False
+
+    def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], T]) -> T:
+        """Recompute, in as many attempts as needed."""
+        return go(self)
+
+
+class FirstRun(Run):
+    """A first run."""
+
+    __slots__ = ("recorder", "watch")
+
+    def __init__(self, recorder: Any, watch: Any = None) -> None:
+        super().__init__()
+        self.recorder, self.watch = recorder, watch
+
+    def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
+        if self.recorder is not None:
+            self.recorder.bind(inputs)
+        return self.recorder
+
 
 _on_cpu = attrgetter("is_cpu")
 

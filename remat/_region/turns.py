@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from .._core.engine_call import nearest_engine_call
+from .._core.passes import nearest_engine_call
 
 _lock = threading.RLock()
 _holder: tuple[int, FrameType] | None = None  # the thread whose turn it is, and the frame where it began

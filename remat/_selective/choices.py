@@ -10,21 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from .._core.facts import Facts, tensors
-from .._core.flops import flops
+from .._core.facts import Facts, flops, tensors
 from .._core.known import Known
-from .._core.layout import is_dense
 from .._core.lines import Line, user_line, warn
-from .._policy.budget import Budget, Chosen
+from .._core.tensors import is_dense
 from .._policy.operators import full_name
-from .._policy.verdict import Verdict
-from .costs import cost_of
-from .log import Log
-from .plan import CanSkip, always, can_be_skipped, never
-from .program import Program
-from .storages import Storages
-from .tradeoff import Choice, Problem, TooMany, best_of, corners, pareto
-from .values import is_judged
+from .._policy.policy import Budget, Chosen, Verdict
+from .program import CanSkip, Log, Program, always, can_be_skipped, never
+from .search import Choice, Problem, TooMany, best_of, corners, cost_of, pareto
+from .values import Storages, is_judged
 
 _PROGRAMS = 16  # for which a function remembers a choice
 _POLICIES = 16  # for which a function remembers programs: each call may create a policy with a new cost function

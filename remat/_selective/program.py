@@ -7,16 +7,140 @@ recompute runs) is a function of the log, so it is computed once for equal logs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from .._core.facts import Facts, facts_of
+from .._core.lines import Line
 from .._core.private import OpOverload
-from .log import Entry, Log
-from .plan import CanSkip, Plan, plan
-from .values import UNDESCRIBED, Layout
+from .._policy.policy import Verdict
+from .values import UNDESCRIBED, Layout, layouts
+
+
+class Entry(NamedTuple):
+    """The record of one operation of a first run."""
+
+    key: tuple  # equal for operations that compute the same result
+    reads: tuple[int, ...]  # the values that it read
+    outs: tuple[int, ...]  # the values that it made: in new storages, then in storages that it wrote to
+    overwritten: tuple[int, ...]  # the values that it overwrote
+    tracked: tuple[int, ...]  # the values in `outs` that are differentiated
+    result: Any  # the description of its result
+    under: tuple[bool, bool]  # whether an operand required grad, whether grad mode was on
+    verdict: Verdict | None  # the verdict on its results as long as they have no names
+
+    @property
+    def holds(self) -> bool:
+        """Whether its operands may have to be saved: its results can't be saved, or only if something reads them."""
+        return self.verdict is None or not self.tracked
+
+
+class Log:
+    """The entries of all operations, and what is known about the values that they made."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.lines: dict[int, Line] = {}  # the lines that called the operations
+        self.made: dict[int, int] = {}  # for each value the number of the operation that made it
+        self.saveable: dict[int, Verdict] = {}  # the values that the policy allows to be saved
+        self.overwritten: set[int] = set()
+        self.exposed: set[int] = set()  # detached values, which Python can read without a dispatch mode seeing it
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def append(self, entry: Entry) -> None:
+        """Add the entry of the next operation."""
+        number, verdict = len(self.entries), entry.verdict
+        for value in entry.outs:
+            self.made[value] = number
+            if verdict is not None:
+                self.saveable[value] = verdict
+        if entry.overwritten:
+            self.overwritten.update(entry.overwritten)
+        self.entries.append(entry)
+
+    def maker(self, value: int) -> Entry:
+        """Return the operation that made a value."""
+        return self.entries[self.made[value]]
+
+    def layout(self, value: int) -> Layout | None:
+        """Return the layout of the result that a value was made as, or None if the result can't be described."""
+        maker = self.maker(value)
+        return next((layout for layout in layouts(maker.result) if maker.outs[layout.i] == value), None)
+
+    def decide(self, value: int, verdict: Verdict) -> None:
+        """Set the verdict on a value that has got a name."""
+        if verdict is not Verdict.RECOMPUTE:
+            self.saveable[value] = verdict
+        else:
+            self.saveable.pop(value, None)
+
+
+CanSkip: TypeAlias = "Callable[[Step], bool]"  # whether a step may be skipped if nothing needs its results
+
+
+class Plan(NamedTuple):
+    """The numbers of the steps that run, of the steps that are restored from saved values, and of these values."""
+
+    run: set[int]
+    restored: set[int]
+    used: set[int]
+
+
+def plan(
+    steps: Sequence[Step],
+    dispensable: Collection[int],
+    roots: Collection[int],
+    available: Collection[int],
+    may_be_left: CanSkip,
+) -> Plan:
+    """Plan a recompute of the ``roots``, where the ``available`` values are saved.
+
+    A step whose results nothing needs is skipped if ``may_be_left`` allows it. ``dispensable`` values can be skipped.
+    """
+    needed = set(roots)
+    result = Plan(set(), set(), set())
+    draws_later = False
+    for step in reversed(steps):
+        wanted = not needed.isdisjoint(step.outs)
+        if not wanted and may_be_left(step):
+            continue
+        draws = step.draws
+        # A step that changes its arguments is restored as a whole. Of others, unneeded dispensable results are skipped.
+        # Not where nothing may be skipped: autograd may save any of them, and then reads it undetected.
+        in_part = (wanted or draws) and not step.is_whole and may_be_left is not never
+        whole = [value for value in step.outs if not in_part or value in needed or value not in dispensable]
+        is_saved = step.result is not UNDESCRIBED and all(value in available for value in whole)
+        is_saved = is_saved and any(value in available for value in step.outs)
+        if is_saved and (wanted or not draws):
+            result.used.update(whole)
+        # Generators must advance as in the first run if a later step draws from them.
+        must_draw = draws and draws_later
+        if is_saved and not must_draw:
+            result.restored.add(step.number)
+        else:
+            result.run.add(step.number)
+            needed.update(step.reads)
+            draws_later |= draws
+    return result
+
+
+def always(step: Step) -> bool:
+    """Whether a step may be skipped: any that nothing needs."""
+    return True
+
+
+def never(step: Step) -> bool:
+    """No step may be skipped, as it may have an effect that isn't recorded."""
+    return False
+
+
+def can_be_skipped(step: Step) -> bool:
+    """Skip a step if a read of its placeholder results would be detected."""
+    return step.can_be_skipped
 
 
 class Step:

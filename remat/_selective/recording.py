@@ -9,24 +9,74 @@ import torch
 
 from .._core.facts import Facts, facts_of, tensors
 from .._core.known import Known
-from .._core.layout import as_bytes, holder
 from .._core.lines import Line, user_line
-from .._core.parts import is_differentiable, is_plain, parts
 from .._core.private import is_wrapped
 from .._core.state import unseen
-from .._policy.budget import Budget
+from .._core.tensors import as_bytes, holder, is_differentiable, is_plain, parts
 from .._policy.judge import Question, judge_of, question
-from .._policy.policy import Policy, Verdict
+from .._policy.policy import Budget, Policy, Verdict
 from .._policy.warnings import Warned
 from .choices import Choices
-from .last_run import LastRun
-from .log import Entry, Log
-from .plan import always, can_be_skipped
-from .program import Program
-from .saved_values import SavedValues
-from .saves import Saves, Source
-from .storages import Storages
-from .values import Layout, is_as_it_lies, is_judged, template
+from .program import Entry, Log, Program, always, can_be_skipped
+from .saved import SavedValues, Saves, Source
+from .values import Layout, Storages, is_as_it_lies, is_judged, template
+
+_PROGRAMS = 16  # remembered for one function, one for each of its policies
+
+
+class LastRun:
+    """The comparison of a run with the program of the last one. ``programs`` are those of the function, by judge."""
+
+    def __init__(self, programs: dict[Any, Program], judge: Any) -> None:
+        self._programs, self._judge = programs, judge
+        self._program = programs.get(judge)  # None as soon as this run differs from it
+
+    def entry(
+        self, number: int, storages: Storages, func: Any, args: tuple, kwargs: dict, result: Any, read: list
+    ) -> Entry | None:
+        """Return the entry of an operation that is simple and equal to the last run's next one; extend ``read``."""
+        step = None if self._program is None else self._program.step(number)
+        if step is None or step.func is not func or not step.is_simple or not storages.is_call_of(step, args, kwargs):
+            return None
+        operands = [args[position] for position, _, _ in step.operands]
+        differentiated = any(tensor.requires_grad for tensor in operands)
+        new = storages.new(result)
+        if (
+            len(new) != 1
+            or new[0][2] != step.result.form
+            or step.outs[0] != storages.count
+            or step.entry.under != (differentiated, torch.is_grad_enabled())
+        ):
+            return None
+        tensor, storage, _ = new[0]
+        storages.add((tensor, storage, step.result.form), storages.number())  # reuse the step's equal form
+        read += operands
+        return step.entry
+
+    def compare(self, number: int, entry: Entry) -> None:
+        """Compare the entry of an operation that `entry` has not recognized."""
+        if self._program is not None and not self._program.starts_with(number, entry):
+            self._program = None
+
+    def line(self, number: int) -> Line | None:
+        """Return the line that called this operation in the last run, or None if this run differs from it."""
+        return None if self._program is None else self._program.log.lines[number]
+
+    def program(self, log: Log) -> Program:
+        """Return the program of this run so far. It is the last run's if the two have not differed."""
+        return Program(log) if self._program is None else self._program
+
+    def close(self, log: Log) -> Program:
+        """Return the program of this run, which has ended, and remember it."""
+        if self._program is not None and self._program.is_of(log):
+            return self._program
+        program = Program(log)
+        if program.lasts:
+            if len(self._programs) >= _PROGRAMS and self._judge not in self._programs:
+                self._programs.clear()
+            self._programs[self._judge] = program
+        return program
+
 
 DETACH = torch.ops.aten.detach.default
 

@@ -6,25 +6,23 @@ skipped operation is needed after all, the recompute starts over, and skips noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from .._core.devices import accelerator
+from .._core.devices import accelerator, make_readable, record_use, streams_for
 from .._core.facts import Facts, facts_of, tensors
-from .._core.layout import as_bytes, holder
-from .._core.parts import all_parts, is_wrapper_call, parts
 from .._core.private import without_torch_function
 from .._core.state import state, unseen
-from .._core.streams import make_readable, record_use, streams_for
-from .._region.placeholders import Placeholders
+from .._core.tensors import all_parts, as_bytes, holder, is_wrapper_call, parts
+from .._region.around import Around
+from .._region.placeholders import Placeholders, Restart
+from .._region.region import Run
 from ..errors import RecomputeMismatchError
-from .plan import Plan
-from .program import Step
-from .record import Record
-from .recorder import RegionMode
-from .residual import Residual, tensor_of
+from .program import Plan, Step
+from .recorder import Record, RegionMode
+from .saved import Residual, tensor_of
 from .values import Argument, Layout
 
 
@@ -241,3 +239,64 @@ class Replay(RegionMode):
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
+
+
+T = TypeVar("T")
+
+
+class Attempt(Run):
+    """One attempt of a recompute."""
+
+    __slots__ = ("last", "plan", "record", "replay", "whole")
+
+    def __init__(self, record: Record, plan: Plan | None = None, last: bool = False) -> None:
+        super().__init__()
+        self.record = record
+        self.plan = record.whole_plan() if plan is None else plan
+        self.whole = plan is None  # it skips no step
+        self.last = last  # values that are saved only for the recompute can be released as they are restored
+        self.replay: Replay | None = None
+
+    def mode(self, inputs: Sequence[torch.Tensor]) -> Replay:
+        self.replay = Replay(self.record, self.plan, inputs, self.whole, self.last)
+        return self.replay
+
+    @property
+    def must_restart(self) -> bool:  # type: ignore[override]
+        return self.replay is not None and self.replay.placeholders.is_read
+
+    def escaped(self, result: Any = None) -> bool:
+        """Whether placeholders of skipped values are still alive, other than those in the result."""
+        return self.replay is not None and self.replay.escaped(result)
+
+
+class Recompute(Run):
+    """A recompute that fills no slots."""
+
+    __slots__ = ("root",)
+
+    def __init__(self, root: Any) -> None:
+        super().__init__()
+        self.root = root
+
+    def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], T]) -> T:
+        record: Record | None = self.root.record
+        if record is None:
+            return go(self)
+        around = Around()
+        # If the region overwrites its operands, a second attempt would get operands that the first has changed.
+        changes = not record.program.overwritten.isdisjoint(record.inputs[: len(all_parts([*operands]))])
+        attempt = Attempt(record, record.plan() if self.root.options.may_skip and not changes else None)
+        attempt.log = self.log
+        try:
+            result = go(attempt)
+            if not attempt.must_restart and not attempt.escaped(result):
+                return result
+            del result
+        except (Restart, Exception):
+            if not attempt.must_restart:
+                raise
+        around.undo()
+        attempt = Attempt(record)
+        attempt.log = self.log
+        return go(attempt)

@@ -7,14 +7,16 @@ restored from the step's saved values. So an operation never gets the value of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .._core.facts import Facts
-from .._core.layout import holder, span
-from .._core.private import has_no_memory, without_dispatch
+from .._core.facts import Facts, tensors
+from .._core.private import FakeTensor, has_no_memory, without_dispatch
+from .._core.state import unseen
+from .._core.tensors import as_bytes, holder, is_dense, span
 
 New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # a tensor, its storage (see `place_of`), its form
 
@@ -134,3 +136,210 @@ def _layout(tensor: torch.Tensor, form: tuple | None, i: int) -> Any:
 def is_judged(result: Any, facts: Facts) -> bool:
     """Whether the policy decides about a result: not if it can't be described, or is uninitialized memory."""
     return result is not UNDESCRIBED and not facts.makes_nothing
+
+
+# Constants up to this size are compared, so that a recompute can match its constants with those of the first run.
+CONSTANT_BYTES = 4096
+
+
+class Storages:
+    """The numbers of the values that storages contain, by weak references.
+
+    The storage and form of each tensor are remembered, as it takes long to find them out.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # of values
+        self.constants: dict[int, torch.Tensor | None] = {}  # values that no seen operation made; copies of small ones
+        self.tracked: set[int] = set()  # the values that require grad
+        self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and the value's number
+        self._tensors: dict[int, tuple] = {}  # by the tensor's id: a weak reference, home, form, the storage's id
+
+    def number(self) -> int:
+        """Return the number of a new value."""
+        self.count += 1
+        return self.count - 1
+
+    # --- contents of storages -----------------------------------------------------------------------------------------
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the value in a tensor's storage, or None for an unknown storage."""
+        met = self._met(tensor)
+        home = self._home(holder(tensor)) if met is None else met[1]
+        return None if home is None else home[1]
+
+    def look(self, tensor: torch.Tensor) -> tuple[int | None, tuple | None]:
+        """Return the number of the value in a tensor's storage, or None, and the tensor's form."""
+        met = self._met(tensor)
+        if met is not None:
+            return met[1][1], met[2]
+        storage, form = place_of(tensor)
+        home = self._home(storage)
+        return (None if home is None else home[1]), form
+
+    def enter(self, tensor: torch.Tensor) -> int:
+        """Return the number of the value in an input's storage. An unknown storage gets a new number."""
+        number = self.find(tensor)
+        if number is None:
+            number = self.number()
+            self.put(holder(tensor), number)
+        return number
+
+    def get(self, tensor: torch.Tensor) -> int:
+        """Return the number of the value in a tensor's storage. An unknown storage contains a constant."""
+        return self._meet(tensor)[1][1]
+
+    def values(self) -> list[int]:
+        """Return the numbers of the values in all storages that are alive."""
+        return [number for ref, number in self._homes.values() if ref() is not None]
+
+    def new(self, result: Any) -> list[New]:
+        """Return the tensors of a result that have new, unknown storages, one for each storage."""
+        if isinstance(result, torch.Tensor):
+            storage, form = place_of(result)
+            return [(result, storage, form)] if self._home(storage) is None else []
+        found: dict[int, New] = {}
+        for tensor in tensors(result):
+            storage, form = place_of(tensor)
+            if self._home(storage) is None:
+                found.setdefault(id(storage), (tensor, storage, form))
+        return [*found.values()]
+
+    def bind(self, tensor: torch.Tensor, number: int) -> None:
+        """Set the number of the value in a tensor's storage, and remember the tensor."""
+        storage, form = place_of(tensor)
+        self.put(storage, number)
+        self._remember(tensor, storage, form)
+
+    def put(self, storage: Any, number: int) -> None:
+        """Set the number of the value in a storage."""
+        home = self._home(storage)
+        if home is None:
+            self._homes[id(storage)] = [weakref.ref(storage), number]
+        else:
+            home[1] = number
+
+    def add(self, new: New, number: int) -> None:
+        """Add a new storage with the number of its value, and remember the tensor on it."""
+        tensor, storage, form = new
+        key = id(storage)
+        self._homes[key] = home = [weakref.ref(storage), number]
+        if form is not None:
+            self._tensors[id(tensor)] = weakref.ref(tensor), home, form, key
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Forget a tensor whose form may have changed."""
+        self._tensors.pop(id(tensor), None)
+
+    def copy(self) -> Storages:
+        """Return a copy that can change independently. It remembers no tensors."""
+        found = Storages()
+        found.count = self.count
+        found.constants, found.tracked = self.constants.copy(), self.tracked.copy()
+        found._homes = {key: [*home] for key, home in self._homes.items()}
+        return found
+
+    def outside(self, known: Collection[int]) -> Storages:
+        """Return a copy with only the living storages that contain other values than the ``known`` ones: constants."""
+        found = self.copy()
+        found._homes = {
+            key: home for key, home in found._homes.items() if home[1] not in known and home[0]() is not None
+        }
+        return found
+
+    def _home(self, storage: Any) -> list | None:
+        home = self._homes.get(id(storage))
+        return home if home is not None and home[0]() is storage else None
+
+    def _met(self, tensor: torch.Tensor) -> tuple | None:
+        """Return what is remembered of a tensor, or None."""
+        met = self._tensors.get(id(tensor))
+        return met if met is not None and met[0]() is tensor and met[3] == id(tensor.untyped_storage()) else None
+
+    def _meet(self, tensor: torch.Tensor) -> tuple:
+        """Return what is remembered of a tensor. An unknown tensor is remembered first."""
+        met = self._tensors.get(id(tensor))
+        if met is not None and met[0]() is tensor and met[3] == id(tensor.untyped_storage()):
+            return met
+        storage, form = place_of(tensor)
+        if self._home(storage) is None:
+            number = self.number()
+            self.put(storage, number)
+            self.constants[number] = _constant(tensor)
+            if tensor.requires_grad:
+                self.tracked.add(number)
+        return self._remember(tensor, storage, form)
+
+    def _remember(self, tensor: torch.Tensor, storage: Any, form: tuple | None) -> tuple:
+        key = id(storage)
+        met = weakref.ref(tensor), self._homes[key], form, key
+        if form is not None:
+            self._tensors[id(tensor)] = met
+        return met
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def key(self, func: Any, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
+        """Return a key, equal for calls that compute the same result; add the values and tensors that are read."""
+        key = [func, draw, self._pattern(kwargs, reads, read) if kwargs else None]
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                met = self._meet(argument)
+                reads.append(met[1][1])
+                read.append(argument)
+                key.append(met[1][1])
+                key.append(met[2])
+            else:
+                key.append(self._pattern(argument, reads, read))
+        return tuple(key)
+
+    def is_call_of(self, step: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether a call of the simple step's operation has the step's key. This is faster than computing the key."""
+        if len(args) != step.count:
+            return False
+        for position, number, form in step.operands:
+            tensor = args[position]
+            met = self._meet(tensor) if isinstance(tensor, torch.Tensor) else None
+            if met is None or met[1][1] != number or met[2] != form:
+                return False
+        if kwargs or step.key[2] is not None:
+            return self._pattern(kwargs, [], []) == step.key[2]
+        return all(self._pattern(args[position], [], []) == before for position, before in step.constants)
+
+    def _pattern(self, argument: Any, reads: list, read: list) -> Any:
+        """Return an argument with numbers in place of tensors, which is equal for equal calls."""
+        kind = type(argument)
+        if kind is int or kind is bool:
+            return kind, argument
+        if kind is float:
+            return argument.hex()  # 0.0 and -0.0 differ, and NaN equals itself
+        if isinstance(argument, torch.Tensor):
+            met = self._meet(argument)
+            reads.append(met[1][1])
+            read.append(argument)
+            return met[1][1], met[2]
+        if kind is tuple or kind is list:
+            return tuple([self._pattern(item, reads, read) for item in argument])
+        if kind is dict:
+            return tuple([(key, self._pattern(item, reads, read)) for key, item in argument.items()])
+        if kind is torch.ScriptObject:  # it can't be compared; those of collectives are new objects in each call
+            name = argument._type().qualified_name()
+            return name if ".c10d." in name else (name, hash(argument))
+        return argument
+
+
+def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of a small constant. Parameters are not copied, as the function doesn't create them."""
+    if (
+        tensor.requires_grad
+        or isinstance(tensor, torch.nn.Parameter)
+        or not is_dense(tensor)
+        or tensor.device.type != "cpu"
+        or isinstance(tensor, FakeTensor)
+        or has_no_memory(tensor)
+    ):
+        return None
+    if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:
+        return None
+    with unseen():
+        return as_bytes(tensor).clone()

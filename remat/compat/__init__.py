@@ -21,10 +21,16 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from ._apply import apply_activation_checkpointing
 from ._checkpoint import checkpoint, checkpoint_sequential
-from ._install import install, uninstall
-from ._wrapper import checkpoint_wrapper, disable_checkpointing, is_checkpointing, is_recomputing
+from ._wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    disable_checkpointing,
+    install,
+    is_checkpointing,
+    is_recomputing,
+    uninstall,
+)
 
 __all__ = [
     "SAC_IGNORED_OPS",

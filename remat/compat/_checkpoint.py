@@ -15,9 +15,7 @@ from .._compile import lowering as compiled
 from .._core import private
 from .._core.known import known_of
 from .._policy.policy import PolicyLike, as_policy
-from .._region.contexts import Contexts
-from .._region.options import Options, checked_options
-from .._region.unfinished import check_returns
+from .._region.options import Contexts, Options, check_returns, checked_options
 from .._sequential import chain, check_segments, row_of
 
 _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine them, as in `policy=p | [*ops]`."

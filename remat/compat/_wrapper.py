@@ -1,17 +1,23 @@
-"""fairscale's ``checkpoint_wrapper``, implemented with regions."""
+"""Drop-ins for functions that make modules checkpointed, and their installation in place of torch's."""
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 
+from .._core import private
 from .._core.state import disable_remat, guarded, is_recomputing
 from .._modules.eligible import check_module
 from .._modules.region_class import change_in_place
-from .._policy.policy import PolicyLike
+from .._policy.policy import PolicyLike, as_policy
 from .._region.options import checked_options
+from ._checkpoint import checkpoint
 
 __all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
 
@@ -74,3 +80,166 @@ def is_checkpointing() -> bool:
 
 
 disable_checkpointing = disable_remat
+
+
+def apply_activation_checkpointing(
+    model: torch.nn.Module,
+    checkpoint_wrapper_fn: Callable[[Any], torch.nn.Module] | None = None,
+    check_fn: Callable[[torch.nn.Module], bool] = lambda module: True,
+    auto_wrap_policy: Callable[..., Any] | None = None,
+    policy: PolicyLike = None,
+) -> None:
+    """Make every call of the chosen submodules a region, in place. A drop-in for torch's function of this name.
+
+    Torch has this function for FSDP, next to its ``checkpoint_wrapper``. Here the modules, their names and the
+    ``state_dict`` keys do not change. As in torch, the model itself is not chosen.
+
+    Args:
+        model: the model.
+        checkpoint_wrapper_fn: called with each chosen module; its result replaces the module. The default is
+            :func:`checkpoint_wrapper`, which is also used in place of torch's function of that name or a partial of it.
+        check_fn: whether a submodule is chosen.
+        auto_wrap_policy: an FSDP policy that chooses instead of ``check_fn``, such as ``ModuleWrapPolicy({Block})``.
+        policy: what the regions may save beyond their inputs; see :func:`remat.remat`.
+
+    Raises:
+        ValueError: no submodule is chosen; ``policy`` is given together with your own ``checkpoint_wrapper_fn``; or a
+            partial of torch's function has settings other than ``checkpoint_impl``.
+        TypeError: ``model`` is not a module, or a chosen module can't be a region.
+        PolicyError: ``policy`` is not a policy.
+
+    Note:
+        If one module raises, the modules before it are already changed; :func:`remat.nn.undo` changes them back.
+
+    Example:
+        >>> import torch
+        >>> from remat.compat import apply_activation_checkpointing
+        >>> layers = [torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*layers)
+        >>> apply_activation_checkpointing(
+        ...     model, check_fn=lambda module: isinstance(module, torch.nn.TransformerEncoderLayer)
+        ... )
+        >>> model(torch.randn(3, 5, 16)).sum().backward()
+
+    Based on torch's documentation of its function.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"apply_activation_checkpointing takes a torch.nn.Module, got {type(model).__name__}.")
+    if policy is not None:
+        as_policy(policy)
+    choose, torchs = private.activation_checkpointing()
+    wrap: Callable[..., torch.nn.Module] = functools.partial(checkpoint_wrapper, policy=policy)
+    settings = dict(getattr(checkpoint_wrapper_fn, "keywords", {}))
+    if getattr(checkpoint_wrapper_fn, "func", checkpoint_wrapper_fn) is torchs:
+        settings.pop("checkpoint_impl", None)
+        if settings:
+            raise ValueError(
+                f"remat.compat.checkpoint_wrapper has no setting {', '.join(settings)}. Remove it, or use "
+                f"`remat.nn.apply`, which takes the options of `remat.remat`."
+            )
+    elif checkpoint_wrapper_fn is not None:
+        if policy is not None:
+            raise ValueError("policy is only for the default checkpoint_wrapper_fn. Pass it to your own function.")
+        wrap = checkpoint_wrapper_fn
+    chosen = []
+
+    def wrapped(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
+        chosen.append(module)
+        return wrap(module, **kwargs)
+
+    choose(model, wrapped, check_fn, auto_wrap_policy)
+    if not chosen:
+        raise ValueError("check_fn, or auto_wrap_policy, chooses none of the model's submodules.")
+
+
+_ORIGINAL = private.original_checkpoint
+_installed: list[Callable] = []  # the last one replaces torch's function
+
+
+class Installation:
+    """The replacement that :func:`install` made. As a context manager it removes the replacement at the end.
+
+    Entering it once more installs the replacement again.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        self._function = function
+
+    def __enter__(self) -> Installation:
+        if self._function not in _installed:
+            _set([*_installed, self._function])
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _set([function for function in _installed if function is not self._function])
+
+
+def install(policy: PolicyLike = None) -> Installation:
+    """Make programs that call ``torch.utils.checkpoint.checkpoint`` execute regions instead, without changing the code.
+
+    The function is replaced in ``torch.utils.checkpoint`` and in every module that has already imported it, under
+    any name. The replacement treats ``use_reentrant=True`` as ``False``; :func:`checkpoint` itself still refuses it.
+
+    Args:
+        policy: what the regions may save beyond their inputs; see :func:`remat.remat`. A call with a ``context_fn``
+            ignores it, as ``context_fn`` contains a policy.
+
+    Returns:
+        A context manager that removes the replacement at its end, as :func:`uninstall` does.
+
+    Raises:
+        PolicyError: ``policy`` is not a policy. Nothing is changed then.
+
+    Note:
+        Other references to torch's function that were made before are not replaced: a ``functools.partial`` of it, the
+        default of an argument, an attribute of a class. Transformers makes such a partial when a model's checkpointing
+        is enabled: install before that, or use ``remat.integrations.transformers.enable``.
+
+    Example:
+        >>> import torch
+        >>> import torch.utils.checkpoint
+        >>> import remat
+        >>> w = torch.ones(4, 4, requires_grad=True)
+        >>> with remat.compat.install(policy=remat.policies.save_matmuls):
+        ...     y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin(), torch.ones(2, 4), use_reentrant=False)
+        >>> y.sum().backward()
+    """
+    if policy is not None:
+        as_policy(policy)
+
+    @functools.wraps(_ORIGINAL)
+    def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and private.traced_by_torch(function):
+            return _ORIGINAL(function, *args, use_reentrant=use_reentrant, **kwargs)
+        own: Any = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
+        return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)
+
+    return Installation(installed).__enter__()
+
+
+def uninstall() -> None:
+    """Restore torch's own function everywhere. Has no effect if nothing is installed.
+
+    Example:
+        >>> import torch.utils.checkpoint
+        >>> import remat
+        >>> before = torch.utils.checkpoint.checkpoint
+        >>> _ = remat.compat.install()
+        >>> remat.compat.uninstall()
+        >>> torch.utils.checkpoint.checkpoint is before
+        True
+    """
+    _set([])
+
+
+def _set(functions: list[Callable]) -> None:
+    """Replace it in all modules except torch's private ones and this package's, which need torch's own function."""
+    old, new = ([_ORIGINAL, *each][-1] for each in (_installed, functions))
+    _installed[:] = functions
+    if new is not old:
+        private.let_dynamo_trace_checkpoint(new is not _ORIGINAL)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, ModuleType) and not name.startswith(("remat.", "torch._")):
+                for key, value in list(vars(module).items()):
+                    if value is old:
+                        setattr(module, key, new)

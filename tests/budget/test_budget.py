@@ -26,7 +26,7 @@ from remat._core.known import Known
 from remat._function import call
 from remat._region.options import Options
 from remat._selective import choices
-from remat._selective.tradeoff import Choice, Problem, best_of, corners, pareto
+from remat._selective.search import Choice, Problem, best_of, corners, pareto
 
 torch.manual_seed(0)
 X = torch.randn(2, 8, 16)
@@ -145,7 +145,7 @@ def test_corners_of_the_hull(fn: Callable) -> None:
 
 
 def test_long_programs_have_only_corners(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat._selective.tradeoff.MOST_WAYS", 4)
+    monkeypatch.setattr("remat._selective.search.MOST_WAYS", 4)
     curve = remat.pareto(shared, X)
     assert not curve.is_exact and "convex hull" in str(curve)
     assert curve.points[0].nbytes == 0 and curve.points[-1].cost == 0

@@ -19,8 +19,8 @@ import remat
 from benchmarks.measure import count_flops, gc_disabled, held_bytes, peak_bytes
 from benchmarks.policies import Sizes, block, func_grad, measure, plain, program
 from remat import policies
+from remat._core.amounts import flops_text
 from remat._measure.costs import Costs, distinct, pareto
-from remat._measure.units import flops_text
 
 
 def layer(w: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from benchmarks.measure import gc_disabled, held_bytes
 from remat import SavedResidual, checkpoint_name, policies, print_saved_residuals, remat, saved_residuals
-from remat._measure.units import size_text
+from remat._core.amounts import size_text
 from remat.nn import apply as nn_apply
 
 POLICIES = {

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from benchmarks.measure import OpCounter, count_ops, held_bytes
 from remat import PolicyError, policies, remat
 from remat._core.private import operator_names
-from remat._policy import groups, operators
+from remat._policy import operators
+from remat._policy import operators as groups
 from remat._policy.policy import Policy, Verdict, as_policy
 from remat._policy.predicates import PUBLIC_NAMES
 
