@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from .._core.devices import current_device, is_capturing
+from .._core.tensors import bytes_of
 from ..errors import RematError
-from .generators import bytes_of, global_generators, with_state
+from .generators import global_generators, with_state
 from .settings import read_settings, set_cached_weights, setters, weights
 
 

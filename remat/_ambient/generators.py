@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .._core.devices import accelerator, has_started
+from .._core.tensors import bytes_of
 
 
 def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
@@ -117,11 +118,6 @@ def generator_name(generator: Any) -> str:
     if isinstance(generator, HostGenerator):
         return generator.name
     return f"torch's generator of {getattr(generator, 'device', 'the device')}"
-
-
-def bytes_of(state: torch.Tensor) -> bytes:
-    """The bytes of a torch generator's state, read without modes and levels."""
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:

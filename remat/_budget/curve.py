@@ -8,7 +8,6 @@ from typing import Any
 
 from .._core.amounts import aligned, flops_text, size_text
 from .._measure.costs import plot_choices
-from .._policy.operators import full_name
 from .._policy.policy import Budget, Chosen
 from .._selective.choices import Tradeoff
 
@@ -105,7 +104,7 @@ _UNITS = {"roofline": ", us", "time": ", us", "flops": ", FLOP"}
 
 def curve_of(tradeoff: Tradeoff, cost: Any) -> Curve:
     """Return the curve of a program, from the choices for it."""
-    operators = tuple(full_name(key[0]) for key in tradeoff.keys)
+    operators = tradeoff.operators
 
     def ops(steps: frozenset[int]) -> tuple[str, ...]:
         return tuple(f"{operators[number]} at {tradeoff.lines[number]}" for number in sorted(steps))

@@ -23,7 +23,6 @@ from .._core.state import disable_remat
 from .._measure.observer import PeakMemory, gc_disabled
 from .._measure.program import Program
 from .._modules.region_class import IN_PLACE, change_in_place
-from .._policy.operators import full_name
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
 from .._selective.choices import Tradeoff
@@ -247,17 +246,13 @@ def _regions(options: Mapping[nn.Module, Options]) -> Iterator[None]:
 
 def _options(plan: Plan, blocks: Mapping[nn.Module, Tradeoff], budget: Budget) -> dict[nn.Module, Options]:
     return {
-        module: Options(policy=Budget(choice.nbytes, budget.cost, Chosen(_operators(blocks[module]), choice.steps)))
+        module: Options(policy=Budget(choice.nbytes, budget.cost, Chosen(blocks[module].operators, choice.steps)))
         for module, choice in plan.items()
     }
 
 
-def _operators(tradeoff: Tradeoff) -> tuple[str, ...]:
-    return tuple(full_name(key[0]) for key in tradeoff.keys)
-
-
 def _saved(name: str, tradeoff: Tradeoff, choice: Choice) -> BlockChoice:
-    operators = _operators(tradeoff)
+    operators = tradeoff.operators
     return BlockChoice(
         name, choice.nbytes, choice.cost, choice.flops, tuple(operators[i] for i in sorted(choice.steps))
     )

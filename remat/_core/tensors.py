@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -179,3 +180,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     with private.without_dispatch():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous tensor in host memory, read without modes and levels."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

@@ -276,7 +276,7 @@ class Frame:
 
         False inside an outer region, where each recompute must do the same.
         """
-        if self.record is None or self.record.in_region or self.inside or not self.one_output:
+        if self.record is None or self.record.saved_values.in_region or self.inside or not self.one_output:
             return False
         if self.record.saved_values.nbytes <= LEFT_ALONE_BYTES:
             return False

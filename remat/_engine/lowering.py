@@ -73,7 +73,7 @@ class Saver(RegionHooks):
     ) -> None:
         self._run = run
         self._recording = None if run.recorder is None else run.recorder.recording
-        policy = None if self._recording is None else self._recording.policy
+        policy = None if self._recording is None else self._recording.verdicts.policy
         self.frame = frame = Frame(region, operands, captured_inputs, outer, policy, read_inside)
         self._start = private.next_sequence_number()
         self._slot: Callable[[], Slot] = Slot if self._recording is None else RecordedSlot
@@ -88,7 +88,7 @@ class Saver(RegionHooks):
             frame.operands.offload()  # not under torch.func, whose levels own their inputs
         if recording is not None:
             recording.saved_values.hooks = frame.outer
-            recording.in_region = root.around is not None and root.around.region is not None
+            recording.saved_values.in_region = root.around is not None and root.around.region is not None
         run.log = frame.log
         with hooks_allowed(even_if_disabled=root.ran):
             below = self._pack_below_levels if root.kinds else self.pack

@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .._ambient.ambient import Ambient
-from .._ambient.generators import bytes_of, generator_name, global_generators, with_state
+from .._ambient.generators import generator_name, global_generators, with_state
 from .._captured.captured import Captured, find
 from .._captured.variables import bound
 from .._core import private, trees
 from .._core.facts import facts_of
-from .._core.tensors import is_dense, is_differentiable, is_plain
+from .._core.tensors import bytes_of, is_dense, is_differentiable, is_plain
 from .._core.trees import attributes, contents
 from .._region.arguments import take_apart
 from .._region.hooks import drop_gradient_hooks

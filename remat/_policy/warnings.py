@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,15 +33,15 @@ def silenced() -> Iterator[None]:
         Warned.silenced = before
 
 
-def warn_of_names(mentioned: Iterable[str], given: Iterable[str], warned: Warned, known: Known) -> None:
+def warn_of_names(verdicts: Any, known: Known) -> None:
     """Warn of the names that a policy mentions but that no value of the region has, after the region's first run."""
     if Warned.silenced:
         return
-    given = sorted(given)
-    for pattern in mentioned:
-        if any(is_named(name, pattern) for name in given) or pattern in warned.names:
+    given = sorted(verdicts.given)
+    for pattern in verdicts.own.mentioned_names:
+        if any(is_named(name, pattern) for name in given) or pattern in verdicts.warned.names:
             continue
-        warned.names.add(pattern)
+        verdicts.warned.names.add(pattern)
         if known.is_new_warning(pattern):
             near = difflib.get_close_matches(pattern, given, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -59,8 +59,8 @@ class Unmatched:
     __slots__ = ("known", "line", "operators", "policy", "warned")
 
     def __init__(self, recording: Any) -> None:
-        self.policy, self.warned, self.known = recording.own, recording.warned, recording.known
-        self.operators = list(dict.fromkeys(str(entry.key[0]) for entry in recording.log.entries))
+        self.policy, self.warned, self.known = recording.verdicts.own, recording.verdicts.warned, recording.known
+        self.operators = list(dict.fromkeys(str(step.facts.func) for step in recording.log.steps))
         self.line = user_line()
 
     def warn(self) -> None:
@@ -81,19 +81,19 @@ class Unmatched:
 
 def unmatched(recording: Any) -> Unmatched | None:
     """Return the region that has just run, if its own policy judges operators and has matched none of them."""
-    own, warned = recording.own, recording.warned
-    if warned.operators or own.ignores_operators or not recording.log:
+    verdicts, log = recording.verdicts, recording.log
+    own, warned = verdicts.own, verdicts.warned
+    if warned.operators or own.ignores_operators or not log.steps:
         return None
     if own.asks:
-        if own is not recording.policy:
+        if own is not verdicts.policy:
             return None  # the outer region's policy may have decided, so that the predicates were not called
-        matches = bool(recording.log.saveable)
+        matches = bool(recording.saved_values.numbers())
     else:
-        verdicts = [own.verdict_for(entry.key[0]) for entry in recording.log.entries]
-        for value, names in recording.names.items():
-            op = recording.log.maker(value).key[0]
-            verdicts.append(own.judge(None, op, (), {}, frozenset(names)))
-        matches = any(verdict is not Verdict.RECOMPUTE for verdict in verdicts)
+        found = [own.verdict_for(step.facts.func) for step in log.steps]
+        for value, names in verdicts.names.items():
+            found.append(own.judge(None, log.maker(value).facts.func, (), {}, frozenset(names)))
+        matches = any(verdict is not Verdict.RECOMPUTE for verdict in found)
     warned.operators |= matches
     return None if matches else Unmatched(recording)
 

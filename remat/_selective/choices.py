@@ -16,9 +16,10 @@ from .._core.lines import Line, user_line, warn
 from .._core.tensors import is_dense
 from .._policy.operators import full_name
 from .._policy.policy import Budget, Chosen, Verdict
-from .program import CanSkip, Log, Program, always, can_be_skipped, never
+from .program import Program, Skip
 from .search import Choice, Problem, TooMany, best_of, corners, cost_of, pareto
-from .values import Storages, is_judged
+from .values import Storages
+from .verdicts import is_judged
 
 _PROGRAMS = 16  # for which a function remembers a choice
 _POLICIES = 16  # for which a function remembers programs: each call may create a policy with a new cost function
@@ -32,6 +33,11 @@ class Tradeoff(NamedTuple):
     options: list[Choice]  # the Pareto-optimal choices, by increasing bytes
     is_exact: bool  # whether `options` has all of them, or only the corners of their convex hull
     whole: int  # the bytes that the region saves without remat
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The names of the program's operators."""
+        return tuple(full_name(key[0].func) for key in self.keys)
 
     def choice(self, policy: Budget) -> Choice:
         """Return the choice with the least cost within this budget."""
@@ -62,7 +68,7 @@ class Choices:
             self.so_far = self._matches[0][1].steps
         self._matches = [each for each in self._matches if number < len(each[0].keys) and each[0].keys[number] == key]
         earlier = self._chosen
-        if earlier is not None and earlier.operators[number : number + 1] != (full_name(key[0]),):
+        if earlier is not None and earlier.operators[number : number + 1] != (full_name(key[0].func),):
             self._drop_chosen(earlier)
         chosen = [choice.steps for _, choice in self._matches] + ([] if self._chosen is None else [self._chosen.steps])
         return Verdict.SAVE if any(number in steps for steps in chosen) else None
@@ -90,16 +96,16 @@ class Choices:
                 user_line(),
             )
 
-    def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, storages: Storages) -> None:
+    def ran(self, facts: Facts, args: tuple, kwargs: dict, result: Any, storages: Storages) -> None:
         """Record the cost of a step and the sizes of the values that it has made."""
-        self.costs.append(cost_of(self._policy.cost, func, facts, args, kwargs, result))
-        self.flops.append(flops(func, args, kwargs, result))
+        self.costs.append(cost_of(self._policy.cost, facts, args, kwargs, result))
+        self.flops.append(flops(facts.func, args, kwargs, result))
         for tensor in tensors((result, facts.written(args, kwargs))):
             value = storages.find(tensor)
             if value is not None and is_dense(tensor):
                 self.sizes[value] = tensor.untyped_storage().nbytes()
 
-    def close(self, log: Log, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> None:
+    def close(self, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> None:
         """Choose what later runs of a new program save, when it has run."""
         keys = tuple([step.key for step in program.steps])
         problem = self._problem(program, roots, results, lazy)
@@ -110,7 +116,7 @@ class Choices:
         found.append(Choice(0, 0.0, frozenset()))  # fits every budget; a plan may need more bytes than the search found
         options = best_of(_as_planned(each, program, problem, self.flops, lazy) for each in found)
         whole = sum(problem.sizes.get(value, 0) for value in roots)
-        tradeoff = Tradeoff(keys, dict(log.lines), options, is_exact, whole)
+        tradeoff = Tradeoff(keys, program.lines, options, is_exact, whole)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
             if self._news("many programs"):
@@ -131,20 +137,19 @@ class Choices:
             for value, step in values
             if is_judged(step.result, step.facts) and (step.facts.writes or value not in program.overwritten)
         }
-        stays = {step.number for step in program.steps if not (lazy and step.can_be_skipped)}
+        stays = {number for number in range(len(program.steps)) if not (lazy and number in program.skippable)}
         return Problem(program.steps, self.costs, sizes, keepable, roots, stays)
 
 
 def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[int], lazy: bool) -> Choice:
     """Return the choice with the bytes, cost and FLOPs of the plan of its recompute."""
-    steps = [step for step in problem.steps if step.number in choice.steps]
+    steps = [program.steps[number] for number in choice.steps]
     saveable = {value for step in steps for value in step.outs if value in problem.keepable}
     owned = saveable.intersection(problem.roots)
     missing = [value for value in problem.roots if value not in owned]
     end = max((problem.roots[value] for value in missing), default=0)
-    leave: CanSkip = can_be_skipped if lazy else always
-    saved = owned | program.plan(missing, end, saveable, leave).used
-    runs = program.plan(missing, end, saved, leave if lazy else never).run
+    saved = owned | program.plan(missing, end, saveable, Skip.SAFE if lazy else Skip.ALL).used
+    runs = program.plan(missing, end, saved, Skip.SAFE if lazy else Skip.NONE).run
     nbytes = sum(problem.sizes[value] for value in saved)
     cost, count = (sum(each[number] for number in sorted(runs)) for each in (problem.costs, flops))
     beside = nbytes - sum(problem.sizes[value] for value in owned)

@@ -7,105 +7,39 @@ from typing import Any
 
 import torch
 
-from .._core.facts import Facts, facts_of, tensors
+from .._core.facts import Facts, tensors
 from .._core.known import Known
 from .._core.lines import Line, user_line
 from .._core.private import is_wrapped
-from .._core.state import unseen
-from .._core.tensors import as_bytes, holder, is_differentiable, is_plain, parts
-from .._policy.judge import Question, judge_of, question
-from .._policy.policy import Budget, Policy, Verdict
+from .._core.tensors import holder, is_differentiable, is_plain, parts
+from .._policy.policy import Budget, Policy
 from .._policy.warnings import Warned
 from .choices import Choices
-from .program import Entry, Log, Program, always, can_be_skipped
+from .program import Log, Program, Skip, Step
 from .saved import SavedValues, Saves, Source
-from .values import Layout, Storages, is_as_it_lies, is_judged, template
+from .values import Layout, Storages, is_as_it_lies, template
+from .verdicts import Verdicts, is_judged
 
 _PROGRAMS = 16  # remembered for one function, one for each of its policies
-
-
-class LastRun:
-    """The comparison of a run with the program of the last one. ``programs`` are those of the function, by judge."""
-
-    def __init__(self, programs: dict[Any, Program], judge: Any) -> None:
-        self._programs, self._judge = programs, judge
-        self._program = programs.get(judge)  # None as soon as this run differs from it
-
-    def entry(
-        self, number: int, storages: Storages, func: Any, args: tuple, kwargs: dict, result: Any, read: list
-    ) -> Entry | None:
-        """Return the entry of an operation that is simple and equal to the last run's next one; extend ``read``."""
-        step = None if self._program is None else self._program.step(number)
-        if step is None or step.func is not func or not step.is_simple or not storages.is_call_of(step, args, kwargs):
-            return None
-        operands = [args[position] for position, _, _ in step.operands]
-        differentiated = any(tensor.requires_grad for tensor in operands)
-        new = storages.new(result)
-        if (
-            len(new) != 1
-            or new[0][2] != step.result.form
-            or step.outs[0] != storages.count
-            or step.entry.under != (differentiated, torch.is_grad_enabled())
-        ):
-            return None
-        tensor, storage, _ = new[0]
-        storages.add((tensor, storage, step.result.form), storages.number())  # reuse the step's equal form
-        read += operands
-        return step.entry
-
-    def compare(self, number: int, entry: Entry) -> None:
-        """Compare the entry of an operation that `entry` has not recognized."""
-        if self._program is not None and not self._program.starts_with(number, entry):
-            self._program = None
-
-    def line(self, number: int) -> Line | None:
-        """Return the line that called this operation in the last run, or None if this run differs from it."""
-        return None if self._program is None else self._program.log.lines[number]
-
-    def program(self, log: Log) -> Program:
-        """Return the program of this run so far. It is the last run's if the two have not differed."""
-        return Program(log) if self._program is None else self._program
-
-    def close(self, log: Log) -> Program:
-        """Return the program of this run, which has ended, and remember it."""
-        if self._program is not None and self._program.is_of(log):
-            return self._program
-        program = Program(log)
-        if program.lasts:
-            if len(self._programs) >= _PROGRAMS and self._judge not in self._programs:
-                self._programs.clear()
-            self._programs[self._judge] = program
-        return program
-
-
-DETACH = torch.ops.aten.detach.default
+_DETACH = torch.ops.aten.detach.default
 
 
 class Recording:
     """The state of a region's first run while it executes."""
 
     def __init__(self, policy: Policy, known: Known, own: Policy, warned: Warned) -> None:
-        self.policy = policy
         self.known = known
-        self.own, self.warned = own, warned  # the region's own policy, without those of enclosing regions
+        self.verdicts = Verdicts(policy, own, warned)
+        self.choices = Choices(policy, known) if isinstance(policy, Budget) else None
         self.has_slots = True  # otherwise it isn't known which values autograd saves
-        self.in_region = False  # whether the hooks around belong to an enclosing region
         self.storages = Storages()
         self.log = Log()
-        self.saved_values = SavedValues(self.log)
-        self.inputs: list[int] = []  # the values of the operands and the captured tensors
-        self.results: list[tuple[int | None, torch.Tensor]] = []  # of the region and their values, when it has ended
         self.saves = Saves()
-        self.names: dict[int, dict[str, Line]] = {}  # the names of each value
-        self.named: dict[str, Line] = {}  # all names that were given in the region
-        self.drawing: set[Facts] = set()  # operations of other libraries that have drawn random numbers
-        self.views: set[Facts] = set()  # operations of which a call only returned views, so that it is not a step
-        self.choices = Choices(policy, known) if isinstance(policy, Budget) else None
-        self._judge = judge_of(policy)
-        self._last: LastRun | None = None
+        self.saved_values = SavedValues(self.log, self.saves)
+        self.inputs: list[int] = []  # the values of the operands and the captured tensors
+        self._last: Program | None = None  # the program of the last run, as long as this run equals it
         self._flags = False  # whether `requires_grad` shows what is differentiated, as no levels are above
-        self._questions: dict[int, Question] = {}  # arguments for predicates, if they are called again with names
-        self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
+        self._enough = 12  # the number of candidates at which it is checked which of them are needed
         self._siblings: dict[int, torch.Tensor] = {}  # saved results of operations with several results
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -118,76 +52,80 @@ class Recording:
                     self.storages.tracked.add(value)
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
+        if self._compares:
+            self._last = self.known.shared.programs.get(self.verdicts.judge)
+
+    @property
+    def _compares(self) -> bool:
         # A policy with predicates is not compared, as its predicate may be a new object in each call.
-        if self._flags and not (self._judge.asks or self.choices):
-            self._last = LastRun(self.known.shared.programs, self._judge)
+        return self._flags and not (self.verdicts.judge.asks or self.choices)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """Copy values that an operation is about to overwrite if they may have to be saved."""
-        held = self.saved_values.held
+        reads_it = self.verdicts.may_recompute(facts)
         for tensor in facts.written(args, kwargs):
-            value = self.storages.get(tensor)
-            self.saved_values.before_writing(value)
-            reads_it = self._judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
-            if value in self.log.saveable and (reads_it or value in held):
-                with unseen():
-                    held[value] = as_bytes(tensor).clone()
+            self.saved_values.copy_before_writing(self.storages.get(tensor), tensor, reads_it)
 
-    def ran(self, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
+    def ran(self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """Record an operation that has run. ``draw`` is its index among those that draw random numbers."""
-        number, read = len(self.log), list[torch.Tensor]()
-        last = self._last
-        entry = last.entry(number, self.storages, func, args, kwargs, result, read) if last is not None else None
-        if entry is None:
-            entry = self._entry(facts, args, kwargs, result, draw, read)
-            if entry is None:
-                self._made_a_view(facts, args)
-                return
-            if last is not None:
-                last.compare(number, entry)
-        self.log.append(entry)
+        number, read = len(self.log.steps), list[torch.Tensor]()
+        step = self._step(facts, args, kwargs, result, draw, read)
+        if step is None:
+            self._made_a_view(facts, args)
+            return
+        last = None if self._last is None else self._last.step(number)
+        if step != last:
+            self._last = None
+        self.log.append(step)
         if self.choices is not None:
-            self.choices.ran(func, facts, args, kwargs, result, self.storages)
-        if entry.overwritten:
-            self.saves.on_overwrite(number, dict(zip(entry.overwritten, entry.outs[-len(entry.overwritten) :])))
-        if entry.verdict is not None or self.choices is not None:
-            self.log.lines[number] = (last and last.line(number)) or user_line()
-        if not self.has_slots and entry.verdict is not None and len(entry.outs) > 1:
+            self.choices.ran(facts, args, kwargs, result, self.storages)
+        if step.overwritten:
+            self.saves.on_overwrite(number, dict(zip(step.overwritten, step.outs[-len(step.overwritten) :])))
+        if step.verdict is not None or self.choices is not None:
+            self.log.lines[number] = user_line() if self._last is None else self._last.lines[number]
+        self._allow(step)
+        if not self.has_slots and step.verdict is not None and len(step.outs) > 1:
             for tensor in tensors(result):  # autograd may have saved any of them
                 self.saved_values.hold(self.storages.get(tensor), tensor)
-        if entry.holds:
-            for value, tensor in zip(entry.reads, read):
-                if value in self.log.saveable:
-                    self.saved_values.hold(value, tensor)
-        if len(self.saved_values.held) >= self.saved_values.enough:
+        if step.verdict is None or not step.tracked:  # it is recomputed, or it is saved only if something reads it
+            for value, tensor in zip(step.reads, read):
+                self.saved_values.hold(value, tensor)
+        if len(self.saved_values.candidates) >= self._enough:
             self._drop_unneeded()
 
-    def _entry(
-        self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list
-    ) -> Entry | None:
-        """Return the entry of an operation, or None if it only returned views; add the tensors that it has read."""
+    def _step(self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list) -> Step | None:
+        """Return the step of an operation, or None if it only returned views; add the tensors that it has read."""
         storages, reads = self.storages, list[int]()
-        count, new = storages.count, storages.new(result)
+        new = storages.new(result)
         acts = facts.writes or facts.observes
-        if new or acts:
-            key = storages.key(facts.func, draw, args, kwargs, reads, read)
-            if count != storages.count:
-                new = storages.new(result)  # the result may be a view of an argument that was unknown until now
         if not new and not acts:
             return None
-        number = len(self.log)
-        outcome = template(result, new, read)
-        judged = is_judged(outcome, facts) and facts not in self.around
-        if self.choices is not None:
-            verdict = self.choices.verdict(number, key)
-        else:
-            verdict = self._verdict(number, facts, args, kwargs, result) if judged else None
+        key = storages.key(facts, draw, args, kwargs, reads, read)
+        new = [each for each in new if storages.is_new(each[1])]  # it may be a view of an argument, known only now
+        if not new and not acts:
+            return None
         if self._flags:
             differentiated = any(tensor.requires_grad for tensor in read)
         else:
             differentiated = not storages.tracked.isdisjoint(reads)
+        grad_mode = torch.is_grad_enabled()
+        number = len(self.log.steps)
+        last = None if self._last is None else self._last.step(number)
+        if last is not None and last.is_plain and last.key == key and len(new) == 1:
+            under = storages.count, new[0][2], differentiated, grad_mode
+            if under == (last.outs[0], last.result.form, last.differentiated, last.grad_mode):
+                storages.add(new[0], storages.number())
+                storages.tracked.update(last.tracked)
+                return last
+        outcome = template(result, new, read)
+        if self.choices is not None:
+            verdict = self.choices.verdict(number, key)
+        elif is_judged(outcome, facts):
+            verdict = self.verdicts.on_operation(number, facts, args, kwargs, result)
+        else:
+            verdict = None
         outs, tracked = list[int](), list[int]()
         for each in new:
             value = storages.number()
@@ -197,19 +135,17 @@ class Recording:
                 tracked.append(value)
         overwritten = self._overwrite(facts.written(args, kwargs), differentiated, outs, tracked)
         storages.tracked.update(tracked)
-        under = differentiated, torch.is_grad_enabled()
-        return Entry(key, tuple(reads), tuple(outs), overwritten, tuple(tracked), outcome, under, verdict)
-
-    def _verdict(self, number: int, facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
-        """Return the verdict on the results of an operation, or None if they are recomputed."""
-        verdict = self._judge.verdict_for(facts)
-        if self._judge.asks:
-            asked = question(facts.func, args, kwargs, result)
-            if self._judge.judges_names:
-                self._questions[number] = asked
-            if verdict is None:
-                verdict = self._judge.on(asked)
-        return None if verdict is Verdict.RECOMPUTE else verdict
+        return Step(
+            key,
+            () if facts.reads_nothing else tuple(reads),
+            tuple(outs),
+            overwritten,
+            tuple(tracked),
+            outcome,
+            differentiated,
+            grad_mode,
+            verdict,
+        )
 
     def _overwrite(self, written: list[torch.Tensor], tracked: bool, outs: list[int], all_tracked: list[int]) -> tuple:
         """Number the new values of storages that an operation wrote to. Return the overwritten values."""
@@ -226,8 +162,8 @@ class Recording:
         return before
 
     def _made_a_view(self, facts: Facts, args: tuple) -> None:
-        self.views.add(facts)
-        if facts.func is DETACH:
+        self.log.views.add(facts)
+        if facts.func is _DETACH:
             self.log.exposed.add(self.storages.get(args[0]))
         if facts.reshapes:
             self.storages.forget(args[0])
@@ -238,32 +174,32 @@ class Recording:
         found = [part for tensor in tensors((result, facts.written(args, kwargs))) for part in parts(tensor)]
         values = [value for part in found if (value := self.storages.find(part)) is not None]
         made = {number for value in values if (number := log.made.get(value, -1)) >= start}
-        made = {number for number in made if is_judged(log.entries[number].result, facts)}
-        if not made or facts in self.around or self.choices is not None:
+        made = {number for number in made if is_judged(log.steps[number].result, facts)}
+        if not made or self.choices is not None:
             return
-        asked = question(facts.func, args, kwargs, result) if self._judge.asks else (None, facts.func, (), {})
-        verdict = self._judge.verdict_for(facts) or self._judge.on(asked)
-        if verdict is Verdict.RECOMPUTE:
-            return
-        self.warned.operators |= self.own.verdict_for(facts.func) not in (None, Verdict.RECOMPUTE)
-        for number in made:
-            self._questions[number] = asked
+        verdict = self.verdicts.on_wrappers(made, facts, args, kwargs, result)
+        for number in made if verdict is not None else ():
             log.lines.setdefault(number, user_line())
-            entry = log.entries[number] = log.entries[number]._replace(verdict=verdict)
-            log.saveable.update(dict.fromkeys(entry.outs, verdict))
+            log.steps[number] = log.steps[number]._replace(verdict=verdict)
+            self._allow(log.steps[number])
+
+    def _allow(self, step: Step) -> None:
+        if step.verdict is not None:
+            for value in step.outs:
+                self.saved_values.decide(value, step.verdict)
 
     # --- what autograd saves ------------------------------------------------------------------------------------------
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
-        log, after = self.log, len(self.log)
+        log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judge.judges_names
         value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
         if value is not None and form is not None and is_as_it_lies(form):
-            may_be_kept = value in log.saveable or self._judge.judges_names
-            self.saves.add(slot, Source((value,), Layout(0, form) if may_be_kept else None, after))
-            if value in log.saveable:
+            allowed = value in self.saved_values
+            self.saves.add(slot, Source((value,), Layout(0, form) if allowed or judges_names else None, after))
+            if allowed:
                 slot.residual = self.saved_values.save(value, tensor, form)
-            if self._judge.judges_names and value in log.made and len(log.maker(value).outs) > 1:
+            if judges_names and value in log.made and len(log.maker(value).outs) > 1:
                 self._siblings[value] = tensor
         else:
             found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
@@ -283,37 +219,33 @@ class Recording:
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """Record the name of a tensor."""
-        self.named.setdefault(name, line)
-        log, held = self.log, self.saved_values.held
+        self.verdicts.given.setdefault(name, line)
         for part in parts(tensor):
             value = self.storages.find(part)
-            made = None if value is None else log.made.get(value)
-            if value is None or made is None:
-                continue  # the value is not made in the region
-            self.names.setdefault(value, {}).setdefault(name, line)
-            log.lines.setdefault(made, line)
-            entry, verdict = log.entries[made], log.saveable.get(value, Verdict.RECOMPUTE)
-            func = entry.key[0]
-            if self._judge.judges_names and is_judged(entry.result, facts_of(func)):
-                asked = self._questions.get(made, (None, func, (), {}))
-                verdict = self._judge.on(asked, frozenset(self.names[value]))
-            log.decide(value, verdict)
-            if self._is_read(value):
-                self.saved_values.hold(value, part)
-            for operand in entry.reads:
-                if operand in held and not self._is_read(operand):
-                    del held[operand]
-            # Otherwise the operation would have to be recomputed for its other results.
-            for sibling in entry.outs if value in log.saveable else ():
-                if sibling not in log.saveable and sibling not in self.names and sibling in self._siblings:
-                    log.decide(sibling, verdict)
-                    self.saved_values.hold(sibling, self._siblings[sibling])
+            if value is not None and value in self.log.made:
+                self._name(value, part, name, line)
+
+    def _name(self, value: int, part: torch.Tensor, name: str, line: Line) -> None:
+        log, saved_values, number = self.log, self.saved_values, self.log.made[value]
+        step = log.steps[number]
+        log.lines.setdefault(number, line)
+        verdict = self.verdicts.on_name(value, number, step, name, line)
+        if verdict is not None:
+            saved_values.decide(value, verdict)
+        if self._is_read(value):
+            saved_values.hold(value, part)
+        saved_values.drop([each for each in saved_values.candidates if each not in step.reads or self._is_read(each)])
+        # Otherwise the operation would have to be recomputed for its other results.
+        for sibling in step.outs if value in saved_values else ():
+            if sibling not in saved_values and sibling not in self.verdicts.names and sibling in self._siblings:
+                saved_values.decide(sibling, saved_values.verdict(value))
+                saved_values.hold(sibling, self._siblings[sibling])
 
     def _is_read(self, value: int) -> bool:
         """Whether autograd has saved a value, or an operation that may be recomputed has read it."""
-        log, made = self.log, self.log.made[value]
-        for entry in log.entries[made + 1 :]:
-            if value in entry.reads and not (entry.tracked and all(out in log.saveable for out in entry.outs)):
+        made = self.log.made[value]
+        for step in self.log.steps[made + 1 :]:
+            if value in step.reads and not (step.tracked and all(out in self.saved_values for out in step.outs)):
                 return True
         return self.saves.has(value, made)
 
@@ -324,26 +256,34 @@ class Recording:
 
         Inside another region nothing is dropped: what is handed to it must not depend on what is alive.
         """
-        if self.in_region:
+        values, count = self.saved_values, len(self.log.steps)
+        if values.in_region:
             return
-        values, count = self.saved_values, len(self.log)
-        alive = {value for value in self.storages.values() if value not in values.held}
+        alive = {value for value in self.storages.values() if value not in values.candidates}
         saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
-        available = {value for value in self.log.saveable if value in alive} | values.there()
-        program = Program(self.log) if self._last is None else self._last.program(self.log)
+        available = {value for value in values.numbers() if value in alive} | values.available()
+        program = self._last or Program(self.log)
         # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
-        leave = can_be_skipped if program.lazy and not self.known.compiles else always
-        values.drop(program.plan([*alive, *saved, *self.saves.above], count, available, leave).used)
-        values.enough = len(values.held) + max(4, len(values.held), count // 16)
+        skip = Skip.SAFE if program.lazy and not self.known.compiles else Skip.ALL
+        values.drop(program.plan([*alive, *saved, *self.saves.above], count, available, skip).used)
+        held = len(values.candidates)
+        self._enough = held + max(4, held, count // 16)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def program(self) -> Program:
-        """Return the program of the log, which is complete."""
-        return Program(self.log) if self._last is None else self._last.close(self.log)
+        """Return the program of this run, which has ended, and remember it."""
+        if self._last is not None and self._last.is_of(self.log):
+            return self._last
+        program, known = Program(self.log), self.known.shared.programs
+        if self._compares and program.lasts:
+            if len(known) >= _PROGRAMS and self.verdicts.judge not in known:
+                known.clear()
+            known[self.verdicts.judge] = program
+        return program
 
     def release(self) -> None:
         """Drop all references to tensors, whose autograd history may lead back to this object."""
         self.saved_values.release_all()
+        self.verdicts.release()
         self._siblings.clear()
-        self._questions.clear()

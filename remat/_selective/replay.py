@@ -20,8 +20,9 @@ from .._region.around import Around
 from .._region.placeholders import Placeholders, Restart
 from .._region.region import Run
 from ..errors import RecomputeMismatchError
+from .mode import RegionMode
 from .program import Plan, Step
-from .recorder import Record, RegionMode
+from .record import Record
 from .saved import Residual, tensor_of
 from .values import Argument, Layout
 
@@ -30,7 +31,7 @@ class Replay(RegionMode):
     """The dispatch mode of a recompute, which matches operations with the steps of the first run."""
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool, last: bool) -> None:
-        super().__init__(record.policy, record.known, record.drawing)
+        super().__init__(record.policy, record.known, record.log.drawing)
         self.record = record
         self.plan = plan
         self.whole = whole  # it skips no step
@@ -67,21 +68,18 @@ class Replay(RegionMode):
         if filling or state.unseen or self.ranges:
             return self.placeholders.mark(func(*args, **kwargs))
         record, storages = self.record, self.storages
-        if (facts.views or facts in record.views) and facts not in record.program.makers:
+        if (facts.views or facts in record.log.views) and facts not in record.program.makers:
             if not self.placeholders and not facts.reshapes:
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
             draw, read = self.draw(facts, args, kwargs), list[torch.Tensor]()
-            step = self._step_of(func, draw, args, kwargs, read)
+            number = self._match(facts, draw, args, kwargs, read)
+            step = None if number is None else record.program.steps[number]
             if step is not None:
-                if (
-                    step.number in self.plan.restored
-                    and not (self.whole and step.draws)
-                    and self._fits(step, args, kwargs)
-                ):
+                if number in self.plan.restored and not (self.whole and step.draws) and self._fits(step, args, kwargs):
                     return self._restore(step, args, kwargs, read)
-                if step.can_be_skipped and step.number not in self.plan.run:
+                if number in record.program.skippable and number not in self.plan.run:
                     with unseen():
                         return self._rebuild(step, args, kwargs, read, [None] * len(step.outs))
             if draw is not None and self.has_not_drawn:
@@ -91,9 +89,6 @@ class Replay(RegionMode):
             self._check_writes(facts.written(args, kwargs))
         result = func(*args, **kwargs)
         with without_torch_function():
-            if step is not None and step.is_simple:
-                storages.add((result, result.untyped_storage(), step.result.form), step.outs[0])
-                return result
             new, written = storages.new(result), facts.written(args, kwargs)
             outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
             for each, value in zip(new, outs):
@@ -125,43 +120,19 @@ class Replay(RegionMode):
 
     # --- matching -----------------------------------------------------------------------------------------------------
 
-    def _step_of(self, func: Any, draw: int | None, args: tuple, kwargs: dict, read: list) -> Step | None:
-        """Return the step of the first run that is the same function of the same values, or None."""
-        program, reads = self.record.program, list[int]()
+    def _match(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, read: list) -> int | None:
+        """Return the number of the step that is the same function of the same values, or None."""
+        key, program = self.storages.key(facts, draw, args, kwargs, [], read), self.record.program
         step = program.step(self.position)
-        if step is not None and step.func is func and step.is_simple and self.storages.is_call_of(step, args, kwargs):
-            read += [args[position] for position, _, _ in step.operands]
-            self.position += 1
-            return step
-        key = self.storages.key(func, draw, args, kwargs, reads, read)
-        if step is not None and step.func is func:
-            if step.key != key and self._match_constants(step, reads, read):
-                key = self.storages.key(func, draw, args, kwargs, [], [])
-            if step.key == key:
-                self.position += 1
-                return step
-        found = program.by_key.get(key)
-        if found is None:
+        if step is not None and step.key == key:
+            found = self.position
+        elif key in program.by_key:
+            numbers = program.by_key[key]
+            found = next((number for number in numbers if number >= self.position), numbers[0])
+        else:
             return None
-        step = next((step for step in found if step.number >= self.position), found[0])
-        self.position = step.number + 1
-        return step
-
-    def _match_constants(self, step: Step, reads: list[int], read: list[torch.Tensor]) -> bool:
-        """Bind constants that the function creates anew in each run to the equal ones of the first run."""
-        first = self.record.storages
-        known = {*self.record.inputs, *first.values()}
-        differ = [each for each in zip(reads, step.reads, read) if each[0] != each[1]]
-        for now, before, _ in differ:
-            if now in known or before in known:
-                return False
-            a, b = self.storages.constants.get(now), first.constants.get(before)
-            with unseen():
-                if a is None or b is None or not torch.equal(a, b):
-                    return False
-        for _, before, tensor in differ:
-            self.storages.bind(tensor, before)
-        return bool(differ)
+        self.position = found + 1
+        return found
 
     # --- results without execution ------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The values of a first run that a policy saves: on their device, in host memory, or by the hooks around the region.
 
 A value is saved if the policy allows it and the value is needed: autograd saved it, or an operation that must be
-recomputed reads it. This is known only when the region ends. Until then, `held` keeps the candidates alive.
+recomputed reads it. That an operation must be recomputed is known only when the region ends. Until then the values that
+operations read are candidates, which are kept alive.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .._core.facts import tensors
 from .._core.host_memory import Group, Offloaded
 from .._core.lines import Line
 from .._core.state import alias, unseen
-from .._core.tensors import holder
+from .._core.tensors import as_bytes, holder
 from .._policy.policy import Verdict
 from .._region.hooks import Hooks, Packed
 from .._region.placeholders import Placeholder
@@ -164,7 +165,7 @@ class Source(NamedTuple):
 
 
 class Saves:
-    """The tensors that autograd has saved so far."""
+    """The tensors that autograd has saved in a first run so far."""
 
     def __init__(self) -> None:
         self.above: list[int] = []  # the values that autograd saved at torch.func levels above, which have no slots
@@ -205,115 +206,181 @@ class Saves:
                 self._slots[i] = ref, slot.source
 
 
-class SavedValues:
-    """The values of a log that are saved, and the candidates that may have to be saved."""
+class Value:
+    """A value that the policy allows to be saved: its residual lives as long as a slot or this object owns it."""
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
+    __slots__ = ("owned", "residual", "verdict")
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        self.owned: Residual | None = None
+        self.residual: Callable[[], Residual | None] = _nothing
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether its residual is alive and unchanged."""
+        residual = self.residual()
+        return residual is not None and not residual.has_changed
+
+    def give_up(self) -> None:
+        """Release the residual, unless a slot owns it."""
+        if self.owned is not None:
+            self.owned.settle()
+            self.owned = None
+
+    def forget(self) -> None:
+        """Release the residual, as the value isn't saved any more."""
+        if (residual := self.residual()) is not None:
+            residual.settle()
+        self.owned, self.residual = None, _nothing
+
+
+class SavedValues:
+    """The values of a first run that the policy allows to be saved, by number."""
+
+    def __init__(self, log: Log, saves: Saves) -> None:
+        self.log, self.saves = log, saves
         self.hooks: Hooks | None = None  # saved-tensor hooks around the region, which save its residuals
-        self.held: dict[int, torch.Tensor] = {}  # the candidates
-        self.enough = 12  # the number of candidates at which the recording checks which of them are needed
-        # Residuals are owned by slots, and by `_owned`: all residuals in the first run, later those that steps read.
-        self._residuals: weakref.WeakValueDictionary[int, Residual] = weakref.WeakValueDictionary()
-        self._owned: dict[int, Residual] = {}
+        self.in_region = False  # these hooks belong to an enclosing region
+        self.candidates: dict[int, torch.Tensor] = {}
+        self._values: dict[int, Value] = {}
         self._group: Group | None = None
+
+    def __contains__(self, value: int | None) -> bool:
+        """Whether the policy allows a value to be saved."""
+        return value in self._values
+
+    def numbers(self) -> list[int]:
+        """The values that may be saved."""
+        return [*self._values]
+
+    # --- the policy's decisions -------------------------------------------------------------------------------------
+
+    def verdict(self, value: int) -> Verdict:
+        """The decision about a value."""
+        return self._values[value].verdict if value in self._values else Verdict.RECOMPUTE
+
+    def decide(self, value: int, verdict: Verdict) -> None:
+        """Allow a value to be saved, or don't allow it after all, and release what is saved of it."""
+        if verdict is Verdict.RECOMPUTE:
+            self.save_only(self._values.keys() - {value})
+        elif value in self._values:
+            self._values[value].verdict = verdict
+        else:
+            self._values[value] = Value(verdict)
+
+    def save_only(self, values: Collection[int]) -> None:
+        """Allow only these values to be saved, and release what is saved of all others."""
+        gone = self._values.keys() - values
+        for value in gone:
+            self._values.pop(value).forget()
+            self.candidates.pop(value, None)
+        for slot, source in self.saves.slots() if gone else ():
+            if slot is not None and not gone.isdisjoint(source.values):
+                slot.residual = None
+
+    # --- candidates -------------------------------------------------------------------------------------------------
 
     def hold(self, value: int, tensor: torch.Tensor) -> None:
         """Make a value a candidate, if the policy allows it to be saved."""
-        if value not in self.log.saveable:
-            self.held.pop(value, None)
-        elif value not in self.log.overwritten and value not in self.held:
-            self.held[value] = tensor
+        if value in self._values and value not in self.log.overwritten:
+            self.candidates.setdefault(value, tensor)
 
-    def residual(self, value: int) -> Residual | None:
-        """Return the residual of a value, or None if the value is not saved or its residual was freed."""
-        return self._residuals.get(value)
+    def drop(self, needed: Collection[int]) -> None:
+        """Drop all candidates except these. A dropped value becomes a candidate again when it is read."""
+        self.candidates = {value: tensor for value, tensor in self.candidates.items() if value in needed}
+
+    def copy_before_writing(self, value: int, tensor: torch.Tensor, reads_it: bool) -> None:
+        """Prepare for an operation that is about to overwrite a value: copy it if it may have to be saved."""
+        if value not in self._values:
+            return
+        if (residual := self._values[value].owned) is not None:
+            residual.before_writing()
+        if reads_it or value in self.candidates:
+            with unseen():
+                self.candidates[value] = as_bytes(tensor).clone()
+
+    def on_overwrite(self, value: int) -> None:
+        """Release the residual of a value whose storage was overwritten."""
+        if value in self._values:
+            self._values[value].forget()
+
+    # --- saved values -----------------------------------------------------------------------------------------------
 
     def save(self, value: int, tensor: torch.Tensor, form: tuple | None = None) -> Residual:
         """Save a value, as long as the returned residual lives. ``tensor`` is on its storage, in this form."""
-        residual = self._residuals.get(value)
+        each = self._values[value]
+        residual = each.residual()
         if residual is None:
             log = self.log
-            residual = Residual(log.maker(value).key[0], log.lines.get(log.made[value]))
-            if self.hooks is None and log.saveable[value] is Verdict.SAVE:
+            residual = Residual(log.maker(value).facts.func, log.lines.get(log.made[value]))
+            if self.hooks is None and each.verdict is Verdict.SAVE:
                 residual.save_here(tensor, form)
             else:
                 if self.hooks is None and self._group is None:
                     self._group = Group()
                 residual.save_elsewhere(tensor, form, log.layout(value), self.hooks, self._group)
-            self._residuals[value] = self._owned[value] = residual
+            each.owned, each.residual = residual, weakref.ref(residual)
         return residual
+
+    def residual(self, value: int) -> Residual | None:
+        """Return the residual of a value, or None if the value is not saved or its residual was freed."""
+        return self._values[value].residual() if value in self._values else None
 
     def of_slot(self, value: int | None) -> Residual | None:
         """Return the residual of a value that autograd saved, when the first run has ended."""
-        if value is None:
+        if value is None or value not in self._values:
             return None
-        if value in self.held and value not in self._owned:
-            self.save(value, self.held[value])  # autograd saved it before it got its name
-        return self._owned.get(value)
+        if self._values[value].owned is None and value in self.candidates:
+            self.save(value, self.candidates[value])  # autograd saved it before it got its name
+        return self._values[value].owned
 
-    def before_writing(self, value: int) -> None:
-        """Prepare the residual of a value whose storage is about to be overwritten."""
-        if value in self._owned:
-            self._owned[value].before_writing()
-
-    def on_overwrite(self, value: int) -> None:
-        """Remove the residual of a value whose storage was overwritten."""
-        residual = self._residuals.pop(value, None)
-        if residual is not None:
-            residual.settle()
-
-    def drop(self, values: Collection[int]) -> None:
-        """Drop all candidates except these values. A dropped value becomes a candidate again when it is read."""
-        for value in [value for value in self.held if value not in values]:
-            del self.held[value]
-
-    def there(self) -> set[int]:
-        """Return the candidates and the values whose residuals are alive and unchanged."""
-        return {*self.held, *(value for value, residual in self._residuals.items() if not residual.has_changed)}
+    def available(self) -> set[int]:
+        """Return the candidates, and the values whose residuals are alive and unchanged."""
+        return {*self.candidates, *(value for value, each in self._values.items() if each.is_saved)}
 
     def close(self, needed: Collection[int], results: Collection[tuple[int | None, torch.Tensor]]) -> None:
         """Own the residuals that a recompute needs, and release all others, when the first run has ended."""
-        owned = {value: self.residual(value) or self.save(value, self.held[value]) for value in sorted(needed)}
+        owned = {value: self.residual(value) or self.save(value, self.candidates[value]) for value in sorted(needed)}
         for value, tensor in results:
             if value is not None and (residual := self.residual(value)) is not None:
                 residual.watch(tensor)
         self.release_all()
-        self._owned = owned
-        del self.log  # only the first run needs it
+        for value, residual in owned.items():
+            self._values[value].owned = residual
+        del self.log, self.saves  # only the first run needs them
 
     def release_all(self) -> None:
-        """Drop the candidates, whose autograd history may lead back to this object, and all owned residuals."""
-        self.held.clear()
-        for residual in self._owned.values():
-            residual.settle()
-        self._owned.clear()
-
-    def forget(self, value: int) -> None:
-        """Drop a value that is not to be saved after all."""
-        for each in (self.held, self._owned, self._residuals):
-            each.pop(value, None)
-
-    @property
-    def count(self) -> int:
-        """The number of residuals so far."""
-        return len(self._owned)
-
-    def go_back(self, count: int) -> None:
-        """Forget all residuals after the first ``count``, in a first run."""
-        for value in list(self._owned)[count:]:
-            self._owned.pop(value).settle()
-            self._residuals.pop(value, None)
+        """Release the candidates, whose autograd history may lead back to this object, and all owned residuals."""
+        self.candidates.clear()
+        for each in self._values.values():
+            each.give_up()
 
     def release(self, value: int) -> None:
-        """Drop the residual of a value that the last recompute has restored."""
-        self._owned.pop(value, None)
+        """Release the residual of a value that the last recompute has restored."""
+        if value in self._values:
+            self._values[value].owned = None
+
+    def own(self, values: Collection[int]) -> None:
+        """Own the residuals of these values, which only slots own so far, before the slots are freed."""
+        for value in self._values.keys() & values:
+            self._values[value].owned = self._values[value].residual()
 
     @property
     def nbytes(self) -> int:
         """The bytes on the device of the residuals that a recompute needs."""
-        return sum(residual.nbytes for residual in self._owned.values())
+        return sum(each.owned.nbytes for each in self._values.values() if each.owned is not None)
 
-    def own(self, values: Collection[int]) -> None:
-        """Own the residuals of these values, which only slots own so far, before the slots are freed."""
-        self._owned.update((value, residual) for value in values if (residual := self.residual(value)) is not None)
+    @property
+    def saved(self) -> frozenset[int]:
+        """The values saved so far, for `go_back`."""
+        return frozenset(value for value, each in self._values.items() if each.owned is not None)
+
+    def go_back(self, saved: frozenset[int]) -> None:
+        """Forget the residuals of all other values, in a first run of which an inner run is abandoned."""
+        for value in self.saved - saved:
+            self._values[value].forget()
+
+
+def _nothing() -> None:
+    """No residual."""

@@ -34,8 +34,9 @@ _times: dict[Any, float] = {}  # the measured ones, in microseconds
 _MOST_TIMES = 4096
 
 
-def cost_of(cost: str | Cost, func: Any, facts: Facts, args: tuple, kwargs: dict, result: Any) -> float:
+def cost_of(cost: str | Cost, facts: Facts, args: tuple, kwargs: dict, result: Any) -> float:
     """Return the cost of this call: FLOPs, microseconds, or the result of the user's function."""
+    func = facts.func
     if callable(cost):
         return _by_function(cost, func, args, kwargs, result)
     if facts.makes_nothing:
@@ -194,7 +195,7 @@ def _search(problem: Problem, merge: _Merge) -> list[Choice]:
         if number:
             step = problem.steps[number - 1]
             reads = frozenset(value for value in step.reads if value in made)
-            ways = merge(_at_step(ways, step, reads, problem))
+            ways = merge(_at_step(ways, number - 1, reads, problem))
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
     return [Choice(nbytes, cost, frozenset(_listed(steps))) for nbytes, cost, steps in best]
 
@@ -207,9 +208,12 @@ def _at_root(ways: _Ways, value: int, keepable: bool) -> Iterable[tuple[_State, 
         yield (needed | {value}, low - {value}, promised, True, draws), labels
 
 
-def _at_step(ways: _Ways, step: Step, reads: frozenset[int], problem: Problem) -> Iterable[tuple[_State, list[_Label]]]:
+def _at_step(
+    ways: _Ways, number: int, reads: frozenset[int], problem: Problem
+) -> Iterable[tuple[_State, list[_Label]]]:
     """Branch at a step: its results are saved, or it runs, or it isn't needed."""
-    outs, stays = frozenset(step.outs), step.number in problem.stays
+    step, cost = problem.steps[number], problem.costs[number]
+    outs, stays = frozenset(step.outs), number in problem.stays
     for (needed, low, promised, begun, draws), labels in ways.items():
         wanted, saved = needed & outs, promised & outs
         rest = needed - outs, low - outs, promised - outs
@@ -221,14 +225,14 @@ def _at_step(ways: _Ways, step: Step, reads: frozenset[int], problem: Problem) -
         may_save = saved or (wanted and all(value in problem.keepable for value in whole))
         if may_save:
             nbytes = sum(problem.sizes[value] for value in whole)
-            saving = [(size + nbytes, cost, (step.number, before)) for size, cost, before in labels]
+            saving = [(size + nbytes, spent, (number, before)) for size, spent, before in labels]
             if not must_draw:
                 yield (*rest, begun, draws), saving
             elif saved:
-                yield _running(rest, reads, True, begun, True), _dearer(saving, problem.costs[step.number])
+                yield _running(rest, reads, True, begun, True), _dearer(saving, cost)
         if not saved:
             after = _running(rest, reads, bool(wanted), begun, draws or step.draws)
-            yield after, _dearer(labels, problem.costs[step.number])
+            yield after, _dearer(labels, cost)
 
 
 def _running(rest: tuple, reads: frozenset[int], wanted: bool, begun: bool, draws: bool) -> _State:

@@ -15,8 +15,7 @@ import torch
 
 from .._core.facts import Facts, tensors
 from .._core.private import FakeTensor, has_no_memory, without_dispatch
-from .._core.state import unseen
-from .._core.tensors import as_bytes, holder, is_dense, span
+from .._core.tensors import as_bytes, bytes_of, holder, is_dense, span
 
 New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # a tensor, its storage (see `place_of`), its form
 
@@ -133,12 +132,6 @@ def _layout(tensor: torch.Tensor, form: tuple | None, i: int) -> Any:
     return _new(Layout, (i, form))
 
 
-def is_judged(result: Any, facts: Facts) -> bool:
-    """Whether the policy decides about a result: not if it can't be described, or is uninitialized memory."""
-    return result is not UNDESCRIBED and not facts.makes_nothing
-
-
-# Constants up to this size are compared, so that a recompute can match its constants with those of the first run.
 CONSTANT_BYTES = 4096
 
 
@@ -150,7 +143,8 @@ class Storages:
 
     def __init__(self) -> None:
         self.count = 0  # of values
-        self.constants: dict[int, torch.Tensor | None] = {}  # values that no seen operation made; copies of small ones
+        # Small values that no seen operation made, by their bytes: a recompute makes equal ones anew.
+        self._constants: dict[bytes, int] = {}
         self.tracked: set[int] = set()  # the values that require grad
         self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and the value's number
         self._tensors: dict[int, tuple] = {}  # by the tensor's id: a weak reference, home, form, the storage's id
@@ -193,15 +187,19 @@ class Storages:
         """Return the numbers of the values in all storages that are alive."""
         return [number for ref, number in self._homes.values() if ref() is not None]
 
+    def is_new(self, storage: Any) -> bool:
+        """Whether a storage is unknown."""
+        return self._home(storage) is None
+
     def new(self, result: Any) -> list[New]:
         """Return the tensors of a result that have new, unknown storages, one for each storage."""
         if isinstance(result, torch.Tensor):
             storage, form = place_of(result)
-            return [(result, storage, form)] if self._home(storage) is None else []
+            return [(result, storage, form)] if self.is_new(storage) else []
         found: dict[int, New] = {}
         for tensor in tensors(result):
             storage, form = place_of(tensor)
-            if self._home(storage) is None:
+            if self.is_new(storage):
                 found.setdefault(id(storage), (tensor, storage, form))
         return [*found.values()]
 
@@ -235,7 +233,7 @@ class Storages:
         """Return a copy that can change independently. It remembers no tensors."""
         found = Storages()
         found.count = self.count
-        found.constants, found.tracked = self.constants.copy(), self.tracked.copy()
+        found._constants, found.tracked = self._constants.copy(), self.tracked.copy()
         found._homes = {key: [*home] for key, home in self._homes.items()}
         return found
 
@@ -263,9 +261,13 @@ class Storages:
             return met
         storage, form = place_of(tensor)
         if self._home(storage) is None:
-            number = self.number()
+            content = _content(tensor)
+            number = None if content is None else self._constants.get(content)
+            if number is None:
+                number = self.number()
+                if content is not None:
+                    self._constants[content] = number
             self.put(storage, number)
-            self.constants[number] = _constant(tensor)
             if tensor.requires_grad:
                 self.tracked.add(number)
         return self._remember(tensor, storage, form)
@@ -279,9 +281,9 @@ class Storages:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def key(self, func: Any, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
+    def key(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
         """Return a key, equal for calls that compute the same result; add the values and tensors that are read."""
-        key = [func, draw, self._pattern(kwargs, reads, read) if kwargs else None]
+        key = [facts, draw, self._pattern(kwargs, reads, read) if kwargs else None]
         for argument in args:
             if isinstance(argument, torch.Tensor):
                 met = self._meet(argument)
@@ -292,19 +294,6 @@ class Storages:
             else:
                 key.append(self._pattern(argument, reads, read))
         return tuple(key)
-
-    def is_call_of(self, step: Any, args: tuple, kwargs: dict) -> bool:
-        """Whether a call of the simple step's operation has the step's key. This is faster than computing the key."""
-        if len(args) != step.count:
-            return False
-        for position, number, form in step.operands:
-            tensor = args[position]
-            met = self._meet(tensor) if isinstance(tensor, torch.Tensor) else None
-            if met is None or met[1][1] != number or met[2] != form:
-                return False
-        if kwargs or step.key[2] is not None:
-            return self._pattern(kwargs, [], []) == step.key[2]
-        return all(self._pattern(args[position], [], []) == before for position, before in step.constants)
 
     def _pattern(self, argument: Any, reads: list, read: list) -> Any:
         """Return an argument with numbers in place of tensors, which is equal for equal calls."""
@@ -328,8 +317,8 @@ class Storages:
         return argument
 
 
-def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of a small constant. Parameters are not copied, as the function doesn't create them."""
+def _content(tensor: torch.Tensor) -> bytes | None:
+    """The bytes of a small constant; None for a parameter, which the function doesn't create, and where they're far."""
     if (
         tensor.requires_grad
         or isinstance(tensor, torch.nn.Parameter)
@@ -339,7 +328,4 @@ def _constant(tensor: torch.Tensor) -> torch.Tensor | None:
         or has_no_memory(tensor)
     ):
         return None
-    if tensor.untyped_storage().nbytes() > CONSTANT_BYTES:
-        return None
-    with unseen():
-        return as_bytes(tensor).clone()
+    return bytes_of(as_bytes(tensor)) if tensor.untyped_storage().nbytes() <= CONSTANT_BYTES else None

@@ -107,7 +107,7 @@ def solved(fn: Callable, cost: Any = "roofline") -> tuple[Problem, Callable[[Cho
 def test_no_choice_is_better(fn: Callable, cost: Any) -> None:
     """Compared with all subsets of the steps."""
     problem, planned, options = solved(fn, cost)
-    steps = [step.number for step in problem.steps if any(value in problem.keepable for value in step.outs)]
+    steps = [i for i, step in enumerate(problem.steps) if any(value in problem.keepable for value in step.outs)]
     assert len(steps) <= 12
     subsets = itertools.chain.from_iterable(itertools.combinations(steps, n) for n in range(len(steps) + 1))
     best = best_of(planned(Choice(0, 0.0, frozenset(subset))) for subset in subsets)

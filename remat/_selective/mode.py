@@ -1,0 +1,66 @@
+"""The base class of the dispatch modes of a region with a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._core import private
+from .._core.facts import Facts, mapped
+from .._core.known import Known
+from .._core.private import DispatchMode
+from .._core.ranges import Ranges
+from .._core.state import state
+from .._policy.policy import Policy
+
+
+class RegionMode(DispatchMode):
+    """The base class of the dispatch modes of a region with a policy."""
+
+    def __init__(self, policy: Policy, known: Known, drawing: set[Facts]) -> None:
+        super().__init__()
+        self._policy, self._known = policy, known
+        self._drawing = drawing  # operations of other libraries that have drawn random numbers
+        self.number = 0  # of enclosing regions in a first run under a policy
+        self.draws = 0  # operations so far that have drawn random numbers
+        self.noting = False  # it is no log of ``debug=True``
+        self.ranges = Ranges()
+
+    @property
+    def count(self) -> Any:
+        """How far the run has come, for `go_back`."""
+        return self.draws
+
+    def go_back(self, count: Any) -> None:
+        """Forget later draws: an inner run was abandoned, which draws the same numbers when it starts again."""
+        self.draws = count
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        self._known.compiles |= super().ignore_compile_internals()
+        return self._known.compiles
+
+    @staticmethod
+    def with_memory(facts: Facts, args: tuple) -> tuple:
+        """A call's arguments with memory for the zeros of forward mode, which may crash torch under a dispatch mode."""
+        return mapped(_with_memory, args) if private.dual_level_active() and not facts.views else args
+
+    def draw(self, facts: Facts, args: tuple, kwargs: dict) -> int | None:
+        """Return the index of an operation among those that draw random numbers, or None if it does not draw."""
+        if facts not in self._drawing and not facts.draws(args, kwargs):
+            return None
+        self.draws += 1
+        return self.draws - 1
+
+    def __enter__(self) -> Any:
+        self.number = len(state.recordings)
+        state.policies, state.logs = (*state.policies, self._policy), (*state.logs, self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        state.policies, state.logs = state.policies[:-1], state.logs[:-1]
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_zeros(tensor.shape) if private.has_no_memory(tensor) else tensor

@@ -1,0 +1,72 @@
+"""What a policy decides about the operations and the names of one first run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._core.facts import Facts
+from .._core.lines import Line
+from .._policy.judge import Question, judge_of, question
+from .._policy.policy import Policy, Verdict
+from .._policy.warnings import Warned
+from .program import Step
+from .values import UNDESCRIBED
+
+
+def is_judged(result: Any, facts: Facts) -> bool:
+    """Whether the policy decides about a result: not if it can't be described, or is uninitialized memory."""
+    return result is not UNDESCRIBED and not facts.makes_nothing
+
+
+class Verdicts:
+    """The decisions of a policy in one first run."""
+
+    def __init__(self, policy: Policy, own: Policy, warned: Warned) -> None:
+        self.policy = policy
+        self.own, self.warned = own, warned  # the region's own policy, without those of enclosing regions
+        self.judge = judge_of(policy)
+        self.names: dict[int, dict[str, Line]] = {}  # the names of each value
+        self.given: dict[str, Line] = {}  # all names that were given in the region
+        self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
+        self._questions: dict[int, Question] = {}  # arguments for predicates, if they are called again with names
+
+    def may_recompute(self, facts: Facts) -> bool:
+        """Whether the results of an operation may have to be recomputed."""
+        return self.judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
+
+    def on_operation(self, number: int, facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
+        """Return the verdict on the results of an operation, or None if they are recomputed."""
+        if facts in self.around:
+            return None
+        verdict = self.judge.verdict_for(facts)
+        if self.judge.asks:
+            asked = question(facts.func, args, kwargs, result)
+            if self.judge.judges_names:
+                self._questions[number] = asked
+            if verdict is None:
+                verdict = self.judge.on(asked)
+        return None if verdict is Verdict.RECOMPUTE else verdict
+
+    def on_wrappers(self, made: set[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
+        """Return the verdict on an operation on wrapper subclasses, whose results these steps have made."""
+        if facts in self.around:
+            return None
+        asked = question(facts.func, args, kwargs, result) if self.judge.asks else (None, facts.func, (), {})
+        verdict = self.judge.verdict_for(facts) or self.judge.on(asked)
+        if verdict is Verdict.RECOMPUTE:
+            return None
+        self.warned.operators |= self.own.verdict_for(facts.func) not in (None, Verdict.RECOMPUTE)
+        self._questions.update(dict.fromkeys(made, asked))
+        return verdict
+
+    def on_name(self, value: int, number: int, step: Step, name: str, line: Line) -> Verdict | None:
+        """Return the verdict on a value that got a name, or None if its names don't change the verdict."""
+        names = self.names.setdefault(value, {})
+        names.setdefault(name, line)
+        if not (self.judge.judges_names and is_judged(step.result, step.facts)):
+            return None
+        return self.judge.on(self._questions.get(number, (None, step.facts.func, (), {})), frozenset(names))
+
+    def release(self) -> None:
+        """Drop the references to tensors."""
+        self._questions.clear()
