@@ -138,7 +138,7 @@ class Choices:
             if is_judged(step.result, step.facts) and (step.facts.writes or value not in program.overwritten)
         }
         stays = {number for number in range(len(program.steps)) if not (lazy and number in program.skippable)}
-        return Problem(program.steps, self.costs, sizes, keepable, roots, stays)
+        return Problem(program.steps, program.reads, self.costs, sizes, keepable, roots, stays)
 
 
 def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[int], lazy: bool) -> Choice:

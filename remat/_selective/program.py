@@ -23,8 +23,7 @@ from .values import UNDESCRIBED, Layout, layouts
 class Step(NamedTuple):
     """An operation of a first run that made or changed a value, or returned no tensor. Views are not steps."""
 
-    key: tuple  # equal for operations that compute the same result: the operation, its place among draws, its arguments
-    reads: tuple[int, ...]  # the values whose contents it read
+    key: tuple  # equal for operations that compute the same result (see `Storages.key`)
     outs: tuple[int, ...]  # the values that it made: in new storages, then in storages that it wrote to
     overwritten: tuple[int, ...]  # the values that it overwrote
     tracked: tuple[int, ...]  # the values in `outs` that are differentiated
@@ -40,6 +39,11 @@ class Step(NamedTuple):
     @property
     def draws(self) -> bool:
         return self.key[1] is not None
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The values that it read."""
+        return self.key[-1]
 
     @property
     def is_whole(self) -> bool:
@@ -104,19 +108,34 @@ class Program:
         self.steps, self.lines, self.exposed = [*log.steps], {**log.lines}, {*log.exposed}
         self.lazy = all(step.grad_mode for step in self.steps)  # under no_grad user code can read tensors undetected
         self.overwritten = {*log.overwritten}
+        if self.overwritten:  # a recompute may match any of several equal steps, and overwrite the result of that step
+            self.overwritten |= self._equal_to(self.overwritten)
+        # Nothing is skipped in a program that isn't lazy, so that an operand is made although only its shape is read.
+        self.reads = [() if self.lazy and step.facts.reads_nothing else step.reads for step in self.steps]
         # User code can read a value undetected if it is not differentiated, or is detached.
         self.dispensable = {value for step in self.steps for value in step.tracked if value not in log.exposed}
-        self.skippable = {number for number, step in enumerate(self.steps) if self._can_be_skipped(step)}
+        self.skippable = {number for number in range(len(self.steps)) if self._can_be_skipped(number)}
         self._plans: dict[tuple, Plan] = {}
 
-    def _can_be_skipped(self, step: Step) -> bool:
+    def _equal_to(self, values: Collection[int]) -> set[int]:
+        """Return the values that are computed by the same operations on the same values as these values."""
+        first: dict[tuple, tuple[int, ...]] = {}
+        same: dict[int, int] = {}  # for each value the first of all values that are computed so
+        for step in self.steps:
+            key = step.key[:-1], tuple([same.get(value, value) for value in step.reads])
+            same.update(zip(step.outs, first.setdefault(key, step.outs)))
+        wanted = {same.get(value, value) for value in values}
+        return {value for value, each in same.items() if each in wanted}
+
+    def _can_be_skipped(self, number: int) -> bool:
         """Whether a read of a step's results, if it is skipped, is detected, and it has no other effect."""
+        step = self.steps[number]
         facts = step.facts
         return (
             step.result is not UNDESCRIBED
             and not (facts.observes or step.draws)
             and (not facts.writes or facts.updates_statistics)
-            and self.overwritten.isdisjoint(set(step.reads).difference(step.overwritten))
+            and self.overwritten.isdisjoint(set(self.reads[number]).difference(step.overwritten))
             and self.dispensable.issuperset(step.outs)
         )
 
@@ -179,7 +198,7 @@ class Program:
                 result.restored.add(number)
             else:
                 result.run.add(number)
-                needed.update(step.reads)
+                needed.update(self.reads[number])
                 draws_later |= draws
         return result
 

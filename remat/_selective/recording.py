@@ -97,19 +97,19 @@ class Recording:
 
     def _step(self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list) -> Step | None:
         """Return the step of an operation, or None if it only returned views; add the tensors that it has read."""
-        storages, reads = self.storages, list[int]()
+        storages = self.storages
         new = storages.new(result)
         acts = facts.writes or facts.observes
         if not new and not acts:
             return None
-        key = storages.key(facts, draw, args, kwargs, reads, read)
+        key = storages.key(facts, draw, args, kwargs, read)
         new = [each for each in new if storages.is_new(each[1])]  # it may be a view of an argument, known only now
         if not new and not acts:
             return None
         if self._flags:
             differentiated = any(tensor.requires_grad for tensor in read)
         else:
-            differentiated = not storages.tracked.isdisjoint(reads)
+            differentiated = not storages.tracked.isdisjoint(key[-1])
         grad_mode = torch.is_grad_enabled()
         number = len(self.log.steps)
         last = None if self._last is None else self._last.step(number)
@@ -137,7 +137,6 @@ class Recording:
         storages.tracked.update(tracked)
         return Step(
             key,
-            () if facts.reads_nothing else tuple(reads),
             tuple(outs),
             overwritten,
             tuple(tracked),

@@ -122,7 +122,7 @@ class Replay(RegionMode):
 
     def _match(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, read: list) -> int | None:
         """Return the number of the step that is the same function of the same values, or None."""
-        key, program = self.storages.key(facts, draw, args, kwargs, [], read), self.record.program
+        key, program = self.storages.key(facts, draw, args, kwargs, read), self.record.program
         step = program.step(self.position)
         if step is not None and step.key == key:
             found = self.position

@@ -128,6 +128,7 @@ class Problem(NamedTuple):
     """The steps of a program, which of their values can be saved, and which the backward pass needs."""
 
     steps: Sequence[Step]
+    reads: Sequence[tuple[int, ...]]  # the values that each step reads
     costs: Sequence[float]
     sizes: Mapping[int, int]  # of values, in bytes
     keepable: Collection[int]  # values that can be saved
@@ -193,8 +194,7 @@ def _search(problem: Problem, merge: _Merge) -> list[Choice]:
         for value in saved[number]:
             ways = merge(_at_root(ways, value, value in problem.keepable))
         if number:
-            step = problem.steps[number - 1]
-            reads = frozenset(value for value in step.reads if value in made)
+            reads = frozenset(value for value in problem.reads[number - 1] if value in made)
             ways = merge(_at_step(ways, number - 1, reads, problem))
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
     return [Choice(nbytes, cost, frozenset(_listed(steps))) for nbytes, cost, steps in best]

@@ -281,22 +281,26 @@ class Storages:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def key(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, reads: list, read: list) -> tuple:
-        """Return a key, equal for calls that compute the same result; add the values and tensors that are read."""
+    def key(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, read: list) -> tuple:
+        """Return a key, equal for calls that compute the same result, and add the tensors that are read.
+
+        The key consists of the operation, its place among the draws, its arguments, and the values that it reads.
+        """
+        reads: list[int] = []
         key = [facts, draw, self._pattern(kwargs, reads, read) if kwargs else None]
         for argument in args:
             if isinstance(argument, torch.Tensor):
                 met = self._meet(argument)
                 reads.append(met[1][1])
                 read.append(argument)
-                key.append(met[1][1])
                 key.append(met[2])
             else:
                 key.append(self._pattern(argument, reads, read))
+        key.append(tuple(reads))
         return tuple(key)
 
     def _pattern(self, argument: Any, reads: list, read: list) -> Any:
-        """Return an argument with numbers in place of tensors, which is equal for equal calls."""
+        """Return an argument with forms in place of tensors, which is equal for equal calls."""
         kind = type(argument)
         if kind is int or kind is bool:
             return kind, argument
@@ -306,7 +310,7 @@ class Storages:
             met = self._meet(argument)
             reads.append(met[1][1])
             read.append(argument)
-            return met[1][1], met[2]
+            return met[2]
         if kind is tuple or kind is list:
             return tuple([self._pattern(item, reads, read) for item in argument])
         if kind is dict:

@@ -348,8 +348,9 @@ def test_a_write_that_the_first_run_did_not_make() -> None:
         out.backward()
 
 
-def test_a_write_to_one_of_two_equal_values() -> None:
-    """A recompute that makes them in another order takes one for the other, and says so."""
+@pytest.mark.parametrize("policy", [policies.everything_saveable, policies.save_ops("aten.clone")], ids=str)
+def test_a_write_to_one_of_two_equal_values(policy: Any) -> None:
+    """A recompute can mistake one for the other: both have the same values until one is changed."""
 
     def fn(x: Tensor) -> Tensor:
         h, made = x.sin(), {}
@@ -359,10 +360,8 @@ def test_a_write_to_one_of_two_equal_values() -> None:
                 made[name].mul_(2)
         return made["changed"].sin() * made["same"].exp().sin() * made["same"]
 
-    with pytest.raises(
-        RecomputeMismatchError, match="changed a tensor in place in the recompute, but not in its first"
-    ):
-        gradient(remat(fn, policy=policies.save_ops("aten.clone")), rand(4, 4))
+    x = rand(4, 4)
+    assert_equal(gradient(remat(fn, policy=policy), x), gradient(fn, x))
 
 
 def test_an_error_for_a_saved_value_that_is_changed_later_names_the_operation() -> None:
