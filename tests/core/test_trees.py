@@ -63,9 +63,7 @@ Bag, Keyed = type("Bag", (Box,), {}), type("Keyed", (Box,), {})
 
 
 # Torch leaves out fields that are None.
-Node = dataclasses.make_dataclass(
-    "Node", [(name, Any, None) for name in ("ab", "cd", "a", "b")], namespace={"__module__": __name__}
-)
+Node = dataclasses.make_dataclass("Node", [(name, Any, None) for name in "abcd"], namespace={"__module__": __name__})
 
 
 @dataclasses.dataclass
