@@ -244,8 +244,6 @@ def test_states_are_plain_under_modes_and_transforms(around: Callable) -> None:
         assert torch.equal(torch.default_generator.get_state(), expected)
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
 cuda = torch.backends.cuda
 
 
