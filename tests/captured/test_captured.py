@@ -1,0 +1,392 @@
+"""What a function captures: how it is found and named without running it, and restored for another run."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import gc
+import re
+import sys
+import types
+import weakref
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from places import PLACES
+from torch import Tensor, nn
+
+from remat._captured.captured import find
+from remat._captured.variables import Items, bound
+
+W = torch.ones(2)
+PAIR = (torch.ones(2), 3)
+
+
+def paths(*roots: Any) -> list[str]:
+    return [str(path) for path, _ in find(*roots).tensors]
+
+
+def tensors(*roots: Any) -> list[Any]:
+    return [value for _, value in find(*roots).tensors]
+
+
+def held_by(value: Any) -> Callable:
+    """A function whose variable `held` has this value."""
+    held = value
+    return lambda x: held
+
+
+def run_again(found: Any, others: dict[int, Any] | None = None) -> bound:
+    """A recompute: variables have the values that were found, but for the tensors in `others`."""
+    return bound(found.variables, {**{id(value): value for _, value in found.tensors}, **(others or {})})
+
+
+def uses_global(x: Tensor) -> Tensor:
+    return x * W
+
+
+class Slots:
+    __slots__ = ("__hidden", "empty", "w")
+
+    def __init__(self) -> None:
+        self.w = torch.ones(2)
+        self.__hidden = torch.ones(2)
+
+
+class Caller:
+    def __init__(self) -> None:
+        self.w, self.me = torch.ones(2), self
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.step(x)
+
+    def step(self, x: Tensor) -> Tensor:
+        return uses_global(x) * self.w
+
+    def unrelated(self) -> Any:
+        return PAIR
+
+
+class Wrapped(Caller):
+    __call__ = functools.wraps(uses_global)(functools.partial(print))  # type: ignore[assignment]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+        self.layers[1].weight = self.layers[0].weight
+        self.register_buffer("scale", torch.ones(2))
+        self.register_parameter("nothing", None)
+        self.extra = [torch.ones(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x)) * self.scale * W
+
+
+def hooked() -> nn.Module:
+    first, then, module = torch.ones(2), torch.ones(2), nn.Identity()
+    module.register_forward_pre_hook(lambda module, args: args[0] * first)
+    module.register_forward_hook(lambda module, args, result: result * then)
+    return module
+
+
+NET = ["self.scale", "self.extra[0]", "self.layers[0].weight", "self.layers[1].weight", "global 'W'"]
+CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    **{name: (lambda build=build: build(torch.ones(2)).fn, [path]) for name, (path, build) in PLACES.items()},
+    "partial in a closure": (lambda: held_by(functools.partial(torch.add, torch.ones(2))), ["held.args[0]"]),
+    "generator": (lambda: held_by(torch.Generator()), ["closure variable 'held'"]),
+    "slots": (Slots, ["self.w", "self._Slots__hidden"]),
+    "caller": (Caller, ["self.w"]),
+    "method of it": (lambda: Caller().step, ["self.w", "global 'W'"]),
+    "module": (Net, NET),
+    "method of a module": (lambda: Net().forward, NET),
+    "hooks": (hooked, [
+        "closure variable 'then' of self._forward_hooks[n]", "closure variable 'first' of self._forward_pre_hooks[n]"]),
+    "rnn": (lambda: nn.RNN(2, 2, bias=False), [
+        "self.weight_ih_l0", "self.weight_hh_l0", "self._flat_weights[0]", "self._flat_weights[1]"]),
+    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False)), [
+        "self.parametrizations.weight.original0", "self.parametrizations.weight.original1"]),
+    "wrapped method": (Wrapped, ["self.w", "global 'W'"]),
+    "wrapper of a library": (lambda: torch.func.vmap(uses_global), ["global 'W'"]),
+    "many attributes": (lambda: held_by(types.SimpleNamespace(**{f"o{i}": 1 for i in range(99)}, w=W)), ["held.w"]),
+    "attribute whose name is no identifier": (lambda: held_by(types.SimpleNamespace(**{"a b": W})), ["held['a b']"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_are_found_in_every_place_and_named(name: str) -> None:
+    make, expected = CASES[name]
+    assert sorted(re.sub(r"hooks\[\d+\]", "hooks[n]", path) for path in paths(make())) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_are_replaced_for_a_run_and_put_back_also_after_an_exception(name: str) -> None:
+    fn = CASES[name][0]()
+    before = tensors(fn)
+    others = {id(v): v if isinstance(v, torch.Generator) else v.detach() + 1 for v in before}
+    with pytest.raises(ZeroDivisionError), run_again(find(fn), others):
+        assert [*map(id, tensors(fn))] == [id(others[id(v)]) for v in before]
+        raise ZeroDivisionError
+    assert [*map(id, tensors(fn))] == [*map(id, before)]
+
+
+def test_a_tensor_in_two_places_has_both_names() -> None:
+    first, second = (value for path, value in find(Net()).tensors if str(path).endswith("weight"))
+    assert first is second
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    vars(layers[1])["_parameters"] = vars(layers[0])["_parameters"]
+    assert paths(layers) == ["self[0].weight", "self[0].bias"]  # but a dict of parameters once
+
+
+def test_all_roots_are_searched() -> None:
+    w, net = torch.ones(2), nn.Linear(2, 2)
+    assert paths(lambda net, x: net(x) * w, net, "text", None) == ["closure variable 'w'", "self.weight", "self.bias"]
+
+
+def test_odd_objects_cause_no_error() -> None:
+    class Odd:
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> Any:
+            raise ZeroDivisionError(name)
+
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    held = [Odd(), torch.ops.aten.mm, torch.ops.aten.mm.default, Slots, scripted, OrderedDict(w=W)]
+    assert paths(lambda x: held) == ["held[5]['w']"]
+
+
+def vjp_of_a_library() -> Callable:
+    return torch.func.vjp(torch.sin, torch.ones(2))[1]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        torch.relu, nn.functional.relu, lambda x: torch.relu(x) * sys.maxsize, 3, vjp_of_a_library(),
+        held_by(vjp_of_a_library()), held_by([torch.Tensor, Slots, {W}, frozenset({W})]),
+    ],
+)  # fmt: skip
+def test_libraries_classes_and_sets_are_not_searched(fn: Any) -> None:
+    assert tensors(fn) == []
+    assert find(vjp_of_a_library()).variables == []  # nor are their variables restored
+
+
+def test_a_doctest_of_a_library_is_no_library() -> None:
+    """Its functions have a copy of the module's globals."""
+    scope = {**vars(doctest), "w": W}
+    exec("def fn(x): return x * w", scope)
+    assert paths(scope["fn"]) == ["global 'w'"]
+
+
+def test_parameters_that_fsdp_manages_are_left_to_it() -> None:
+    """It frees and replaces them in each run."""
+    base = type("FSDPModule", (), {"__module__": "torch.distributed.fsdp.any"})
+    module = type("Sharded", (base, nn.Sequential), {})(nn.BatchNorm1d(2))
+    module[0].unsharded, module[0].kept = torch.ones(2), [torch.ones(2)]
+    found = find(module)
+    names = ["self[0].running_mean", "self[0].running_var", "self[0].num_batches_tracked", "self[0].kept[0]"]
+    assert [str(path) for path, _ in found.tensors] == names
+    changed = vars(module[0])["_parameters"]["weight"] = nn.Parameter(torch.zeros(2))
+    changed.count, module[0].momentum = 1, 0.5
+    with run_again(found):
+        assert module[0].weight is changed and changed.count == 1 and module[0].momentum == 0.5
+
+
+def test_a_search_in_cycles_and_deep_and_shared_containers_ends() -> None:
+    loop: list[Any] = [torch.ones(2)]
+    node = {"loop": (loop,), "w": torch.ones(2)}
+    loop += [loop, node]
+    deep, shared, chain = (), ("leaf",), None  # type: ignore[var-annotated]
+    for i in range(5000):
+        deep, chain, shared = (deep,), types.SimpleNamespace(next=chain), (shared, shared) if i < 100 else shared
+
+    def fn(x: Tensor) -> Any:
+        return fn, node, deep, shared, chain
+
+    assert paths(fn) == ["node['w']", "node['loop'][0][0]"]
+
+
+@pytest.mark.parametrize(
+    "before, after, found", [(31, 1000, True), (32, 0, False), (0, 9999, True), (0, 10_000, False)]
+)
+@pytest.mark.parametrize("kind", [list, tuple, lambda items: dict(enumerate(items))])
+def test_a_long_container_is_data_if_its_first_entries_are(kind: Any, before: int, after: int, found: bool) -> None:
+    held = kind([*[1] * before, W, *[1] * after])
+    assert paths(lambda x: held) == [f"held[{before}]"] * found
+
+
+@pytest.mark.parametrize("size, restored", [(1000, True), (1001, False)])
+def test_numbers_of_a_module_are_restored_unless_they_are_many(size: int, restored: bool) -> None:
+    module = nn.Identity()
+    module.table, module.numbers = dict.fromkeys(range(size), 1), [1] * size
+    found = find(module)
+    module.table[0] = module.numbers[0] = 2
+    with run_again(found):
+        assert (module.table[0], module.numbers[0]) == ((1, 1) if restored else (2, 2))
+    assert (module.table[0], module.numbers[0]) == (2, 2)
+
+
+def test_classes_that_are_made_at_run_time_are_freed() -> None:
+    """As those of parametrized modules, which may hold tensors."""
+    local = type("Local", (nn.Linear,), {"__call__": lambda self, x: x})
+    find(local(2, 2), held_by(type("Object", (local,), {})(2, 2)))
+    watched = weakref.ref(local)
+    del local
+    gc.collect()
+    assert watched() is None
+
+
+# --- variables that changed -------------------------------------------------------------------------------------------
+
+Point = namedtuple("Point", "x y")
+
+
+def with_defaults() -> Any:
+    w, b = torch.ones(2), torch.ones(2)
+    return lambda x, w=w, *, b=b: x * w + b
+
+
+def without_defaults(fn: Any) -> None:
+    fn.__defaults__ = fn.__kwdefaults__ = None
+
+
+def held(value: Callable[[], Any]) -> Callable[[], Callable]:
+    return lambda: held_by(value())
+
+
+def of(fn: Any) -> Any:
+    """The value of the variable `held`."""
+    return fn.__closure__[0].cell_contents
+
+
+def rebound(value: Any) -> Callable[[Any], None]:
+    def change(fn: Any) -> None:
+        fn.__closure__[0].cell_contents = value
+
+    return change
+
+
+def emptied(fn: Any) -> None:
+    del fn.__closure__[0].cell_contents
+
+
+def deep() -> Any:
+    return types.SimpleNamespace(config={"scales": [torch.ones(2)]}, layers=(nn.Linear(2, 2), 3), call=held_by(1))
+
+
+def all_replaced(fn: Any) -> None:
+    model = of(fn)
+    model.config["scales"].clear()
+    model.config, model.layers = {"other": []}, (nn.Linear(2, 2), 4)
+    del model.call
+
+
+# A function, and what happens to its variables between the two runs.
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "a slot is deleted": (Slots, lambda slots: delattr(slots, "w")),
+    "an attribute is deleted": (Caller, lambda caller: delattr(caller, "w")),
+    "a parameter is replaced": (Net, lambda net: setattr(net.layers[0], "weight", nn.Parameter(torch.zeros(2, 2)))),
+    "a layer is removed": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda net: net.pop(0)),
+    "a layer is added to none": (nn.Sequential, lambda net: net.append(nn.Linear(2, 2))),
+    "defaults are removed": (with_defaults, without_defaults),
+    "a dict is cleared": (held(lambda: {"w": torch.ones(2)}), lambda fn: of(fn).clear()),
+    "a list gets shorter": (held(lambda: [torch.ones(2), torch.ones(2)]), lambda fn: of(fn).pop()),
+    "a list gets longer": (held(lambda: [torch.ones(2)]), lambda fn: of(fn).append(torch.ones(2))),
+    "an item is replaced": (held(lambda: [torch.ones(2), 1]), lambda fn: of(fn).__setitem__(0, torch.zeros(2))),
+    "a tuple is replaced": (held(lambda: (torch.ones(2), 1)), rebound((torch.zeros(2), 1, 2))),
+    "a named tuple is replaced": (held(lambda: Point(torch.ones(2), [torch.ones(2)])), rebound((1, 2))),
+    "a variable is emptied": (held(lambda: torch.ones(2)), emptied),
+    "everything in an object is replaced": (held(deep), all_replaced),
+    "a partial gets other arguments": (
+        lambda: functools.partial(torch.add, torch.ones(2), alpha=2),
+        lambda fn: fn.__setstate__((fn.func, (torch.zeros(2),), {}, {"note": "kept"})),
+    ),
+}
+
+
+def identities(fn: Any) -> list[tuple[str, int]]:
+    return [(str(path), id(value)) for path, value in find(fn).tensors]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_finds_what_the_first_run_found(name: str) -> None:
+    make, change = CHANGES[name]
+    fn = make()
+    found, before = find(fn), identities(fn)
+    change(fn)
+    after, note = identities(fn), getattr(fn, "note", None)
+    assert after != before
+    with run_again(found):
+        assert identities(fn) == before
+    assert identities(fn) == after and getattr(fn, "note", None) == note
+    run_again(found).put()  # for good, as after a first run that is abandoned
+    assert identities(fn) == before
+
+
+class Scaled(tuple):
+    scale: int
+
+    def __new__(cls, first: Any, second: Any) -> Any:
+        made = super().__new__(cls, (first, second))
+        made.scale = 3
+        return made
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Point(torch.ones(2), 1), lambda: torch.ones(2, 2).max(0), lambda: Scaled(torch.ones(2), 1)]
+)
+def test_a_tuple_is_rebuilt_as_one_of_its_class(make: Callable) -> None:
+    original = make()
+    items = [original]
+    fn = held_by(items)
+    others = {id(value): torch.zeros(2) for value in tensors(fn)}
+    with run_again(find(fn), others):
+        assert type(items[0]) is type(original) and items[0][0] is next(iter(others.values()))
+        assert getattr(items[0], "scale", 3) == 3
+    assert items[0] is original
+
+
+def test_entries_of_a_module_have_their_former_order() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    net.table = OrderedDict(a=1, b=2)
+    found = find(net)
+    layer = vars(net)["_modules"].pop("0")
+    vars(net)["_modules"]["0"] = layer
+    net.table.move_to_end("a")
+    with run_again(found):
+        assert list(net) == [layer, net[-1]] and list(net.table) == ["a", "b"]
+    assert next(iter(net.children())) is not layer and list(net.table) == ["b", "a"]
+
+
+def test_a_first_run_keeps_its_changes() -> None:
+    holder = Caller()
+    holder.other, holder.items = torch.ones(2), [torch.ones(2)]
+    found, other, instead, new = find(holder), holder.other, torch.zeros(2), torch.zeros(2)
+    ids = {id(value): instead for _, value in found.tensors}
+    with bound(found.variables, ids, keep_changes=True):
+        assert holder.w is instead and holder.other is instead and holder.items[0] is instead
+        holder.w = new
+        holder.items.append(new)
+        holder.late = 1
+    assert holder.w is new and holder.other is other and holder.late == 1
+    assert len(holder.items) == 2 and holder.items[1] is new and holder.items[0] is not instead
+    with run_again(found):
+        holder.w = instead
+    assert holder.w is new
+
+
+def test_variables_are_put_back_if_one_of_them_cannot_be_set() -> None:
+    class Broken(Items):
+        def put(self, values: dict) -> None:
+            raise ZeroDivisionError
+
+    holder = Caller()
+    found, w = find(holder), torch.zeros(2)
+    holder.w = w
+    with pytest.raises(ZeroDivisionError), bound([*found.variables, Broken([1], {0: 2})], {}):
+        pass
+    assert holder.w is w

@@ -1,0 +1,300 @@
+"""Python state that a region reads, and that changes after its first run: the recompute sees the earlier state."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cases import assert_same
+from torch import Tensor, nn
+
+import remat.nn
+from remat import is_recomputing, policies
+from remat import remat as rematerialized
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+Wrap = Callable[[Any], Any]
+nothing = lambda *_: None
+
+
+def by_autograd(f: Callable, x: Tensor, change: Callable[[], object] = nothing) -> Any:
+    """`change` is called between the forward and the backward."""
+    x = x.clone().requires_grad_()
+    out = f(x)
+    change()
+    return out.detach(), [torch.autograd.grad(out.square().sum(), x, retain_graph=True) for _ in range(2)]
+
+
+def by_grad(f: Callable, x: Tensor, change: Callable[[], object] = nothing) -> Any:
+    def loss(x: Tensor) -> Tensor:
+        out = f(x)
+        change()
+        return out.square().sum()
+
+    return torch.func.grad(loss)(x)
+
+
+def by_second_grad(f: Callable, x: Tensor, change: Callable[[], object] = nothing) -> Any:
+    return torch.func.grad(lambda x: by_grad(f, x, change).sin().sum())(x)
+
+
+WAYS: dict[str, tuple[Callable, Wrap]] = {
+    "autograd": (by_autograd, rematerialized),
+    "a policy": (by_autograd, rematerialized(policy=policies.save_matmuls)),
+    "nested": (by_autograd, lambda fn: rematerialized(rematerialized(fn))),
+    "grad": (by_grad, rematerialized),
+    "second grad": (by_second_grad, rematerialized),
+}
+
+
+class Program(NamedTuple):
+    """A function, a change of what it reads, and a way to observe its state afterwards."""
+
+    fn: Callable
+    change: Callable[[], object]
+    state: Callable[[], Any]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(3, 3), nn.Dropout(0.5)
+        self.n, self.k, self.numbers = 1, None, {"k": [1.0, 2.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.seen = x.detach().sum() if self.n % 2 else None
+        h = self.dropout(self.linear(x)).tanh() * self.n * self.numbers["k"][0] * getattr(self, "late", 1.0)
+        return h.exp() if self.k is None else (h * self.k).sin()
+
+
+class Cached(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([*self.cache, self.linear(x)]).tanh().sum(0, keepdim=True).sin()
+        self.cache.append(h.detach())
+        return h
+
+
+class Scaled(nn.Module):
+    """It reads attributes of its parameter and of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("center", torch.zeros(3))
+        self.weight.scale, self.center.shift = 2.0, 0.5  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.weight * self.weight.scale + self.center.shift  # type: ignore[operator]
+        return (h * getattr(self.center, "late", 1.0)).sin().exp()
+
+
+def count_calls(module: nn.Module, args: Any, result: Any) -> None:
+    """A forward hook that counts on the parameters, as opacus does; the first call makes the attribute."""
+    for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        each.calls = getattr(each, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+def counted() -> Any:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh())
+    model[0].weight.calls = 7
+    model[2].eval()  # under `torch.func` its statistics can't change
+    for layer in model:
+        layer.register_forward_hook(count_calls)
+    return model
+
+
+def of_module(change: Callable[[Any], object], cls: Callable[[], Any] = Layer) -> Callable[[], Program]:
+    def make() -> Program:
+        module = cls()
+
+        def state() -> Any:
+            own = {name: value for name, value in vars(module).items() if name[0] != "_"}
+            entries = [dict(vars(t)) for t in (*module.parameters(), *module.buffers())]
+            return [m.training for m in module.modules()], list(own), shapes([own, entries])
+
+        return Program(module, lambda: change(module), state)
+
+    return make
+
+
+def shapes(tree: Any) -> Any:
+    """A tree with the shapes of its tensors, which may come from a transform that has ended."""
+    if isinstance(tree, dict):
+        return {key: shapes(value) for key, value in tree.items()}
+    return [*map(shapes, tree)] if isinstance(tree, list) else tree.shape if isinstance(tree, Tensor) else tree
+
+
+def everything(layer: Any) -> None:
+    vars(layer).update(late=3.0, n=layer.n + 1, k=torch.tensor(4.0), numbers={})
+    layer.linear = nn.Linear(3, 3)
+    layer.eval()
+
+
+def attributes(module: Any) -> None:
+    del module.weight.scale
+    module.center.late, module.center.shift = 3.0, 4.0
+
+
+@dataclass(slots=True)
+class Slotted:
+    scale: float
+
+
+def of_source(source: str, scope: Callable[[], dict], change: Callable[[dict], object]) -> Callable[[], Program]:
+    """The function of a source with these globals."""
+
+    def make() -> Program:
+        variables = {"__name__": "user", **scope()}
+        names, read = list(variables), lambda value: getattr(value, "__defaults__", value)
+        exec(source, variables)
+        return Program(variables["fn"], lambda: change(variables), lambda: [read(variables[name]) for name in names])
+
+    return make
+
+
+def other_defaults(scope: dict) -> None:
+    scope["helper"].__defaults__, scope["helper"].__kwdefaults__ = (torch.tensor(4.0),), {"k": (1.0,)}
+
+
+def of_closure() -> Program:
+    n, pair = 0, (2.0, [torch.tensor(3.0)])
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal n
+        n += 1
+        return (x * n * pair[0] * pair[1][0] * (late if n > 8 else 1)).sin()  # noqa: F821
+
+    def change() -> None:
+        nonlocal n, pair, late
+        n, pair, late = 10, (5.0, []), 2.0
+
+    late = 1.0
+    del late
+    return Program(fn, change, lambda: (n, pair, late))  # noqa: F821
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "nothing": of_module(nothing),
+    "eval": of_module(lambda m: m.eval()),
+    "numbers": of_module(lambda m: m.numbers["k"].__setitem__(0, 3.0)),
+    "everything": of_module(everything),
+    "cache cleared": of_module(lambda m: m.cache.clear(), Cached),
+    "cache replaced": of_module(lambda m: setattr(m, "cache", []), Cached),
+    "hooks that count": of_module(nothing, counted),
+    "attributes of a parameter and a buffer": of_module(attributes, Scaled),
+    "closure": of_closure,
+    "slots": of_source(
+        "def fn(x): return (x * held.scale).sin()",
+        lambda: {"held": Slotted(2.0)},
+        lambda scope: setattr(scope["held"], "scale", 5.0),
+    ),
+    "globals": of_source(
+        "def fn(x):\n global STEP\n STEP += 1\n return (helper(x) * STEP).sin() * (1 if SHIFT is None else SHIFT)",
+        lambda: {"STEP": 3, "SHIFT": None, "helper": torch.sin},
+        lambda scope: scope.update(STEP=10, SHIFT=torch.tensor(3.0), helper=torch.cos),
+    ),
+    "defaults": of_source(
+        "def fn(x): return helper(x)",
+        lambda: {"helper": lambda x, scale=2.0, *, k=(3.0,): (x * scale * k[0]).sin()},
+        other_defaults,
+    ),
+    "replaced containers": of_source(  # the recompute gets copies of the old ones
+        "def fn(x): return (x * d['w'][0] * o['w'] * l[0] * (1 + len(d['more']) + len(o) + len(l))).sin()",
+        lambda: {"d": defaultdict(list, w=[X[0]]), "o": OrderedDict(w=X[1]), "l": [X[2]]},
+        lambda scope: scope.update(d={}, o={}, l=()),
+    ),
+}
+
+
+@pytest.mark.parametrize("way, wrap", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_recompute_reads_the_state_of_the_first_run(name: str, way: Callable, wrap: Wrap) -> None:
+    def run(wrap: Wrap) -> Any:
+        torch.manual_seed(1)
+        program = PROGRAMS[name]()
+        return way(wrap(program.fn), X, program.change), program.state()
+
+    (found, state), (expected, wanted) = run(wrap), run(lambda fn: fn)
+    assert_same(found, expected, exact=False)
+    assert_same(state, wanted)
+
+
+def test_the_same_objects_remain_after_a_backward() -> None:
+    layer, used, x = Cached(), torch.sin, X.clone().requires_grad_()
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal used
+        y = used(layer(x))
+        used = torch.cos if is_recomputing() else used
+        return y.exp() * 2
+
+    f, cache = rematerialized(fn, early_stop=False), layer.cache
+    out = f(x) + f(x)
+    items, before = list(cache), dict(vars(layer))
+    out.sum().backward()
+    assert used is torch.sin and layer.cache is cache and len(cache) == 2 and all(map(is_, cache, items))
+    assert list(vars(layer)) == list(before) and all(map(is_, vars(layer).values(), before.values()))
+
+
+@pytest.mark.parametrize("way", [by_autograd, by_grad])
+def test_an_exception_in_a_recompute_leaves_the_state(way: Callable) -> None:
+    module, fail = Scaled(), deque([False])  # a container that is not restored
+    module.runs, module.log = 0, (log := [])  # type: ignore[var-annotated]
+
+    def fn(x: Tensor) -> Tensor:
+        module.runs, module.weight.scale = module.runs + 1, 8.0
+        module.log.append(module.runs)
+        return 1 / 0 if fail[0] else module(x * module.runs)
+
+    def change() -> None:
+        module.runs, module.weight.scale, fail[0] = 5, 7.0, True
+
+    with pytest.raises(ZeroDivisionError):
+        way(rematerialized(fn), X, change)
+    assert (module.runs, module.weight.scale) == (5, 7.0) and module.log is log == [1]
+
+
+def test_a_first_run_that_starts_again_has_changed_nothing() -> None:
+    """A function that calls a transform can't run under the hooks of the first attempt."""
+
+    def program(wrap: Wrap) -> Any:
+        layer = Layer()
+        layer.linear = layer.dropout = nn.Identity()
+        fn = lambda x: torch.func.grad(lambda x: layer(x).sum())(x) * x
+        return by_autograd(wrap(fn), X), layer.n
+
+    assert_same(program(rematerialized), program(lambda fn: fn), exact=False)
+
+
+def test_two_regions_count_on_one_parameter() -> None:
+    """The recompute of the second region sees the count of the first one, and both leave the last count."""
+    first, second = counted(), counted()
+    second[0].weight = first[0].weight
+    by_autograd(remat.nn.apply(nn.Sequential(first, second), lambda name, module: name in ("0", "1")), X)
+    assert first[0].weight.calls == 9
+
+
+def test_tensors_in_attributes_of_parameters_are_left_alone() -> None:
+    """A gradient that a backward has stored, as opacus and Megatron do: no region saves it, or loses it."""
+    module: Any = Scaled()
+    module.weight.old, module.weight.none = torch.ones(1000), None
+    old = weakref.ref(module.weight.old)
+    loss = rematerialized(module)(X.clone().requires_grad_()).sum()
+    del module.weight.old
+    assert old() is None
+    new = module.weight.none = module.center.new = torch.ones(1000)
+    module.weight.list = [new]
+    loss.backward()
+    assert module.weight.none is new is module.center.new is module.weight.list[0]
+    assert not hasattr(module.weight, "old")
