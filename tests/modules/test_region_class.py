@@ -1,0 +1,665 @@
+"""Modules whose calls are regions, made in each way: nothing else about them changes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.utils.parametrize as parametrize
+import torch.nn.utils.prune as prune
+from accelerator import DEVICE, backend
+from blocks import (
+    AGAIN,
+    ALL,
+    COPIES,
+    INSIDE,
+    ONCE,
+    ROW,
+    RUNS,
+    WAYS,
+    Block,
+    Model,
+    Quiet,
+    X,
+    check,
+    in_place,
+    kept,
+    made,
+    step,
+)
+from cases import assert_same, rand
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import remat.nn
+from benchmarks.measure import assert_freed_without_gc, leaked_bytes, peak_bytes
+from remat import RematError, is_recomputing, policies
+
+pytestmark = pytest.mark.usefixtures("collector_off")
+every_way = pytest.mark.parametrize("way", WAYS)
+every_copy = pytest.mark.parametrize("how", COPIES)
+
+
+def regions(way: str, block: type = Block) -> Any:
+    """A model whose blocks are regions."""
+    return made(Model, block, WAYS[way])
+
+
+# --- what is unchanged ------------------------------------------------------------------------------------------------
+
+
+@every_way
+def test_the_model_looks_unchanged(way: str) -> None:
+    plain, model = made(), regions(way)
+    for names in ("named_modules", "named_parameters", "named_buffers", "named_children"):
+        assert [n for n, _ in getattr(model, names)()] == [n for n, _ in getattr(plain, names)()]
+    own = "Block" if way == "in place" else "RematBlock"
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert repr(model) == repr(plain).replace("Block", own)
+    for module, before in zip(model.modules(), plain.modules(), strict=True):
+        assert isinstance(module, type(before))
+        for name in ("__qualname__", "__module__", "__doc__"):
+            assert getattr(type(module), name) == getattr(type(before), name)
+        assert inspect.signature(type(module).forward) == inspect.signature(type(before).forward)
+        assert inspect.signature(module.forward) == inspect.signature(before.forward)
+    added = set(dir(model.blocks[0])) - set(dir(plain.blocks[0]))
+    assert added - {"_remat"} == {"_remat_forward", "_remat_own", "_remat_regions"}
+
+
+@every_way
+def test_a_step_is_the_same_and_a_block_saves_its_input(way: str) -> None:
+    """In any number of layers they are one region, whatever the mode, dtype and device."""
+    model, plain = regions(way), made()
+    assert kept(model) == kept(plain) - 4 * INSIDE
+    changes: list[Callable] = [lambda m: m, nn.Module.eval, nn.Module.train, nn.Module.float, lambda m: m.to(X.dtype)]
+    for change in changes:
+        assert change(model) is model
+        change(plain)
+        check(model, plain, ALL, X.to(model.tail[2].weight.dtype))
+    x = X.clone().requires_grad_()
+    assert_same(*(torch.autograd.grad(m.requires_grad_(False)(x).sum(), x) for m in (model, plain)))
+    assert regions(way).to("meta").blocks[0](X.to("meta")).device.type == "meta"
+
+
+def test_the_second_module_shares_all_state_with_the_first() -> None:
+    module = made(Block).eval()
+    second = remat.remat(module)
+    assert vars(second) is vars(module) and not second.training
+    second.scale = nn.Parameter(torch.zeros(4))
+    module.register_buffer("late", torch.ones(1))
+    assert module.scale is second.scale and "late" in second.state_dict()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        second.nothing  # noqa: B018
+
+
+def register_hooks(module: nn.Module, log: list) -> None:
+    """One hook of each kind; some of them change their inputs."""
+
+    def note(kind: str) -> Callable:
+        return lambda *args: log.append((kind, isinstance(args[0], Block), len(args), is_recomputing()))
+
+    def triple(module: Any, args: tuple, kwargs: dict) -> tuple:
+        log.append(("triple", str(kwargs)))
+        return args, {**kwargs, "scale": 3.0}
+
+    module.register_forward_pre_hook(note("before"))
+    module.register_forward_pre_hook(lambda m, args: (note("halve")(m), (args[0] / 2, *args[1:]))[1], prepend=True)
+    module.register_forward_pre_hook(triple, with_kwargs=True)
+    module.register_forward_hook(note("after"))
+    module.register_forward_hook(lambda m, args, kwargs, out: log.append(("after", str(kwargs))), with_kwargs=True)
+    module.register_forward_hook(lambda m, args, out: (note("double")(m), out * 2)[1])
+    module.register_forward_hook(note("always"), always_call=True)
+    module.register_full_backward_pre_hook(note("before the backward"))
+    module.register_full_backward_pre_hook(lambda m, to_out: (to_out[0] * 2,))
+    module.register_full_backward_hook(note("after the backward"))
+    module.register_full_backward_hook(lambda m, to_in, to_out: (to_in[0] * 5,))
+
+
+@every_way
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_fire_outside_of_the_region_as_often_as_before(before: bool, way: str) -> None:
+    logs, results = [], []
+    for wrap in (WAYS[way], lambda module: module):
+        module, log, x = made(Block), [], rand(5, 4)
+        if before:
+            register_hooks(module, log)
+        module = wrap(module)
+        if not before:
+            register_hooks(module, log)
+        out = module(x)
+        results.append((out.detach(), torch.autograd.grad(out.sum(), [x, *module.parameters()])))
+        logs.append(log)
+    assert logs[0] == logs[1] and len(logs[0]) == 9
+    assert_same(*results)
+
+
+def test_hooks_inside_a_region_fire_in_the_recompute_too_but_backward_hooks_once() -> None:
+    log: list[Any] = []
+    model = regions("in place")
+    linear = model.blocks[2].up
+    linear.register_full_backward_hook(lambda m, i, o: log.append("backward"))
+    linear.register_forward_hook(lambda m, i, o: log.append(is_recomputing()))
+    linear.weight.register_hook(lambda grad: log.append("hook"))
+    linear.weight.register_post_accumulate_grad_hook(lambda p: log.append("accumulated"))
+    step(model)
+    assert log[:2] == AGAIN and sorted(log[2:]) == ["accumulated", "backward", "hook"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = Block(), Block(), nn.BatchNorm1d(4)
+        self.second.up.weight = self.first.up.weight
+        self.alias = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.alias(self.norm(self.second(self.first(x)))))
+
+
+@pytest.mark.parametrize("where", [Block, nn.Linear, (Block, nn.BatchNorm1d), (Tied, Block, nn.Linear)])
+def test_tied_weights_and_modules_that_are_called_twice(where: Any) -> None:
+    model, plain = remat.nn.apply(made(Tied), where), made(Tied)
+    again = copy.deepcopy(model)
+    for each in (model, again):
+        assert each.first is each.alias and each.first.up.weight is each.second.up.weight
+    for _ in range(3):  # each step updates the statistics once
+        check(model, plain)
+    assert int(model.norm.num_batches_tracked) == 6
+    check(again, made(Tied))
+
+
+class Arguments(nn.Module):
+    def forward(self, batch: dict, /, *rest: Any, out: str = "y", **more: Any) -> dict:
+        y = (batch["x"] * batch["w"][0]).sin().exp() * more.get("factor", 1)
+        return {out: [y, None, y.detach()], "rest": rest, "more": more}
+
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(batch: dict, *args: Any, **kwargs: Any) -> dict:
+        return Arguments().forward(batch, *args, **kwargs)
+
+
+class Decorated(Arguments):
+    @remat.remat
+    def forward(self, *args: Any, **kwargs: Any) -> dict:
+        return super().forward(*args, **kwargs)
+
+
+@every_way
+@pytest.mark.parametrize("cls", [Arguments, Static, Decorated])
+def test_arguments_and_kinds_of_forward(cls: type, way: str) -> None:
+    batch, results = {"x": rand(3), "w": (rand(3, seed=1), "text")}, []
+    for module in (WAYS[way](cls()), cls()):
+        result = module(batch, 1, None, out="z", factor=rand(3, seed=2), flag=True)
+        results.append((result, torch.autograd.grad(result["z"][0].sum(), [batch["x"], batch["w"][0]])))
+    assert_same(*results)
+
+
+def test_an_encoder_of_torch_with_its_fast_path() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True).double()
+    plain, x, mask = nn.TransformerEncoder(layer, 2), rand(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    mask[:, 3:] = True
+    for where in (nn.TransformerEncoderLayer, (nn.MultiheadAttention, nn.LayerNorm)):
+        model = remat.nn.apply(copy.deepcopy(plain), where)
+        for mode in (True, False):
+            check(model.train(mode), plain.train(mode), None, x)
+        with torch.no_grad():
+            assert_same(*(m(x, src_key_padding_mask=mask) for m in (model, plain)))
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Reduces(Block):
+    """Is rebuilt from its constructor arguments, so unknown attributes get lost."""
+
+    def __reduce__(self) -> Any:
+        return Reduces, (), self.state_dict()
+
+    def __setstate__(self, state: dict) -> None:
+        self.double().load_state_dict(state)
+
+
+class Forgets(Block):
+    """Its state contains only attributes that it knows."""
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "_remat"}
+
+
+class CopiesPlain(Block):
+    def __deepcopy__(self, memo: dict) -> Any:
+        new = CopiesPlain().double()
+        new.load_state_dict(self.state_dict())
+        return new
+
+
+CLASSES = [(cls, way) for cls in (Reduces, Forgets, CopiesPlain) for way in ("in place", "second of in place")]
+
+
+@every_copy
+@pytest.mark.parametrize("cls, way", [*((Block, way) for way in WAYS), *CLASSES])
+def test_copies_have_the_same_regions(how: str, cls: type, way: str) -> None:
+    module, plain = WAYS[way](made(cls)), made(cls)
+    again = COPIES[how](module)
+    assert type(again) is type(module) and again is not module
+    check(again, plain, AGAIN)
+    check(module, plain, AGAIN)
+    assert kept(again) == kept(module) == kept(plain) - INSIDE
+    if how not in ("copy", "replica"):
+        assert not any(a is b for a, b in zip(again.parameters(), module.parameters()))
+
+
+@every_copy
+def test_copies_have_the_same_options(how: str) -> None:
+    model = remat.nn.apply(made(), remat.nn.every(2, Block), policy=policies.save_only_these_names("hidden"))
+    again = COPIES[how](model)
+    check(again, made(), [False] * 4 + [True] * 2)
+    assert kept(again) == kept(model) < kept(made())
+    check(COPIES[how](remat.nn.undo(again)), made(), [False] * 4)
+    module = remat.remat(remat.remat(made(Block), policy=policies.everything_saveable), policy=policies.save_matmuls)
+    assert kept(COPIES[how](module)) == kept(remat.remat(made(Block), policy=policies.save_matmuls))
+
+
+class Named(Block):
+    def __reduce__(self) -> str:
+        return "NAMED"
+
+
+NAMED = in_place(Named())
+
+
+def test_a_module_that_is_pickled_by_name() -> None:
+    assert pickle.loads(pickle.dumps(NAMED)) is NAMED
+
+
+# --- nested regions, and a forward that is replaced -------------------------------------------------------------------
+
+
+def test_undo_changes_the_module_that_two_share() -> None:
+    module, plain = made(Block), made(Block)
+    second = remat.remat(in_place(module))
+    assert remat.nn.undo(second) is second
+    check(second, plain, AGAIN)
+    check(module, plain, ONCE)
+    check(in_place(second), plain, AGAIN)
+
+
+@pytest.mark.parametrize("way", ["second of in place", "in place of second", "second of second"])
+def test_the_outer_policy_decides(way: str) -> None:
+    saving = policies.save_only_these_names("hidden")
+    nothing = kept(remat.remat(made(Block)))
+
+    def saved_by(inner: Any, outer: Any) -> int:
+        module = made(Block)
+        for place, policy in zip(("in place", "second") if way == "second of in place" else
+                                 ("second", way.split(" of ")[0]), (inner, outer)):  # fmt: skip
+            wrap = remat.compat.checkpoint_wrapper if place == "in place" else remat.remat
+            module = wrap(module, policy=policy)
+        check(module, made(Block))
+        return kept(module) - nothing
+
+    assert saved_by(saving, None) == 0
+    assert saved_by(saving, saving) == 2 * ROW
+
+
+class Replaced(nn.Module):
+    """A base that replaces `forward` of each subclass, as a base class in transformers does."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = cls.forward
+        cls.forward = functools.wraps(forward)(  # type: ignore[method-assign]
+            lambda self, *args, **kwargs: forward(self, *args, **kwargs)
+        )
+
+
+class OfReplaced(Block, Replaced):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Meta(type):
+    """Replaces `forward` of each class."""
+
+    def __new__(meta, name: str, bases: tuple, names: dict) -> Any:
+        made = super().__new__(meta, name, bases, names)
+        forward = made.forward  # type: ignore[attr-defined]
+        made.forward = lambda self, *args, **kwargs: forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return made
+
+
+class OfMeta(Block, metaclass=Meta):
+    pass
+
+
+class Required(nn.Module):
+    """A base that requires a keyword from each subclass, and registers it."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        Required.known[kind] = cls
+
+
+class OfRequired(Block, Required, kind="block"):
+    pass
+
+
+@every_way
+@pytest.mark.parametrize("cls", [OfReplaced, OfMeta, OfRequired])
+def test_bases_that_change_their_subclasses(cls: type, way: str) -> None:
+    module, plain = WAYS[way](made(cls)), made(cls)
+    for each in (module, *(make_copy(module) for make_copy in COPIES.values()), remat.remat(module)):
+        check(each, plain, AGAIN)
+        assert kept(each) == kept(plain) - INSIDE and isinstance(each, cls)
+    assert Required.known == {"block": OfRequired}
+    with assert_freed_without_gc() as watch:
+        watch(*module.modules(), *module.parameters())
+        del each, module
+
+
+@pytest.mark.parametrize("way", ["in place", "second", "second of in place"])
+@pytest.mark.parametrize("cls", [Block, OfMeta])
+def test_the_region_is_around_a_forward_that_is_set_on_the_module(cls: type, way: str) -> None:
+    module, plain = made(cls), made(cls)
+    for m in (module, plain):
+        m.forward = lambda x, m=m: cls.forward(m, x.exp()).sin()
+    module = WAYS[way](module)
+    check(module, plain, AGAIN)
+    assert list(inspect.signature(module.forward).parameters) == ["x", "m"]
+    module.forward = plain.forward = lambda x: Block.forward(plain, x.cos())
+    assert_same(module(X), plain(X))
+    RUNS.clear()
+    module(X.clone().requires_grad_()).sum().backward()
+    assert RUNS == AGAIN
+    del module.forward
+    with pytest.raises(AttributeError):
+        del module.forward
+    check(module, made(cls), AGAIN)
+    module.forward = lambda x: x * 2
+    assert_same(remat.nn.undo(in_place(module))(X), X * 2)
+
+
+def test_forward_of_the_class_is_a_function() -> None:
+    """Guards of compilers, and classes that inspect it, expect a function, and calling it runs the region."""
+    module, plain = in_place(made(OfReplaced)), made(OfReplaced)
+    assert isinstance(type(module).forward, FunctionType) and type(module).forward is type(module).forward
+    RUNS.clear()
+    x = rand(5, 4)
+    actual = torch.autograd.grad(type(module).forward(module, x).sum(), x)
+    assert RUNS == AGAIN
+    assert_same(actual, torch.autograd.grad(plain(x).sum(), x))
+    torch._dynamo.reset()
+    assert_same(torch.compile(module, backend="eager")(X), plain(X))
+
+
+# --- parametrizations -------------------------------------------------------------------------------------------------
+
+
+class Exp(nn.Module):
+    """A parametrization that saves tensors itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp().sin() * x.cos()
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x
+
+
+def ups(model: Any) -> list[Any]:
+    return [block.up for block in model.blocks]
+
+
+def parametrize_all(model: Any) -> Any:
+    for up in ups(model):
+        parametrize.register_parametrization(up, "weight", Exp())
+    return model
+
+
+def unparametrize_all(model: Any) -> None:
+    for up in ups(model):
+        parametrize.remove_parametrizations(up, "weight")
+
+
+@pytest.mark.parametrize("order, where", [("paur", nn.Linear), ("paru", nn.Linear), ("apur", nn.Linear),
+                                          ("apru", nn.Linear), ("apauaru", (Block, nn.Linear)),
+                                          ("papur", Block)])  # fmt: skip
+def test_parametrizations_in_any_order(order: str, where: Any) -> None:
+    """(p)arametrize, (r)emove that, (a)pply and (u)ndo: the same numbers each time, and plain classes at the end."""
+    model, plain = made(), made()
+    for do in order:
+        if do == "a":
+            remat.nn.apply(model, where)
+        elif do == "u":
+            remat.nn.undo(model)
+        else:
+            for m in (model, plain):
+                {"p": parametrize_all, "r": unparametrize_all}[do](m)
+        check(model, plain)
+        assert repr(model) == repr(plain) and list(model.state_dict()) == list(plain.state_dict())
+        assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in plain.modules()]
+        check(copy.deepcopy(model), plain)
+    assert [type(m) for m in model.modules()] == [type(m) for m in made().modules()]
+
+
+@pytest.mark.parametrize("where", [Block, (Block, nn.Linear)])
+@pytest.mark.parametrize("inside", [True, False])
+def test_cached_parametrizations(inside: bool, where: Any) -> None:
+    """The backward runs inside `cached()`, or after it; the weight is first read in the region, or before."""
+    results = []
+    for wrap in (lambda model: remat.nn.apply(model, where), lambda model: model):
+        for before in (True, False):
+            model = parametrize_all(wrap(made()))
+            with parametrize.cached():
+                weights = [up.weight for up in ups(model)] if before else []
+                loss = model(X).sum() + model(X * 2).sum()
+                if inside:
+                    loss.backward()
+                assert all(up.weight is weight for up, weight in zip(ups(model), weights))
+            if not inside:
+                loss.backward()
+            results.append([p.grad for p in model.parameters()])
+    assert_same(results[1:], [results[0]] * 3)
+
+
+def test_cached_weights_are_freed() -> None:
+    up = nn.Linear(4, 4)
+    parametrize.register_parametrization(up, "weight", Exp())
+    region, x = remat.remat(lambda x: up(x).sin().exp()), torch.ones(4, 4, requires_grad=True)
+    with assert_freed_without_gc() as watch, parametrize.cached():
+        watch(up.weight)
+        region(x).sum().backward()
+
+
+def test_cached_parametrizations_under_torch_func_are_refused() -> None:
+    plain, model = parametrize_all(made()), remat.nn.apply(parametrize_all(made()), Block)
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    loss = lambda params: functional_call(model, params, (X,)).sum()
+    with parametrize.cached(), pytest.raises(RematError, match="Leave out the cache"):
+        torch.func.grad(loss)(params)
+    assert torch.func.grad(loss)(params).keys() == params.keys()
+    assert_same(step(model), step(plain))
+
+
+NORMS: dict[str, Callable] = {
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "pruned": lambda module: prune.l1_unstructured(module, "weight", 0.3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_weights_before_and_after(name: str) -> None:
+    """Each forward updates the buffers of spectral norm once."""
+
+    def normed(model: Any) -> Any:
+        torch.manual_seed(1)
+        for up in ups(model):
+            NORMS[name](up)
+        return model
+
+    where = (Block, nn.Linear)
+    for model in (remat.nn.apply(normed(made()), where), normed(remat.nn.apply(made(), where))):
+        plain = normed(made())
+        before = [b.clone() for b in plain.buffers()]
+        for mode in (True, True, False):
+            check(model.train(mode), plain.train(mode))
+        assert ("spectral" in name) == any(not torch.equal(a, b) for a, b in zip(model.buffers(), before))
+
+
+# --- transforms and compilers -----------------------------------------------------------------------------------------
+
+
+@every_way
+def test_functional_call(way: str) -> None:
+    plain, model = made(), regions(way)
+    params = {n: p.detach() * 1.5 for n, p in plain.named_parameters()}
+
+    def loss(model: nn.Module) -> Callable:
+        return lambda params, x: functional_call(model, params, (x,)).square().sum()
+
+    RUNS.clear()
+    actual = torch.func.grad(loss(model))(params, X)
+    assert ALL == RUNS
+    assert_same(actual, torch.func.grad(loss(plain))(params, X))
+    per_sample = (torch.vmap(torch.func.grad(loss(m)), (None, 0))(params, X) for m in (model, plain))
+    assert_same(*per_sample, exact=False)
+    peaks = [peak_bytes(torch.func.grad(loss(m)), params, rand(512, 4, grad=False)) for m in (model, plain)]
+    assert peaks[0] < peaks[1] * 0.8
+    live = {n: p.requires_grad_() for n, p in params.items()}
+    assert_same(*(torch.autograd.grad(loss(m)(live, X), list(live.values())) for m in (model, plain)))
+
+
+@pytest.mark.parametrize("strict, way", [(True, "in place"), (False, "second of in place")])
+def test_export_has_no_regions(strict: bool, way: str) -> None:
+    plain, model = made(Model, Quiet), regions(way, Quiet)
+    programs = [torch.export.export(m, (X,), strict=strict) for m in (model, plain)]
+    assert_same(programs[0].module()(X), plain(X))
+    assert list(programs[0].state_dict) == list(programs[1].state_dict)
+    ops = [[node.target for node in p.graph.nodes if node.op == "call_function"] for p in programs]
+    assert ops[0] == ops[1]
+
+
+COMPILED: dict[str, Callable] = {
+    "policy": lambda model: remat.nn.apply(model, Block, policy=policies.save_matmuls),
+    "remat of it": lambda model: remat.remat(remat.nn.apply(model, (Model, Block))),
+    "it of remat": lambda model: remat.nn.apply(remat.remat(model), (Model, Block)),
+    "undone": lambda model: remat.nn.undo(remat.remat(remat.nn.apply(model, Model))),
+}
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_models(kind: str) -> None:
+    torch._dynamo.reset()
+    plain = made(Model, Quiet)
+    model = COMPILED[kind](copy.deepcopy(plain))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(compiled), step(plain))
+    assert_same(step(model), step(plain))
+
+
+@pytest.mark.parametrize("way", ["in place", "second", "second of in place", "in place of second"])
+def test_graph_modules(way: str) -> None:
+    """Each copy has its own class with the code of its graph; no copy gets the code of another."""
+    plain = made(Quiet)
+    assert_same(step(torch.fx.symbolic_trace(WAYS[way](made(Quiet)))), step(plain))
+    graph = WAYS[way](torch.fx.symbolic_trace(made(Quiet)))
+    modules = [graph, *(make_copy(graph) for make_copy in COPIES.values())]
+    for module in modules:
+        assert kept(module) == kept(plain) - INSIDE
+        assert_same(step(module), step(plain))
+        others = [m for m in modules if m is not module and m.graph is not module.graph]
+        next(n for n in module.graph.nodes if n.target == "tanh").target = "sigmoid"
+        module.recompile()
+        assert not torch.equal(module(X), plain(X)) and kept(module) == kept(plain) - INSIDE
+        next(n for n in module.graph.nodes if n.target == "sigmoid").target = "tanh"
+        assert all(torch.equal(other(X), plain(X)) for other in others)
+        module.recompile()
+
+
+# --- more processes and devices ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without it")
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("static", [False, True])
+def test_ddp(static: bool) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(remat.nn.apply(made(), Block), static_graph=static)
+    tied, plain = DistributedDataParallel(remat.nn.apply(made(Tied), Block)), made(Tied)
+    for _ in range(2):
+        check(model, made(), ALL)
+        check(tied, plain)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("cls", [Block, OfReplaced])
+@pytest.mark.parametrize("first", [True, False])
+def test_fully_shard_changes_the_class_before_or_after(first: bool, cls: type) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded_step(model: nn.Module) -> list:
+        return [grad.full_tensor() for grad in step(model)]  # type: ignore[union-attr]
+
+    mesh, model, expected = init_device_mesh("cpu", (1,)), made(Model, cls), step(made())
+    if first:
+        remat.nn.apply(model, Block)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if not first:
+        remat.nn.apply(model, Block)
+    for _ in range(2):
+        assert_same(sharded_step(model), expected)
+        assert ALL == RUNS
+    assert_same(sharded_step(remat.nn.undo(model)), expected)
+    assert RUNS == [False] * 4
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE != "cuda", reason="DataParallel is for CUDA")
+def test_data_parallel() -> None:
+    plain, x = made().to(DEVICE), X.to(DEVICE)
+    for way in ("in place", "second"):
+        check(nn.DataParallel(regions(way).to(DEVICE), [0]), plain, ALL, x)
+    check(nn.DataParallel(regions("in place").to(DEVICE)), nn.DataParallel(plain), None, x)
+    runs = 4 * min(backend.device_count(), len(x))
+    assert sorted(RUNS) == [False] * runs + [True] * runs
+
+
+# --- everything is freed ----------------------------------------------------------------------------------------------
+
+
+@every_way
+def test_everything_is_freed_without_cycles_and_classes_are_made_once(way: str) -> None:
+    model = regions(way)
+    assert leaked_bytes(lambda model: torch.autograd.grad(model(X).sum(), list(model.parameters())), model) == 0
+    assert len({type(block) for block in model.blocks}) == 1
+    with assert_freed_without_gc() as watch:
+        watch(*model.modules(), *model.parameters())
+        del model
