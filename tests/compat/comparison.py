@@ -72,9 +72,7 @@ class Original:
 
         def decorate(program: Callable) -> Callable:
             def test(library: str, **case: Any) -> None:
-                expected = program(self.plain, **case)
-                outcome, call = (ours, self.ours) if library == "ours" else (theirs, self.original())
-                assert_outcome(outcome, lambda: program(call, **case), expected, exact)
+                self.check(library, lambda call: program(call, **case), theirs, ours, exact)
 
             first, *rest = inspect.signature(program).parameters.values()
             test.__signature__ = inspect.Signature([first.replace(name="library"), *rest])  # type: ignore[attr-defined]
@@ -83,6 +81,11 @@ class Original:
             return pytest.mark.parametrize("library", ["original", "ours"])(test)
 
         return decorate
+
+    def check(self, library: str, program: Callable, theirs: Outcome, ours: Outcome = SAME, exact: bool = True) -> None:
+        """Check the outcome of a program with one of the two libraries."""
+        outcome, call = (ours, self.ours) if library == "ours" else (theirs, self.original())
+        assert_outcome(outcome, lambda: program(call), program(self.plain), exact)
 
     def assert_rows_are_tested(self, *modules: str) -> None:
         """Assert that these modules have tests of exactly the rows of the section's tables."""

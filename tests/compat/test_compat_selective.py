@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from cases import assert_same, rand
 from comparison import NEWER, OTHER, TORCH, Fails
-from side_by_side import Runs, both, is_torch, values_and_grads
+from side_by_side import both, is_torch, values_and_grads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointError, CheckpointPolicy
@@ -139,65 +139,19 @@ def test_a_policy_does_not_judge_views(module: Any) -> None:
     assert kept_and_products(MM) == kept_and_products(MM, aten.view.default) == (2, 0)
 
 
-class Wrapped(Tensor):
-    """A tensor made of another one, whose products run a batched product inside."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inner = torch.utils._pytree.tree_map_only(cls, lambda x: x.inner, args)
-        if func is MM:
-            return cls(aten.bmm.default(inner[0][None], inner[1][None])[0])
-        return torch.utils._pytree.tree_map_only(Tensor, cls, func(*inner, **(kwargs or {})))
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(parts: dict, meta: None, size: Any, stride: Any) -> Tensor:
-        return Wrapped(parts["inner"])
-
-
-@both
-@row("selective: tensors made of others (wrapper subclasses)")
-def test_operations_on_and_inside_wrapper_tensors_are_judged(module: Any) -> None:
-    def products(fn: Callable) -> int:
-        args = [Wrapped(t.detach()).requires_grad_() for t in arguments()]
-        counts = count_ops(torch.autograd.grad, fn(*args).sum(), args)
-        return counts["aten.mm"] + counts["aten.bmm"]
-
-    def recomputed(*ops: Any) -> int:
-        return products(region_of(module, deep, ops)) - products(deep)
-
-    assert (recomputed(), recomputed(MM)) == (2, 0)
-    assert recomputed(aten.bmm.default) == (2 if is_torch(module) else 0)
-
-
 @both
 def test_a_policy_with_state_starts_anew_in_each_call(module: Any) -> None:
-    """Every second product is saved."""
-
     def contexts() -> tuple:
         counts = {False: 0, True: 0}
 
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
             counts[ctx.is_recompute] += op == MM
-            keep = op == MM and counts[ctx.is_recompute] % 2
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            return op == MM and counts[ctx.is_recompute] == 1
 
         return contexts_of(policy)
 
-    made = Runs(contexts)
-    call = functools.partial(module.checkpoint, deep, use_reentrant=False, context_fn=made)
+    call = functools.partial(module.checkpoint, deep, use_reentrant=False, context_fn=contexts)
     assert kept_and_run_again(call) == (2, 1)
-    assert made.count == 2
 
 
 @both
@@ -208,44 +162,23 @@ def test_what_the_backward_does_not_need_is_not_saved(module: Any) -> None:
     assert kept_and_run_again(call) == (3 if is_torch(module) else 2, 0)
 
 
-def backward_twice(call: Callable) -> Any:
-    x, w = arguments()
-    out = call(deep, x, w, context_fn=selective([MM])).sum()
-    return torch.autograd.grad(out, (x, w), retain_graph=True), torch.autograd.grad(out, (x, w))
-
-
-def double_backward(call: Callable) -> Any:
-    x, w = arguments()
-    (grad,) = torch.autograd.grad(call(deep, x, w, context_fn=selective([MM])).sum(), x, create_graph=True)
-    return grad, torch.autograd.grad(grad.sin().sum(), (x, w))
-
-
-def transformed(transform: Callable[[Callable], Callable]) -> Callable:
-    def program(call: Callable) -> Any:
-        x, w = (t.detach() for t in arguments())
-        return transform(lambda x: call(deep, x, w, context_fn=selective([MM])))(x)
-
-    return program
-
-
-PROGRAMS: dict[str, Callable] = {
-    "backward twice": backward_twice,
-    "double backward": double_backward,
-    "grad": transformed(lambda f: torch.func.grad(lambda x: f(x).sum())),
-    "vmap of grad": transformed(lambda f: torch.vmap(torch.func.grad(lambda row: f(row[None]).sum()))),
-    "jacrev": transformed(torch.func.jacrev),
-    "jacfwd of jacrev": transformed(lambda f: torch.func.jacfwd(torch.func.jacrev(f))),
+DERIVATIVES: dict[str, Callable[[Callable, Tensor], Any]] = {
+    "backward twice": lambda f, x: [torch.autograd.grad(y, x, retain_graph=True) for y in [f(x).sum()] for _ in (1, 2)],
+    "double backward": lambda f, x: torch.autograd.grad(
+        torch.autograd.grad(f(x).sum(), x, create_graph=True)[0].sin().sum(), x
+    ),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x.detach()),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda row: f(row[None]).sum()))(x.detach()),
+    "jacfwd of jacrev": lambda f, x: torch.func.jacfwd(torch.func.jacrev(f))(x.detach()),
 }
+AGAIN = "selective: backward twice, double backward, `torch.func.grad`"
 
 
-@compared(
-    "selective: backward twice, double backward, `torch.func.grad`",
-    theirs=Fails(RuntimeError),
-    exact=False,
-)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_selective_regions_can_be_differentiated_in_every_way(call: Callable, program: str) -> Any:
-    return PROGRAMS[program](call)
+@compared(AGAIN, theirs=Fails(RuntimeError), exact=False)
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_selective_regions_have_every_derivative(call: Callable, derivative: str) -> Any:
+    x, w = arguments()
+    return DERIVATIVES[derivative](lambda x: call(deep, x, w, context_fn=selective([MM])), x)
 
 
 def changes(call: Callable, allow: bool) -> Any:
@@ -573,22 +506,16 @@ def test_a_second_context_may_swallow_the_exception_that_ends_a_recompute(module
         torch.autograd.grad(in_contexts(module, NOTHING, swallows(), fails)(x).sum(), x)
 
 
-class Caching(torch.utils.checkpoint._CachingTorchDispatchMode):
-    pass
-
-
-class Cached(torch.utils.checkpoint._CachedTorchDispatchMode):
-    pass
-
-
 @both
 @OTHERS
 def test_subclasses_of_torchs_modes_are_treated_as_any_pair(module: Any) -> None:
     """Their values can be read once, so a second backward fails as in torch."""
-    storage: Any = defaultdict(dict if NEWER else list)
-    policy = by(CheckpointPolicy.MUST_SAVE)
-    call, (x, w) = in_contexts(module, Caching(policy, storage), Cached(policy, storage, False)), arguments()
-    out = call(x, w).sum()
+    policy, storage = by(CheckpointPolicy.MUST_SAVE), defaultdict(dict if NEWER else list)
+    library: Any = torch.utils.checkpoint
+    first = type("First", (library._CachingTorchDispatchMode,), {})(policy, storage)
+    again = type("Again", (library._CachedTorchDispatchMode,), {})(policy, storage, False)
+    x, w = arguments()
+    out = in_contexts(module, first, again)(x, w).sum()
     found = torch.autograd.grad(out, x, retain_graph=True)
     assert_same(found, torch.autograd.grad(deep(x, w).sum(), x))
     with pytest.raises(RuntimeError, match="extra time"):
