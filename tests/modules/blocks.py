@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -42,6 +43,19 @@ class Quiet(Block):
 
     def forward(self, x):  # type: ignore  # fx can't pickle annotations that are strings
         return self.down(self.up(x).tanh().sin()).exp().cos()
+
+
+class Replaced(nn.Module):
+    """A base that replaces `forward` of each subclass, as a base class in transformers does."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.forward = functools.wraps(f := cls.forward)(lambda self, *args, **kwargs: f(self, *args, **kwargs))
+
+
+class OfReplaced(Block, Replaced):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
 
 
 class Model(nn.Module):
@@ -104,7 +118,7 @@ def check(model: nn.Module, plain: nn.Module, runs: list[bool] | None = None, *a
     assert_same(list(model.buffers()), list(plain.buffers()))
 
 
-ONCE, AGAIN = [False], [False, True]
+AGAIN = [False, True]
 ALL = [False] * 4 + [True] * 4  # the runs of the blocks of a model
 
 

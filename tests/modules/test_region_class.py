@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -15,25 +14,7 @@ import torch
 import torch.nn.utils.parametrize as parametrize
 import torch.nn.utils.prune as prune
 from accelerator import DEVICE, backend
-from blocks import (
-    AGAIN,
-    ALL,
-    COPIES,
-    INSIDE,
-    ONCE,
-    ROW,
-    RUNS,
-    WAYS,
-    Block,
-    Model,
-    Quiet,
-    X,
-    check,
-    in_place,
-    kept,
-    made,
-    step,
-)
+from blocks import AGAIN, ALL, COPIES, INSIDE, RUNS, WAYS, Block, Model, OfReplaced, Quiet, X, check, kept, made, step
 from cases import assert_same, rand
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -100,26 +81,19 @@ def test_the_second_module_shares_all_state_with_the_first() -> None:
 
 
 def register_hooks(module: nn.Module, log: list) -> None:
-    """One hook of each kind; some of them change their inputs."""
+    """One hook of each kind; some of them change what they get."""
 
-    def note(kind: str) -> Callable:
-        return lambda *args: log.append((kind, isinstance(args[0], Block), len(args), is_recomputing()))
-
-    def triple(module: Any, args: tuple, kwargs: dict) -> tuple:
-        log.append(("triple", str(kwargs)))
-        return args, {**kwargs, "scale": 3.0}
+    def note(kind: str, change: Callable = lambda *args: None) -> Callable:
+        return lambda *args: (log.append((kind, len(args), is_recomputing())), change(*args))[1]
 
     module.register_forward_pre_hook(note("before"))
-    module.register_forward_pre_hook(lambda m, args: (note("halve")(m), (args[0] / 2, *args[1:]))[1], prepend=True)
-    module.register_forward_pre_hook(triple, with_kwargs=True)
-    module.register_forward_hook(note("after"))
-    module.register_forward_hook(lambda m, args, kwargs, out: log.append(("after", str(kwargs))), with_kwargs=True)
-    module.register_forward_hook(lambda m, args, out: (note("double")(m), out * 2)[1])
+    module.register_forward_pre_hook(note("halve", lambda m, args: (args[0] / 2, *args[1:])), prepend=True)
+    module.register_forward_pre_hook(note("triple", lambda m, args, kwargs: (args, {"scale": 3.0})), with_kwargs=True)
+    module.register_forward_hook(note("after"), with_kwargs=True)
+    module.register_forward_hook(note("double", lambda m, args, out: out * 2))
     module.register_forward_hook(note("always"), always_call=True)
-    module.register_full_backward_pre_hook(note("before the backward"))
-    module.register_full_backward_pre_hook(lambda m, to_out: (to_out[0] * 2,))
-    module.register_full_backward_hook(note("after the backward"))
-    module.register_full_backward_hook(lambda m, to_in, to_out: (to_in[0] * 5,))
+    module.register_full_backward_pre_hook(note("before the backward", lambda m, to_out: (to_out[0] * 2,)))
+    module.register_full_backward_hook(note("after the backward", lambda m, to_in, to_out: (to_in[0] * 5,)))
 
 
 @every_way
@@ -128,15 +102,13 @@ def test_hooks_fire_outside_of_the_region_as_often_as_before(before: bool, way: 
     logs, results = [], []
     for wrap in (WAYS[way], lambda module: module):
         module, log, x = made(Block), [], rand(5, 4)
-        if before:
-            register_hooks(module, log)
+        register_hooks(module, log if before else [])
         module = wrap(module)
-        if not before:
-            register_hooks(module, log)
+        register_hooks(module, [] if before else log)
         out = module(x)
         results.append((out.detach(), torch.autograd.grad(out.sum(), [x, *module.parameters()])))
         logs.append(log)
-    assert logs[0] == logs[1] and len(logs[0]) == 9
+    assert logs[0] == logs[1] and len(logs[0]) == 8
     assert_same(*results)
 
 
@@ -181,38 +153,13 @@ class Arguments(nn.Module):
         return {out: [y, None, y.detach()], "rest": rest, "more": more}
 
 
-class Static(nn.Module):
-    @staticmethod
-    def forward(batch: dict, *args: Any, **kwargs: Any) -> dict:
-        return Arguments().forward(batch, *args, **kwargs)
-
-
-class Decorated(Arguments):
-    @remat.remat
-    def forward(self, *args: Any, **kwargs: Any) -> dict:
-        return super().forward(*args, **kwargs)
-
-
 @every_way
-@pytest.mark.parametrize("cls", [Arguments, Static, Decorated])
-def test_arguments_and_kinds_of_forward(cls: type, way: str) -> None:
+def test_arguments_and_results_of_all_kinds(way: str) -> None:
     batch, results = {"x": rand(3), "w": (rand(3, seed=1), "text")}, []
-    for module in (WAYS[way](cls()), cls()):
+    for module in (WAYS[way](Arguments()), Arguments()):
         result = module(batch, 1, None, out="z", factor=rand(3, seed=2), flag=True)
         results.append((result, torch.autograd.grad(result["z"][0].sum(), [batch["x"], batch["w"][0]])))
     assert_same(*results)
-
-
-def test_an_encoder_of_torch_with_its_fast_path() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True).double()
-    plain, x, mask = nn.TransformerEncoder(layer, 2), rand(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
-    mask[:, 3:] = True
-    for where in (nn.TransformerEncoderLayer, (nn.MultiheadAttention, nn.LayerNorm)):
-        model = remat.nn.apply(copy.deepcopy(plain), where)
-        for mode in (True, False):
-            check(model.train(mode), plain.train(mode), None, x)
-        with torch.no_grad():
-            assert_same(*(m(x, src_key_padding_mask=mask) for m in (model, plain)))
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -274,7 +221,7 @@ class Named(Block):
         return "NAMED"
 
 
-NAMED = in_place(Named())
+NAMED = WAYS["in place"](Named())
 
 
 def test_a_module_that_is_pickled_by_name() -> None:
@@ -286,45 +233,27 @@ def test_a_module_that_is_pickled_by_name() -> None:
 
 def test_undo_changes_the_module_that_two_share() -> None:
     module, plain = made(Block), made(Block)
-    second = remat.remat(in_place(module))
+    second = remat.remat(WAYS["in place"](module))
     assert remat.nn.undo(second) is second
     check(second, plain, AGAIN)
-    check(module, plain, ONCE)
-    check(in_place(second), plain, AGAIN)
+    check(module, plain, [False])
+    check(WAYS["in place"](second), plain, AGAIN)
 
 
-@pytest.mark.parametrize("way", ["second of in place", "in place of second", "second of second"])
+NESTED: dict[str, tuple[Callable, Callable]] = {  # how the inner and the outer region are made
+    "second of in place": (remat.compat.checkpoint_wrapper, remat.remat),
+    "in place of second": (remat.remat, remat.compat.checkpoint_wrapper),
+    "second of second": (remat.remat, remat.remat),
+}
+
+
+@pytest.mark.parametrize("way", NESTED)
 def test_the_outer_policy_decides(way: str) -> None:
-    saving = policies.save_only_these_names("hidden")
-    nothing = kept(remat.remat(made(Block)))
-
-    def saved_by(inner: Any, outer: Any) -> int:
-        module = made(Block)
-        for place, policy in zip(("in place", "second") if way == "second of in place" else
-                                 ("second", way.split(" of ")[0]), (inner, outer)):  # fmt: skip
-            wrap = remat.compat.checkpoint_wrapper if place == "in place" else remat.remat
-            module = wrap(module, policy=policy)
+    (inner, outer), hidden = NESTED[way], policies.save_only_these_names("hidden")
+    for policy in (None, hidden):
+        module = outer(inner(made(Block), policy=hidden), policy=policy)
         check(module, made(Block))
-        return kept(module) - nothing
-
-    assert saved_by(saving, None) == 0
-    assert saved_by(saving, saving) == 2 * ROW
-
-
-class Replaced(nn.Module):
-    """A base that replaces `forward` of each subclass, as a base class in transformers does."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        forward = cls.forward
-        cls.forward = functools.wraps(forward)(  # type: ignore[method-assign]
-            lambda self, *args, **kwargs: forward(self, *args, **kwargs)
-        )
-
-
-class OfReplaced(Block, Replaced):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        assert kept(module) == kept(remat.remat(made(Block), policy=policy))
 
 
 class Meta(type):
@@ -386,18 +315,16 @@ def test_the_region_is_around_a_forward_that_is_set_on_the_module(cls: type, way
         del module.forward
     check(module, made(cls), AGAIN)
     module.forward = lambda x: x * 2
-    assert_same(remat.nn.undo(in_place(module))(X), X * 2)
+    assert_same(remat.nn.undo(WAYS["in place"](module))(X), X * 2)
 
 
 def test_forward_of_the_class_is_a_function() -> None:
     """Guards of compilers, and classes that inspect it, expect a function, and calling it runs the region."""
-    module, plain = in_place(made(OfReplaced)), made(OfReplaced)
+    module, plain = WAYS["in place"](made(OfReplaced)), made(OfReplaced)
     assert isinstance(type(module).forward, FunctionType) and type(module).forward is type(module).forward
     RUNS.clear()
-    x = rand(5, 4)
-    actual = torch.autograd.grad(type(module).forward(module, x).sum(), x)
+    type(module).forward(module, rand(5, 4)).sum().backward()
     assert RUNS == AGAIN
-    assert_same(actual, torch.autograd.grad(plain(x).sum(), x))
     torch._dynamo.reset()
     assert_same(torch.compile(module, backend="eager")(X), plain(X))
 
@@ -502,16 +429,14 @@ NORMS: dict[str, Callable] = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_of_weights_before_and_after(name: str) -> None:
-    """Each forward updates the buffers of spectral norm once."""
-
+def test_norms_of_weights_before_and_after_update_their_buffers_once(name: str) -> None:
     def normed(model: Any) -> Any:
         torch.manual_seed(1)
         for up in ups(model):
             NORMS[name](up)
         return model
 
-    where = (Block, nn.Linear)
+    where = Block, nn.Linear
     for model in (remat.nn.apply(normed(made()), where), normed(remat.nn.apply(made(), where))):
         plain = normed(made())
         before = [b.clone() for b in plain.buffers()]
@@ -525,22 +450,15 @@ def test_norms_of_weights_before_and_after(name: str) -> None:
 
 @every_way
 def test_functional_call(way: str) -> None:
-    plain, model = made(), regions(way)
-    params = {n: p.detach() * 1.5 for n, p in plain.named_parameters()}
-
-    def loss(model: nn.Module) -> Callable:
-        return lambda params, x: functional_call(model, params, (x,)).square().sum()
-
+    models = regions(way), made()
+    params = {n: p.detach() * 1.5 for n, p in made().named_parameters()}
+    losses = [lambda params, x, m=m: functional_call(m, params, (x,)).square().sum() for m in models]
     RUNS.clear()
-    actual = torch.func.grad(loss(model))(params, X)
+    actual = torch.func.grad(losses[0])(params, X)
     assert ALL == RUNS
-    assert_same(actual, torch.func.grad(loss(plain))(params, X))
-    per_sample = (torch.vmap(torch.func.grad(loss(m)), (None, 0))(params, X) for m in (model, plain))
-    assert_same(*per_sample, exact=False)
-    peaks = [peak_bytes(torch.func.grad(loss(m)), params, rand(512, 4, grad=False)) for m in (model, plain)]
+    assert_same(actual, torch.func.grad(losses[1])(params, X))
+    peaks = [peak_bytes(torch.func.grad(loss), params, rand(512, 4, grad=False)) for loss in losses]
     assert peaks[0] < peaks[1] * 0.8
-    live = {n: p.requires_grad_() for n, p in params.items()}
-    assert_same(*(torch.autograd.grad(loss(m)(live, X), list(live.values())) for m in (model, plain)))
 
 
 @pytest.mark.parametrize("strict, way", [(True, "in place"), (False, "second of in place")])
@@ -590,55 +508,7 @@ def test_graph_modules(way: str) -> None:
         module.recompile()
 
 
-# --- more processes and devices ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    if not torch.distributed.is_available():
-        pytest.skip("torch was built without it")
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("static", [False, True])
-def test_ddp(static: bool) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(remat.nn.apply(made(), Block), static_graph=static)
-    tied, plain = DistributedDataParallel(remat.nn.apply(made(Tied), Block)), made(Tied)
-    for _ in range(2):
-        check(model, made(), ALL)
-        check(tied, plain)
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("cls", [Block, OfReplaced])
-@pytest.mark.parametrize("first", [True, False])
-def test_fully_shard_changes_the_class_before_or_after(first: bool, cls: type) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def sharded_step(model: nn.Module) -> list:
-        return [grad.full_tensor() for grad in step(model)]  # type: ignore[union-attr]
-
-    mesh, model, expected = init_device_mesh("cpu", (1,)), made(Model, cls), step(made())
-    if first:
-        remat.nn.apply(model, Block)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    if not first:
-        remat.nn.apply(model, Block)
-    for _ in range(2):
-        assert_same(sharded_step(model), expected)
-        assert ALL == RUNS
-    assert_same(sharded_step(remat.nn.undo(model)), expected)
-    assert RUNS == [False] * 4
+# --- devices and memory -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda
@@ -650,9 +520,6 @@ def test_data_parallel() -> None:
     check(nn.DataParallel(regions("in place").to(DEVICE)), nn.DataParallel(plain), None, x)
     runs = 4 * min(backend.device_count(), len(x))
     assert sorted(RUNS) == [False] * runs + [True] * runs
-
-
-# --- everything is freed ----------------------------------------------------------------------------------------------
 
 
 @every_way
