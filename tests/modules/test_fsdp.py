@@ -1,4 +1,4 @@
-"""FSDP2 and DDP with regions, compared with plain models and torch's checkpoint; in one and two processes.
+"""FSDP2 and DDP with regions, in one process, compared with plain models and torch's checkpoint.
 
 A unit's hooks gather its parameters before its forward, and in the backward before a recompute or within it.
 """
@@ -6,20 +6,17 @@ A unit's hooks gather its parameters before its forward, and in the backward bef
 from __future__ import annotations
 
 import functools
-import itertools
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import blocks
 import pytest
 import torch
-from cases import assert_same, run_program
+from cases import assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measure import OpCounter, PeakMemory, gc_disabled
+from benchmarks.measure import OpCounter, PeakMemory
 from remat import compat, policies, remat
 from remat import nn as remat_nn
 
@@ -109,7 +106,7 @@ def measured(call: str, units: str, options: str) -> tuple[list[Tensor], dict[st
     kind = dict(OPTIONS[options])
     dtype, reshard = kind.pop("dtype", None), kind.pop("reshard", True)
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh("cpu", (1,))
     model = Model(CALLS[call][0], **kind)
     if call in APPLIED:
         remat_nn.apply(model, Layer, policy=APPLIED[call])
@@ -121,14 +118,14 @@ def measured(call: str, units: str, options: str) -> tuple[list[Tensor], dict[st
         model.zero_grad()
         with PeakMemory() as memory, OpCounter() as forward:
             loss = (model(x * step).sin() + 1).prod(-1).sum()
-        kept = settled(memory)
+        kept = memory.live
         with OpCounter() as backward:
             loss.backward()
         del loss
         grads += [p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None]
     return [*grads, x.grad], {
         "kept": kept,
-        "left": settled(memory),
+        "left": memory.live,
         "products": sum(backward[f"aten.{name}"] for name in ("mm", "addmm", "bmm")),
         "gathered": sum(count["c10d._allgather_base_"] for count in (forward, backward)),
         "reduced": backward["c10d._reduce_scatter_base_"],
@@ -136,15 +133,6 @@ def measured(call: str, units: str, options: str) -> tuple[list[Tensor], dict[st
 
 
 reference = functools.cache(measured)
-
-
-def settled(memory: PeakMemory) -> int:
-    """The live bytes; a thread of gloo may hold the last result of a collective briefly, so take the minimum."""
-    found = [memory.live]
-    for _ in range(20 if torch.distributed.get_world_size() > 1 else 0):
-        time.sleep(0.002)
-        found.append(memory.live)
-    return min(found)
 
 
 def check(call: str, units: str, options: str) -> None:
@@ -174,32 +162,6 @@ KINDS = [*((units, "trained") for units in UNITS), *(("parts", options) for opti
 @pytest.mark.parametrize("call", [call for call, (_, bound) in CALLS.items() if call != bound])
 def test_sharded_models_take_no_more_than_with_torchs_checkpoint(call: str, units: str, options: str) -> None:
     check(call, units, options)
-
-
-def check_all(rank: int, folder: str, options: str) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    calls = "checkpoint", "checkpoint, selective", "function, products", "apply", "apply, products"
-    with gc_disabled():
-        for call, units in itertools.product(calls, ["parts", "layers and parts"]):
-            check(call, units, options)
-    if rank == 0:
-        print("all the same")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", OPTIONS)
-def test_two_processes(options: str, tmp_path: Path) -> None:
-    program = f"""
-import sys
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
-import torch.multiprocessing
-from test_fsdp import check_all
-torch.multiprocessing.start_processes(check_all, ({str(tmp_path)!r}, {options!r}), nprocs=2, start_method="fork")
-"""
-    assert "all the same" in run_program(program)
 
 
 @in_process

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import assert_same, rand
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.func import grad, hessian, jvp, vmap
 
 import remat
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, leaked_bytes, peak_bytes
@@ -23,12 +23,8 @@ pytestmark = pytest.mark.usefixtures("collector_off")
 
 def plain(functions: Any) -> Callable:
     """The functions one after another, without regions."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        first, *rest = functions
-        return functools.reduce(lambda x, fn: fn(x), rest, first(*args, **kwargs))
-
-    return call
+    first, *rest = functions
+    return lambda *args, **kwargs: functools.reduce(lambda x, fn: fn(x), rest, first(*args, **kwargs))
 
 
 def layers(count: int) -> list[nn.Module]:
@@ -140,30 +136,6 @@ def test_all_arguments_go_to_the_first_function_and_results_to_the_next(segments
     assert_same(*results)
 
 
-def test_batch_norm_and_dropout() -> None:
-    x, results = rand(6, 4), []
-    for wrap in (remat.sequential, plain):
-        torch.manual_seed(0)
-        parts = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.4), nn.Tanh()) for _ in range(4)]
-        row = list(nn.Sequential(*parts).double())
-        f = wrap(row)
-        found = [grads(f, x, row) for _ in range(3)]
-        results.append((found, [b for m in row for b in m.buffers()], torch.get_rng_state()))
-    assert_same(*results)
-
-
-class Holds(nn.Module):
-    """Contains modules, and the function that is made of them."""
-
-    def __init__(self, wrap: Callable = remat.sequential) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers(4))
-        self.f = wrap(self.layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.f(x)
-
-
 TRANSFORMS: dict[str, Callable] = {
     "vmap(grad)": lambda f: vmap(grad(lambda x: f(x).sum())),
     "hessian": lambda f: vmap(hessian(lambda x: f(x).sum())),
@@ -177,22 +149,21 @@ def test_under_torch_func(name: str) -> None:
     assert_same(*(TRANSFORMS[name](f)(x) for f in (remat.sequential(row, 2), plain(row))), exact=False)
 
 
-def test_functional_call() -> None:
-    models, x = [Holds(), Holds(plain)], rand(3, 4, grad=False)
-    params = {name: p.detach() * 2 for name, p in models[0].named_parameters()}
-    losses = [lambda params, x, m=m: functional_call(m, params, (x,)).square().sum() for m in models]
-    assert_same(*(grad(loss)(params, x) for loss in losses))
-    peaks = [peak_bytes(grad(loss), params, rand(500, 4, grad=False)) for loss in losses]
-    assert peaks[0] < peaks[1]
-
-
 def test_later_changes_of_modules_take_effect() -> None:
     row, x = layers(4), rand(3, 4)
     f = remat.sequential(row)
     f(x)
-    row[1][0].weight = nn.Parameter(rand(4, 4, seed=9))
-    row[2][1] = nn.Sigmoid()
+    row[1][0].weight, row[2][1] = nn.Parameter(rand(4, 4, seed=9)), nn.Sigmoid()
     assert_same(grads(f, x, row), grads(plain(row), x, row))
+
+
+class Holds(nn.Module):
+    """Contains modules, and the function that is made of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(4))
+        self.forward = remat.sequential(self.layers)
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f)), copy.copy])
@@ -257,30 +228,26 @@ class Own(nn.Sequential):
         return super().forward(x) + x
 
 
-def hooked() -> nn.Module:
-    module = nn.Sequential(*layers(2))
+def hooked(module: nn.Module) -> nn.Module:
     module.register_forward_hook(lambda m, args, out: out * 2)
     return module
 
 
-def patched() -> nn.Module:
-    module = nn.Sequential(*layers(2))
-    module.forward = lambda x: x * 2  # type: ignore[method-assign]
+def patched(module: nn.Module) -> nn.Module:
+    module.forward = lambda x: x * 2
     return module
 
 
-@pytest.mark.parametrize("make, what", [(hooked, "hooks"), (lambda: Own(*layers(2)), "a forward"),
-                                        (patched, "a forward")])  # fmt: skip
+@pytest.mark.parametrize("make, what", [(lambda row: hooked(nn.Sequential(*row)), "hooks"),
+                                        (lambda row: Own(*row), "a forward"),
+                                        (lambda row: patched(nn.Sequential(*row)), "a forward")])  # fmt: skip
 def test_a_sequential_with_other_behaviour_is_an_error(make: Callable, what: str) -> None:
-    module, x = make(), rand(3, 4)
+    module, x = make(layers(2)), rand(3, 4)
     with pytest.raises(ValueError, match=rf"has {what} of its own.*Pass `list\(module\)`.*`remat\(module\)`"):
         remat.sequential(module)
     assert_same(remat.sequential(list(module))(x), plain(module)(x))
     assert_same(remat.sequential([module])(x), module(x))
-
-
-def test_a_sequential_that_is_a_region_can_be_given() -> None:
-    chosen, x = remat.nn.apply(nn.Sequential(*layers(2)), nn.Sequential), rand(3, 4)
+    chosen = remat.nn.apply(nn.Sequential(*layers(2)), nn.Sequential)  # its forward is the same
     assert_same(remat.sequential(chosen)(x), chosen(x))
 
 
