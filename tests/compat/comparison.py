@@ -28,6 +28,7 @@ class Fails(NamedTuple):
     text: str | None = None
 
 
+libraries = pytest.mark.parametrize("library", ["original", "ours"])
 SAME, OTHER = "the result of plain code", "another result"
 Outcome = str | Fails
 
@@ -78,7 +79,7 @@ class Original:
             test.__signature__ = inspect.Signature([first.replace(name="library"), *rest])  # type: ignore[attr-defined]
             test.__name__, test.__doc__, test.__module__ = program.__name__, program.__doc__, program.__module__
             test.pytestmark = getattr(program, "pytestmark", [])  # type: ignore[attr-defined]
-            return pytest.mark.parametrize("library", ["original", "ours"])(test)
+            return libraries(test)
 
         return decorate
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from cases import assert_same, rand
 from cases import module as made
-from comparison import OTHER, SAME, TORCH, Fails
+from comparison import OTHER, SAME, TORCH, Fails, Outcome, libraries
 from functorch.compile import make_boxed_func
 from side_by_side import Runs, both, is_torch, values_and_grads
 from torch import Tensor, nn
@@ -285,14 +285,11 @@ def test_early_stop_and_its_switch(module: Any, setters: Any) -> None:
     assert ends_of_backward(run()) == ends_of_backward(run(early_stop=True)) == 0
     assert ends_of_backward(run(early_stop=False)) == 1
     with switch(False):
-        never, never_either = run(), run(early_stop=True)
+        never = run(early_stop=True)
         with switch(True):
             early = run(early_stop=False)
-    with switch(True):  # the setting of the forward counts
-        assert ends_of_backward(never) == ends_of_backward(never_either) == 1
-    with switch(False):
         assert ends_of_backward(early) == 0
-    assert ends_of_backward(run()) == 0
+    assert (ends_of_backward(never), ends_of_backward(run())) == (1, 0)  # the setting of the forward counts
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -312,29 +309,20 @@ def dropped(call: Callable) -> Any:
     return out.detach(), grad, torch.get_rng_state(), random.getstate(), np.random.random()
 
 
-@compared("`preserve_rng_state`")
-@pytest.mark.parametrize("options", [{}, {"preserve_rng_state": True}])
-def test_random_numbers_are_those_of_the_first_run(call: Callable, options: dict) -> Any:
-    return dropped(lambda x: call(drops, x, **options))
-
-
-@compared("`preserve_rng_state`", theirs=OTHER, ours=OTHER)
-def test_random_numbers_can_be_left_alone(call: Callable) -> Any:
-    return dropped(lambda x: call(drops, x, preserve_rng_state=False))
-
-
-DRAWS: dict[str, Callable[[torch.Generator], Any]] = {
-    "Python": lambda generator: random.random(),
-    "NumPy": lambda generator: np.random.random(),
-    "passed": lambda generator: torch.rand(64, generator=generator),
-}
+@libraries
+@pytest.mark.parametrize("options, outcome", [({}, SAME), ({"preserve_rng_state": True}, SAME),
+                                              ({"preserve_rng_state": False}, OTHER)])  # fmt: skip
+@row("`preserve_rng_state`")
+def test_random_numbers_are_those_of_the_first_run_unless_left_alone(library: str, options: dict, outcome: str) -> None:
+    TORCH.check(library, lambda call: dropped(lambda x: call(drops, x, **options)), outcome, outcome)
 
 
 @compared("`preserve_rng_state`", theirs=OTHER)
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("draw", ["Python", "NumPy", "passed"])
 def test_numbers_of_other_generators_are_those_of_the_first_run(call: Callable, draw: str) -> Any:
-    fn = lambda x, generator: (x * DRAWS[draw](generator)).sin().exp()
-    return dropped(lambda x: call(fn, x, torch.Generator().manual_seed(1)))
+    passed = torch.Generator().manual_seed(1)
+    draws = {"Python": random.random, "NumPy": np.random.random, "passed": lambda: torch.rand(64, generator=passed)}
+    return dropped(lambda x: call(lambda x, _: (x * draws[draw]()).sin().exp(), x, passed))
 
 
 @compared("`DefaultDeviceType`", theirs=Fails(AttributeError, "no such device"))
@@ -393,12 +381,9 @@ def test_code_that_catches_everything_does_not_catch_the_end_of_the_recompute(ca
     return values_and_grads(lambda x: call(fn, x), rand(3))
 
 
-VARIABLES = (
-    "variables of closures and globals, attributes of modules and of the object that is called, that changed since"
-)
-OBJECTS = (
-    "attributes of other objects, of classes and of imported modules, numbers in lists and dicts, that changed since"
-)
+SINCE = "that changed since"
+VARIABLES = f"variables of closures and globals, attributes of modules and of the object that is called, {SINCE}"
+OBJECTS = f"attributes of other objects, of classes and of imported modules, numbers in lists and dicts, {SINCE}"
 
 
 class Holder(nn.Module):
@@ -410,8 +395,7 @@ class Holder(nn.Module):
 
 def scaled_by(holder: Any, call: Callable, **options: Any) -> Any:
     x = rand(3)
-    fn = holder if callable(holder) else lambda x: (x * holder.k).sin().exp()
-    out = call(fn, x, **options).sum()
+    out = call(holder if callable(holder) else lambda x: (x * holder.k).sin().exp(), x, **options).sum()
     holder.k = 3.0
     return torch.autograd.grad(out, x)
 
@@ -425,21 +409,17 @@ def test_variables_are_as_in_the_first_run(call: Callable) -> Any:
 
 
 @compared(OBJECTS, theirs=OTHER, ours=OTHER)
-def test_attributes_of_other_objects_are_those_of_the_recompute(call: Callable) -> Any:
+def test_attributes_of_other_objects_are_not_unless_checksums_find_it(call: Callable) -> Any:
+    if call is not TORCH.plain:
+        with pytest.raises(RecomputeMismatchError, match="checksum"):
+            scaled_by(SimpleNamespace(k=2.0), functools.partial(checkpoint, determinism_check="values"))
     return scaled_by(SimpleNamespace(k=2.0), call)
 
 
-@row(OBJECTS)
-def test_checksums_find_that_an_attribute_has_changed() -> None:
-    with pytest.raises(RecomputeMismatchError, match="checksum"):
-        scaled_by(SimpleNamespace(k=2.0), functools.partial(checkpoint, determinism_check="values"))
+CAPTURED = "captured tensors changed in place before the backward pass"
 
 
-@compared(
-    "captured tensors changed in place before the backward pass",
-    theirs=OTHER,
-    ours=Fails(MutationError, "'w' was changed in place"),
-)
+@compared(CAPTURED, theirs=OTHER, ours=Fails(MutationError, "'w' was changed in place"))
 def test_captured_tensors_that_were_changed_in_place_are_an_error(call: Callable) -> Any:
     w, x = rand(3, grad=False), rand(3)
     out = call(lambda x: (x * w.sin()).sin().exp(), x).sum()
@@ -461,10 +441,11 @@ SETTINGS: dict[str, tuple[Callable, Callable, tuple]] = {  # get as a number, se
     "attention kernels": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, (False, True)),
     "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, (2, 0)),
 }
-SINCE = "default dtype, attention kernels, deterministic algorithms, precision of products, changed since"
 
 
-@compared(SINCE, theirs=OTHER)
+@compared(
+    "default dtype, attention kernels, deterministic algorithms, precision of products, changed since", theirs=OTHER
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_are_as_in_the_first_run(call: Callable, name: str) -> Any:
     get, put, (now, before) = SETTINGS[name]
@@ -480,58 +461,42 @@ def test_settings_are_as_in_the_first_run(call: Callable, name: str) -> Any:
 @compared("hooks that the function registers on what it is given or captures", theirs=OTHER)
 @pytest.mark.parametrize("kind", ["tensor", "parameter", "all", "any"])
 def test_hooks_that_the_function_registers_run_once(call: Callable, kind: str) -> int:
-    seen: list[Any] = []
-    w = rand(3, seed=1)
-
-    def fn(x: Tensor) -> Tensor:
-        if kind == "tensor":
-            x.register_hook(seen.append)
-        elif kind == "parameter":
-            w.register_post_accumulate_grad_hook(seen.append)
-        else:
-            torch.autograd.graph.register_multi_grad_hook((x, w), seen.append, mode=kind)  # type: ignore[call-overload]
-        return (x.sin() * w).sin()
-
-    call(fn, rand(3).clone()).sum().backward()
+    seen, w = [], rand(3, seed=1)
+    register: dict[str, Callable] = {
+        "tensor": lambda x: x.register_hook(seen.append),
+        "parameter": lambda x: w.register_post_accumulate_grad_hook(seen.append),
+        "all": lambda x: torch.autograd.graph.register_multi_grad_hook((x, w), seen.append),
+        "any": lambda x: torch.autograd.graph.register_multi_grad_hook((x, w), seen.append, mode="any"),
+    }
+    call(lambda x: (register[kind](x), (x.sin() * w).sin())[1], rand(3).clone()).sum().backward()
     return len(seen)
 
 
 # --- transforms -------------------------------------------------------------------------------------------------------
 
-REVERSE: dict[str, Callable[[Callable], Callable[[Tensor], Any]]] = {
-    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
-    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](x),
-    "jacrev": torch.func.jacrev,
-    "hessian": lambda f: torch.func.hessian(lambda x: f(x).sum()),
-}
-FORWARD: dict[str, Callable[[Callable], Callable[[Tensor], Any]]] = {
-    "vmap": torch.func.vmap,
-    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),)),
-    "jacfwd": torch.func.jacfwd,
-    "linearize": lambda f: lambda x: torch.func.linearize(f, x)[1](x.cos()),
-}
-OLD = torch.__version__ < "2.12"  # it refuses all of them
+H = rand(3, grad=False)
+REVERSE, BATCHED = "`torch.func`: `grad`, `vjp`, `jacrev`, `hessian`", "`torch.func`: `vmap`"
+FORWARD = "`torch.func`: `jvp`, `jacfwd`, `linearize`"
+FAILS = Fails(RuntimeError)
+FORWARDS = FAILS if torch.__version__ < "2.12" else SAME
+TRANSFORMS: list[tuple[str, Outcome, Callable[[Callable], Any]]] = [  # with torch's outcome
+    (REVERSE, FAILS, lambda f: torch.func.grad(lambda x: f(x).sum())(H)),
+    (REVERSE, FAILS, lambda f: torch.func.vjp(f, H)[1](H)),
+    (REVERSE, FAILS, lambda f: torch.func.jacrev(f)(H)),
+    (REVERSE, FAILS, lambda f: torch.func.hessian(lambda x: f(x).sum())(H)),
+    (BATCHED, FORWARDS, lambda f: torch.func.vmap(f)(H)),
+    (BATCHED, FAILS, lambda f: torch.autograd.grad(torch.func.vmap(f)(x := rand(3)).sum(), x)),
+    (FORWARD, FORWARDS, lambda f: torch.func.jvp(f, (H,), (H.cos(),))),
+    (FORWARD, FORWARDS, lambda f: torch.func.jacfwd(f)(H)),
+    (FORWARD, FORWARDS, lambda f: torch.func.linearize(f, H)[1](H.cos())),
+]
+row(REVERSE, BATCHED, FORWARD)
 
 
-@compared("`torch.func`: `grad`, `vjp`, `jacrev`, `hessian`", theirs=Fails(RuntimeError))
-@pytest.mark.parametrize("transform", REVERSE)
-def test_reverse_mode_transforms(call: Callable, transform: str) -> Any:
-    return REVERSE[transform](lambda x: call(deep, x))(rand(3, grad=False))
-
-
-@compared(
-    "`torch.func`: `vmap`", "`torch.func`: `jvp`, `jacfwd`, `linearize`",
-    theirs=Fails(RuntimeError) if OLD else SAME,
-)  # fmt: skip
-@pytest.mark.parametrize("transform", FORWARD)
-def test_forward_mode_transforms_and_vmap(call: Callable, transform: str) -> Any:
-    return FORWARD[transform](lambda x: call(deep, x))(rand(3, grad=False))
-
-
-@compared("`torch.func`: `vmap`", theirs=Fails(RuntimeError))
-def test_a_backward_through_vmap(call: Callable) -> Any:
-    x = rand(3)
-    return torch.autograd.grad(torch.func.vmap(lambda x: call(deep, x))(x).sum(), x)
+@libraries
+@pytest.mark.parametrize("name, theirs, program", TRANSFORMS)
+def test_transforms(library: str, name: str, theirs: Outcome, program: Callable) -> None:
+    TORCH.check(library, lambda call: program(lambda x: call(deep, x)), theirs)
 
 
 @compared("`torch.func.functional_call`, then `backward`", theirs=OTHER)
@@ -593,14 +558,6 @@ def test_checkpoint_sequential_of_modules(module: Any, kind: Callable) -> None:
 
 
 @both
-def test_checkpoint_sequential_saves_the_inputs_of_segments(module: Any) -> None:
-    x = rand(64)
-    held = held_bytes(lambda x: module.checkpoint_sequential([deep] * 8, 4, x, use_reentrant=False), x)
-    # The inputs of three segments without the first, the result, and five tensors within the last segment.
-    assert held == (3 + 1 + 5) * x.nbytes
-
-
-@both
 @pytest.mark.parametrize("preserve", [None, True, False])
 def test_checkpoint_sequential_takes_preserve_rng_state(module: Any, preserve: bool | None) -> None:
     options = {} if preserve is None else {"preserve_rng_state": preserve}
@@ -654,7 +611,10 @@ def test_a_module_that_occurs_twice_is_called_twice() -> None:
     assert not torch.equal(wrong, model(x))
 
 
-def test_checkpoint_sequential_takes_a_policy() -> None:
+def test_checkpoint_sequential_saves_the_inputs_of_segments_and_what_a_policy_says() -> None:
+    # The inputs of three segments without the first, the result, and five tensors within the last segment.
+    assert held_bytes(lambda x: checkpoint_sequential([deep] * 8, 4, x), rand(64)) == (3 + 1 + 5) * rand(64).nbytes
+
     def products(policy: Any) -> int:
         out = checkpoint_sequential([lambda x: (x @ x).sin()] * 4, 4, rand(4, 4), policy=policy)
         return count_ops(out.sum().backward)["aten.mm"] - 2 * 4
@@ -690,27 +650,21 @@ def products_of_compiled(fn: Callable) -> int:
 
 
 SELECTIVE = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-COMPILED: dict[str, tuple[dict, int]] = {
-    "no options": ({}, 6),
-    "preserve_rng_state": ({"preserve_rng_state": False}, 6),
-    "determinism_check": ({"determinism_check": "none"}, 6),
-    "early_stop": ({"early_stop": False}, 6),
-    "context_fn": ({"context_fn": SELECTIVE}, 4),
-}
-OURS: dict[str, tuple[dict, int]] = {  # torch's function does not compile with these
-    "debug": ({"debug": True, "determinism_check": "values"}, 6),
-    "noop_context_fn": ({"context_fn": torch.utils.checkpoint.noop_context_fn}, 6),
-    "policy": ({"policy": policies.save_matmuls}, 4),
-}
+COMPILED: list[tuple[dict, int, bool]] = [  # with the number of products, and whether torch's function compiles with it
+    ({"preserve_rng_state": False, "determinism_check": "none", "early_stop": False}, 6, True),
+    ({"context_fn": SELECTIVE}, 4, True),
+    ({"debug": True, "determinism_check": "values"}, 6, False),
+    ({"context_fn": torch.utils.checkpoint.noop_context_fn}, 6, False),
+    ({"policy": policies.save_matmuls}, 4, False),
+]
 
 
-@pytest.mark.parametrize("module, option", [*((torch.utils.checkpoint, option) for option in COMPILED),
-                                            *((remat.compat, option) for option in {**COMPILED, **OURS})])  # fmt: skip
+@pytest.mark.parametrize("options, products, theirs", COMPILED)
 @row("`torch.compile`")
-def test_options_in_compiled_code(module: Any, option: str) -> None:
-    options, products = {**COMPILED, **OURS}[option]
-    call = lambda x, w: module.checkpoint(block, x, w, use_reentrant=False, **options)
-    assert products_of_compiled(call) == products
+def test_options_in_compiled_code(options: dict, products: int, theirs: bool) -> None:
+    for module in (remat.compat, torch.utils.checkpoint)[: 1 + theirs]:
+        call = functools.partial(module.checkpoint, block, use_reentrant=False, **options)
+        assert products_of_compiled(lambda x, w, call=call: call(x, w)) == products
 
 
 @row("`torch.compile`")

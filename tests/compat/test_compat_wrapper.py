@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerator import DEVICE, backend
 from cases import assert_same, rand
-from comparison import FAIRSCALE, OTHER, Fails, Outcome
+from comparison import FAIRSCALE, OTHER, Fails, Outcome, libraries
 from host_copies import Copies
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -388,7 +388,7 @@ PROGRAMS: list[tuple[str, Outcome, Callable[[Callable], Any]]] = [
 row(*(name for name, _, _ in PROGRAMS))
 
 
-@pytest.mark.parametrize("library", ["original", "ours"])
+@libraries
 @pytest.mark.parametrize("name, theirs, program", PROGRAMS)
 def test_programs_that_fairscale_cannot_run(library: str, name: str, theirs: Outcome, program: Callable) -> None:
     FAIRSCALE.check(library, program, theirs)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import assert_same, rand
 from torch import Tensor, nn
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad
 
 import remat
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, leaked_bytes, peak_bytes
@@ -134,19 +134,6 @@ def test_all_arguments_go_to_the_first_function_and_results_to_the_next(segments
         out = f(x, w, flag=True, more={"z": z})
         results.append((out, torch.autograd.grad(out[0].sum(), [x, w, z])))
     assert_same(*results)
-
-
-TRANSFORMS: dict[str, Callable] = {
-    "vmap(grad)": lambda f: vmap(grad(lambda x: f(x).sum())),
-    "hessian": lambda f: vmap(hessian(lambda x: f(x).sum())),
-    "jvp": lambda f: lambda x: jvp(f, (x,), (x.cos(),)),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_under_torch_func(name: str) -> None:
-    row, x = [torch.sin, *layers(3), deep], rand(3, 4, grad=False)
-    assert_same(*(TRANSFORMS[name](f)(x) for f in (remat.sequential(row, 2), plain(row))), exact=False)
 
 
 def test_later_changes_of_modules_take_effect() -> None:
