@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import pickle
 import weakref
@@ -32,11 +31,13 @@ pytestmark = [
 ]
 
 
+LIBRARY = "fairscale.nn.checkpoint.checkpoint_activations"
+
+
 @pytest.fixture(params=["fairscale", "remat"])
 def lib(request: pytest.FixtureRequest) -> Any:
     """The original, or the drop-in."""
-    name = "fairscale.nn.checkpoint.checkpoint_activations"
-    return pytest.importorskip(name) if request.param == "fairscale" else remat.compat
+    return pytest.importorskip(LIBRARY) if request.param == "fairscale" else remat.compat
 
 
 def is_original(lib: Any) -> bool:
@@ -94,46 +95,32 @@ def step(module: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor | None]:
 # --- the names, and the flags -----------------------------------------------------------------------------------------
 
 
-@row("`checkpoint_wrapper(module)`")
-@row("`enable_checkpointing()`, `enable_recomputing()`", "`patch_batchnorm(module)`")
+@row("`checkpoint_wrapper(module)`", "`enable_checkpointing()`, `enable_recomputing()`", "`patch_batchnorm(module)`")
 def test_the_public_names_exist_and_the_others_are_not_needed() -> None:
-    public = pytest.importorskip("fairscale.nn.checkpoint")
-    inner = importlib.import_module("fairscale.nn.checkpoint.checkpoint_activations")
-    names = {name for name, value in vars(public).items() if inspect.isfunction(value)}
-    assert names == {"checkpoint_wrapper", "is_checkpointing", "is_recomputing"}
-    for name in {*names, "disable_checkpointing"}:
-        assert callable(getattr(remat.compat, name)) and callable(getattr(inner, name))
+    library = pytest.importorskip(LIBRARY)
+    for name in ("checkpoint_wrapper", "is_checkpointing", "is_recomputing", "disable_checkpointing"):
+        assert callable(getattr(remat.compat, name)) and callable(getattr(library, name))
     for name in ("enable_checkpointing", "enable_recomputing", "patch_batchnorm"):
-        assert hasattr(inner, name) and not hasattr(remat.compat, name)
-    theirs = list(inspect.signature(public.checkpoint_wrapper).parameters.values())
-    ours = list(inspect.signature(checkpoint_wrapper).parameters.values())
-    assert [(p.name, p.default, p.kind) for p in ours[:2]] == [(p.name, p.default, p.kind) for p in theirs]
-    assert [p.name for p in ours[2:]] == ["policy"]
+        assert hasattr(library, name) and not hasattr(remat.compat, name)
+    theirs, ours = (inspect.signature(lib.checkpoint_wrapper).parameters.values() for lib in (library, remat.compat))
+    assert [*map(str, theirs)] == ["module: torch.nn.modules.module.Module", "offload_to_cpu: bool = False"]
+    assert [(p.name, p.default) for p in ours][1:] == [("offload_to_cpu", False), ("policy", None)]
 
 
 FIRST, AGAIN, NEITHER = (True, False), (False, True), (False, False)
-
-
 RUNS: list[tuple[bool, bool]] = []  # in no attribute, as a recompute would restore it
 
 
-class Flagged(Calls):
-    """Records the flags that it reads in its runs."""
-
-    def __init__(self, lib: Any, fn: Callable = lambda x: x.sin().exp().sin()) -> None:
-        super().__init__(fn)
-        self.lib = lib
-
-    def forward(self, x: Tensor) -> Tensor:
-        RUNS.append((self.lib.is_checkpointing(), self.lib.is_recomputing()))
-        return self.fn(x).exp().sin()
+def flagged(lib: Any, fn: Callable = torch.tanh) -> nn.Module:
+    """A module that records the flags that it reads in its runs."""
+    flags = lambda: (lib.is_checkpointing(), lib.is_recomputing())
+    return Calls(lambda x: (RUNS.append(flags()), fn(x).exp().sin())[1])
 
 
 @row("`is_checkpointing()`, `is_recomputing()`", "wrapped twice", "to undo it")
 def test_is_checkpointing_and_is_recomputing(lib: Any) -> None:
     wrap = lib.checkpoint_wrapper
-    inner = lambda: Flagged(lib)
-    outer = lambda module: Flagged(lib, module)
+    inner, outer = lambda: flagged(lib), lambda module: flagged(lib, module)
 
     def runs(module: nn.Module) -> list:
         RUNS.clear()
@@ -154,7 +141,7 @@ def test_is_checkpointing_and_is_recomputing(lib: Any) -> None:
 
 @row("`disable_checkpointing()`", "calls without grad")
 def test_plain_calls_while_checkpointing_is_disabled_and_without_grad(lib: Any) -> None:
-    module = lib.checkpoint_wrapper(Flagged(lib))
+    module = lib.checkpoint_wrapper(flagged(lib))
     RUNS.clear()
     with lib.disable_checkpointing():
         assert lib.thread_local.is_checkpointing_disabled if is_original(lib) else remat.is_disabled()
@@ -163,7 +150,7 @@ def test_plain_calls_while_checkpointing_is_disabled_and_without_grad(lib: Any) 
             module(X)
         module(X)
     assert RUNS == [NEITHER] * 3
-    assert_same(actual, step(Flagged(lib)))
+    assert_same(actual, step(flagged(lib)))
     RUNS.clear()
     out = module(X).sum()
     with lib.disable_checkpointing():
@@ -172,7 +159,7 @@ def test_plain_calls_while_checkpointing_is_disabled_and_without_grad(lib: Any) 
     RUNS.clear()
     for off in (torch.no_grad, torch.inference_mode):
         with off():
-            assert_same(module(X), Flagged(lib)(X))
+            assert_same(module(X), flagged(lib)(X))
     assert RUNS == [NEITHER] * 4
 
 
@@ -241,13 +228,6 @@ def test_batch_norm_is_updated_once_in_other_ways(wrap: Callable, way: str) -> A
     with torch.set_grad_enabled(way != "without grad"):
         module(X)
     return dict(norm.named_buffers())
-
-
-@compared("hooks that it adds", theirs=OTHER)
-def test_no_hooks_are_added(wrap: Callable) -> list[int]:
-    module = wrap(made(Norm))
-    step(module)
-    return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
 
 
 @compared("random numbers")
@@ -348,6 +328,10 @@ def test_modules_that_cannot_be_regions_are_errors(lib: Any) -> None:
                 lib.checkpoint_wrapper(module)
 
 
+def two(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.sin(), x.detach().sin()
+
+
 def patched() -> nn.Module:
     module = made(nn.Linear, 4, 4)
     module.forward = lambda x: (x * 3).sin().exp()
@@ -358,8 +342,16 @@ def noise(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     return lambda x: x.sin() * torch.rand(x.shape, generator=generator, dtype=x.dtype)
 
 
-def flags(tree: Any) -> list[bool]:
-    return [t.requires_grad for t in tree]
+def summed(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: module(x).sum()
+
+
+def grads(module: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(module(X).sum(), [X, *module.parameters()])
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))
 
 
 # Programs of one line that fairscale can't run right, with their rows and what fairscale does instead.
@@ -367,22 +359,15 @@ REFUSED = Fails(RuntimeError, "functorch")
 PROGRAMS: list[tuple[str, Outcome, Callable[[Callable], Any]]] = [
     ("results that aren't tensors", OTHER, lambda wrap: wrap(Calls(lambda x: [x.sin().exp(), None]))(X)),
     ("results that aren't tensors", OTHER, lambda wrap: wrap(Calls(lambda x: {"y": x.sin().exp(), "flag": True}))(X)),
-    ("which results require grad", OTHER, lambda wrap: flags(wrap(Calls(lambda x: (x.sin(), x.detach(), x > 0)))(X))),
+    ("which results require grad", OTHER, lambda wrap: [t.requires_grad for t in wrap(Calls(two))(X)]),
+    ("hooks that it adds", OTHER, lambda wrap: [len(m._forward_hooks) for m in wrap(made(Norm)).modules()]),
     ("random numbers", OTHER, lambda wrap: step(wrap(Calls(noise(torch.Generator().manual_seed(0)))))),
-    (
-        "`torch.autograd.grad`",
-        Fails(RuntimeError, "not compatible with"),
-        lambda wrap: torch.autograd.grad(wrap(made())(X).sum(), X),
-    ),
-    ("`torch.func`", REFUSED, lambda wrap: torch.func.grad(lambda x, m=wrap(made()): m(x).sum())(H)),
-    ("`torch.func`", REFUSED, lambda wrap: torch.vmap(torch.func.grad(lambda x, m=wrap(made()): m(x).sum()))(H)),
+    ("`torch.autograd.grad`", Fails(RuntimeError, "not compatible"), lambda wrap: grads(wrap(made()))),
+    ("`torch.func`", REFUSED, lambda wrap: torch.func.grad(summed(wrap(made())))(H)),
+    ("`torch.func`", REFUSED, lambda wrap: torch.vmap(torch.func.grad(summed(wrap(made()))))(H)),
     ("`torch.func`", REFUSED, lambda wrap: torch.vmap(wrap(made()))(H)),
     ("`torch.func`", REFUSED, lambda wrap: torch.func.jvp(wrap(made()), (H,), (H,))),
-    (
-        "pickle, `torch.save` of the module",
-        Fails(TypeError, "weakref"),
-        lambda wrap: pickle.loads(pickle.dumps(wrap(nn.Tanh())))(X),
-    ),
+    ("pickle, `torch.save` of the module", Fails(TypeError, "weakref"), lambda wrap: pickled(wrap(nn.Tanh()))(X)),
     ("a `forward` that was set on the module", OTHER, lambda wrap: wrap(patched())(X)),
 ]
 row(*(name for name, _, _ in PROGRAMS))
@@ -460,9 +445,11 @@ def rows(count: int, offload: bool) -> nn.Sequential:
     return nn.Sequential(*(checkpoint_wrapper(part.double(), offload_to_cpu=offload) for part in parts))
 
 
-def test_each_input_of_a_sequence_is_copied_out_once_and_back_once(far: Copies) -> None:
-    model, plain = rows(4, True), remat.nn.undo(rows(4, False))
-    out = model(H).square().sum()
+@row("inputs changed in place after the call")
+def test_each_input_is_copied_out_once_and_back_once_and_may_be_changed(far: Copies) -> None:
+    model, plain, h = rows(4, True), remat.nn.undo(rows(4, False)), H * 1
+    out = model(h).square().sum()
+    h.zero_()
     assert far.on_host() == 4
     out.backward()
     assert_same([p.grad for p in model.parameters()], step(plain, H)[1:])
@@ -471,42 +458,24 @@ def test_each_input_of_a_sequence_is_copied_out_once_and_back_once(far: Copies) 
     assert far.on_host() == far.on_device() == 0
 
 
-@row("inputs changed in place after the call")
-def test_offloaded_inputs_may_be_changed(far: Copies) -> None:
-    module, h = checkpoint_wrapper(made(), offload_to_cpu=True), X * 2
-    out = module(h).square().sum()
-    h.detach().zero_()
-    out.backward()
-    assert_same([p.grad for p in module.parameters()], step(made(), X * 2)[1:])
+def saved_on_cpu(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return module(x * 2)
 
 
-def saved_on_cpu(module: nn.Module) -> Callable:
-    def call(x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return module(x * 2)
-
-    return call
-
-
-AROUND: dict[str, Callable] = {
-    "region": lambda m: remat.remat(lambda x: m(x * 2)),
-    "torch's region": lambda m: lambda x: checkpoint(lambda x: m(x * 2), x, use_reentrant=False),
-    "hooks": saved_on_cpu,
+# Where others decide how the inputs are saved.
+INSIDE: dict[str, Callable[[nn.Module], Any]] = {
+    "region": lambda m: torch.autograd.grad(remat.remat(lambda x: m(x * 2))(X).sum(), X),
+    "torch's": lambda m: torch.autograd.grad(checkpoint(lambda x: m(x * 2), X, use_reentrant=False).sum(), X),
+    "hooks": lambda m: torch.autograd.grad(saved_on_cpu(m, X).sum(), X),
+    "torch.func": lambda m: torch.func.grad(summed(m))(H),
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("inside", INSIDE)
 @row("`offload_to_cpu`")
-def test_surrounding_regions_and_hooks_save_the_inputs_in_their_own_way(far: Copies, around: str) -> None:
-    module, plain = checkpoint_wrapper(made(), offload_to_cpu=True), made()
-    assert_same(*(torch.autograd.grad(AROUND[around](m)(X).sum(), [X, *m.parameters()]) for m in (module, plain)))
-    assert not far.out
-
-
-@row("`offload_to_cpu`")
-def test_under_torch_func_nothing_is_offloaded(far: Copies) -> None:
-    module, plain = checkpoint_wrapper(made(), offload_to_cpu=True), made()
-    assert_same(*(torch.func.grad(lambda x, m=m: m(x).sum())(X.detach()) for m in (module, plain)))
+def test_where_others_decide_how_inputs_are_saved_nothing_is_offloaded(far: Copies, inside: str) -> None:
+    assert_same(*(INSIDE[inside](m) for m in (checkpoint_wrapper(made(), offload_to_cpu=True), made())))
     assert not far.out
 
 
