@@ -109,24 +109,12 @@ def _call(fn: Callable, *args: Any, **kwargs: Any) -> Any:
 _OPTIONS = {*inspect.signature(remat.compat.checkpoint).parameters, "preserve_rng_state"} - {"function", "args"}
 
 
-def _checkpoint_of(module: Any) -> Callable:
-    return functools.partial(module.checkpoint, use_reentrant=False)
-
-
 def _fairscales() -> Any:
     return pytest.importorskip("fairscale.nn.checkpoint.checkpoint_activations").checkpoint_wrapper
 
 
-def _module(module: Any, offload_to_cpu: bool = False) -> Any:
-    return module
-
-
-TORCH = Original(
-    "Coming from torch.utils.checkpoint",
-    lambda: _checkpoint_of(torch.utils.checkpoint),
-    _checkpoint_of(remat.compat),
-    _call,
-)
+_torchs, _ours = (functools.partial(m.checkpoint, use_reentrant=False) for m in (torch.utils.checkpoint, remat.compat))
+TORCH = Original("Coming from torch.utils.checkpoint", lambda: _torchs, _ours, _call)
 FAIRSCALE = Original(
     "Coming from fairscale", _fairscales, remat.compat.checkpoint_wrapper, lambda module, *_, **__: module
 )

@@ -390,9 +390,7 @@ def test_a_policy_decides_what_is_saved_and_a_second_wrap_replaces_it() -> None:
         assert_same(step(checkpoint_wrapper(module, policy=policy)), step(made()))
         return held_bytes(module, x)
 
-    hidden = kept(policies.save_only_these_names("hidden")) - kept(None)
-    assert hidden == 64 * 8 * 8
-    assert kept([torch.ops.aten.tanh]) == kept(None) + hidden
+    assert kept(policies.save_only_these_names("hidden")) == kept(["aten.tanh"]) == kept(None) + 2 * x.nbytes
     assert kept(policies.everything_saveable) == held_bytes(made(), x)
     with pytest.raises(PolicyError, match="dots"):
         checkpoint_wrapper(made(), policy="dots")
@@ -400,39 +398,25 @@ def test_a_policy_decides_what_is_saved_and_a_second_wrap_replaces_it() -> None:
         checkpoint_wrapper(torch.sin)  # type: ignore[type-var]
 
 
-@compared("`offload_to_cpu`")
-@pytest.mark.parametrize("offload", [True, False])
-def test_on_the_cpu_nothing_is_offloaded(wrap: Callable, offload: bool) -> Any:
-    module, h = wrap(made(), offload), X * 2
-    assert wrap(module, offload_to_cpu=offload) is module
-    return step(module, h, shift=rand(4, seed=3))
+def product(tree: dict) -> Tensor:
+    hidden = checkpoint_name(tree["x"].sin(), "hidden")
+    return (hidden * tree["more"][0] * tree["leaf"] * tree["constant"]).sin().exp()
 
 
-class Tree(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, more: dict, *, leaf: Tensor) -> Tensor:
-        hidden = checkpoint_name(self.linear(x).sin(), "hidden")
-        return (hidden * more["y"][0] * leaf * more["z"]).sin().exp()
-
-
-@pytest.mark.parametrize("make_copy", [lambda m: m, lambda m: pickle.loads(pickle.dumps(m)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("make_copy", [lambda m: m, pickled, copy.copy, copy.deepcopy])
 @row("`offload_to_cpu`", "pickle, `torch.save` of the module")
 def test_computed_and_constant_inputs_are_offloaded_and_leaves_stay(far: Copies, make_copy: Callable) -> None:
-    """Also in containers, and in copies of the module."""
     x, leaf, results = rand(5, 4), rand(5, 4, seed=1), []
     policy = policies.save_only_these_names("hidden")
     for offload in (True, False):
-        module = make_copy(checkpoint_wrapper(made(Tree), offload_to_cpu=offload, policy=policy))
+        module = make_copy(checkpoint_wrapper(Calls(product), offload_to_cpu=offload, policy=policy))
         h, y, z = x * 2, leaf * 3, rand(5, 4, seed=2, grad=False)
-        out = module(h, {"y": [y], "z": z}, leaf=leaf).sum()
+        out = module({"x": h, "more": [y], "constant": z, "leaf": leaf}).sum()
         storages = [weakref.ref(t.untyped_storage()) for t in (h, y, z)]
         del h, y, z
         assert [ref() is None for ref in storages] == [offload] * 3
         assert (far.on_host(), far.on_device()) == (3 * offload, 0)
-        results.append(torch.autograd.grad(out, [x, leaf, *module.parameters()]))
+        results.append(torch.autograd.grad(out, [x, leaf]))
         assert sorted(far.taken()) == ([0, 1, 2] if offload else [])
         del out
         assert far.on_host() == far.on_device() == 0

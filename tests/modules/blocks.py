@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -122,13 +121,6 @@ AGAIN = [False, True]
 ALL = [False] * 4 + [True] * 4  # the runs of the blocks of a model
 
 
-def saved_and_loaded(model: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def replicated(model: Any) -> Any:
     """Copy a model as `DataParallel` does for each device, with the same parameters."""
     replica = model._replicate_for_data_parallel()
@@ -142,6 +134,5 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "old pickle": lambda model: pickle.loads(pickle.dumps(model, protocol=2)),
-    "save and load": saved_and_loaded,
     "replica": replicated,
 }

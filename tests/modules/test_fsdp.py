@@ -1,4 +1,4 @@
-"""FSDP2 and DDP with regions, in one process, compared with plain models and torch's checkpoint.
+"""FSDP2 and DDP with regions in one process, compared with plain models and torch's checkpoint.
 
 A unit's hooks gather its parameters before its forward, and in the backward before a recompute or within it.
 """
@@ -20,27 +20,42 @@ from benchmarks.measure import OpCounter, PeakMemory
 from remat import compat, policies, remat
 from remat import nn as remat_nn
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
-aten = torch.ops.aten
-PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
+if not torch.distributed.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+pytestmark = pytest.mark.usefixtures("process_group", "collector_off")
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+SAVED = policies.save_ops(*PRODUCTS)
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 class Layer(nn.Module):
-    """A transformer's layer, some of whose parameters may be frozen, and may have a part that it calls twice."""
+    """Some of its parameters may be frozen, one part isn't used by the result, and one may be called twice."""
 
-    def __init__(self, frozen: bool = False, twice: bool = False, width: int = 8) -> None:
+    def __init__(self, frozen: bool = False, twice: bool = False) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down, self.unused = nn.Linear(width, 16), nn.Linear(16, width), nn.Linear(width, width)
+        self.norm, self.up, self.down, self.unused = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            nn.Linear(8, 8),
+        )
         self.twice = twice
-        for module in (self.norm, self.up) if frozen else ():
-            module.requires_grad_(False)
+        self.norm.requires_grad_(not frozen), self.up.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(F.scaled_dot_product_attention(*self.qkv(self.norm(x)).chunk(3, -1)))
         self.unused(x)
-        x = x + self.down(F.gelu(self.up(x)))
-        return x + self.out(x).tanh() if self.twice else x
+        h = F.gelu(self.up(self.norm(x)))
+        x = x + self.down(h).sin()
+        return x + self.down(h.cos()).tanh() if self.twice else x
 
 
 class Model(nn.Module):
@@ -58,10 +73,6 @@ def by_checkpoint(module: Any, **options: Any) -> Callable:
     return lambda layer, x: module.checkpoint(layer, x, use_reentrant=False, **options)
 
 
-def selective() -> Any:
-    return torch.utils.checkpoint.create_selective_checkpoint_contexts(PRODUCTS)
-
-
 def by_call(layer: Layer, x: Tensor) -> Tensor:
     return layer(x)
 
@@ -70,46 +81,37 @@ def in_function(**options: Any) -> Callable:
     return lambda layer, x: remat(lambda x: layer(x), **options)(x)
 
 
-SAVED = policies.save_ops(*PRODUCTS)
+SELECTIVE = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, PRODUCTS)
 CALLS: dict[str, tuple[Callable, str]] = {  # with the call whose memory and work are the limit
     "plain": (by_call, "plain"),
     "torch": (by_checkpoint(torch.utils.checkpoint), "torch"),
-    "torch, selective": (by_checkpoint(torch.utils.checkpoint, context_fn=selective), "torch, selective"),
+    "torch, selective": (by_checkpoint(torch.utils.checkpoint, context_fn=SELECTIVE), "torch, selective"),
     "checkpoint": (by_checkpoint(compat), "torch"),
-    "checkpoint, selective": (by_checkpoint(compat, context_fn=selective), "torch, selective"),
-    "function": (in_function(), "torch"),
-    "function, values": (in_function(debug=True, determinism_check="values"), "torch"),
+    "checkpoint, selective": (by_checkpoint(compat, context_fn=SELECTIVE), "torch, selective"),
+    "function": (in_function(debug=True, determinism_check="values"), "torch"),
     "function, products": (in_function(policy=SAVED, debug=True), "torch, selective"),
     "apply": (by_call, "torch"),
     "apply, products": (by_call, "torch, selective"),
 }
-APPLIED = {"apply": None, "apply, products": SAVED}
 UNITS: dict[str, Callable[[Layer], list[nn.Module]]] = {
     "layers": lambda layer: [layer],
     "parts": lambda layer: [*layer.children()],
     "layers and parts": lambda layer: [*layer.children(), layer],
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "trained": {},
-    "frozen": {"frozen": True},
-    "twice": {"twice": True},
-    "bfloat16": {"dtype": torch.bfloat16},
+OPTIONS: dict[str, dict] = {
+    "trained": {}, "frozen": {"frozen": True}, "twice": {"twice": True}, "bfloat16": {"dtype": torch.bfloat16},
     "gathered once": {"reshard": False},
-}
+}  # fmt: skip
 
 
 def measured(call: str, units: str, options: str) -> tuple[list[Tensor], dict[str, int]]:
     """The gradients of three steps, and the saved bytes and operations of the last one."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     kind = dict(OPTIONS[options])
     dtype, reshard = kind.pop("dtype", None), kind.pop("reshard", True)
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (1,))
-    model = Model(CALLS[call][0], **kind)
-    if call in APPLIED:
-        remat_nn.apply(model, Layer, policy=APPLIED[call])
+    model, mesh = Model(CALLS[call][0], **kind), init_device_mesh("cpu", (1,))
+    if call.startswith("apply"):
+        remat_nn.apply(model, Layer, policy=SAVED if "products" in call else None)
     precision = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=dtype)
     for unit in (*(unit for layer in model.layers for unit in UNITS[units](layer)), model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
@@ -123,20 +125,21 @@ def measured(call: str, units: str, options: str) -> tuple[list[Tensor], dict[st
             loss.backward()
         del loss
         grads += [p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None]
-    return [*grads, x.grad], {
-        "kept": kept,
-        "left": memory.live,
-        "products": sum(backward[f"aten.{name}"] for name in ("mm", "addmm", "bmm")),
-        "gathered": sum(count["c10d._allgather_base_"] for count in (forward, backward)),
+    counts = {
+        "products": backward["aten.mm"] + backward["aten.addmm"],
         "reduced": backward["c10d._reduce_scatter_base_"],
     }
+    gathered = sum(count["c10d._allgather_base_"] for count in (forward, backward))
+    return [*grads, x.grad], {"kept": kept, "left": memory.live, "gathered": gathered, **counts}
 
 
 reference = functools.cache(measured)
 
 
-def check(call: str, units: str, options: str) -> None:
-    """The gradients are those of the plain model, and memory and work are within those of torch's checkpoint."""
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("units, options", [*((units, "trained") for units in UNITS), *(("parts", o) for o in OPTIONS)])
+@pytest.mark.parametrize("call", [call for call, (_, bound) in CALLS.items() if call != bound])
+def test_sharded_models_take_no_more_than_with_torchs_checkpoint(call: str, units: str, options: str) -> None:
     grads, taken = measured(call, units, options)
     assert_same(grads, reference("plain", units, options)[0])
     # Torch's selective checkpoint doesn't support all kinds of units, but it saves the same for all.
@@ -145,32 +148,9 @@ def check(call: str, units: str, options: str) -> None:
     assert {name: (taken[name], limit) for name, limit in bound.items() if taken[name] > limit} == {}
 
 
-@pytest.fixture(scope="module")
-def process_group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-in_process = pytest.mark.usefixtures("process_group", "collector_off")
-KINDS = [*((units, "trained") for units in UNITS), *(("parts", options) for options in [*OPTIONS][1:])]
-
-
-@in_process
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("units, options", KINDS)
-@pytest.mark.parametrize("call", [call for call, (_, bound) in CALLS.items() if call != bound])
-def test_sharded_models_take_no_more_than_with_torchs_checkpoint(call: str, units: str, options: str) -> None:
-    check(call, units, options)
-
-
-@in_process
 @pytest.mark.parametrize("cls", [blocks.Block, blocks.OfReplaced])
 @pytest.mark.parametrize("first", [True, False])
 def test_fully_shard_may_change_the_class_before_or_after(first: bool, cls: type) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh, model, expected = init_device_mesh("cpu", (1,)), blocks.made(blocks.Model, cls), blocks.step(blocks.made())
     if first:
         remat_nn.apply(model, cls)
@@ -184,7 +164,6 @@ def test_fully_shard_may_change_the_class_before_or_after(first: bool, cls: type
         assert runs == blocks.RUNS
 
 
-@in_process
 @pytest.mark.parametrize("static", [False, True])
 def test_distributed_data_parallel(static: bool) -> None:
     model = remat_nn.apply(blocks.made(), blocks.Block)

@@ -117,8 +117,7 @@ def test_a_region_has_the_name_of_its_module_in_errors() -> None:
 def test_undo_makes_all_calls_plain_again() -> None:
     model = remat.nn.apply(made(), (Model, Block, nn.Linear))
     remat.nn.undo(model.blocks[2])
-    assert changed(model) == [name for name, _ in model.named_modules() if not name.startswith(("blocks.2", "tail."))
-                              and name not in ("blocks", "tail")] + ["tail.2"]  # fmt: skip
+    check(model, made(), [False] * 4 + [True] * 7)  # the model and three blocks are recomputed
     assert remat.nn.undo(model) is model and remat.nn.undo(model) is model
     assert changed(model) == []
     assert [vars(m).keys() for m in model.modules()] == [vars(m).keys() for m in made().modules()]
@@ -136,15 +135,6 @@ def test_changes_between_forward_and_backward_have_no_effect_on_that_backward(ch
     change(model)
     loss.backward()
     assert_same([p.grad for p in model.parameters()], step(plain))
-
-
-def test_calls_without_grad_and_disabled_calls_are_plain() -> None:
-    plain, model = made(), remat.nn.apply(made(), Block)
-    for context in (torch.no_grad, torch.inference_mode, disable_remat):
-        with context():
-            assert_same(model(X).detach(), plain(X).detach())
-    with disable_remat():
-        check(model, plain, [False] * 4)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
