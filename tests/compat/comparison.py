@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch.utils.checkpoint
 from cases import assert_same
+from side_by_side import values_and_grads
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import remat.compat
 
@@ -48,19 +50,12 @@ def assert_outcome(outcome: Outcome, program: Callable[[], Any], expected: Any, 
 
 @dataclass(frozen=True)
 class Original:
-    """A library whose functions have drop-ins, and its section of the documentation.
-
-    Attributes:
-        section: the heading of the section.
-        original: returns what programs get as their first argument.
-        ours: the drop-in for it.
-        plain: the same without checkpointing.
-    """
+    """A section of the documentation, and what programs get as their first argument: one of three functions."""
 
     section: str
-    original: Callable[[], Any]
-    ours: Any
-    plain: Any
+    original: Callable[[], Any]  # returns the library's function
+    ours: Any  # its drop-in
+    plain: Any  # the same without checkpointing
 
     def row(self, *names: str) -> Callable[[Callable], Callable]:
         """Mark a test as one about these rows of the tables."""
@@ -118,3 +113,15 @@ TORCH = Original("Coming from torch.utils.checkpoint", lambda: _torchs, _ours, _
 FAIRSCALE = Original(
     "Coming from fairscale", _fairscales, remat.compat.checkpoint_wrapper, lambda module, *_, **__: module
 )
+
+
+def checkpoints_in_graph(fn: Callable, *args: Any) -> list[bool]:
+    """Compile a function to one graph, and return which of its checkpoint operators are selective."""
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    found = values_and_grads(torch.compile(fn, backend=counter, fullgraph=True), *args)
+    torch._dynamo.reset()
+    assert_same(found, values_and_grads(fn, *args), exact=False)
+    (graph,) = counter.graphs
+    nodes = [node for node in graph.graph.nodes if "tag_activation_checkpoint" in str(node.target)]
+    return ["_checkpoint_context_fn" in getattr(graph, node.args[0].target).meta for node in nodes]

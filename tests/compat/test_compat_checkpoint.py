@@ -21,12 +21,9 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from cases import assert_same, rand, repeated
 from cases import module as made
-from comparison import OTHER, SAME, TORCH, Fails, Outcome, libraries
-from functorch.compile import make_boxed_func
+from comparison import OTHER, SAME, TORCH, Fails, Outcome, checkpoints_in_graph, libraries
 from side_by_side import Runs, both, is_torch, values_and_grads
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointError
 
 import remat.compat
@@ -53,9 +50,6 @@ def gradient(module: Any, fn: Callable, **options: Any) -> Tensor:
     x = rand(2, 2)
     out = module.checkpoint(fn, x, use_reentrant=False, **options)
     return torch.autograd.grad(out.sum(), x)[0]
-
-
-# --- names and calls --------------------------------------------------------------------------------------------------
 
 
 def test_every_public_name_exists_and_what_runs_no_region_is_torchs() -> None:
@@ -179,16 +173,6 @@ def test_a_function_may_have_a_parameter_named_policy() -> None:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-@row("`policy`")
-def test_policies_save_results_of_operations() -> None:
-    fn, x, w = lambda x, w: ((x @ w).sin() @ w).sin(), rand(4, 4), rand(4, 4, seed=1)
-    for policy, products, kept in ((None, 2, 1), (policies.save_matmuls, 0, 3), (["aten.mm"], 0, 3)):
-        call = functools.partial(checkpoint, fn, policy=policy)
-        assert held_bytes(call, x, w) == kept * x.nbytes
-        assert count_ops(call(x, w).sum().backward)["aten.mm"] == 4 + products
-        assert_same(values_and_grads(call, x, w), values_and_grads(fn, x, w))
-
-
 @row("`use_reentrant`")
 def test_there_is_no_reentrant_variant_and_no_warning() -> None:
     x = rand(3)
@@ -209,11 +193,7 @@ def test_there_is_no_reentrant_variant_and_no_warning() -> None:
 def runs_differ(first: Callable, again: Callable) -> Callable:
     """`first` in the first call, `again` in later calls."""
     runs = itertools.count()
-
-    def fn(x: Tensor) -> Tensor:
-        return (again if next(runs) else first)(x)
-
-    return fn
+    return lambda x: (again if next(runs) else first)(x)
 
 
 def three(x: Tensor) -> Tensor:
@@ -250,9 +230,7 @@ def test_wrong_arguments_are_errors(module: Any, grad: bool) -> None:
         with pytest.raises(ValueError, match=r"determinism_check[\s\S]*default[\s\S]*got"):
             module.checkpoint(deep, rand(3), use_reentrant=False, determinism_check="strict")
         for function in (3, None):
-            with pytest.raises(
-                TypeError, match=None if is_torch(module) else "takes a function and its arguments, got"
-            ):
+            with pytest.raises(TypeError, match=None if is_torch(module) else "a function and its arguments, got"):
                 module.checkpoint(function, rand(3), use_reentrant=False)
 
 
@@ -320,9 +298,6 @@ def test_early_stop_and_its_switch(module: Any, setters: Any) -> None:
             early = run(early_stop=False)
         assert ends_of_backward(early) == 0
     assert (ends_of_backward(never), ends_of_backward(run())) == (1, 0)  # the setting of the forward counts
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------------
 
 
 def drops(x: Tensor) -> Tensor:
@@ -644,54 +619,35 @@ def block(x: Tensor, w: Tensor) -> Tensor:
     return ((x @ w).sin() @ w).sin().exp()
 
 
-def products_of_compiled(fn: Callable) -> int:
-    """The products in the backward graph of one full graph, whose gradients are checked."""
-    counts: list[int] = []
-
-    def backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        counts.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(
-        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward,
-        partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
-    torch._dynamo.reset()
-    args = rand(4, 4), rand(4, 4, seed=1)
-    found = values_and_grads(torch.compile(fn, backend=backend, fullgraph=True), *args)
-    assert_same(found, values_and_grads(block, *args), exact=False)
-    assert len(counts) == 1
-    return counts[0]
-
-
 SELECTIVE = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-COMPILED: list[tuple[dict, int, bool]] = [  # with the number of products, and whether torch's function compiles with it
-    ({"preserve_rng_state": False, "determinism_check": "none", "early_stop": False}, 6, True),
-    ({"context_fn": SELECTIVE}, 4, True),
-    ({"debug": True, "determinism_check": "values"}, 6, False),
-    ({"context_fn": torch.utils.checkpoint.noop_context_fn}, 6, False),
-    ({"policy": policies.save_matmuls}, 4, False),
+SAVED = {"policy": policies.save_matmuls}
+W = rand(4, 4), rand(4, 4, seed=1)
+COMPILED: list[tuple[dict, bool, bool]] = [  # whether the operator is selective, and torch's function compiles
+    ({"preserve_rng_state": False, "determinism_check": "none", "early_stop": False}, False, True),
+    ({"context_fn": SELECTIVE}, True, True),
+    ({"debug": True, "determinism_check": "values"}, False, False),
+    ({"context_fn": torch.utils.checkpoint.noop_context_fn}, False, False),
+    (SAVED, True, False),
 ]
 
 
-@pytest.mark.parametrize("options, products, theirs", COMPILED)
+@pytest.mark.parametrize("options, selective, theirs", COMPILED)
 @row("`torch.compile`")
-def test_options_in_compiled_code(options: dict, products: int, theirs: bool) -> None:
+def test_options_in_compiled_code(options: dict, selective: bool, theirs: bool) -> None:
     for module in (remat.compat, torch.utils.checkpoint)[: 1 + theirs]:
         call = functools.partial(module.checkpoint, block, use_reentrant=False, **options)
-        assert products_of_compiled(lambda x, w, call=call: call(x, w)) == products
+        assert checkpoints_in_graph(lambda x, w, call=call: call(x, w), *W) == [selective]
 
 
 @row("`torch.compile`")
 def test_other_forms_and_errors_in_compiled_code() -> None:
-    assert products_of_compiled(checkpoint(use_reentrant=False, policy=policies.save_matmuls)(block)) == 4
-    assert products_of_compiled(lambda x, w: checkpoint(lambda x, *, w: block(x, w), x, w=w)) == 6
-    row = lambda w: [lambda x: x @ w, torch.sin, lambda x: x @ w, lambda x: x.sin().exp()]
-    assert products_of_compiled(lambda x, w: checkpoint_sequential(row(w), 2, x)) == 5
-    hidden, twice = {"respect_saved_tensors_hooks": False}, {"policy": policies.save_matmuls, "context_fn": SELECTIVE}
-    for wrong in ({"use_reentrant": True}, hidden, twice):
+    assert checkpoints_in_graph(checkpoint(use_reentrant=False, **SAVED)(block), *W) == [True]
+    assert checkpoints_in_graph(lambda x, w: checkpoint(lambda x, *, w: block(x, w), x, w=w), *W) == [False]
+    in_row = lambda w: [lambda x: x @ w, torch.sin, lambda x: x @ w, lambda x: x.sin().exp()]
+    assert checkpoints_in_graph(lambda x, w: checkpoint_sequential(in_row(w), 2, x, **SAVED), *W) == [True]
+    for wrong in ({"use_reentrant": True}, {"respect_saved_tensors_hooks": False}, {**SAVED, "context_fn": SELECTIVE}):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError"):
-            products_of_compiled(lambda x, w, wrong=wrong: checkpoint(block, x, w, **wrong))
+            checkpoints_in_graph(lambda x, w, wrong=wrong: checkpoint(block, x, w, **wrong), *W)
 
 
 # --- the documentation ------------------------------------------------------------------------------------------------

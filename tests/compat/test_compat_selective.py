@@ -285,11 +285,8 @@ class Decorating(Noted, contextlib.ContextDecorator):
 
 @contextlib.contextmanager
 def generated(name: str, log: list[str]) -> Iterator[None]:
-    log.append(f"{name} begins")
-    try:
+    with Noted(name, log):
         yield
-    finally:
-        log.append(f"{name} ends")
 
 
 KINDS = [Noted, Decorating, generated]

@@ -42,12 +42,8 @@ class Layer(nn.Module):
 
     def __init__(self, frozen: bool = False, twice: bool = False) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.unused = (
-            nn.LayerNorm(8),
-            nn.Linear(8, 16),
-            nn.Linear(16, 8),
-            nn.Linear(8, 8),
-        )
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.unused = nn.Linear(8, 8)
         self.twice = twice
         self.norm.requires_grad_(not frozen), self.up.requires_grad_(not frozen)
 
@@ -69,18 +65,9 @@ class Model(nn.Module):
         return x.float()
 
 
-def by_checkpoint(module: Any, **options: Any) -> Callable:
-    return lambda layer, x: module.checkpoint(layer, x, use_reentrant=False, **options)
-
-
-def by_call(layer: Layer, x: Tensor) -> Tensor:
-    return layer(x)
-
-
-def in_function(**options: Any) -> Callable:
-    return lambda layer, x: remat(lambda x: layer(x), **options)(x)
-
-
+by_call = lambda layer, x: layer(x)
+by_checkpoint = lambda module, **options: functools.partial(module.checkpoint, use_reentrant=False, **options)
+in_function = lambda **options: lambda layer, x: remat(lambda x: layer(x), **options)(x)
 SELECTIVE = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, PRODUCTS)
 CALLS: dict[str, tuple[Callable, str]] = {  # with the call whose memory and work are the limit
     "plain": (by_call, "plain"),
@@ -125,12 +112,10 @@ def measured(call: str, units: str, options: str) -> tuple[list[Tensor], dict[st
             loss.backward()
         del loss
         grads += [p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None]
-    counts = {
-        "products": backward["aten.mm"] + backward["aten.addmm"],
-        "reduced": backward["c10d._reduce_scatter_base_"],
-    }
-    gathered = sum(count["c10d._allgather_base_"] for count in (forward, backward))
-    return [*grads, x.grad], {"kept": kept, "left": memory.live, "gathered": gathered, **counts}
+    products, reduced = backward["aten.mm"] + backward["aten.addmm"], backward["c10d._reduce_scatter_base_"]
+    gathered = forward["c10d._allgather_base_"] + backward["c10d._allgather_base_"]
+    counts = {"kept": kept, "left": memory.live, "products": products, "reduced": reduced, "gathered": gathered}
+    return [*grads, x.grad], counts
 
 
 reference = functools.cache(measured)

@@ -141,7 +141,6 @@ def test_changes_between_forward_and_backward_have_no_effect_on_that_backward(ch
 
 WRONG: list[tuple[Any, dict, type, str]] = [
     (nn.Conv2d, {}, ValueError, "chooses none of the model's modules.*Block, LayerNorm, Linear"),
-    (remat.nn.every(2, nn.Conv2d), {}, ValueError, "chooses none"),
     ("blocks.*", {}, TypeError, "where must be a type.*For a name give `lambda name, module: name == 'blocks"),
     ([Block], {}, TypeError, "where must be a type.*Give a tuple of types"),
     ((Block, "tail"), {}, TypeError, "where must be a type"),
@@ -150,7 +149,6 @@ WRONG: list[tuple[Any, dict, type, str]] = [
     (nn.ModuleList, {}, TypeError, "the ModuleList 'blocks' has no forward: use the modules in it"),
     (Block, {"policy": "dots"}, PolicyError, "dots"),
     (Block, {"early_stop": 1}, TypeError, "early_stop"),
-    (Block, {"determinism_check": "some"}, ValueError, "determinism_check"),
 ]
 
 
@@ -251,14 +249,10 @@ def test_combination_with_the_librarys_own_checkpoint_is_an_error(wrap: Callable
 
 
 class Cache:
-    """A key-value cache, as in transformers."""
+    """A key-value cache with a number of values for layer 7, as in transformers."""
 
     def __init__(self, length: int = 0) -> None:
-        self.length = length
-
-    def get_seq_length(self, layer: int) -> int:
-        assert layer == 7
-        return self.length
+        self.get_seq_length = {7: length}.__getitem__
 
 
 class Layer(OfLibrary):
@@ -270,12 +264,7 @@ class Layer(OfLibrary):
 
 
 class Decoder(Layer):
-    """A layer of a decoder, which would fill the cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.Identity()
-        self.attention.layer_idx = 7
+    layer_idx = 7
 
 
 SEEN: list[tuple[Any, dict]] = []
@@ -285,8 +274,8 @@ SEEN: list[tuple[Any, dict]] = []
 def transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of the library that decide about the cache."""
     monkeypatch.setitem(sys.modules, "transformers.cache_utils", SimpleNamespace(Cache=Cache))
-    layers = SimpleNamespace(GradientCheckpointingLayer=Decoder)
-    monkeypatch.setitem(sys.modules, "transformers.modeling_layers", layers)
+    names = SimpleNamespace(GradientCheckpointingLayer=Decoder)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_layers", names)
     remat._modules.eligible._warn.cache_clear()
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
 import torch.nn.utils.prune as prune
-from accelerator import DEVICE, backend
 from blocks import AGAIN, ALL, COPIES, INSIDE, RUNS, WAYS, Block, Model, OfReplaced, Quiet, X, check, kept, made, step
 from cases import assert_same, rand
 from torch import Tensor, nn
@@ -467,20 +466,6 @@ def test_graph_modules(way: str) -> None:
         next(n for n in module.graph.nodes if n.target == "sigmoid").target = "tanh"
         assert all(torch.equal(other(X), plain(X)) for other in others)
         module.recompile()
-
-
-# --- devices and memory -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(DEVICE != "cuda", reason="DataParallel is for CUDA")
-def test_data_parallel() -> None:
-    plain, x = made().to(DEVICE), X.to(DEVICE)
-    for way in ("in place", "second"):
-        check(nn.DataParallel(regions(way).to(DEVICE), [0]), plain, ALL, x)
-    check(nn.DataParallel(regions("in place").to(DEVICE)), nn.DataParallel(plain), None, x)
-    runs = 4 * min(backend.device_count(), len(x))
-    assert sorted(RUNS) == [False] * runs + [True] * runs
 
 
 @every_way
