@@ -102,18 +102,13 @@ def test_two_policies_are_an_error() -> None:
 @row("selective: policy function")
 def test_a_policy_function_is_called_in_the_first_run_only(module: Any) -> None:
     asked: list[tuple] = []
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        asked.append((op, args[0].shape, ctx.is_recompute))
-        return False
-
-    x, w = arguments()
-    out = region_of(module, policy=policy)(x, w)
-    first = [MM, aten.sin.default, MM, aten.sin.default]
-    assert asked == [(op, (4, 4), False) for op in first]
+    policy = lambda ctx, op, *args, **kwargs: bool(asked.append((op, args[0].shape, ctx.is_recompute)))
+    out = region_of(module, policy=policy)(*arguments())
+    first = [(op, (4, 4), False) for op in (MM, aten.sin.default) * 2]
+    assert asked == first
     out.sum().backward()
     if NEWER or not is_torch(module):  # torch 2.11 calls it in the recompute too
-        assert [entry[0] for entry in asked] == first
+        assert asked == first
 
 
 @both
@@ -304,11 +299,7 @@ def in_contexts(module: Any, first: Any, again: Any, fn: Callable = deep, **opti
 @OTHERS
 def test_the_second_context_is_entered_for_each_recompute(module: Any, kind: Callable) -> None:
     log: list[str] = []
-
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        log.append("function")
-        return deep(x, w)
-
+    fn = lambda x, w: (log.append("function"), deep(x, w))[1]
     x, w = arguments()
     pair = lambda: [kind("first", log), kind("again", log)]
     out = module.checkpoint(fn, x, w, use_reentrant=False, context_fn=pair).sum()

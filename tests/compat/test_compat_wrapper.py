@@ -312,8 +312,10 @@ def test_modules_that_cannot_be_regions_are_errors(lib: Any) -> None:
                 lib.checkpoint_wrapper(module)
 
 
-def two(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.sin(), x.detach().sin()
+two = lambda x: (x.sin(), x.detach().sin())
+noise = lambda generator: lambda x: x.sin() * torch.rand(x.shape, generator=generator, dtype=x.dtype)
+summed = lambda module: lambda x: module(x).sum()
+pickled = lambda module: pickle.loads(pickle.dumps(module))
 
 
 def patched() -> nn.Module:
@@ -322,20 +324,8 @@ def patched() -> nn.Module:
     return module
 
 
-def noise(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.sin() * torch.rand(x.shape, generator=generator, dtype=x.dtype)
-
-
-def summed(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: module(x).sum()
-
-
 def grads(module: nn.Module) -> tuple[Tensor, ...]:
     return torch.autograd.grad(module(X).sum(), [X, *module.parameters()])
-
-
-def pickled(module: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(module))
 
 
 # Programs of one line that fairscale can't run right, with their rows and what fairscale does instead.
