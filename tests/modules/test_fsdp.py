@@ -1,4 +1,4 @@
-"""FSDP2 in regions that call its units, compared with plain models and torch's checkpoint; in one and two processes.
+"""FSDP2 and DDP with regions in one process, compared with plain models and torch's checkpoint.
 
 A unit's hooks gather its parameters before its forward, and in the backward before a recompute or within it.
 """
@@ -6,169 +6,28 @@ A unit's hooks gather its parameters before its forward, and in the backward bef
 from __future__ import annotations
 
 import functools
-import itertools
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import blocks
 import pytest
 import torch
-from cases import run_program
+from cases import assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measure import OpCounter, PeakMemory, gc_disabled
+from benchmarks.measure import OpCounter, PeakMemory
 from remat import compat, policies, remat
 from remat import nn as remat_nn
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
-aten = torch.ops.aten
-PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
+if not torch.distributed.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-
-class Block(nn.Module):
-    """A transformer's block, some of whose parameters may be frozen, and may have a layer that it calls twice."""
-
-    def __init__(self, frozen: bool = False, twice: bool = False, width: int = 8) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.unused = nn.Linear(width, width)
-        self.twice = twice
-        for module in (self.norm, self.up) if frozen else ():
-            module.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(F.scaled_dot_product_attention(*self.qkv(self.norm(x)).chunk(3, -1)))
-        self.unused(x)
-        x = x + self.down(F.gelu(self.up(x)))
-        return x + self.out(x).tanh() if self.twice else x
-
-
-class Model(nn.Module):
-    def __init__(self, call: Callable, **kind: Any) -> None:
-        super().__init__()
-        self.blocks, self.call = nn.ModuleList(Block(**kind) for _ in range(2)), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.call(block, x)
-        return x.float()
-
-
-def by_torch(module: Any = torch.utils.checkpoint, **options: Any) -> Callable:
-    return lambda block, x: module.checkpoint(block, x, use_reentrant=False, **options)
-
-
-def selective() -> Any:
-    return torch.utils.checkpoint.create_selective_checkpoint_contexts(PRODUCTS)
-
-
-def by_call(block: Block, x: Tensor) -> Tensor:
-    return block(x)
-
-
-def in_function(**options: Any) -> Callable:
-    return lambda block, x: remat(lambda x: block(x), **options)(x)
-
-
-CALLS: dict[str, tuple[Callable, str]] = {  # with the call whose memory and work are the limit
-    "plain": (by_call, "plain"),
-    "torch": (by_torch(), "torch"),
-    "torch, selective": (by_torch(context_fn=selective), "torch, selective"),
-    "checkpoint": (by_torch(compat), "torch"),
-    "checkpoint, selective": (by_torch(compat, context_fn=selective), "torch, selective"),
-    "function": (in_function(), "torch"),
-    "function, products": (in_function(policy=policies.save_ops(*PRODUCTS)), "torch, selective"),
-    "function, names": (in_function(policy=policies.save_only_these_names("none of these")), "torch"),
-    "function, values": (in_function(determinism_check="values"), "torch"),
-    "function, debug": (in_function(debug=True, determinism_check="values"), "torch"),
-    "function, products, debug": (in_function(policy=policies.save_ops(*PRODUCTS), debug=True), "torch, selective"),
-    "apply": (by_call, "torch"),
-    "apply, products": (by_call, "torch, selective"),
-}
-POLICIES = {"apply": None, "apply, products": policies.save_ops(*PRODUCTS)}
-UNITS: dict[str, Callable[[Block], list[nn.Module]]] = {
-    "blocks": lambda block: [block],
-    "layers": lambda block: [*block.children()],
-    "blocks and layers": lambda block: [*block.children(), block],
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "trained": {},
-    "frozen": {"frozen": True},
-    "twice": {"twice": True},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "gathered once": {"reshard": False},
-}
-
-
-def measured(call: str, units: str, options: str) -> tuple[list[Tensor], dict[str, int]]:
-    """The gradients of three steps, and the saved bytes and operations of the last one."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    def shard(module: nn.Module) -> None:
-        precision = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=dtype)
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
-
-    kind = dict(OPTIONS[options])
-    dtype, reshard = kind.pop("dtype", None), kind.pop("reshard", True)
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    model = Model(CALLS[call][0], **kind)
-    if call in POLICIES:
-        remat_nn.apply(model, Block, policy=POLICIES[call])
-    for block in model.blocks:
-        for unit in UNITS[units](block):
-            shard(unit)
-    shard(model)
-    x, grads = torch.randn(4, 5, 8, requires_grad=True), []
-    for step in range(3):
-        model.zero_grad()
-        with PeakMemory() as memory, OpCounter() as forward:
-            loss = (model(x * step).sin() + 1).prod(-1).sum()
-        kept = settled(memory)
-        with OpCounter() as backward:
-            loss.backward()
-        del loss
-        grads += [p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None]
-    grads.append(x.grad)
-    return grads, {
-        "kept": kept,
-        "left": settled(memory),
-        "products": sum(backward[f"aten.{name}"] for name in ("mm", "addmm", "bmm")),
-        "gathered": sum(count["c10d._allgather_base_"] for count in (forward, backward)),
-        "reduced": backward["c10d._reduce_scatter_base_"],
-    }
-
-
-reference = functools.cache(measured)
-
-
-def settled(memory: PeakMemory) -> int:
-    """The live bytes; a thread of gloo may hold the last result of a collective briefly, so take the minimum."""
-    found = [memory.live]
-    for _ in range(20 if torch.distributed.get_world_size() > 1 else 0):
-        time.sleep(0.002)
-        found.append(memory.live)
-    return min(found)
-
-
-def check(call: str, units: str, options: str) -> None:
-    """The gradients are those of the plain model, and memory and work are within those of torch's checkpoint."""
-    grads, taken = measured(call, units, options)
-    expected, _ = reference("plain", units, options)
-    # Torch's selective checkpoint doesn't support all kinds of units, but it saves the same for all.
-    _, bound = reference("torch", units, options)
-    _, selected = reference(CALLS[call][1], "blocks", options)
-    bound = {**bound, "kept": selected["kept"], "products": selected["products"]}
-    assert len(grads) == len(expected)
-    assert all(map(torch.equal, grads, expected))
-    assert {name: (taken[name], limit) for name, limit in bound.items() if taken[name] > limit} == {}
-
-
-OURS = [call for call, (_, bound) in CALLS.items() if call != bound]
+pytestmark = pytest.mark.usefixtures("process_group", "collector_off")
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+SAVED = policies.save_ops(*PRODUCTS)
 
 
 @pytest.fixture(scope="module")
@@ -178,45 +37,121 @@ def process_group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.usefixtures("process_group", "collector_off")
-@pytest.mark.parametrize(
-    "units, options", [*((units, "trained") for units in UNITS), *(("layers", options) for options in [*OPTIONS][1:])]
-)
-@pytest.mark.parametrize("call", OURS)
-def test_one_process(call: str, units: str, options: str) -> None:
-    check(call, units, options)
+class Layer(nn.Module):
+    """Some of its parameters may be frozen, one part isn't used by the result, and one may be called twice."""
+
+    def __init__(self, frozen: bool = False, twice: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.unused = nn.Linear(8, 8)
+        self.twice = twice
+        self.norm.requires_grad_(not frozen), self.up.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        h = F.gelu(self.up(self.norm(x)))
+        x = x + self.down(h).sin()
+        return x + self.down(h.cos()).tanh() if self.twice else x
 
 
-# --- two processes ----------------------------------------------------------------------------------------------------
+class Model(nn.Module):
+    def __init__(self, call: Callable, **kind: Any) -> None:
+        super().__init__()
+        self.layers, self.call = nn.ModuleList(Layer(**kind) for _ in range(2)), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x.float()
 
 
-CALLED = ["checkpoint", "checkpoint, selective", "function, products, debug", "apply", "apply, products"]
+by_call = lambda layer, x: layer(x)
+by_checkpoint = lambda module, **options: functools.partial(module.checkpoint, use_reentrant=False, **options)
+in_function = lambda **options: lambda layer, x: remat(lambda x: layer(x), **options)(x)
+SELECTIVE = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, PRODUCTS)
+CALLS: dict[str, tuple[Callable, str]] = {  # with the call whose memory and work are the limit
+    "plain": (by_call, "plain"),
+    "torch": (by_checkpoint(torch.utils.checkpoint), "torch"),
+    "torch, selective": (by_checkpoint(torch.utils.checkpoint, context_fn=SELECTIVE), "torch, selective"),
+    "checkpoint": (by_checkpoint(compat), "torch"),
+    "checkpoint, selective": (by_checkpoint(compat, context_fn=SELECTIVE), "torch, selective"),
+    "function": (in_function(debug=True, determinism_check="values"), "torch"),
+    "function, products": (in_function(policy=SAVED, debug=True), "torch, selective"),
+    "apply": (by_call, "torch"),
+    "apply, products": (by_call, "torch, selective"),
+}
+UNITS: dict[str, Callable[[Layer], list[nn.Module]]] = {
+    "layers": lambda layer: [layer],
+    "parts": lambda layer: [*layer.children()],
+    "layers and parts": lambda layer: [*layer.children(), layer],
+}
+OPTIONS: dict[str, dict] = {
+    "trained": {}, "frozen": {"frozen": True}, "twice": {"twice": True}, "bfloat16": {"dtype": torch.bfloat16},
+    "gathered once": {"reshard": False},
+}  # fmt: skip
 
 
-def check_all(rank: int, folder: str, options: str) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    with gc_disabled():
-        for call, units in itertools.product(CALLED, ["layers", "blocks and layers"]):
-            try:
-                check(call, units, options)
-            except Exception as error:
-                raise AssertionError(f"{call}, {units} in process {rank}") from error
-    if rank == 0:
-        print("all the same")
-    torch.distributed.destroy_process_group()
+def measured(call: str, units: str, options: str) -> tuple[list[Tensor], dict[str, int]]:
+    """The gradients of three steps, and the saved bytes and operations of the last one."""
+    kind = dict(OPTIONS[options])
+    dtype, reshard = kind.pop("dtype", None), kind.pop("reshard", True)
+    torch.manual_seed(0)
+    model, mesh = Model(CALLS[call][0], **kind), init_device_mesh("cpu", (1,))
+    if call.startswith("apply"):
+        remat_nn.apply(model, Layer, policy=SAVED if "products" in call else None)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=dtype)
+    for unit in (*(unit for layer in model.layers for unit in UNITS[units](layer)), model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
+    x, grads = torch.randn(4, 5, 8, requires_grad=True), []
+    for step in range(3):
+        model.zero_grad()
+        with PeakMemory() as memory, OpCounter() as forward:
+            loss = (model(x * step).sin() + 1).prod(-1).sum()
+        kept = memory.live
+        with OpCounter() as backward:
+            loss.backward()
+        del loss
+        grads += [p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None]
+    products, reduced = backward["aten.mm"] + backward["aten.addmm"], backward["c10d._reduce_scatter_base_"]
+    gathered = forward["c10d._allgather_base_"] + backward["c10d._allgather_base_"]
+    counts = {"kept": kept, "left": memory.live, "products": products, "reduced": reduced, "gathered": gathered}
+    return [*grads, x.grad], counts
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("options", OPTIONS)
-def test_two_processes(options: str, tmp_path: Path) -> None:
-    program = f"""
-import sys
-sys.path[:0] = {[str(path) for path in Path(__file__).parents[:2]]!r}
-import torch.multiprocessing
-from test_fsdp import check_all
-torch.multiprocessing.start_processes(check_all, ({str(tmp_path)!r}, {options!r}), nprocs=2, start_method="fork")
-"""
-    assert "all the same" in run_program(program)
+reference = functools.cache(measured)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("units, options", [*((units, "trained") for units in UNITS), *(("parts", o) for o in OPTIONS)])
+@pytest.mark.parametrize("call", [call for call, (_, bound) in CALLS.items() if call != bound])
+def test_sharded_models_take_no_more_than_with_torchs_checkpoint(call: str, units: str, options: str) -> None:
+    grads, taken = measured(call, units, options)
+    assert_same(grads, reference("plain", units, options)[0])
+    # Torch's selective checkpoint doesn't support all kinds of units, but it saves the same for all.
+    bound, selected = reference("torch", units, options)[1], reference(CALLS[call][1], "layers", options)[1]
+    bound = {**bound, "kept": selected["kept"], "products": selected["products"]}
+    assert {name: (taken[name], limit) for name, limit in bound.items() if taken[name] > limit} == {}
+
+
+@pytest.mark.parametrize("cls", [blocks.Block, blocks.OfReplaced])
+@pytest.mark.parametrize("first", [True, False])
+def test_fully_shard_may_change_the_class_before_or_after(first: bool, cls: type) -> None:
+    mesh, model, expected = init_device_mesh("cpu", (1,)), blocks.made(blocks.Model, cls), blocks.step(blocks.made())
+    if first:
+        remat_nn.apply(model, cls)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh)
+    if not first:
+        remat_nn.apply(model, cls)
+    for runs in (blocks.ALL, blocks.ALL, [False] * 4):
+        model = model if True in runs else remat_nn.undo(model)
+        assert_same([grad.full_tensor() for grad in blocks.step(model)], expected)  # type: ignore[union-attr]
+        assert runs == blocks.RUNS
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_distributed_data_parallel(static: bool) -> None:
+    model = remat_nn.apply(blocks.made(), blocks.Block)
+    parallel = nn.parallel.DistributedDataParallel(model, static_graph=static)
+    for _ in range(2):
+        blocks.check(parallel, blocks.made(), blocks.ALL)

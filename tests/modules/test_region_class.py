@@ -1,0 +1,478 @@
+"""Modules whose calls are regions, made in each way: nothing else about them changes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.utils.parametrize as parametrize
+import torch.nn.utils.prune as prune
+from blocks import AGAIN, ALL, COPIES, INSIDE, RUNS, WAYS, Block, Model, OfReplaced, Quiet, X, check, kept, made, step
+from cases import assert_same, rand
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import remat.nn
+from benchmarks.measure import assert_freed_without_gc, leaked_bytes, peak_bytes
+from remat import RematError, disable_remat, is_recomputing, policies
+
+pytestmark = pytest.mark.usefixtures("collector_off")
+every_way = pytest.mark.parametrize("way", WAYS)
+every_copy = pytest.mark.parametrize("how", COPIES)
+
+
+def regions(way: str, block: type = Block) -> Any:
+    """A model whose blocks are regions."""
+    return made(Model, block, WAYS[way])
+
+
+# --- what is unchanged ------------------------------------------------------------------------------------------------
+
+
+@every_way
+def test_the_model_looks_unchanged(way: str) -> None:
+    plain, model = made(), regions(way)
+    for names in ("named_modules", "named_parameters", "named_buffers", "named_children"):
+        assert [n for n, _ in getattr(model, names)()] == [n for n, _ in getattr(plain, names)()]
+    own = "Block" if way == "in place" else "RematBlock"
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert repr(model) == repr(plain).replace("Block", own)
+    for module, before in zip(model.modules(), plain.modules(), strict=True):
+        assert isinstance(module, type(before))
+        for name in ("__qualname__", "__module__", "__doc__"):
+            assert getattr(type(module), name) == getattr(type(before), name)
+        assert inspect.signature(type(module).forward) == inspect.signature(type(before).forward)
+        assert inspect.signature(module.forward) == inspect.signature(before.forward)
+    added = set(dir(model.blocks[0])) - set(dir(plain.blocks[0]))
+    assert added - {"_remat"} == {"_remat_forward", "_remat_own", "_remat_regions"}
+
+
+@every_way
+def test_a_step_is_the_same_and_a_block_saves_its_input(way: str) -> None:
+    """In any number of layers they are one region, whatever the mode, dtype and device."""
+    model, plain = regions(way), made()
+    assert kept(model) == kept(plain) - 4 * INSIDE
+    changes: list[Callable] = [lambda m: m, nn.Module.eval, nn.Module.train, nn.Module.float, lambda m: m.to(X.dtype)]
+    for change in changes:
+        assert change(model) is model
+        change(plain)
+        check(model, plain, ALL, X.to(model.tail[2].weight.dtype))
+    for off in (torch.no_grad, torch.inference_mode, disable_remat):
+        with off():
+            assert_same(model(X).detach(), plain(X).detach())
+    assert regions(way).to("meta").blocks[0](X.to("meta")).device.type == "meta"
+
+
+def test_the_second_module_shares_all_state_with_the_first() -> None:
+    module = made(Block).eval()
+    second = remat.remat(module)
+    assert vars(second) is vars(module) and not second.training
+    second.scale = nn.Parameter(torch.zeros(4))
+    module.register_buffer("late", torch.ones(1))
+    assert module.scale is second.scale and "late" in second.state_dict()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        second.nothing  # noqa: B018
+
+
+def register_hooks(module: nn.Module, log: list) -> None:
+    """One hook of each kind; some of them change what they get."""
+
+    def note(kind: str, change: Callable = lambda *args: None) -> Callable:
+        return lambda *args: (log.append((kind, len(args), is_recomputing())), change(*args))[1]
+
+    module.register_forward_pre_hook(note("before"))
+    module.register_forward_pre_hook(note("halve", lambda m, args: (args[0] / 2, *args[1:])), prepend=True)
+    module.register_forward_pre_hook(note("triple", lambda m, args, kwargs: (args, {"scale": 3.0})), with_kwargs=True)
+    module.register_forward_hook(note("after"), with_kwargs=True)
+    module.register_forward_hook(note("double", lambda m, args, out: out * 2))
+    module.register_forward_hook(note("always"), always_call=True)
+    module.register_full_backward_pre_hook(note("before the backward", lambda m, to_out: (to_out[0] * 2,)))
+    module.register_full_backward_hook(note("after the backward", lambda m, to_in, to_out: (to_in[0] * 5,)))
+
+
+@every_way
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_fire_outside_of_the_region_as_often_as_before(before: bool, way: str) -> None:
+    logs, results = [], []
+    for wrap in (WAYS[way], lambda module: module):
+        module, log, x = made(Block), [], rand(5, 4)
+        register_hooks(module, log if before else [])
+        module = wrap(module)
+        register_hooks(module, [] if before else log)
+        out = module(x)
+        results.append((out.detach(), torch.autograd.grad(out.sum(), [x, *module.parameters()])))
+        logs.append(log)
+    assert logs[0] == logs[1] and len(logs[0]) == 8
+    assert_same(*results)
+
+
+def test_hooks_inside_a_region_fire_in_the_recompute_too_but_backward_hooks_once() -> None:
+    log: list[Any] = []
+    model = regions("in place")
+    model.blocks[2].up.register_full_backward_hook(lambda m, i, o: log.append("backward"))
+    model.blocks[2].up.register_forward_hook(lambda m, i, o: log.append(is_recomputing()))
+    step(model)
+    assert log == [False, True, "backward"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = Block(), Block(), nn.BatchNorm1d(4)
+        self.second.up.weight = self.first.up.weight
+        self.alias = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.alias(self.norm(self.second(self.first(x)))))
+
+
+@pytest.mark.parametrize("where", [Block, nn.Linear, (Block, nn.BatchNorm1d), (Tied, Block, nn.Linear)])
+def test_tied_weights_and_modules_that_are_called_twice(where: Any) -> None:
+    model, plain = remat.nn.apply(made(Tied), where), made(Tied)
+    again = copy.deepcopy(model)
+    for each in (model, again):
+        assert each.first is each.alias and each.first.up.weight is each.second.up.weight
+    for _ in range(3):  # each step updates the statistics once
+        check(model, plain)
+    assert int(model.norm.num_batches_tracked) == 6
+    check(again, made(Tied))
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Reduces(Block):
+    """Is rebuilt from its constructor arguments, so unknown attributes get lost."""
+
+    def __reduce__(self) -> Any:
+        return Reduces, (), self.state_dict()
+
+    def __setstate__(self, state: dict) -> None:
+        self.double().load_state_dict(state)
+
+
+class Forgets(Block):
+    """Its state contains only attributes that it knows."""
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "_remat"}
+
+
+class CopiesPlain(Block):
+    def __deepcopy__(self, memo: dict) -> Any:
+        new = CopiesPlain().double()
+        new.load_state_dict(self.state_dict())
+        return new
+
+
+CLASSES = [(cls, way) for cls in (Reduces, Forgets, CopiesPlain) for way in ("in place", "second of in place")]
+
+
+@every_copy
+@pytest.mark.parametrize("cls, way", [*((Block, way) for way in WAYS), *CLASSES])
+def test_copies_have_the_same_regions(how: str, cls: type, way: str) -> None:
+    module, plain = WAYS[way](made(cls)), made(cls)
+    again = COPIES[how](module)
+    assert type(again) is type(module) and again is not module
+    check(again, plain, AGAIN)
+    check(module, plain, AGAIN)
+    assert kept(again) == kept(module) == kept(plain) - INSIDE
+    if how not in ("copy", "replica"):
+        assert not any(a is b for a, b in zip(again.parameters(), module.parameters()))
+
+
+@every_copy
+def test_copies_have_the_same_options(how: str) -> None:
+    model = remat.nn.apply(made(), remat.nn.every(2, Block), policy=policies.save_only_these_names("hidden"))
+    again = COPIES[how](model)
+    check(again, made(), [False] * 4 + [True] * 2)
+    assert kept(again) == kept(model) < kept(made())
+    check(COPIES[how](remat.nn.undo(again)), made(), [False] * 4)
+    module = remat.remat(remat.remat(made(Block), policy=policies.everything_saveable), policy=policies.save_matmuls)
+    assert kept(COPIES[how](module)) == kept(remat.remat(made(Block), policy=policies.save_matmuls))
+
+
+# --- nested regions, and a forward that is replaced -------------------------------------------------------------------
+
+
+def test_undo_changes_the_module_that_two_share() -> None:
+    module, plain = made(Block), made(Block)
+    second = remat.remat(WAYS["in place"](module))
+    assert remat.nn.undo(second) is second
+    check(second, plain, AGAIN)
+    check(module, plain, [False])
+    check(WAYS["in place"](second), plain, AGAIN)
+
+
+NESTED: dict[str, tuple[Callable, Callable]] = {  # how the inner and the outer region are made
+    "second of in place": (remat.compat.checkpoint_wrapper, remat.remat),
+    "in place of second": (remat.remat, remat.compat.checkpoint_wrapper),
+    "second of second": (remat.remat, remat.remat),
+}
+
+
+@pytest.mark.parametrize("way", NESTED)
+def test_the_outer_policy_decides(way: str) -> None:
+    (inner, outer), hidden = NESTED[way], policies.save_only_these_names("hidden")
+    for policy in (None, hidden):
+        module = outer(inner(made(Block), policy=hidden), policy=policy)
+        check(module, made(Block))
+        assert kept(module) == kept(remat.remat(made(Block), policy=policy))
+
+
+class Meta(type):
+    """Replaces `forward` of each class."""
+
+    def __new__(meta, name: str, bases: tuple, names: dict) -> Any:
+        made = super().__new__(meta, name, bases, names)
+        forward = made.forward  # type: ignore[attr-defined]
+        made.forward = lambda self, *args, **kwargs: forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return made
+
+
+class OfMeta(Block, metaclass=Meta):
+    pass
+
+
+class Required(nn.Module):
+    """A base that requires a keyword from each subclass, and registers it."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        Required.known[kind] = cls
+
+
+class OfRequired(Block, Required, kind="block"):
+    pass
+
+
+@every_way
+@pytest.mark.parametrize("cls", [OfReplaced, OfMeta, OfRequired])
+def test_bases_that_change_their_subclasses(cls: type, way: str) -> None:
+    module, plain = WAYS[way](made(cls)), made(cls)
+    for each in (module, *(make_copy(module) for make_copy in COPIES.values()), remat.remat(module)):
+        check(each, plain, AGAIN)
+        assert kept(each) == kept(plain) - INSIDE and isinstance(each, cls)
+    assert Required.known == {"block": OfRequired}
+    with assert_freed_without_gc() as watch:
+        watch(*module.modules(), *module.parameters())
+        del each, module
+
+
+@pytest.mark.parametrize("way", ["in place", "second", "second of in place"])
+@pytest.mark.parametrize("cls", [Block, OfMeta])
+def test_the_region_is_around_a_forward_that_is_set_on_the_module(cls: type, way: str) -> None:
+    module, plain = made(cls), made(cls)
+    for m in (module, plain):
+        m.forward = lambda x, m=m: cls.forward(m, x.exp()).sin()
+    module = WAYS[way](module)
+    check(module, plain, AGAIN)
+    assert list(inspect.signature(module.forward).parameters) == ["x", "m"]
+    module.forward = plain.forward = lambda x: Block.forward(plain, x.cos())
+    assert_same(module(X), plain(X))
+    RUNS.clear()
+    module(X.clone().requires_grad_()).sum().backward()
+    assert RUNS == AGAIN
+    del module.forward
+    with pytest.raises(AttributeError):
+        del module.forward
+    check(module, made(cls), AGAIN)
+    module.forward = lambda x: x * 2
+    assert_same(remat.nn.undo(WAYS["in place"](module))(X), X * 2)
+
+
+def test_forward_of_the_class_is_a_function() -> None:
+    """Guards of compilers, and classes that inspect it, expect a function, and calling it runs the region."""
+    module, plain = WAYS["in place"](made(OfReplaced)), made(OfReplaced)
+    assert isinstance(type(module).forward, FunctionType) and type(module).forward is type(module).forward
+    RUNS.clear()
+    type(module).forward(module, rand(5, 4)).sum().backward()
+    assert RUNS == AGAIN
+    torch._dynamo.reset()
+    assert_same(torch.compile(module, backend="eager")(X), plain(X))
+
+
+# --- parametrizations -------------------------------------------------------------------------------------------------
+
+
+class Exp(nn.Module):
+    """A parametrization that saves tensors itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp().sin() * x.cos()
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x
+
+
+def ups(model: Any) -> list[Any]:
+    return [block.up for block in model.blocks]
+
+
+def parametrize_all(model: Any) -> Any:
+    for up in ups(model):
+        parametrize.register_parametrization(up, "weight", Exp())
+    return model
+
+
+def unparametrize_all(model: Any) -> None:
+    for up in ups(model):
+        parametrize.remove_parametrizations(up, "weight")
+
+
+@pytest.mark.parametrize("order, where", [("paur", nn.Linear), ("paru", nn.Linear), ("apur", nn.Linear),
+                                          ("apru", nn.Linear), ("apauaru", (Block, nn.Linear)),
+                                          ("papur", Block)])  # fmt: skip
+def test_parametrizations_in_any_order(order: str, where: Any) -> None:
+    """(p)arametrize, (r)emove that, (a)pply and (u)ndo: the same numbers each time, and plain classes at the end."""
+    model, plain = made(), made()
+    for do in order:
+        if do == "a":
+            remat.nn.apply(model, where)
+        elif do == "u":
+            remat.nn.undo(model)
+        else:
+            for m in (model, plain):
+                {"p": parametrize_all, "r": unparametrize_all}[do](m)
+        check(model, plain)
+        assert repr(model) == repr(plain) and list(model.state_dict()) == list(plain.state_dict())
+        assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in plain.modules()]
+        check(copy.deepcopy(model), plain)
+    assert [type(m) for m in model.modules()] == [type(m) for m in made().modules()]
+
+
+@pytest.mark.parametrize("where", [Block, (Block, nn.Linear)])
+@pytest.mark.parametrize("inside", [True, False])
+def test_cached_parametrizations(inside: bool, where: Any) -> None:
+    """The backward runs inside `cached()`, or after it; the weight is first read in the region, or before."""
+    results = []
+    for wrap in (lambda model: remat.nn.apply(model, where), lambda model: model):
+        for before in (True, False):
+            model = parametrize_all(wrap(made()))
+            with parametrize.cached():
+                weights = [up.weight for up in ups(model)] if before else []
+                loss = model(X).sum() + model(X * 2).sum()
+                if inside:
+                    loss.backward()
+                assert all(up.weight is weight for up, weight in zip(ups(model), weights))
+            if not inside:
+                loss.backward()
+            results.append([p.grad for p in model.parameters()])
+    assert_same(results[1:], [results[0]] * 3)
+
+
+def test_cached_parametrizations_under_torch_func_are_refused() -> None:
+    plain, model = parametrize_all(made()), remat.nn.apply(parametrize_all(made()), Block)
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    loss = lambda params: functional_call(model, params, (X,)).sum()
+    with parametrize.cached(), pytest.raises(RematError, match="Leave out the cache"):
+        torch.func.grad(loss)(params)
+    assert torch.func.grad(loss)(params).keys() == params.keys()
+    assert_same(step(model), step(plain))
+
+
+NORMS: dict[str, Callable] = {
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "pruned": lambda module: prune.l1_unstructured(module, "weight", 0.3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_weights_before_and_after_update_their_buffers_once(name: str) -> None:
+    def normed(model: Any) -> Any:
+        torch.manual_seed(1)
+        for up in ups(model):
+            NORMS[name](up)
+        return model
+
+    where = Block, nn.Linear
+    for model in (remat.nn.apply(normed(made()), where), normed(remat.nn.apply(made(), where))):
+        plain = normed(made())
+        before = [b.clone() for b in plain.buffers()]
+        for mode in (True, True, False):
+            check(model.train(mode), plain.train(mode))
+        assert ("spectral" in name) == any(not torch.equal(a, b) for a, b in zip(model.buffers(), before))
+
+
+# --- transforms and compilers -----------------------------------------------------------------------------------------
+
+
+@every_way
+def test_functional_call(way: str) -> None:
+    models = regions(way), made()
+    params = {n: p.detach() * 1.5 for n, p in made().named_parameters()}
+    losses = [lambda params, x, m=m: functional_call(m, params, (x,)).square().sum() for m in models]
+    RUNS.clear()
+    actual = torch.func.grad(losses[0])(params, X)
+    assert ALL == RUNS
+    assert_same(actual, torch.func.grad(losses[1])(params, X))
+    peaks = [peak_bytes(torch.func.grad(loss), params, rand(512, 4, grad=False)) for loss in losses]
+    assert peaks[0] < peaks[1] * 0.8
+
+
+@pytest.mark.parametrize("strict, way", [(True, "in place"), (False, "second of in place")])
+def test_export_has_no_regions(strict: bool, way: str) -> None:
+    plain, model = made(Model, Quiet), regions(way, Quiet)
+    programs = [torch.export.export(m, (X,), strict=strict) for m in (model, plain)]
+    assert_same(programs[0].module()(X), plain(X))
+    assert list(programs[0].state_dict) == list(programs[1].state_dict)
+    ops = [[node.target for node in p.graph.nodes if node.op == "call_function"] for p in programs]
+    assert ops[0] == ops[1]
+
+
+COMPILED: dict[str, Callable] = {
+    "policy": lambda model: remat.nn.apply(model, Block, policy=policies.save_matmuls),
+    "remat of it": lambda model: remat.remat(remat.nn.apply(model, (Model, Block))),
+    "it of remat": lambda model: remat.nn.apply(remat.remat(model), (Model, Block)),
+    "undone": lambda model: remat.nn.undo(remat.remat(remat.nn.apply(model, Model))),
+}
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_models(kind: str) -> None:
+    torch._dynamo.reset()
+    plain = made(Model, Quiet)
+    model = COMPILED[kind](copy.deepcopy(plain))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(compiled), step(plain))
+    assert_same(step(model), step(plain))
+
+
+@pytest.mark.parametrize("way", ["in place", "second", "second of in place", "in place of second"])
+def test_graph_modules(way: str) -> None:
+    """Each copy has its own class with the code of its graph; no copy gets the code of another."""
+    plain = made(Quiet)
+    assert_same(step(torch.fx.symbolic_trace(WAYS[way](made(Quiet)))), step(plain))
+    graph = WAYS[way](torch.fx.symbolic_trace(made(Quiet)))
+    modules = [graph, *(make_copy(graph) for make_copy in COPIES.values())]
+    for module in modules:
+        assert kept(module) == kept(plain) - INSIDE
+        assert_same(step(module), step(plain))
+        others = [m for m in modules if m is not module and m.graph is not module.graph]
+        next(n for n in module.graph.nodes if n.target == "tanh").target = "sigmoid"
+        module.recompile()
+        assert not torch.equal(module(X), plain(X)) and kept(module) == kept(plain) - INSIDE
+        next(n for n in module.graph.nodes if n.target == "sigmoid").target = "tanh"
+        assert all(torch.equal(other(X), plain(X)) for other in others)
+        module.recompile()
+
+
+@every_way
+def test_everything_is_freed_without_cycles_and_classes_are_made_once(way: str) -> None:
+    model = regions(way)
+    assert leaked_bytes(lambda model: torch.autograd.grad(model(X).sum(), list(model.parameters())), model) == 0
+    assert len({type(block) for block in model.blocks}) == 1
+    with assert_freed_without_gc() as watch:
+        watch(*model.modules(), *model.parameters())
+        del model
