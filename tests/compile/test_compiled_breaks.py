@@ -1,66 +1,95 @@
-"""Regions under `torch.compile` in which Dynamo breaks its graph, so that Python runs the whole region."""
+"""Regions that Python runs under `torch.compile`: Dynamo breaks the graph, or a compiled backward would be wrong."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import grad, jvp, vjp, vmap
 
 import remat
 from benchmarks.measure import count_ops
 from remat import MutationError, checkpoint_name, compat, disable_remat, is_recomputing, policies
 
+W = torch.linspace(-1, 1, 9).view(3, 3)
+X = torch.linspace(-1, 1, 12).view(4, 3)
+RUNS: list[bool] = []  # which runs of a region recompute, where Python executes them
+INSIDE: list[weakref.ref] = []  # values inside regions
+MATMULS, NAMES = policies.save_matmuls, policies.save_only_these_names("h")
+
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
+def _empty() -> Iterator[None]:
     RUNS.clear()
     INSIDE.clear()
     yield
-    torch._dynamo.reset()
 
 
 def compiled(f: Callable) -> Callable:
     return torch.compile(f, backend="aot_eager")
 
 
-RUNS: list[bool] = []  # which runs of blocks recompute
-INSIDE: list[weakref.ref] = []  # intermediate values of blocks
+def regions(counter: CompileCounterWithBackend) -> int:
+    """The number of regions in compiled graphs."""
+    return sum("tag_activation_checkpoint" in str(n.target) for graph in counter.graphs for n in graph.graph.nodes)
+
+
+def value_and_grad(f: Callable, x: Tensor = X) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    out = f(x)
+    return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
+
+
+def training(f: Callable, model: nn.Module) -> list[Tensor]:
+    """Results, gradients and buffers of three steps."""
+    x, found = X.clone().requires_grad_(), []
+    for i, scale in enumerate((1, 1.3, 0.7)):
+        torch.manual_seed(i)
+        out = f(x * scale)
+        found += [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
+    return [*found, *(b.clone() for b in model.buffers())]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected) > 7
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+# --- breaks ---------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """A block that counts its calls in buffers, and breaks the graph."""
+    """A block that draws random numbers, counts its calls in a buffer and in an attribute, and breaks the graph."""
 
-    def __init__(self, size: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
-        self.register_buffer("count", torch.zeros(size))
+        self.linear, self.norm, self.calls = nn.Linear(3, 3), nn.BatchNorm1d(3), 0
+        self.register_buffer("count", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
+        self.calls += 1
         h = checkpoint_name(self.norm(self.linear(x)).sin(), "h")
         torch._dynamo.graph_break()
         RUNS.append(is_recomputing())
-        h = h.exp()
+        h = nn.functional.dropout(h.exp(), 0.3)
         INSIDE.append(weakref.ref(h))
         return (h * self.count[0]) @ self.linear.weight
-
-
-def in_place(block: Block, policy: Any) -> Callable:
-    return remat.nn.apply(block, Block, policy=policy)
 
 
 def inside_a_model(block: Block, policy: Any) -> Callable:
     return remat.nn.apply(nn.Sequential(nn.Tanh(), block, nn.Tanh()), Block, policy=policy)
 
 
-def second_module(block: Block, policy: Any) -> Callable:
+def module(block: Block, policy: Any) -> Callable:
     return remat.remat(block, policy=policy)
 
 
@@ -96,40 +125,32 @@ def as_in_torch(block: Block, policy: Any) -> Callable:
     return lambda x: compat.checkpoint(block, x, use_reentrant=False, policy=policy)
 
 
-FORMS = [in_place, inside_a_model, second_module, function, made_while_traced, decorated_method, row, as_in_torch]
+def nested(block: Block, policy: Any) -> Callable:
+    region = remat.remat(block, policy=policy)
+    return remat.remat(lambda x: region(x.cos()).tanh() * 2, policy=policy)
 
 
-def steps(f: Callable, block: Block, count: int = 2) -> list[Any]:
-    """Gradients and buffers after some steps of training."""
-    x = torch.linspace(-1, 1, 12).view(4, 3).requires_grad_()
-    for _ in range(count):
-        f(x).sum().backward()
-    return [x.grad, *(p.grad for p in block.parameters()), *block.buffers()]
-
-
-def assert_same(actual: list[Any], expected: list[Any]) -> None:
-    assert len(actual) == len(expected) > 3
-    for a, b in zip(actual, expected):
-        torch.testing.assert_close(a, b)
+FORMS = [inside_a_model, module, function, made_while_traced, decorated_method, row, as_in_torch, nested]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_state_changes_once_per_call(form: Callable) -> None:
+def test_state_changes_and_random_numbers_are_drawn_once_per_call(form: Callable) -> None:
     block = Block()
     plain = deepcopy(block)
-    expected = steps(form(plain, policies.everything_saveable), plain)
+    with disable_remat():
+        expected = training(form(plain, None), plain)
     RUNS.clear()
-    assert_same(steps(compiled(form(block, None)), block), expected)
-    assert (block.count.item(), block.norm.num_batches_tracked.item()) == (2, 2)
-    assert RUNS == [False, True] * 2
+    assert_same(training(compiled(form(block, None)), block), expected)
+    assert (block.count.item(), block.norm.num_batches_tracked.item(), block.calls) == (3, 3, 3)
+    once = [False, True, True] if form is nested else [False, True]
+    assert once * 3 == RUNS
     assert all(ref() is None for ref in INSIDE)
 
 
-@pytest.mark.parametrize("form", [in_place, function, as_in_torch])
-@pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.save_only_these_names("h")], ids=str)
+@pytest.mark.parametrize(("form", "policy"), [(inside_a_model, NAMES), (function, MATMULS), (as_in_torch, None)])
 def test_the_backward_is_the_same_as_in_eager_mode(form: Callable, policy: Any) -> None:
     block = Block()
-    x = torch.linspace(-1, 1, 12).view(4, 3).requires_grad_()
+    x = X.clone().requires_grad_()
 
     def counts(f: Callable) -> list[int]:
         counted = count_ops(f(x).sum().backward)
@@ -139,70 +160,27 @@ def test_the_backward_is_the_same_as_in_eager_mode(form: Callable, policy: Any) 
     f = compiled(form(block, policy))
     for _ in range(2):
         assert counts(f) == eager
-    assert eager[0] == (0 if policy == policies.save_only_these_names("h") else 1)
-    assert block.norm.num_batches_tracked.item() == 2
+    assert eager[0] == (policy is not NAMES)
 
 
-def test_large_buffers_that_change_are_an_error() -> None:
-    block = Block(300_000)
-    f = compiled(in_place(block, None))
-    x = torch.ones(4, 3, requires_grad=True)
-    with pytest.raises(MutationError, match="was changed in place by the region itself"):
-        f(x).sum().backward()
-
-
-def test_random_numbers_and_attributes() -> None:
-    class Noisy(nn.Module):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1  # this alone breaks the graph
-            return nn.functional.dropout(x.sin(), 0.5) * x * self.calls
-
-    module, x = Noisy(), torch.linspace(1, 2, 64, requires_grad=True)
-    f = compiled(remat.nn.apply(module, Noisy))
-    out = f(x)
-    state = torch.get_rng_state()
-    (grad,) = torch.autograd.grad(out.sum(), x)
-    assert module.calls == 1
-    assert torch.equal(torch.get_rng_state(), state)
-    mask = out.ne(0)
-    assert 10 < mask.sum() < 54
-    assert torch.equal(grad.ne(0), mask)
-
-
-def test_nested_regions() -> None:
-    inner = Block()
-    plain = deepcopy(inner)
-
-    def model(wrap: Callable, block: Block) -> Callable:
-        region = wrap(block)
-        return wrap(lambda x: region(x.cos()).tanh() * 2)
-
-    expected = steps(model(lambda f: f, plain), plain)
-    assert_same(steps(compiled(model(remat.remat, inner)), inner), expected)
-    assert (inner.count.item(), inner.norm.num_batches_tracked.item()) == (2, 2)
-
-
-@pytest.mark.parametrize("form", [in_place, function, as_in_torch])
-def test_breaks_in_inlined_functions(form: Callable) -> None:
-    """Dynamo may be set to continue after a break inside a function that it inlines, but not in a region."""
+@pytest.mark.parametrize("form", [inside_a_model, function])
+def test_a_region_is_not_cut_where_dynamo_may_break_inlined_functions(form: Callable) -> None:
     block = Block()
     plain = deepcopy(block)
-    expected = steps(plain, plain)
+    with disable_remat():
+        expected = training(form(plain, None), plain)
     RUNS.clear()
     with torch._dynamo.config.patch(nested_graph_breaks=True):
-        assert_same(steps(compiled(form(block, None)), block), expected)
-    assert RUNS == [False, True] * 2
+        assert_same(training(compiled(form(block, None)), block), expected)
+    assert RUNS == [False, True] * 3
 
 
 def test_disable_remat_is_active_after_a_break() -> None:
     block = Block()
-    f = compiled(in_place(block, None))
+    f = compiled(inside_a_model(block, None))
     with disable_remat():
-        steps(f, block)
-    assert RUNS == [False] * 2
-    assert (block.count.item(), block.norm.num_batches_tracked.item()) == (2, 2)
+        training(f, block)
+    assert RUNS == [False] * 3
 
 
 def test_a_compiled_function_in_a_region_that_python_runs_stays_compiled() -> None:
@@ -213,57 +191,257 @@ def test_a_compiled_function_in_a_region_that_python_runs_stays_compiled() -> No
         torch._dynamo.graph_break()
         return inner(x) * x
 
-    x = torch.linspace(0, 1, 5, requires_grad=True)
-    expected = torch.autograd.grad((x.sin().exp() * x).sum(), x)[0]
-    torch.testing.assert_close(torch.autograd.grad(compiled(remat.remat(fn))(x).sum(), x)[0], expected)
+    torch.testing.assert_close(value_and_grad(compiled(remat.remat(fn))), value_and_grad(lambda x: x.sin().exp() * x))
     assert backend.op_count == 2
 
 
-# --- without a break ------------------------------------------------------------------------------------------------
-
-
-def smooth(x: Tensor) -> Tensor:
-    return x.sin().exp().sin()
-
-
-WHOLE = [
-    remat.remat(smooth),
-    lambda x: compat.checkpoint(smooth, x, use_reentrant=False),
-    remat.nn.apply(nn.Sequential(nn.Tanh(), nn.Tanh()), nn.Sequential),
-]
-
-
-@pytest.mark.parametrize("f", WHOLE, ids=["function", "as in torch", "module"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_region_without_a_break_is_part_of_one_graph(f: Callable, nested: bool) -> None:
-    backend = CompileCounterWithBackend("aot_eager")
-    x = torch.linspace(0, 1, 5, requires_grad=True)
-    expected = torch.autograd.grad(f(x).sum(), x)[0]
-    with torch._dynamo.config.patch(nested_graph_breaks=nested):
-        c = torch.compile(f, backend=backend, fullgraph=True)
-        for _ in range(2):
-            torch.testing.assert_close(torch.autograd.grad(c(x).sum(), x)[0], expected)
-    assert backend.frame_count == 1
-    targets = [str(node.target) for node in backend.graphs[0].graph.nodes]
-    assert any("tag_activation_checkpoint" in target for target in targets), targets
-
-
-def test_a_region_in_a_frame_that_dynamo_skips_is_compiled_by_itself() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
-
+def test_regions_in_a_frame_that_dynamo_skips_are_compiled_by_themselves() -> None:
+    class Model(nn.Sequential):
         @torch._dynamo.disable(recursive=False)
         def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
+            for layer in self:
                 x = layer(x)
             return x
 
+    class Layer(nn.Sequential):
+        pass
+
     backend = CompileCounterWithBackend("aot_eager")
-    model = remat.nn.apply(Model(), nn.Sequential)
-    x = torch.ones(2, 3)
-    expected = deepcopy(model)(x)
-    torch.testing.assert_close(torch.compile(model, backend=backend)(x), expected)
-    targets = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
-    assert sum("tag_activation_checkpoint" in target for target in targets) == len(backend.graphs) > 0
+    model = Model(*(Layer(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)))
+    expected = model(X)
+    remat.nn.apply(model, Layer)
+    torch.testing.assert_close(torch.compile(model, backend=backend)(X), expected)
+    assert regions(backend) == len(backend.graphs) > 0
+
+
+# --- derivatives inside ---------------------------------------------------------------------------------------------
+
+
+def smooth(z: Tensor) -> Tensor:
+    return (z @ W).sin()
+
+
+def by_grad(x: Tensor) -> Tensor:
+    return (x - 0.1 * grad(lambda z: smooth(z).sum())(x)).sin()
+
+
+def by_vjp(x: Tensor) -> Tensor:
+    out, pull = vjp(smooth, x)
+    return pull(out)[0] * x
+
+
+def per_sample(x: Tensor) -> Tensor:
+    return vmap(grad(lambda z: smooth(z).sum()))(x) * x
+
+
+def in_a_region(x: Tensor) -> Tensor:
+    return remat.remat(lambda z: smooth(by_grad(z)))(x).tanh()
+
+
+def in_a_branch(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, by_grad, torch.exp, (x,)) * x
+
+
+@pytest.mark.parametrize(
+    ("fn", "policy"), [(by_grad, MATMULS), (by_vjp, None), (per_sample, None), (in_a_region, None)]
+)
+def test_python_runs_a_region_that_takes_a_derivative(fn: Callable, policy: Any) -> None:
+    def region(x: Tensor) -> Tensor:
+        RUNS.append(is_recomputing()) if not torch.compiler.is_compiling() else None
+        return fn(x)
+
+    expected = value_and_grad(fn)
+    f = compiled(remat.remat(region, policy=policy))
+    for _ in range(2):
+        torch.testing.assert_close(value_and_grad(f), expected)
+    assert RUNS.count(True) == 2  # Python recomputes it, once a step
+    later = torch.compile(remat.remat(smooth), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(value_and_grad(later), value_and_grad(smooth))
+
+
+def test_the_code_around_such_a_region_is_compiled() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    taken, plain = compat.checkpoint(use_reentrant=False)(by_grad), remat.remat(smooth)
+    model = torch.compile(lambda x: plain(taken(plain(x))), backend=counter)
+    torch.testing.assert_close(value_and_grad(model), value_and_grad(lambda x: smooth(by_grad(smooth(x)))))
+    assert regions(counter) == 2
+
+
+@pytest.mark.parametrize("fn", [lambda x: vmap(smooth)(x) * x, lambda x: jvp(smooth, (x,), (x,))[1]])
+def test_a_region_that_calls_another_transform_is_compiled(fn: Callable) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    f = torch.compile(remat.remat(fn), backend=counter, fullgraph=True)
+    torch.testing.assert_close(value_and_grad(f), value_and_grad(fn))
+    assert regions(counter) == 1
+
+
+def test_a_branch_that_takes_a_derivative_is_an_error() -> None:
+    """Dynamo traces no such branch in a region that Python runs. The error leaves hooks enabled."""
+    with pytest.raises(RuntimeError, match="higher order operator"):
+        compiled(remat.remat(in_a_branch))(X.clone().requires_grad_())
+
+
+def test_a_refusal_of_compiled_code_leaves_hooks_enabled() -> None:
+    """Code by the backend "eager" disables saved-tensor hooks, and raises before it enables them again."""
+    step = torch.compile(grad(lambda z: z.sin().sum()), backend="eager")
+    with suppress(Exception):  # Dynamo fails to trace the mode of the region
+        remat.remat(lambda x: x.sin() * step(x))(X.clone().requires_grad_())
+
+
+# --- changes in place -----------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """A model of which a part is a region: it reads and changes the buffer ``c``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("c", X.clone())
+        self.linear = nn.Linear(3, 3)
+        with torch.no_grad():
+            self.linear.weight.copy_(W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.linear(x)).cos()
+
+    def change(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.c.mul_(0.9).add_(0.1 * x + 0.2)
+
+
+class Codebook(Model):
+    copies = True
+
+    def part(self, x: Tensor) -> Tensor:
+        c = self.c.clone() if self.copies else self.c
+        with torch.no_grad():
+            i = torch.cdist(x, c).argmin(1)
+        q = c[i]
+        with torch.no_grad():
+            self.c.mul_(0.9).index_add_(0, i, 0.1 * x)
+        return (x + (q - x).detach()).sin() * x.cos()
+
+
+class CodebookWithoutCopy(Codebook):
+    copies = False
+
+
+class ReadAfter(Model):
+    def part(self, x: Tensor) -> Tensor:
+        self.change(x)
+        return ((x - self.c).sin() * x).exp()
+
+
+class ViewsChanged(Model):
+    def part(self, x: Tensor) -> Tensor:
+        y = (x * self.c.t().clone().t()).sin().exp()
+        self.c[1:3].copy_(x[:2].detach())
+        self.c[0] = 0.5
+        return y
+
+
+class Argument(Model):
+    def part(self, x: Tensor) -> Tensor:
+        return self.of_two(x, self.c)
+
+    def of_two(self, x: Tensor, c: Tensor) -> Tensor:
+        y = (x * c.clone()).sin().exp()
+        with torch.no_grad():
+            c.mul_(0.5).add_(x * 0.1)
+        return y
+
+
+class SpectralNorm(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.norm(x.sin()).exp()
+
+
+def with_region(model: Model, policy: Any = None) -> Model:
+    name = "of_two" if isinstance(model, Argument) else "part"
+    setattr(model, name, remat.remat(getattr(model, name), policy=policy))
+    return model
+
+
+DEPENDENT = [Codebook, CodebookWithoutCopy, ReadAfter, ViewsChanged, Argument, SpectralNorm]
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*((kind, None) for kind in DEPENDENT), (SpectralNorm, MATMULS)],
+)
+def test_python_runs_a_region_that_depends_on_what_it_changes(kind: type[Model], policy: Any) -> None:
+    plain, counter = kind(), CompileCounterWithBackend("aot_eager")
+    ours = with_region(deepcopy(plain), policy)
+    assert_same(training(torch.compile(ours, backend=counter), ours), training(plain, plain))
+    assert regions(counter) == 0 < counter.frame_count  # the code around it is compiled
+
+
+def test_a_parameter_that_a_region_changes_is_an_error_as_in_eager_code() -> None:
+    table = nn.Embedding.from_pretrained(X.clone(), freeze=False, max_norm=0.5)
+    f = compiled(remat.remat(lambda x: table(torch.arange(4)).sin() * x.exp()))
+    with pytest.raises(MutationError, match="changed in place by the region itself"):
+        value_and_grad(f)
+
+
+@pytest.mark.parametrize(
+    ("region", "reason"),
+    [(remat.remat(by_grad), r"calls torch\.func\.grad or vjp"), (None, "changes a buffer, a parameter or an argument")],
+    ids=["derivative", "change"],
+)
+def test_with_fullgraph_such_a_region_is_an_error_that_tells_the_reason(region: Callable | None, reason: str) -> None:
+    f = region or with_region(Codebook())
+    with pytest.raises(Unsupported, match=reason):
+        torch.compile(f, backend="aot_eager", fullgraph=True)(X.clone().requires_grad_())
+
+
+class Written(Model):
+    def part(self, x: Tensor) -> Tensor:
+        self.change(x)
+        return (x.sin() * x).exp()
+
+
+class Normed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(3)
+        self.instance = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.instance(self.batch(x.sin()).exp()[None])[0].exp()
+
+
+class Overwritten(Model):
+    """It changes a value of the graph, which is no input."""
+
+    def part(self, x: Tensor) -> Tensor:
+        return nn.functional.relu(x, inplace=True).exp().sin()
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "backend"),
+    [
+        (Written, MATMULS, "aot_eager"),
+        (Normed, None, "aot_eager"),
+        (Normed, MATMULS, "inductor"),
+        (Overwritten, None, "aot_eager"),
+    ],
+)
+def test_a_region_that_only_writes_is_compiled(kind: type[Model], policy: Any, backend: str) -> None:
+    plain, counter = kind(), CompileCounterWithBackend(backend)
+    ours = with_region(deepcopy(plain), policy)
+    assert_same(training(torch.compile(ours, backend=counter, fullgraph=True), ours), training(plain, plain))
+    assert regions(counter) == counter.frame_count == 1
+
+
+def test_without_gradients_a_region_that_changes_buffers_is_compiled() -> None:
+    plain = Codebook().requires_grad_(False)
+    ours = with_region(deepcopy(plain))
+    f = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(f(X), plain(X))
+    torch.testing.assert_close(ours.c, plain.c)

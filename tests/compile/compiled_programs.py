@@ -1,0 +1,71 @@
+"""Programs with regions that are compiled or traced. `wrap` makes a region of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+W = torch.eye(6) * 0.5 + 0.1
+
+
+def given(rows: int = 2) -> Tensor:
+    return torch.linspace(0.1, 1, rows * 6).view(rows, 6).requires_grad_()
+
+
+def value_and_grad(f: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
+    out = f(x)
+    return out.detach(), torch.autograd.grad(out.sum(), x)[0]
+
+
+def plain(f: Callable) -> Callable:
+    return f
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).sin().exp() @ w
+
+
+def two(wrap: Callable) -> Callable:
+    f = wrap(block)
+    return lambda x, w: f(f(x, w).tanh(), w)
+
+
+def nested(wrap: Callable) -> Callable:
+    inner = wrap(block)
+    return wrap(lambda x, w: inner(x.cos(), w).tanh())
+
+
+def of_trees(wrap: Callable) -> Callable:
+    f = wrap(lambda tree, flag, *, scale=1.0: {"y": block(tree["x"], tree["w"]) * scale, "flag": flag})
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        out = f({"x": x, "w": w}, flag=True, scale=2.0)
+        return out["y"] if out["flag"] else x
+
+    return fn
+
+
+def captured(wrap: Callable) -> Callable:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = w.sin()
+        return wrap(lambda x: (x @ y).exp().sin() @ w)(x)
+
+    return fn
+
+
+# Each with the number of products that the backward recomputes.
+PROGRAMS: dict[str, tuple[Callable, int]] = {
+    "one": (lambda wrap: wrap(block), 1),
+    "two": (two, 2),
+    "nested": (nested, 2),
+    "trees": (of_trees, 1),
+    "captured": (captured, 1),
+}
+
+
+def grads(f: Callable, rows: int = 2) -> tuple[Tensor, ...]:
+    x, w = given(rows), W.clone().requires_grad_()
+    out = f(x, w)
+    return out.detach(), *torch.autograd.grad(out.sum(), (x, w))
