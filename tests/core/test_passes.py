@@ -1,0 +1,78 @@
+"""Values that a backward pass has recomputed are released when it has used them, also where the graph is retained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same, rand
+from torch import Tensor
+
+from benchmarks.measure import PeakMemory, gc_disabled
+from remat import remat
+
+N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).tanh().sin().exp().tanh().sin()
+
+
+def nested(x: Tensor, w: Tensor) -> Tensor:
+    inner = remat(block)
+    return inner(inner(x, w).sin(), w)
+
+
+@pytest.mark.parametrize("fn", [block, nested], ids=lambda fn: fn.__name__)
+def test_nothing_is_saved_between_passes_of_a_retained_graph(fn: Any) -> None:
+    x, w = rand(N, N), rand(N, N, seed=1)
+    with gc_disabled(), PeakMemory() as memory:
+        out = remat(fn)(x, w)
+        loss = out.sum()
+        held = memory.live
+        for keep in (True, True, False):
+            torch.autograd.grad(loss, (x, w), retain_graph=keep)
+            assert memory.live == held
+        del out, loss
+        assert memory.live == 0
+
+
+@pytest.mark.parametrize("options", [{"retain_graph": True}, {"create_graph": True}], ids=str)
+def test_what_a_part_of_a_graph_has_read_is_released_with_the_pass(options: dict) -> None:
+    """A pass to an input in the middle reads only some of the values that were recomputed for it."""
+    x, w = rand(N, N), rand(N, N, seed=1)
+    with gc_disabled(), PeakMemory() as memory:
+        out = remat(lambda x, w: (block(x, w), block(w, x)))(x, w)
+        loss = out[0].sum() + out[1].sum()
+        held = memory.live
+        found = torch.autograd.grad(out[1].sum(), w, **options)
+        del found
+        assert memory.live == held
+        del out, loss
+
+
+def test_the_peak_of_a_retained_chain_is_that_of_one_region() -> None:
+    """A value is released when another node reads its own, and all values of a region before the next is recomputed."""
+    x, w = rand(N, N), rand(N, N, seed=1)
+    region = remat(block)
+
+    def peak(depth: int, **options: Any) -> float:
+        h = x
+        for _ in range(depth):
+            h = region(h, w)
+        loss = h.sum()
+        with gc_disabled(), PeakMemory() as memory:
+            torch.autograd.grad(loss, (x, w), **options)
+        return memory.peak / KB
+
+    assert peak(8) <= peak(4) + 1
+    assert peak(8, retain_graph=True) <= peak(4, retain_graph=True) + 1 <= peak(4) + 3
+
+
+def test_a_jacobian_row_by_row() -> None:
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    out, plain = remat(nested)(x, w), block(block(x, w).sin(), w)
+    for i in range(4):
+        rows = (torch.autograd.grad(each[0, i], (x, w), retain_graph=True) for each in (out, plain))
+        assert_same(*rows)

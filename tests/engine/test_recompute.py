@@ -1,0 +1,608 @@
+"""The recompute of a region: when it runs, where it stops, what it needs around it, and what it leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same, rand
+from side_by_side import Runs
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, held_bytes
+from remat import is_recomputing, policies, remat
+
+N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
+Wrap = Callable[..., Callable]
+
+
+def plain(fn: Callable, **options: Any) -> Callable:
+    return fn
+
+
+def grad(out: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
+    out = sum(t.sum() for t in out) if isinstance(out, (tuple, list)) else out.sum()
+    return torch.autograd.grad(out, inputs, **options)
+
+
+def mm_chain(x: Tensor, w: Tensor) -> Tensor:
+    """Three products, the last of which no backward needs."""
+    return ((x @ w).tanh() @ w).tanh() @ w
+
+
+def two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results that have nothing in common but the inputs."""
+    return (x @ w).tanh(), ((x @ w @ w).exp() @ w).exp()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return rand(4, 4)
+
+
+@pytest.fixture
+def w() -> Tensor:
+    return rand(4, 4, seed=1)
+
+
+# --- what is recomputed -----------------------------------------------------------------------------------------------
+
+
+def of_inputs(wrap: Wrap, x: Tensor, w: Tensor) -> None:
+    grad(wrap(lambda x: x * w)(x), (x, w))
+    grad(wrap(lambda x, w: x @ w)(x, w), (x, w))
+    grad(wrap(lambda x: (x.view(-1) * w.view(-1))[2:])(x), (x, w))
+
+
+def of_captured_tensors(wrap: Wrap, x: Tensor, w: Tensor) -> None:
+    h = (w * 2).exp()
+    grad(wrap(lambda: h * w)(), w, retain_graph=True)
+    grad(wrap(lambda x: x[1:] * h[:3])(x), (x, w))
+
+
+def of_constants(wrap: Wrap, x: Tensor, w: Tensor) -> None:
+    value = w.detach().clone()
+    grad(wrap(lambda x: (x * value).view(2, 8))(x), x)
+
+
+def calls(fn: Callable, **options: Any) -> Callable:
+    return lambda wrap, x, w: grad(wrap(fn, **options)(x, w), (x, w))
+
+
+STEPS: dict[str, tuple[Callable, dict[str, int]]] = {
+    "up to the last saved tensor": (calls(mm_chain), {"mm": 2, "tanh": 2}),
+    "without early stop": (calls(mm_chain, early_stop=False), {"mm": 3, "tanh": 2}),
+    "a deleted result": (lambda wrap, x, w: grad(wrap(two)(x, w)[0], (x, w)), {"mm": 1, "tanh": 1}),
+    "a gradient that isn't asked for": (lambda wrap, x, w: grad(wrap(mm_chain)(x, w), x), {"mm": 2, "tanh": 2}),
+    "inputs": (of_inputs, {}),
+    "captured tensors": (of_captured_tensors, {}),
+    "a constant, which is copied": (of_constants, {"clone": 1, "equal": 1}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_only_what_the_backward_reads_is_recomputed(name: str, x: Tensor, w: Tensor) -> None:
+    step, expected = STEPS[name]
+    ours, without = count_ops(step, remat, x, w), count_ops(step, plain, x, w)
+    more = {op.removeprefix("aten."): n - without[op] for op, n in ours.items() if n != without[op]}
+    assert {op: n for op, n in more.items() if op != "detach"} == expected
+
+
+def test_nothing_runs_after_the_last_saved_tensor(x: Tensor, w: Tensor) -> None:
+    ends = []
+
+    def f(x: Tensor) -> Tensor:
+        y = (x @ w).exp()
+        ends.append(is_recomputing())
+        return y * 2
+
+    assert_same(grad(remat(f)(x), (x, w)), grad(f(x), (x, w)))
+    assert ends == [False, False]
+
+
+@pytest.mark.parametrize("policy", [None, policies.nothing_saveable, policies.save_ops("aten.sin")], ids=str)
+@pytest.mark.filterwarnings("ignore:The policy")
+@pytest.mark.parametrize("transform", ["autograd", "func"])
+def test_an_operation_that_saves_a_tensor_before_it_fills_it_runs_to_its_end(transform: str, policy: Any) -> None:
+    """It saves the noise before that is drawn, so the recompute must not stop there."""
+
+    def noisy(x: Tensor) -> Tensor:
+        return F.rrelu(F.rrelu(x.sin(), 0.1, 0.3, training=True) - 0.1, 0.1, 0.3, training=True)
+
+    def run(wrap: Wrap) -> tuple:
+        torch.manual_seed(0)
+        x = torch.linspace(-2, 1, 12).requires_grad_()
+        loss = lambda x: wrap(noisy)(x).exp().sum()
+        found = torch.autograd.grad(loss(x), x)[0] if transform == "autograd" else torch.func.grad(loss)(x.detach())
+        return found, torch.rand(1)
+
+    assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain))
+
+
+# --- code of the user that stands in the way of the early stop --------------------------------------------------------
+
+
+def handler(caught: Any) -> Callable:
+    """A function that catches exceptions, and continues in another way after one."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            try:
+                x = (x @ w).tanh().sin()
+            except caught:
+                x = x.cos()
+        return x * 2
+
+    return f
+
+
+@pytest.mark.parametrize("caught", [Exception, (ValueError, RuntimeError), BaseException], ids=str)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_code_that_catches_exceptions_is_recomputed_as_it_ran(caught: Any, depth: int, x: Tensor, w: Tensor) -> None:
+    """The stop is no `Exception`. What catches it all the same reads values that exist already."""
+    fn = region = handler(caught)
+    for _ in range(depth):
+        region = remat(lambda x, w, inner=region: inner(x, w))
+    assert_same(grad(region(x, w), (x, w)), grad(fn(x, w), (x, w)))
+
+
+def test_context_managers_are_exited_by_the_stop(x: Tensor, w: Tensor) -> None:
+    inside: list[int] = []
+
+    class Manager:
+        def __enter__(self) -> None:
+            inside.append(1)
+
+        def __exit__(self, *exception: object) -> None:
+            inside.append(-1)
+
+    @remat
+    def f(x: Tensor) -> Tensor:
+        with Manager(), torch.autocast("cpu", enabled=False), torch.set_grad_enabled(True):
+            return (x @ w).tanh()
+
+    grad(f(x), x)
+    assert inside == [1, -1] * 2 and torch.is_grad_enabled() and not is_recomputing()
+
+
+# --- nested regions ---------------------------------------------------------------------------------------------------
+
+
+def tree(fn: Callable, depth: int, wrap: Wrap = remat) -> Callable:
+    """`depth` nested regions; each calls the next one twice in a row."""
+    if depth == 0:
+        return fn
+    inner = tree(fn, depth - 1, wrap)
+    return wrap(lambda x, w: inner(inner(x, w), w))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_each_leaf_of_a_tree_of_regions_is_recomputed_once_per_level_at_most(depth: int, x: Tensor, w: Tensor) -> None:
+    recomputes: list[bool] = []
+
+    def leaf(x: Tensor, w: Tensor) -> Tensor:
+        recomputes.append(is_recomputing())
+        return (x @ w).sin()
+
+    found = grad(tree(remat(leaf), depth)(x, w), (x, w))
+    assert recomputes.count(False) == 2**depth <= recomputes.count(True) <= 2**depth * (depth + 1)
+    assert_same(found, grad(tree(leaf, depth, plain)(x, w), (x, w)))
+
+
+def test_the_memory_of_a_tree_of_regions_is_logarithmic() -> None:
+    x, w = rand(N, N), rand(N, N, seed=1)
+
+    def leaf(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).sin().cos().tanh()
+
+    def peak(depth: int, wrap: Wrap) -> float:
+        with gc_disabled(), PeakMemory() as memory:
+            grad(tree(wrap(leaf), depth, wrap)(x, w), (x, w))
+        return memory.peak / KB
+
+    steps = [peak(depth, remat) for depth in (3, 4, 5)]
+    assert steps[2] - steps[1] <= 2 and steps[1] - steps[0] <= 2
+    assert steps[2] < 25 and peak(5, plain) > 2**5 * 3
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_only_the_outermost_region_saves(depth: int) -> None:
+    x, w = rand(N, N), rand(N, N, seed=1)
+    assert held_bytes(tree(remat(mm_chain), depth), x, w) == KB
+
+
+def test_a_region_that_calls_itself(x: Tensor, w: Tensor) -> None:
+    def program(wrap: Wrap) -> Any:
+        f = wrap(lambda x, n: (x @ w).tanh() if n == 0 else f((x @ w).sin(), n - 1))
+        return grad(f(x, 5), (x, w))
+
+    assert_same(program(remat), program(plain))
+
+
+# --- several backward passes ------------------------------------------------------------------------------------------
+
+
+def test_each_pass_of_a_retained_graph_recomputes_once(x: Tensor, w: Tensor) -> None:
+    runs = Runs(mm_chain)
+    out, expected = remat(runs)(x, w), grad(mm_chain(x, w), (x, w))
+    for i in range(3):
+        assert_same(grad(out, (x, w), retain_graph=True), expected)
+        assert runs.count == 2 + i
+    assert_same(grad(out, (x, w)), expected)
+    with pytest.raises(RuntimeError, match="second time"):
+        grad(out, (x, w))
+
+
+def test_passes_of_one_result_each(x: Tensor, w: Tensor) -> None:
+    runs = Runs(two)
+    out, expected = remat(runs)(x, w), two(x, w)
+    for i in range(2):
+        assert_same(grad(out[i], (x, w)), grad(expected[i], (x, w)))
+    assert runs.count == 3
+
+
+def test_a_batched_pass_recomputes_once(x: Tensor, w: Tensor) -> None:
+    """It forbids random numbers, but the recompute is not a part of it."""
+    runs, rows = Runs(lambda x, w: F.dropout(mm_chain(x, w), 0.5).sin()), torch.eye(16).double().view(16, 4, 4)
+    results = []
+    for fn in (remat(runs), runs.fn):
+        torch.manual_seed(0)
+        results.append(torch.autograd.grad(fn(x, w), (x, w), rows, is_grads_batched=True))
+    assert_same(*results)
+    assert runs.count == 2
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("fn", [mm_chain, tree(mm_chain, 1, plain)], ids=["one", "nested"])
+def test_derivatives_up_to_the_fourth(fn: Callable, early_stop: bool) -> None:
+    def derivatives(fn: Callable) -> list:
+        inputs = rand(2, 2), rand(2, 2, seed=1)
+        value, found = fn(*inputs).sin().sum(), []
+        for _ in range(4):
+            found.append(torch.autograd.grad(value, inputs, create_graph=True))
+            value = sum(g.sin().sum() for g in found[-1])
+        return found
+
+    region = remat(fn, early_stop=early_stop)
+    region = tree(remat(mm_chain, early_stop=early_stop), 1) if fn is not mm_chain else region
+    assert_same(derivatives(region), derivatives(fn))
+
+
+# --- a backward pass inside a region ----------------------------------------------------------------------------------
+
+
+def with_graph(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    (g,) = torch.autograd.grad((x @ w).sin().sum(), x, create_graph=True)
+    return (g * x).exp().sin()
+
+
+def without_graph(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    (g,) = torch.autograd.grad((x @ w).sin().sum(), x)
+    return (g * x).exp().sin() @ w
+
+
+def of_an_inner_leaf(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    z = x.detach().requires_grad_()
+    (z @ w.detach()).sin().sum().backward()
+    return (x * z.grad).sin().exp()
+
+
+def of_leaves(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    """Gradients are accumulated once: before the backward of the region they are what they are without remat."""
+    (x @ w).sin().sum().backward(retain_graph=True)
+    return (x @ w).cos().exp()
+
+
+def gradient_steps(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(3):
+        (g,) = torch.autograd.grad((x @ w).tanh().square().sum(), w, create_graph=True)
+        w = w - 0.1 * g
+    return (x @ w).tanh()
+
+
+def through_a_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    inner = wrap(mm_chain)
+    h = inner(x, w)
+    (g,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+    return (h * g).sin() @ inner(w, x)
+
+
+def twice(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    """The second pass reads what the first one has read, in a graph that is older by then."""
+    inner, value = wrap(lambda x, w: (x @ w).sin().exp()), x.tanh()
+    first = torch.autograd.grad(inner(value, w).sum(), x, create_graph=True)[0]
+    second = torch.autograd.grad(first.sin().sum(), w, create_graph=True)[0]
+    return first.sin() * second + value.exp()
+
+
+INSIDE = [with_graph, without_graph, of_an_inner_leaf, of_leaves, gradient_steps, through_a_region, twice]
+
+
+@pytest.mark.parametrize("read_inside", [False, True])
+@pytest.mark.parametrize("around", [False, True], ids=["one region", "a region around"])
+@pytest.mark.parametrize("fn", INSIDE, ids=lambda fn: fn.__name__)
+def test_a_backward_pass_inside_a_region(fn: Callable, around: bool, read_inside: bool) -> None:
+    def program(wrap: Wrap) -> Any:
+        x, w = rand(3, 3), rand(3, 3, seed=1)
+        region = wrap(lambda x, w: fn(wrap, x, w))
+        region = wrap(lambda x, w, inner=region: inner(x, w).cos()) if around else region
+        out = region(x, w)
+        before = [None if t.grad is None else t.grad.clone() for t in (x, w)]
+        return before, grad(out, (x, w), allow_unused=True), x.grad, w.grad
+
+    wrap = remat if not read_inside else owning
+    assert_same(program(wrap), program(plain))
+
+
+def owning(fn: Callable) -> Callable:
+    """A region whose slots own their values while it runs, as in `remat.compat`."""
+    region = remat(fn)
+    region._options = type(region._options)(read_inside=True)
+    return region
+
+
+def test_a_backward_pass_inside_recomputes_no_more_than_its_part(x: Tensor, w: Tensor) -> None:
+    """The first run is not over, so the recompute ends where that is, and is not part of the log of operations."""
+
+    def f(x: Tensor) -> Tensor:
+        h = (x @ w).sin()
+        (g,) = torch.autograd.grad((h * x.exp()).cos().sum(), x, create_graph=True)
+        seen.append(dict(counter.counts))
+        return g * h.tanh() @ w
+
+    for middle in (lambda x: x, lambda x: x * 2):
+        seen: list[dict] = []
+        with OpCounter() as counter:
+            out = remat(f, debug=True)(middle(x))
+        assert seen[0]["aten.mm"] == 3  # of the first run, of the recompute, and of the gradient
+        assert_same(grad(out, (x, w)), grad(f(middle(x)), (x, w)))
+
+
+# --- what reads saved tensors -----------------------------------------------------------------------------------------
+
+
+class ReadsTwice(torch.autograd.Function):
+    """Reads its saved tensors twice in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, _ = ctx.saved_tensors
+        _, w = ctx.saved_tensors
+        return g * w, g * x
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_node_that_reads_its_saved_tensors_twice(passes: int, x: Tensor, w: Tensor) -> None:
+    runs = Runs(lambda x, w: ReadsTwice.apply(x.sin(), ReadsTwice.apply((x @ w).cos(), w.sin())).exp())
+    out, expected = remat(runs)(x, w), grad(runs.fn(x, w), (x, w))
+    node = out.grad_fn.next_functions[0][0]
+    for i in range(passes):
+        assert_same(grad(out, (x, w), retain_graph=i + 1 < passes), expected)
+    assert runs.count == 1 + passes
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        _ = node.saved_tensors
+
+
+def test_reading_a_saved_tensor_outside_of_a_pass_keeps_nothing() -> None:
+    x, w = rand(N, N), rand(N, N, seed=1)
+    fn = lambda x, w: (x @ w).exp().sin()
+    with gc_disabled(), PeakMemory() as memory:
+        out = remat(fn)(x, w)
+        held = memory.live
+        for _ in range(2):
+            value = out.grad_fn._saved_self
+            assert memory.live == held + KB and torch.equal(value, (x @ w).exp())
+            del value
+            assert memory.live == held
+    assert_same(grad(out, (x, w)), grad(fn(x, w), (x, w)))
+
+
+def test_reading_a_saved_tensor_in_a_hook_of_the_pass(x: Tensor, w: Tensor) -> None:
+    seen = []
+    out = remat(lambda x, w: (x @ w).exp().sin())(x, w)
+    node = out.grad_fn
+    node.register_prehook(lambda grads: seen.append(node._saved_self.detach()))
+    assert_same(grad(out, (x, w)), grad((x @ w).exp().sin(), (x, w)))
+    assert_same(seen, [(x @ w).exp().detach()])
+
+
+# --- modes around the backward ----------------------------------------------------------------------------------------
+
+
+class CosineForSine(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return (torch.cos if func is Tensor.sin else func)(*args, **(kwargs or {}))
+
+
+def with_a_mode(x: Tensor, w: Tensor) -> Tensor:
+    with CosineForSine():
+        return (x.sin() @ w).exp() * torch.rand(4, dtype=x.dtype)
+
+
+def under_a_transform(out: Tensor, x: Tensor) -> Tensor:
+    """A transform that the region is no part of."""
+    cotangent = torch.ones_like(out)
+    return torch.func.grad(lambda y: (torch.autograd.grad(out, x, cotangent)[0] * y).sum())(torch.ones_like(x))
+
+
+def under(context: Callable) -> Callable[[Tensor, Tensor], Tensor]:
+    def backward(out: Tensor, x: Tensor) -> Tensor:
+        loss = out.sum()
+        with context():
+            return torch.autograd.grad(loss, x)[0]
+
+    return backward
+
+
+BACKWARDS = {
+    "no_grad": under(torch.no_grad),
+    "inference mode": under(torch.inference_mode),
+    "no torch functions": under(torch._C.DisableTorchFunction),
+    "a dispatch mode": under(OpCounter),
+    "a transform": under_a_transform,
+}
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_what_is_around_a_backward_has_no_effect_on_a_recompute(name: str, nested: bool, policy: Any, x, w) -> None:
+    def program(wrap: Wrap) -> Tensor:
+        torch.manual_seed(0)
+        inner = wrap(with_a_mode)
+        fn = wrap(lambda x, w: inner(x, w).sin()) if nested else inner
+        found = BACKWARDS[name](fn(x, w), x)
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        return found.clone()
+
+    assert_same(program(lambda fn: remat(fn, policy=policy)), program(plain))
+
+
+def test_a_recompute_uses_the_derivatives_of_a_forward_under_a_dispatch_mode() -> None:
+    """The derivative of `prod` uses other operations under a mode."""
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.prod(0).sum(), x, create_graph=True)[0].sin()
+
+    results = []
+    for region in (remat(fn), fn):
+        x = rand(3, 3)
+        with OpCounter():
+            out = region(x)
+        results.append(grad(out, x))
+    assert_same(*results)
+
+
+# --- grad modes in a region -------------------------------------------------------------------------------------------
+
+
+def partly(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = (x @ w).exp().sum()
+    previous = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    shift = x.exp()
+    torch.set_grad_enabled(previous)
+    return (x @ w).tanh() * scale + shift
+
+
+def a_region_under_no_grad(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = remat(mm_chain)(x, w)
+    return (x @ w).tanh() * scale
+
+
+def a_new_leaf(x: Tensor, w: Tensor) -> Tensor:
+    leaf = (x @ w).detach().requires_grad_()
+    return (leaf * x).sin()
+
+
+@pytest.mark.parametrize("fn", [partly, a_region_under_no_grad, a_new_leaf], ids=lambda fn: fn.__name__)
+def test_grad_modes_in_a_region(fn: Callable, x: Tensor, w: Tensor) -> None:
+    assert_same(*(grad(each(x, w), (x, w), allow_unused=True) for each in (remat(fn), fn)))
+    assert torch.is_grad_enabled()
+
+
+def test_a_region_that_enables_grad_under_no_grad_has_gradients(x: Tensor, w: Tensor) -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return (x @ w).tanh() @ w
+
+    with torch.no_grad():
+        actual, expected = remat(fn)(x), fn(x)
+    assert_same(grad(actual, (x, w)), grad(expected, (x, w)))
+
+
+def test_where_nothing_requires_grad_nothing_is_saved() -> None:
+    x, w = rand(N, N, grad=False), rand(N, N, seed=1, grad=False)
+    assert held_bytes(remat(mm_chain), x, w) == KB
+    assert not remat(mm_chain)(x, w).requires_grad
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def in_threads(*jobs: Callable) -> list:
+    results: list = [None] * len(jobs)
+
+    def work(i: int) -> None:
+        try:
+            results[i] = jobs[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def test_forward_and_backward_in_different_threads(x: Tensor, w: Tensor) -> None:
+    """Each thread numbers its own nodes, so the numbers don't tell which of two threads' nodes is older."""
+
+    def program(wrap: Wrap, forward: Callable, backward: Callable) -> Any:
+        h = (x @ w).sin()
+        out = forward(lambda: wrap(lambda w: (h @ w).exp() * h)(w))
+        return backward(lambda: grad(out, (x, w)))
+
+    here, there = lambda job: job(), lambda job: in_threads(job)[0]
+    expected = program(plain, here, here)
+    for threads in ((here, there), (there, here), (there, there)):
+        assert_same(program(remat, *threads), expected)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["graphs of their own", "one graph"])
+def test_passes_in_several_threads_at_once(shared: bool, x: Tensor, w: Tensor) -> None:
+    expected = grad(mm_chain(x, w), (x, w))
+    for _ in range(5):
+        out = remat(mm_chain)(x, w)
+        fresh = lambda: out if shared else remat(mm_chain)(x, w)
+        job = lambda: [grad(fresh(), (x, w), retain_graph=True) for _ in range(5)]
+        for results in in_threads(job, job, job):
+            assert_same(results, [expected] * 5)
+
+
+def test_the_end_of_a_pass_does_not_wait_for_the_recompute_of_another() -> None:
+    """That recompute may itself wait for a backward pass inside, on the device thread that ends the first pass."""
+    recomputes = threading.Semaphore(0)
+    ended = threading.Event()
+    in_time: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        if is_recomputing() and threading.current_thread() is second:
+            recomputes.release()
+            in_time.append(ended.wait(10))
+        return x.sin().exp().sin().exp()
+
+    def first_pass() -> None:
+        y.backward(retain_graph=True)
+        ended.set()
+
+    def before_the_end(_: Tensor) -> None:
+        second.start()
+        recomputes.acquire(timeout=10)
+
+    x = rand(3)
+    x.register_post_accumulate_grad_hook(before_the_end)
+    y = remat(f)(x).sum()
+    first = threading.Thread(target=first_pass)
+    second = threading.Thread(target=lambda: torch.autograd.grad(y, x, retain_graph=True))
+    first.start()
+    first.join()
+    second.join()
+    assert in_time == [True]
