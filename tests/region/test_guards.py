@@ -1,0 +1,524 @@
+"""Inputs and captured tensors that change: a recompute gets them as they were before the region, or it is an error.
+
+As they were: with their values, their layout and type, and their place in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerator import DEVICE
+from cases import assert_same, rand
+from torch import Tensor, nn
+from torch.func import jvp, vjp, vmap
+
+from benchmarks.measure import count_ops, held_bytes
+from remat import MutationError, policies, remat
+
+Wrap = Callable[..., Callable]
+SCALE = torch.ones(3, dtype=torch.float64)
+
+
+@pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def plain(fn: Callable) -> Callable:
+    return fn
+
+
+WAYS: dict[str, Wrap] = {
+    "no policy": remat,
+    "a policy": remat(policy=policies.save_only_these_names("none")),
+    "nested": lambda fn: remat(remat(fn)),
+    "nested, with a policy": lambda fn: remat(remat(fn, policy=policies.save_ops("aten.sin"))),
+}
+every_way = pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
+pytestmark = pytest.mark.filterwarnings("ignore:The policy")
+
+
+def gradient(fn: Callable, x: Tensor, *args: Any) -> Tensor:
+    return torch.autograd.grad(fn(x, *args).sum(), x)[0]
+
+
+def arange(*shape: int) -> Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def on(device: str, tensor: Tensor) -> Tensor:
+    """Copy a tensor to a device, with the same layout."""
+    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return whole.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+# --- copies of small tensors ------------------------------------------------------------------------------------------
+
+
+def changed(s: Tensor) -> Tensor:
+    with torch.no_grad():
+        return s.add_(1)
+
+
+def through_data(s: Tensor) -> Tensor:
+    """Without a trace in the version counter."""
+    return s.data.add_(1)
+
+
+def own_elements(x: Tensor, s: Tensor) -> Tensor:
+    mine = s.as_strided((2,), (s.stride(0),))
+    return (x[:2] * mine).sin()
+
+
+def elements_in_gaps(x: Tensor, s: Tensor) -> Tensor:
+    return (x * (s.as_strided((2, 3), (6, 1)) + s.as_strided((3,), (1,), 3))).sin()
+
+
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable]] = {
+    "gaps": (lambda: arange(4, 6)[:, :3], own_elements),
+    "values in gaps": (lambda: arange(4, 6)[:, :3], elements_in_gaps),
+    "one column": (lambda: arange(3, 6)[:, 1], own_elements),
+    "transposed, gaps": (lambda: arange(6, 4).t()[:, ::2], own_elements),
+    "offset": (lambda: arange(5, 3)[2:4], own_elements),
+}
+
+
+@every_way
+@pytest.mark.parametrize("change", [None, changed, through_data])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_recompute_gets_a_small_argument_as_it_was(device: str, layout: str, change: Any, wrap: Wrap) -> None:
+    make, read = LAYOUTS[layout]
+
+    def fn(x: Tensor, s: Tensor) -> Tensor:
+        if change is not None:
+            change(s)
+        return read(x, s) if s.stride() == make().stride() else x.cos()
+
+    x = torch.arange(1.0, 4, device=device, requires_grad=True)
+    assert_same(gradient(wrap(fn), x, on(device, make())), gradient(fn, x, on(device, make())))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (50_000, 3)], ids=str)
+def test_an_expanded_argument_stays_expanded(device: str, shape: tuple) -> None:
+    def fn(x: Tensor, s: Tensor) -> Tensor:
+        return x.sin().exp() if s.is_contiguous() else (x * s).cos().exp()
+
+    x, s = torch.arange(1.0, 4, device=device, requires_grad=True), torch.full((1,), 2.0, device=device).expand(shape)
+    assert_same(gradient(remat(fn), x, s), gradient(fn, x, s))
+
+
+DTYPES = torch.bool, torch.uint8, torch.int64, torch.half, torch.float8_e4m3fn, torch.cdouble
+VALUES = [torch.ones(3, dtype=dtype) for dtype in DTYPES] + list(torch.tensor([[float("nan")], [float("inf")], [-0.0]]))
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_what_has_not_changed_is_the_same_object_in_a_recompute(device: str, value: Tensor) -> None:
+    seen = []
+
+    def fn(x: Tensor, s: Tensor) -> Tensor:
+        seen.append((id(s), id(captured)))
+        return (x * s.to(torch.cfloat).real).sin() * captured
+
+    given, captured = value.to(device), arange(3).to(device)
+    gradient(remat(fn), torch.ones(3, device=device, requires_grad=True), given)
+    if value.isnan().any() and device == "cpu":  # equal only bit by bit, which takes longer
+        assert seen[0][1] == seen[1][1]
+    else:
+        assert seen == [(id(given), id(captured))] * 2
+
+
+def test_a_small_argument_keeps_its_attributes_and_type(device: str) -> None:
+    def fn(x: Tensor, s: Any, frozen: Tensor) -> Tensor:
+        return (x * s * s.scale).sin() * (2 if isinstance(frozen, nn.Parameter) else 3)
+
+    x, s = torch.arange(1.0, 4, device=device, requires_grad=True), arange(3).to(device)
+    s.scale = 2.0
+    frozen = nn.Parameter(arange(3).to(device), requires_grad=False)
+    assert_same(gradient(remat(fn), x, s, frozen), gradient(fn, x, s, frozen))
+
+
+KB, MB = 1024, 1024 * 1024
+SIZES: dict[str, tuple[Callable[[], Any], bool]] = {
+    "a matrix of 16 KiB": (lambda: torch.ones(64, 64), True),
+    "a larger matrix": (lambda: torch.ones(65, 64), False),
+    "a small part of a large matrix": (lambda: torch.ones(65, 65)[:, :1], False),
+    "a vector of 1 MiB": (lambda: torch.ones(MB // 4), True),
+    "a larger vector": (lambda: torch.ones(MB // 4 + 1), False),
+    "a sparse matrix": (lambda: torch.eye(3).to_sparse(), False),
+    "a parameter": (lambda: nn.Parameter(torch.ones(3)), False),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensors_up_to_a_size_are_copied_before_the_region_changes_them(size: str) -> None:
+    make, copied = SIZES[size]
+
+    def fn(x: Tensor, s: Tensor) -> Tensor:
+        with torch.no_grad():
+            s.mul_(2)
+        return (x * s.sum().detach()).sin()
+
+    x, s = torch.ones(1, requires_grad=True), make()
+    out, expected = remat(fn)(x, s), fn(x, make())
+    if copied:
+        assert_same(torch.autograd.grad(out, x), torch.autograd.grad(expected, x))
+        return
+    remedy = r"those of up to 16 KiB, and vectors and buffers of up to 1 MiB, are copied .* Give the region a copy"
+    with pytest.raises(MutationError, match=f"argument s was changed in place by the region itself, .* {remedy}"):
+        torch.autograd.grad(out, x)
+
+
+@pytest.mark.parametrize("rows", [512, 513])
+def test_buffers_up_to_a_mebibyte_are_copied(rows: int) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(rows, 512))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.table.add_(1)[0, 0]).sin()
+
+    x = torch.ones(3, requires_grad=True)
+    out = remat(Table())(x)
+    with nullcontext() if rows == 512 else pytest.raises(MutationError, match=r"captured self\.table was changed"):
+        assert_same(torch.autograd.grad(out.sum(), x)[0], 2 * (x * 2).cos())
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def trained_then_used(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+    y = norm.train()(x)
+    return norm.eval()(y.sin())
+
+
+def updated_then_used(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+    norm.train()(x.detach())
+    return norm.eval()(x).sin()
+
+
+def read_after_an_update(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+    mean, var = norm.running_mean, norm.running_var
+    F.batch_norm(x.detach(), mean, var, None, None, True, 0.5)
+    return (x * mean + var * x.sin()).exp()
+
+
+def changed_through_data(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+    norm.running_mean.data.add_(1)
+    return (x * norm.running_mean).exp() * norm.running_mean
+
+
+def counted(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+    norm.num_batches_tracked += 1
+    return (norm(x) * norm.num_batches_tracked.clone()).sin()
+
+
+def replaced(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+    norm.running_mean = norm.running_mean + 1
+    return (x * norm.running_mean).sin().exp()
+
+
+STATISTICS = [trained_then_used, updated_then_used, read_after_an_update, changed_through_data, counted, replaced]
+
+
+@every_way
+@pytest.mark.parametrize("fn", STATISTICS, ids=lambda fn: fn.__name__)
+def test_statistics_change_once_and_are_recomputed_from_the_old_ones(fn: Callable, wrap: Wrap) -> None:
+    def run(wrap: Wrap) -> tuple:
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(4, momentum=0.5), rand(6, 4, dtype=torch.float32)
+        region = wrap(lambda x: fn(x, norm))
+        outs = [region(x), region(x)]
+        after = [b.clone() for b in norm.buffers()]
+        found = [torch.autograd.grad(out.square().sum(), x)[0] for out in outs]
+        assert_same([*norm.buffers()], after)
+        return outs, found, after
+
+    assert_same(run(wrap), run(plain))
+
+
+def test_statistics_that_are_arguments(device: str) -> None:
+    """Batch norm changes them without a trace in their version counters."""
+
+    def fn(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        y = F.batch_norm(x.sin(), mean, var, training=True)
+        return (y * mean.exp()).cos()
+
+    results = []
+    for wrap in (plain, remat):
+        torch.manual_seed(0)
+        x, mean, var = (torch.randn(n).to(device) for n in ((8, 3), 3, 3))
+        x.requires_grad_()
+        results.append((gradient(wrap(fn), x, mean, var.exp()), mean))
+    assert_same(*results)
+
+
+@every_way
+def test_buffers_that_change_before_a_backward_inside(wrap: Wrap) -> None:
+    """That backward recomputes an inner region in the middle of its first run, from the earlier buffers."""
+
+    def run(wrap: Wrap) -> tuple:
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(4), rand(3, 4, dtype=torch.float32)
+        layer = lambda x: counted(x, norm)
+        inner = wrap(layer)
+
+        def f(x: Tensor) -> Tensor:
+            y = x.detach().requires_grad_()
+            (inside,) = torch.autograd.grad((layer(y) * inner(y)).exp().sum(), y, create_graph=True)
+            return layer(x) * inside.sin() + inner(x)
+
+        region = wrap(f)
+        outs = [region(x) for _ in range(2)]
+        return outs, [torch.autograd.grad(out.exp().sum(), [x, *norm.parameters()]) for out in outs], [*norm.buffers()]
+
+    assert_same(run(wrap), run(plain))
+
+
+def test_gradients_that_a_backward_inside_adds_to_captured_parameters() -> None:
+    """They are added once: a recompute gets other parameters."""
+
+    def run(wrap: Wrap) -> tuple:
+        x, w = rand(3, 3), rand(3, 3, seed=1)
+
+        def f(x: Tensor) -> Tensor:
+            (x.detach() @ w).sin().sum().backward()
+            return (x @ w).cos().exp() @ w
+
+        out = wrap(f)(x)
+        before = w.grad.clone()
+        return before, torch.autograd.grad(out.sum(), (x, w)), w.grad
+
+    assert_same(run(remat), run(plain))
+
+
+# --- changes after the region -----------------------------------------------------------------------------------------
+
+
+def of_argument() -> tuple:
+    x, s = rand(3), torch.ones(3).double()
+    return remat(lambda x, scale: (x * scale).sin().exp())(x, scale=s), s
+
+
+def of_captured() -> tuple:
+    x, s = rand(3), torch.ones(3).double()
+    return remat(lambda x: (x * s).sin().exp())(x), s
+
+
+def of_global() -> tuple:
+    return remat(lambda x: (x * SCALE).sin().exp())(rand(3)), SCALE
+
+
+def of_parameter() -> tuple:
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    return remat(layer)(torch.ones(2, 3)), layer[0].weight
+
+
+def of_saved_view() -> tuple:
+    """What autograd saves is the view; nothing is recomputed."""
+    x, s = rand(3), torch.ones(3).double()
+    return remat(lambda x, s: x * s[:])(x, s), s
+
+
+def of_older() -> tuple:
+    """The search doesn't find the inner result `h`."""
+    x, w = rand(3), rand(3, seed=1)
+    h = (w * 2).exp()
+    return remat(lambda x, fn=[h.mul]: fn[0](x))(x), h
+
+
+def of_argument_with_a_history() -> tuple:
+    x = rand(3)
+    h = x * 1
+    return remat(lambda h: h.sin().exp())(h), h
+
+
+OTHERS = r"Change it after the backward, use the out-of-place operation, or give the region a copy: `\.clone\(\)`"
+AFTER: dict[Callable, str] = {
+    of_argument: f"argument scale was changed in place between .* {OTHERS}",
+    of_captured: f"captured closure variable 's' was changed in place between .* {OTHERS}",
+    of_global: "captured global 'SCALE' was changed",
+    of_parameter: r"captured self\[0\].weight was changed .* an `optimizer.step\(\)` between the two: call it after",
+    of_saved_view: "argument s was changed",
+    of_older: r"A captured tensor, float64\[3\], was changed in place after the region's forward and before its",
+    of_argument_with_a_history: "argument h was changed",
+}
+
+
+@pytest.mark.parametrize("make", AFTER, ids=lambda make: make.__name__)
+def test_a_change_between_forward_and_backward_is_an_error(make: Callable) -> None:
+    out, tensor = make()
+    with torch.no_grad():
+        tensor.mul_(1)
+    with pytest.raises(MutationError, match=AFTER[make]):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("make", [of_argument, of_captured, of_parameter], ids=lambda make: make.__name__)
+def test_a_change_after_the_backward_is_none(make: Callable) -> None:
+    out, tensor = make()
+    out.sum().backward()
+    changed(tensor)
+
+
+def test_a_change_of_a_captured_tensor_that_the_recompute_does_not_read_is_none() -> None:
+    """It may be handed on without being read."""
+    x, s, seen = rand(3), torch.ones(3).double(), []
+
+    def fn(x: Tensor) -> Tensor:
+        seen.append(s.shape)
+        return x.sin().exp() + s
+
+    out = remat(fn)(x)
+    s.add_(1)
+    assert_same(torch.autograd.grad(out.sum(), x)[0], x.sin().exp() * x.cos())
+    assert len(seen) == 2
+
+
+def changes_an_argument_with_a_history(x: Tensor) -> Tensor:
+    h = x * 1
+    return remat(lambda h: h.add_(1).sin())(h)
+
+
+def changes_tensors_that_share_memory(x: Tensor) -> Tensor:
+    a = torch.ones(4, dtype=x.dtype)
+    return remat(lambda x, first, second: x * first.add_(1) * second)(x, a[:3], a[1:])
+
+
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (changes_an_argument_with_a_history, r"argument h requires grad and was changed in place by the region.*clone"),
+        (
+            changes_tensors_that_share_memory,
+            "changes tensors in place that share memory, .* Use out-of-place operations",
+        ),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_changes_in_the_region_that_are_errors_at_once(fn: Callable, message: str) -> None:
+    with pytest.raises(MutationError, match=message):
+        fn(rand(3))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_inference_tensors_that_change(captured: bool) -> None:
+    """They have no version counter, but a checksum."""
+    x = rand(3, 4)
+    with torch.inference_mode():
+        cache = torch.ones(3, 4)
+    fn = lambda x, *given: (x.sin() + (given[0] if given else cache)).sin()
+    args = (x,) if captured else (x, cache)
+    assert_same(gradient(remat(fn), *args), gradient(fn, *args))
+    out = remat(fn)(*args)
+    with torch.inference_mode():
+        cache.mul_(5)
+    with pytest.raises(MutationError, match="changed in place"):
+        out.sum().backward()
+
+
+@every_way
+@pytest.mark.parametrize("frozen", [True, False])
+def test_parameters_that_are_frozen_or_unfrozen_between_forward_and_backward(frozen: bool, wrap: Wrap) -> None:
+    def run(wrap: Wrap) -> tuple:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(4, 4).requires_grad_(not frozen), rand(3, 4, dtype=torch.float32)
+        out = wrap(lambda x: (layer(x) * layer.bias).sin())(x)
+        layer.requires_grad_(frozen)
+        return torch.autograd.grad(out.sum(), x)
+
+    assert_same(run(wrap), run(plain))
+
+
+def test_a_captured_tensor_that_is_detached_in_place_between_forward_and_backward() -> None:
+    def run(wrap: Wrap) -> tuple:
+        x, w = rand(3), rand(3, seed=1)
+        h = w * 2
+        out = wrap(lambda x: (x + h).sin().exp())(x)
+        h.detach_()
+        return torch.autograd.grad(out.sum(), (x, w))
+
+    assert_same(run(remat), run(plain))
+
+
+# --- views made under no_grad of a tensor that requires grad ----------------------------------------------------------
+# They report `requires_grad`, but get no gradient. Operations save fewer tensors for them.
+
+
+def row(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x[0]
+
+
+BODIES: dict[str, Callable[[Wrap], Callable]] = {
+    "product": lambda wrap: lambda v, w: (v * w).sin(),
+    "alone": lambda wrap: lambda v, w: v.sin().exp() * w.detach(),
+    "a region inside": lambda wrap: lambda v, w: wrap(lambda a: (a * w).tanh())(v).sin(),
+    "captured": lambda wrap: lambda v, w: wrap(lambda w: (v * w).sin().exp())(w),
+    "a gradient inside": lambda wrap: lambda v, w: torch.autograd.grad((v * w).sin().sum(), w, create_graph=True)[0],
+    "asks": lambda wrap: lambda v, w: (v * w).sin() if v.requires_grad and v.is_leaf else (v + w).cos(),
+}
+
+
+def twice(f: Callable, x: Tensor, w: Tensor) -> Any:
+    out = f(row(x), w)
+    return out, [torch.autograd.grad(out.sum(), [x, w], allow_unused=True, retain_graph=True) for _ in range(2)]
+
+
+def made_again_a_leaf(f: Callable, x: Tensor, w: Tensor) -> Any:
+    v = row(x).requires_grad_()
+    return torch.autograd.grad(f(v, w).sum(), [v, w])
+
+
+def under_grad(f: Callable, x: Tensor, w: Tensor) -> Any:
+    v = row(x)
+    found = [torch.func.grad(lambda v: f(v, w).sum())(v), torch.func.grad(lambda w: f(v, w).sum())(w)]
+    return found, [torch.autograd.grad(each.sum(), [x, w], allow_unused=True) for each in found]
+
+
+def of_rows(f: Callable, x: Tensor, w: Tensor) -> Any:
+    with torch.no_grad():
+        rows = x[:2]
+    out = vmap(torch.func.grad(lambda v: f(v, w).sum()))(rows)
+    return out, torch.autograd.grad(out.sum(), [x, w], allow_unused=True)
+
+
+def pulled_back_and_forward(f: Callable, x: Tensor, w: Tensor) -> Any:
+    out, pull = vjp(lambda v: f(v, w), row(x))
+    v = row(x)
+    return out, pull(torch.ones_like(out)), jvp(lambda w: f(v, w), (w,), (w.cos(),))
+
+
+def at_a_level(f: Callable, x: Tensor, w: Tensor) -> Any:
+    return torch.func.grad(lambda x, w: f(row(x), w).sum(), argnums=(0, 1))(x, w)
+
+
+RUNS = [twice, made_again_a_leaf, under_grad, of_rows, pulled_back_and_forward, at_a_level]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("body", BODIES)
+def test_views_made_under_no_grad(body: str, run: Callable) -> None:
+    def outcome(wrap: Wrap) -> Any:
+        try:
+            return run(wrap(BODIES[body](wrap)), rand(3, 3, seed=0), rand(3, seed=1))
+        except RuntimeError as error:
+            return str(error).splitlines()[0]  # plain autograd raises it too, where nothing is differentiable
+
+    expected = outcome(plain)
+    for policy in (None, policies.save_ops("aten.mul")):
+        assert_same(outcome(lambda fn: remat(fn, policy=policy)), expected, exact=False)
+
+
+def test_a_view_made_under_no_grad_is_saved_as_it_is() -> None:
+    x, w = rand(32, 32, seed=0), rand(32, 32, seed=1)
+    with torch.no_grad():
+        v = x[:]
+    f = remat(lambda v, w: (v * w).sin().exp().cos())
+    assert held_bytes(lambda: f(v, w)) == v.nbytes
+    assert count_ops(lambda: f(v, w).sum().backward())["aten.exp"] == 2
