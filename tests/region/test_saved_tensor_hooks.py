@@ -616,8 +616,12 @@ def _(wrap: Wrap) -> None:
 
 
 def on_leaves(log: Counter, x: Tensor, w: Tensor, v: Tensor, out: Tensor) -> None:
-    for name, tensor in (("w", w), ("v", v)):
-        tensor.register_post_accumulate_grad_hook(lambda t, name=name: (log.update([name]), t.grad.mul_(2)) and None)
+    def double(tensor: Tensor) -> None:
+        log.update(["w" if tensor is w else "v"])
+        tensor.grad.mul_(2)
+
+    w.register_post_accumulate_grad_hook(double)
+    v.register_post_accumulate_grad_hook(double)
 
 
 def on_several(mode: Any) -> Callable:

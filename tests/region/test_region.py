@@ -1,0 +1,325 @@
+"""One call of a rematerialized function: its results, the state that it leaves, and first runs that are abandoned."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import assert_same, rand
+from surroundings import assert_as_before, surroundings
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat
+
+Wrap = Callable[[Callable], Callable]
+
+
+def plain(fn: Callable) -> Callable:
+    return fn
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+REGION = " A region's function must"
+RESULTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], str]] = {
+    "another tree": (
+        lambda y: y, lambda y: [y, y],
+        "The region returned a different structure in the recompute: output was a single value and is now a list of 2."
+        f"{REGION} return the same structure in each run: look for a branch on Python state that changed between the",
+    ),
+    "another key": (
+        lambda y: {"a": y}, lambda y: {"b": y},
+        "The region returned a different structure in the recompute: output was a dict with ['a'] and is now a dict "
+        f"with ['b'].{REGION} return the same structure",
+    ),
+    "another dtype": (
+        lambda y: {"logits": [y, y * 2]}, lambda y: {"logits": [y, y.bfloat16()]},
+        f"output['logits'][1] was float64[3] in the region's forward and bfloat16[3] in the recompute.{REGION} be",
+    ),
+    "another shape without a gradient": (
+        lambda y: [y, torch.ones(())], lambda y: [y, torch.ones(2)],
+        "output[1] was float32[] in the region's forward and float32[2] in the recompute",
+    ),
+    "not a tensor": (
+        lambda y: [y, y * 2], lambda y: [y, 3.0],
+        f"output[1] was a new tensor in the region's forward and not a tensor in the recompute.{REGION} be",
+    ),
+}  # fmt: skip
+
+
+def total(tree: Any) -> Tensor:
+    leaves = list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else [tree]
+    return sum(total(each) if isinstance(each, list) else each.sum() for each in leaves)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_that_differs_is_named(name: str) -> None:
+    """In plain autograd only the structure is compared: other results are seen by what autograd saves."""
+    first, again, message = RESULTS[name]
+    fn = lambda x: (again if is_recomputing() else first)(x.sin().exp())
+    second = lambda x: torch.func.grad(torch.func.grad(lambda x: total(region(x))))(x[0]).expand(3)
+    region = remat(lambda x: fn(x.expand(3)), early_stop=False)
+    transforms: list[Callable] = [lambda x: torch.func.vmap(second)(x[None])]
+    if "structure" in message:
+        transforms.append(lambda x: total(region(x)).backward())
+    for transform in transforms:
+        with pytest.raises(RecomputeMismatchError) as raised:
+            transform(rand(3))
+        assert str(raised.value).startswith(message)
+        assert str(raised.value).partition("\nThe region is ")[2].startswith(f"<lambda> called at {__file__}:")
+    region = remat(lambda x: fn(x.expand(3)), early_stop=False, determinism_check="none")
+    if "structure" in message:
+        total(region(rand(3))).backward()
+
+
+# --- state after errors -----------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    pass
+
+
+class Interrupt(BaseException):
+    pass
+
+
+MODULE = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3, affine=False))
+
+
+class Failing:
+    """A function that raises at the end of its first run if `at` is 0, of its recompute if `at` is 1."""
+
+    def __init__(self, at: int, error: type[BaseException] = Boom) -> None:
+        self.at, self.error = at, error
+        type(self).runs = 0  # an attribute of the class, which is not restored
+        self.module = MODULE
+
+    def __call__(self, x: Tensor) -> Tensor:
+        type(self).runs = self.runs + 1 if is_recomputing() else 0
+        y = nn.functional.dropout(self.module[0](x).sin(), 0.5)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            if self.runs == self.at:
+                raise self.error("in the region")
+        return y.exp().cos() * random.random() * float(np.random.rand())
+
+
+# Each calls a function, and returns what then differentiates it.
+
+
+def by_autograd(f: Callable, x: Tensor) -> Callable:
+    loss = f(x.requires_grad_()).sum()
+    return lambda: torch.autograd.grad(loss, x, retain_graph=True)
+
+
+def with_hooks_around(f: Callable, x: Tensor) -> Callable:
+    with save_on_cpu():
+        return by_autograd(f, x)
+
+
+def nested(f: Callable, x: Tensor) -> Callable:
+    return by_autograd(remat(lambda x: f(x.sin()).sin()), x)
+
+
+def with_other_parameters(f: Callable, x: Tensor) -> Callable:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MODULE
+
+        def forward(self, x: Tensor) -> Tensor:
+            return f(x)
+
+    others = {name: torch.randn_like(p, requires_grad=True) for name, p in Calls().named_parameters()}
+    out = functional_call(Calls(), others, (x.requires_grad_(),))
+    return lambda: torch.autograd.grad(out.sum(), [x, others["inner.0.weight"]])
+
+
+def under_settings(f: Callable, x: Tensor) -> Callable:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("cpu"):
+        out = by_autograd(f, x)
+
+    def backward() -> Any:
+        with Mode(), torch.no_grad(), disable_saved_tensors_hooks("by the user"):
+            return out()
+
+    return backward
+
+
+def vjp(f: Callable, x: Tensor) -> Callable:
+    out, pull = torch.func.vjp(f, x)
+    return lambda: pull(torch.ones_like(out))
+
+
+def per_sample(f: Callable, x: Tensor) -> Callable:
+    grad = torch.func.grad(lambda row: f(row).sum())
+    return lambda: torch.vmap(grad, randomness="different")(x)
+
+
+def forward_over_reverse(f: Callable, x: Tensor) -> Callable:
+    grad = torch.func.grad(lambda x: f(x).sum())
+    return lambda: torch.func.jvp(grad, (x,), (torch.ones_like(x),))
+
+
+PLAIN = [by_autograd, with_hooks_around, nested, with_other_parameters, under_settings, vjp]
+WAYS = [*PLAIN, per_sample, forward_over_reverse]
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value), random.seed(value), np.random.seed(value)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("error", [Boom, Interrupt, StopIteration])
+def test_an_error_in_a_region_leaves_all_state_as_it_was(way: Callable, at: int, error: type[BaseException]) -> None:
+    x, f = torch.randn(2, 3), Failing(at, error)
+    before = surroundings(MODULE)
+    with pytest.raises(error, match="in the region"):
+        way(remat(f), x)()
+    assert f.runs == at
+    assert_as_before(before, MODULE, drawn=True)  # what the first run drew stays drawn, as without remat
+    f.at = -10
+    results = []
+    for fn in (remat(f), f):
+        seed(5)
+        results.append(way(fn, x.clone())())
+    if way is not with_hooks_around:  # whose hooks torch alone gives other tensors
+        assert_same(*results)
+
+
+@pytest.mark.parametrize("way", PLAIN, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("thread", [False, True], ids=["here", "in another thread"])
+def test_a_failed_recompute_moves_no_generator_and_can_be_tried_again(way: Callable, thread: bool) -> None:
+    f = Failing(1)
+    pull = way(remat(f), torch.randn(2, 3))
+    here, done = surroundings(MODULE), []
+
+    def target() -> None:
+        before = surroundings(MODULE)
+        with pytest.raises(Boom):
+            pull()
+        assert_as_before(before, MODULE)
+        done.append(True)
+
+    if thread:
+        another = threading.Thread(target=target)
+        another.start()
+        another.join()
+    else:
+        target()
+    assert done
+    assert_as_before(here, MODULE)
+    if way is by_autograd:
+        assert all(t.isfinite().all() for t in pull()) and f.runs == 2  # the second recompute succeeds
+
+
+@pytest.mark.parametrize("error", [MutationError, RecomputeMismatchError])
+@pytest.mark.parametrize("way", PLAIN, ids=lambda way: way.__name__)
+def test_an_error_of_the_package_leaves_all_state_as_it_was(error: type, way: Callable) -> None:
+    w = torch.ones(3)
+
+    def fn(x: Tensor) -> Tensor:
+        y = MODULE[0](x * w).sin()
+        if error is RecomputeMismatchError and is_recomputing():
+            y = y.double()
+        return nn.functional.dropout(y, 0.5).exp().cos()
+
+    pull = way(remat(fn), torch.randn(2, 3))
+    if error is MutationError:
+        w.add_(1)
+    before = surroundings(MODULE)
+    with pytest.raises(error):
+        pull()
+    assert_as_before(before, MODULE)
+
+
+# --- first runs that are abandoned ------------------------------------------------------------------------------------
+
+
+def func_grad(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: (y.sin() * x).sum())(x).exp() * x
+
+
+def func_vjp(x: Tensor) -> Tensor:
+    return torch.func.vjp(torch.sin, x.exp())[1](x)[0] * x
+
+
+def func_hessian(x: Tensor) -> Tensor:
+    return torch.func.hessian(lambda y: (y * x).sin().sum())(x).sum(0).exp()
+
+
+def func_jvp(x: Tensor) -> Tensor:
+    return torch.func.jvp(torch.sin, (x.exp(),), (x,))[1].sin()
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")], ids=str)
+@pytest.mark.parametrize("outer", [False, True], ids=["one", "in a region"])
+@pytest.mark.parametrize("transform", [func_grad, func_vjp, func_hessian, func_jvp], ids=lambda fn: fn.__name__)
+@pytest.mark.filterwarnings("ignore:The policy", "ignore:debug=True compares")
+def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(
+    transform: Callable, outer: bool, policy: Any
+) -> None:
+    """`torch.func.grad` refuses saved-tensor hooks, so the first attempt is abandoned: it drew, counted and stored."""
+
+    def run(wrap: Wrap) -> Any:
+        seed(3)
+        n, x = torch.zeros(()), rand(3)
+        norm = nn.BatchNorm1d(3, affine=False).double()
+
+        def fn(x: Tensor) -> Tensor:
+            n.add_(1)
+            norm.steps = getattr(norm, "steps", 0) + 1
+            y = norm(x.expand(2, 3) * torch.rand(2, 3))[0] + x * torch.rand(3) * n.clone() * random.random()
+            return transform(y) * norm.steps
+
+        region = wrap(fn)
+        around = lambda x, inner=region: inner(x.sin()).sin()
+        region = region if not outer else around if wrap is plain else remat(around, debug=True)
+        outs = [region(x) for _ in range(2)]  # the second call uses what the first one recorded
+        after = n.clone(), [b.clone() for b in norm.buffers()], norm.steps, torch.rand(3), random.random()
+        grads = [torch.autograd.grad(out.sum(), x) for out in outs]
+        return outs, after, grads, n, [*norm.buffers()], norm.steps
+
+    assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)
+
+
+# --- functional_call --------------------------------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.block, self.wrap = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrap(self.block)(x) + self.wrap(self.inner)(x)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.block(x).exp()
+
+
+@pytest.mark.parametrize("build", [Calls, lambda wrap: nn.Sequential(nn.Linear(3, 3), wrap(Calls(plain)))],
+                         ids=["calls", "holds"])  # fmt: skip
+def test_functional_call_before_a_backward(build: Callable) -> None:
+    """In the backward the module has its own parameters again."""
+    x = torch.randn(2, 3)
+    results = []
+    for model in (build(remat), build(plain)):
+        torch.manual_seed(0)
+        given = [{n: torch.randn_like(p, requires_grad=True) for n, p in model.named_parameters()} for _ in range(2)]
+        loss = sum(functional_call(model, params, (x,)).square().sum() for params in given)
+        results.append(torch.autograd.grad(loss, [p for params in given for p in params.values()]))
+        assert all(p.grad is None for p in model.parameters())
+    assert_same(*results)
