@@ -9,18 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import (
-    Case,
-    assert_same,
-    cases,
-    differentiable_leaves,
-    flat,
-    orders_of,
-    rand,
-    scalar,
-    tensor_leaves,
-    total,
-)
+from cases import Case, assert_same, cases, differentiable_leaves, flat, orders_of, rand, scalar, tensor_leaves, total
 from torch import Tensor
 
 from benchmarks.measure import PeakMemory, count_ops, held_bytes, peak_bytes
