@@ -6,16 +6,15 @@ As they were: with their values, their layout and type, and their place in the g
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from accelerator import DEVICE
 from cases import assert_same, rand
 from torch import Tensor, nn
-from torch.func import jvp, vjp, vmap
 
 from benchmarks.measure import count_ops, held_bytes
 from remat import MutationError, policies, remat
@@ -142,13 +141,15 @@ def test_a_small_argument_keeps_its_attributes_and_type(device: str) -> None:
     assert_same(gradient(remat(fn), x, s, frozen), gradient(fn, x, s, frozen))
 
 
-KB, MB = 1024, 1024 * 1024
+MB = 1024 * 1024
 SIZES: dict[str, tuple[Callable[[], Any], bool]] = {
     "a matrix of 16 KiB": (lambda: torch.ones(64, 64), True),
     "a larger matrix": (lambda: torch.ones(65, 64), False),
     "a small part of a large matrix": (lambda: torch.ones(65, 65)[:, :1], False),
     "a vector of 1 MiB": (lambda: torch.ones(MB // 4), True),
     "a larger vector": (lambda: torch.ones(MB // 4 + 1), False),
+    "a buffer of 1 MiB": (lambda: nn.Buffer(torch.ones(512, 512)), True),
+    "a larger buffer": (lambda: nn.Buffer(torch.ones(513, 512)), False),
     "a sparse matrix": (lambda: torch.eye(3).to_sparse(), False),
     "a parameter": (lambda: nn.Parameter(torch.ones(3)), False),
 }
@@ -158,35 +159,27 @@ SIZES: dict[str, tuple[Callable[[], Any], bool]] = {
 def test_tensors_up_to_a_size_are_copied_before_the_region_changes_them(size: str) -> None:
     make, copied = SIZES[size]
 
-    def fn(x: Tensor, s: Tensor) -> Tensor:
-        with torch.no_grad():
-            s.mul_(2)
-        return (x * s.sum().detach()).sin()
+    def run(wrap: Wrap) -> tuple:
+        module, x, given = nn.Module(), torch.ones(1, requires_grad=True), make()
+        module.state = given
 
-    x, s = torch.ones(1, requires_grad=True), make()
-    out, expected = remat(fn)(x, s), fn(x, make())
+        def fn(x: Tensor, s: Tensor | None) -> Tensor:
+            s = module.state if s is None else s
+            with torch.no_grad():
+                s.mul_(2)
+            return (x * s.sum().detach()).sin()
+
+        out = wrap(fn)(x, None if isinstance(given, nn.Buffer) else given)
+        return out, torch.autograd.grad(out, x)
+
     if copied:
-        assert_same(torch.autograd.grad(out, x), torch.autograd.grad(expected, x))
+        assert_same(run(remat), run(plain))
         return
     remedy = r"those of up to 16 KiB, and vectors and buffers of up to 1 MiB, are copied .* Give the region a copy"
-    with pytest.raises(MutationError, match=f"argument s was changed in place by the region itself, .* {remedy}"):
-        torch.autograd.grad(out, x)
-
-
-@pytest.mark.parametrize("rows", [512, 513])
-def test_buffers_up_to_a_mebibyte_are_copied(rows: int) -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.ones(rows, 512))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.table.add_(1)[0, 0]).sin()
-
-    x = torch.ones(3, requires_grad=True)
-    out = remat(Table())(x)
-    with nullcontext() if rows == 512 else pytest.raises(MutationError, match=r"captured self\.table was changed"):
-        assert_same(torch.autograd.grad(out.sum(), x)[0], 2 * (x * 2).cos())
+    with pytest.raises(
+        MutationError, match=f"(argument s|captured .*state) was changed in place by the region itself, .* {remedy}"
+    ):
+        run(remat)
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -300,70 +293,47 @@ def test_gradients_that_a_backward_inside_adds_to_captured_parameters() -> None:
 # --- changes after the region -----------------------------------------------------------------------------------------
 
 
-def of_argument() -> tuple:
-    x, s = rand(3), torch.ones(3).double()
-    return remat(lambda x, scale: (x * scale).sin().exp())(x, scale=s), s
-
-
-def of_captured() -> tuple:
-    x, s = rand(3), torch.ones(3).double()
-    return remat(lambda x: (x * s).sin().exp())(x), s
-
-
-def of_global() -> tuple:
-    return remat(lambda x: (x * SCALE).sin().exp())(rand(3)), SCALE
-
-
-def of_parameter() -> tuple:
-    layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    return remat(layer)(torch.ones(2, 3)), layer[0].weight
-
-
-def of_saved_view() -> tuple:
-    """What autograd saves is the view; nothing is recomputed."""
-    x, s = rand(3), torch.ones(3).double()
-    return remat(lambda x, s: x * s[:])(x, s), s
-
-
-def of_older() -> tuple:
-    """The search doesn't find the inner result `h`."""
-    x, w = rand(3), rand(3, seed=1)
-    h = (w * 2).exp()
-    return remat(lambda x, fn=[h.mul]: fn[0](x))(x), h
-
-
-def of_argument_with_a_history() -> tuple:
-    x = rand(3)
-    h = x * 1
-    return remat(lambda h: h.sin().exp())(h), h
-
-
+# Each calls a region, and returns the result and a tensor that then changes.
 OTHERS = r"Change it after the backward, use the out-of-place operation, or give the region a copy: `\.clone\(\)`"
-AFTER: dict[Callable, str] = {
-    of_argument: f"argument scale was changed in place between .* {OTHERS}",
-    of_captured: f"captured closure variable 's' was changed in place between .* {OTHERS}",
-    of_global: "captured global 'SCALE' was changed",
-    of_parameter: r"captured self\[0\].weight was changed .* an `optimizer.step\(\)` between the two: call it after",
-    of_saved_view: "argument s was changed",
-    of_older: r"A captured tensor, float64\[3\], was changed in place after the region's forward and before its",
-    of_argument_with_a_history: "argument h was changed",
-}
+OPTIMIZER = r"The usual cause is an `optimizer.step\(\)` between the two: call it after the backward"
+AFTER: dict[str, tuple[Callable[[Tensor, Tensor], tuple], str]] = {
+    "argument": (
+        lambda x, s: (remat(lambda x, scale: (x * scale).sin().exp())(x, scale=s), s),
+        f"argument scale was changed in place between .* {OTHERS}",
+    ),
+    "captured": (
+        lambda x, s: (remat(lambda x: (x * s).sin().exp())(x), s),
+        f"captured closure variable 's' was changed in place between .* {OTHERS}",
+    ),
+    "global": (lambda x, s: (remat(lambda x: (x * SCALE).sin().exp())(x), SCALE), "captured global 'SCALE' was"),
+    "parameter": (
+        lambda x, s: (lambda layer: (remat(layer)(x), layer[0].weight))(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()),
+        rf"captured self\[0\].weight was changed in place .* {OPTIMIZER}",
+    ),
+    "with a history": (lambda x, s: (lambda h: (remat(lambda h: h.sin().exp())(h), h))(x * 1), "argument h was"),
+    "a view that autograd saves": (lambda x, s: (remat(lambda x, s: x * s[:])(x, s), s), "argument s was"),
+    "older, and not found": (
+        lambda x, s: (lambda h: (remat(lambda x, fn=(h.mul,): fn[0](x))(x), h))((x * s).exp()),
+        r"A captured tensor, float64\[3\], was changed in place after the region's forward and before its backward",
+    ),
+    "detached in place": (
+        lambda x, s: (lambda h: (remat(lambda x: (x + h).sin().exp())(x), h.detach_()))(x * 2), "variable 'h' was"
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("make", AFTER, ids=lambda make: make.__name__)
-def test_a_change_between_forward_and_backward_is_an_error(make: Callable) -> None:
-    out, tensor = make()
-    with torch.no_grad():
-        tensor.mul_(1)
-    with pytest.raises(MutationError, match=AFTER[make]):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("make", [of_argument, of_captured, of_parameter], ids=lambda make: make.__name__)
-def test_a_change_after_the_backward_is_none(make: Callable) -> None:
-    out, tensor = make()
-    out.sum().backward()
-    changed(tensor)
+@pytest.mark.parametrize("name", AFTER)
+def test_a_change_between_forward_and_backward_is_an_error(name: str) -> None:
+    call, message = AFTER[name]
+    for after in (False, True):
+        out, tensor = call(rand(3), torch.ones(3).double())
+        if after:  # the backward
+            out.sum().backward()
+        with torch.no_grad():
+            tensor.mul_(1)
+        if not after:
+            with pytest.raises(MutationError, match=message):
+                out.sum().backward()
 
 
 def test_a_change_of_a_captured_tensor_that_the_recompute_does_not_read_is_none() -> None:
@@ -380,30 +350,10 @@ def test_a_change_of_a_captured_tensor_that_the_recompute_does_not_read_is_none(
     assert len(seen) == 2
 
 
-def changes_an_argument_with_a_history(x: Tensor) -> Tensor:
-    h = x * 1
-    return remat(lambda h: h.add_(1).sin())(h)
-
-
-def changes_tensors_that_share_memory(x: Tensor) -> Tensor:
-    a = torch.ones(4, dtype=x.dtype)
-    return remat(lambda x, first, second: x * first.add_(1) * second)(x, a[:3], a[1:])
-
-
-@pytest.mark.parametrize(
-    "fn, message",
-    [
-        (changes_an_argument_with_a_history, r"argument h requires grad and was changed in place by the region.*clone"),
-        (
-            changes_tensors_that_share_memory,
-            "changes tensors in place that share memory, .* Use out-of-place operations",
-        ),
-    ],
-    ids=lambda each: getattr(each, "__name__", ""),
-)
-def test_changes_in_the_region_that_are_errors_at_once(fn: Callable, message: str) -> None:
+def test_a_change_of_an_input_that_requires_grad_is_an_error_at_once() -> None:
+    message = r"argument h requires grad and was changed in place by the region.*the region a copy: `\.clone\(\)`"
     with pytest.raises(MutationError, match=message):
-        fn(rand(3))
+        remat(lambda h: h.add_(1).sin())(rand(3) * 1)
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -422,26 +372,37 @@ def test_inference_tensors_that_change(captured: bool) -> None:
         out.sum().backward()
 
 
+FREEZES: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
+    "frozen": lambda layer, h: layer.requires_grad_(False),
+    "unfrozen": lambda layer, h: layer.requires_grad_(True),
+    "detached": lambda layer, h: h.detach_(),
+}
+
+
 @every_way
-@pytest.mark.parametrize("frozen", [True, False])
-def test_parameters_that_are_frozen_or_unfrozen_between_forward_and_backward(frozen: bool, wrap: Wrap) -> None:
+@pytest.mark.parametrize("how", FREEZES)
+def test_captured_tensors_that_are_frozen_or_detached_between_forward_and_backward(how: str, wrap: Wrap) -> None:
     def run(wrap: Wrap) -> tuple:
         torch.manual_seed(0)
-        layer, x = nn.Linear(4, 4).requires_grad_(not frozen), rand(3, 4, dtype=torch.float32)
-        out = wrap(lambda x: (layer(x) * layer.bias).sin())(x)
-        layer.requires_grad_(frozen)
+        layer, x = nn.Linear(4, 4).double().requires_grad_(how != "unfrozen"), rand(3, 4)
+        h = x * 2
+        out = wrap(lambda x: (layer(x) * layer.bias + h).sin())(x)
+        FREEZES[how](layer, h)
         return torch.autograd.grad(out.sum(), x)
 
     assert_same(run(wrap), run(plain))
 
 
-def test_a_captured_tensor_that_is_detached_in_place_between_forward_and_backward() -> None:
+@pytest.mark.parametrize("captured", [True, False])
+def test_tensors_with_tangents(captured: bool) -> None:
+    """More tests are in ``tests/engine/test_forward_ad.py``."""
+
     def run(wrap: Wrap) -> tuple:
         x, w = rand(3), rand(3, seed=1)
-        h = w * 2
-        out = wrap(lambda x: (x + h).sin().exp())(x)
-        h.detach_()
-        return torch.autograd.grad(out.sum(), (x, w))
+        with fwAD.dual_level():
+            dual = fwAD.make_dual(w, w.cos())
+            out = wrap(lambda x: (x * dual).sin().exp())(x) if captured else wrap(lambda x: (x * w).sin().exp())(dual)
+            return torch.autograd.grad(fwAD.unpack_dual(out).tangent.sum(), (x, w), allow_unused=True)
 
     assert_same(run(remat), run(plain))
 
@@ -457,7 +418,6 @@ def row(x: Tensor) -> Tensor:
 
 BODIES: dict[str, Callable[[Wrap], Callable]] = {
     "product": lambda wrap: lambda v, w: (v * w).sin(),
-    "alone": lambda wrap: lambda v, w: v.sin().exp() * w.detach(),
     "a region inside": lambda wrap: lambda v, w: wrap(lambda a: (a * w).tanh())(v).sin(),
     "captured": lambda wrap: lambda v, w: wrap(lambda w: (v * w).sin().exp())(w),
     "a gradient inside": lambda wrap: lambda v, w: torch.autograd.grad((v * w).sin().sum(), w, create_graph=True)[0],
@@ -481,24 +441,13 @@ def under_grad(f: Callable, x: Tensor, w: Tensor) -> Any:
     return found, [torch.autograd.grad(each.sum(), [x, w], allow_unused=True) for each in found]
 
 
-def of_rows(f: Callable, x: Tensor, w: Tensor) -> Any:
-    with torch.no_grad():
-        rows = x[:2]
-    out = vmap(torch.func.grad(lambda v: f(v, w).sum()))(rows)
-    return out, torch.autograd.grad(out.sum(), [x, w], allow_unused=True)
-
-
-def pulled_back_and_forward(f: Callable, x: Tensor, w: Tensor) -> Any:
-    out, pull = vjp(lambda v: f(v, w), row(x))
+def under_jvp_and_a_level(f: Callable, x: Tensor, w: Tensor) -> Any:
     v = row(x)
-    return out, pull(torch.ones_like(out)), jvp(lambda w: f(v, w), (w,), (w.cos(),))
+    level = torch.func.grad(lambda x, w: f(row(x), w).sum(), argnums=(0, 1))(x, w)
+    return torch.func.jvp(lambda w: f(v, w), (w,), (w.cos(),)), level
 
 
-def at_a_level(f: Callable, x: Tensor, w: Tensor) -> Any:
-    return torch.func.grad(lambda x, w: f(row(x), w).sum(), argnums=(0, 1))(x, w)
-
-
-RUNS = [twice, made_again_a_leaf, under_grad, of_rows, pulled_back_and_forward, at_a_level]
+RUNS = [twice, made_again_a_leaf, under_grad, under_jvp_and_a_level]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
