@@ -307,7 +307,7 @@ AFTER: dict[str, tuple[Callable[[Tensor, Tensor], tuple], str]] = {
     ),
     "global": (lambda x, s: (remat(lambda x: (x * SCALE).sin().exp())(x), SCALE), "captured global 'SCALE' was"),
     "parameter": (
-        lambda x, s: (lambda layer: (remat(layer)(x), layer[0].weight))(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()),
+        lambda x, s: (lambda m: (remat(m)(x), m[0].weight))(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()),
         rf"captured self\[0\].weight was changed in place .* {OPTIMIZER}",
     ),
     "with a history": (lambda x, s: (lambda h: (remat(lambda h: h.sin().exp())(h), h))(x * 1), "argument h was"),
