@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -126,29 +125,6 @@ def test_reading_a_saved_tensor_outside_of_a_pass_releases_nothing() -> None:
     assert runs.count == 3
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise KeyError("user")
-
-
-@both
-def test_an_exception_in_a_group(module: Any) -> None:
-    x, runs = rand(3), Runs(two)
-    first, second = module.checkpoint(runs, x, use_reentrant=False)
-    with pytest.raises(KeyError), module.GraphExecGroup():
-        gradient(first * Fails.apply(x), x, retain_graph=True)
-    with module.GraphExecGroup():  # the one before has ended
-        with pytest.raises(KeyError):
-            gradient(first * Fails.apply(x), x, retain_graph=True)
-        found = gradient(second, x)
-    assert_same(found, gradient(two(x)[1], x))
-
-
 @both
 def test_nested_regions_are_recomputed_as_often_as_for_one_pass(module: Any) -> None:
     """A chain of regions with two heads, in two nested regions, and a pass for each head."""
@@ -208,13 +184,3 @@ def test_values_that_no_pass_has_read_are_freed_with_the_group() -> None:
                 torch.autograd.grad(outs[0].sum(), x, retain_graph=True)
             found.append(live(memory, x))
     assert found == [3, 2]
-
-
-def test_a_second_derivative_in_a_group() -> None:
-    results = []
-    for fn, group in ((transform(deep), GraphExecGroup), (deep, nullcontext)):
-        x = rand(3)
-        with group():
-            first = gradient(fn(x), x, create_graph=True)
-        results.append((first, gradient(first.sin(), x)))
-    assert_same(*results)

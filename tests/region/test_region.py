@@ -19,6 +19,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.measure import PeakMemory, gc_disabled
 from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat
 
 Wrap = Callable[[Callable], Callable]
@@ -320,3 +321,53 @@ def test_functional_call_before_a_backward() -> None:
         results.append(torch.autograd.grad(loss, leaves, allow_unused=True))
         assert all(p.grad is None for p in model.parameters())
     assert_same(*results)
+
+
+# --- activations that modules store -----------------------------------------------------------------------------------
+
+
+class Stores(nn.Module):
+    """As feature extractors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.list = nn.Linear(32, 32), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.layer(x).tanh()
+        self.list[:] = [self.seen.exp().mean()]
+        return self.seen.sin()
+
+
+def test_stored_activations_have_their_derivatives_and_do_not_accumulate() -> None:
+    def step(region: Callable) -> Any:
+        total = sum(region(x).sum() + module.seen.mean() + module.list[0] for _ in range(2))
+        return torch.autograd.grad(total, [x, *module.parameters()])
+
+    module, x, live = Stores(), rand(64, 32, dtype=torch.float32), []
+    region, expected = remat(module), step(module)
+    with gc_disabled(), PeakMemory() as memory:
+        for _ in range(6):
+            assert_same(step(region), expected)
+            live.append(memory.live)
+    assert live[-1] == live[2]
+
+
+@pytest.mark.parametrize("transform", ["inside", "none", "grad", "vmap"])
+def test_activations_that_are_stored_under_vmap(transform: str) -> None:
+    """After `vmap` nothing can read them, and a later region must not either."""
+
+    def run(wrap: Wrap) -> list:
+        torch.manual_seed(0)
+        stores, x = Stores(), rand(3, 32, dtype=torch.float32)
+        if transform == "inside":
+            region = wrap(lambda a: torch.vmap(stores)(torch.stack([a, a.cos()])).sum(0))
+        else:
+            torch.vmap(stores)(torch.ones(7, 3, 32))
+            region = wrap(lambda a: stores.layer(a) * len(vars(stores)))
+        if transform == "grad":
+            return [torch.func.grad(lambda a: region(a).sum())(x.detach()) for _ in range(2)]
+        call = torch.vmap(region) if transform == "vmap" else region
+        return [torch.autograd.grad(call(x).sum(), (x, stores.layer.weight)) for _ in range(2)]
+
+    assert_same(run(remat), run(plain))
