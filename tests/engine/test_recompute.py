@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +19,7 @@ from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, he
 from remat import is_recomputing, policies, remat
 
 N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
+X, W = rand(4, 4), rand(4, 4, seed=1)
 Wrap = Callable[..., Callable]
 
 
@@ -40,16 +40,6 @@ def mm_chain(x: Tensor, w: Tensor) -> Tensor:
 def two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Two results that have nothing in common but the inputs."""
     return (x @ w).tanh(), ((x @ w @ w).exp() @ w).exp()
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return rand(4, 4)
-
-
-@pytest.fixture
-def w() -> Tensor:
-    return rand(4, 4, seed=1)
 
 
 # --- what is recomputed -----------------------------------------------------------------------------------------------
@@ -78,9 +68,9 @@ STEPS: dict[str, tuple[Callable, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_only_what_the_backward_reads_is_recomputed(name: str, x: Tensor, w: Tensor) -> None:
+def test_only_what_the_backward_reads_is_recomputed(name: str) -> None:
     step, expected = STEPS[name]
-    ours, without = count_ops(step, remat, x, w), count_ops(step, plain, x, w)
+    ours, without = count_ops(step, remat, X, W), count_ops(step, plain, X, W)
     more = {op.removeprefix("aten."): n - without[op] for op, n in ours.items() if n != without[op]}
     assert {op: n for op, n in more.items() if op != "detach"} == expected
 
@@ -124,13 +114,13 @@ def handler(caught: Any, inside: list) -> Callable:
 
 @pytest.mark.parametrize("caught", [Exception, (ValueError, RuntimeError), BaseException], ids=str)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_code_that_catches_exceptions_is_recomputed_as_it_ran(caught: Any, depth: int, x: Tensor, w: Tensor) -> None:
+def test_code_that_catches_exceptions_is_recomputed_as_it_ran(caught: Any, depth: int) -> None:
     """The stop is no `Exception`. What catches it all the same reads values that exist already."""
     inside: list[int] = []
     fn = region = handler(caught, inside)
     for _ in range(depth):
         region = remat(lambda x, w, inner=region: inner(x, w))
-    assert_same(grad(region(x, w), (x, w)), grad(fn(x, w), (x, w)))
+    assert_same(grad(region(X, W), (X, W)), grad(fn(X, W), (X, W)))
     assert inside == [] and torch.is_grad_enabled() and not is_recomputing()
 
 
@@ -146,16 +136,16 @@ def tree(fn: Callable, depth: int, wrap: Wrap = remat) -> Callable:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_each_leaf_of_a_tree_of_regions_is_recomputed_once_per_level_at_most(depth: int, x: Tensor, w: Tensor) -> None:
+def test_each_leaf_of_a_tree_of_regions_is_recomputed_once_per_level_at_most(depth: int) -> None:
     recomputes: list[bool] = []
 
     def leaf(x: Tensor, w: Tensor) -> Tensor:
         recomputes.append(is_recomputing())
         return (x @ w).sin()
 
-    found = grad(tree(remat(leaf), depth)(x, w), (x, w))
+    found = grad(tree(remat(leaf), depth)(X, W), (X, W))
     assert recomputes.count(False) == 2**depth <= recomputes.count(True) <= 2**depth * (depth + 1)
-    assert_same(found, grad(tree(leaf, depth, plain)(x, w), (x, w)))
+    assert_same(found, grad(tree(leaf, depth, plain)(X, W), (X, W)))
 
 
 def test_the_memory_of_a_tree_of_regions_is_logarithmic() -> None:
@@ -180,27 +170,27 @@ def test_where_nothing_requires_grad_nothing_is_saved() -> None:
 # --- several backward passes ------------------------------------------------------------------------------------------
 
 
-def test_each_pass_of_a_retained_graph_recomputes_once(x: Tensor, w: Tensor) -> None:
+def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
     runs = Runs(mm_chain)
-    out, expected = remat(runs)(x, w), grad(mm_chain(x, w), (x, w))
+    out, expected = remat(runs)(X, W), grad(mm_chain(X, W), (X, W))
     for i in range(3):
-        assert_same(grad(out, (x, w), retain_graph=i < 2), expected)
+        assert_same(grad(out, (X, W), retain_graph=i < 2), expected)
         assert runs.count == 2 + i
     with pytest.raises(RuntimeError, match="second time"):
-        grad(out, (x, w))
+        grad(out, (X, W))
     runs = Runs(two)
-    out, expected = remat(runs)(x, w), two(x, w)
-    assert_same([grad(each, (x, w)) for each in out], [grad(each, (x, w)) for each in expected])
+    out, expected = remat(runs)(X, W), two(X, W)
+    assert_same([grad(each, (X, W)) for each in out], [grad(each, (X, W)) for each in expected])
     assert runs.count == 3
 
 
-def test_a_batched_pass_recomputes_once(x: Tensor, w: Tensor) -> None:
+def test_a_batched_pass_recomputes_once() -> None:
     """It forbids random numbers, but the recompute is not a part of it."""
     runs, rows = Runs(lambda x, w: F.dropout(mm_chain(x, w), 0.5).sin()), torch.eye(16).double().view(16, 4, 4)
     results = []
     for fn in (remat(runs), runs.fn):
         torch.manual_seed(0)
-        results.append(torch.autograd.grad(fn(x, w), (x, w), rows, is_grads_batched=True))
+        results.append(torch.autograd.grad(fn(X, W), (X, W), rows, is_grads_batched=True))
     assert_same(*results)
     assert runs.count == 2
 
@@ -267,21 +257,21 @@ def test_a_backward_pass_inside_a_region(fn: Callable, around: bool, wrap: Wrap)
     assert_same(program(wrap), program(plain))
 
 
-def test_a_backward_pass_inside_recomputes_no_more_than_its_part(x: Tensor, w: Tensor) -> None:
+def test_a_backward_pass_inside_recomputes_no_more_than_its_part() -> None:
     """The first run is not over, so the recompute ends where that is, and is not part of the log of operations."""
 
     def f(x: Tensor) -> Tensor:
-        h = (x @ w).sin()
+        h = (x @ W).sin()
         (g,) = torch.autograd.grad((h * x.exp()).cos().sum(), x, create_graph=True)
         seen.append(counter["aten.mm"])
-        return g * h.tanh() @ w
+        return g * h.tanh() @ W
 
     seen: list[int] = []
     for middle in (lambda x: x, lambda x: x * 2):
         with OpCounter() as counter:
-            out = remat(f, debug=True)(middle(x))
+            out = remat(f, debug=True)(middle(X))
         assert seen[-1] == 3  # of the first run, of the recompute, and of the gradient
-        assert_same(grad(out, (x, w)), grad(f(middle(x)), (x, w)))
+        assert_same(grad(out, (X, W)), grad(f(middle(X)), (X, W)))
 
 
 # --- what reads saved tensors -----------------------------------------------------------------------------------------
@@ -303,12 +293,12 @@ class ReadsTwice(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_node_that_reads_its_saved_tensors_twice(passes: int, x: Tensor, w: Tensor) -> None:
+def test_a_node_that_reads_its_saved_tensors_twice(passes: int) -> None:
     runs = Runs(lambda x, w: ReadsTwice.apply(x.sin(), ReadsTwice.apply((x @ w).cos(), w.sin())).exp())
-    out, expected = remat(runs)(x, w), grad(runs.fn(x, w), (x, w))
+    out, expected = remat(runs)(X, W), grad(runs.fn(X, W), (X, W))
     node = out.grad_fn.next_functions[0][0]
     for i in range(passes):
-        assert_same(grad(out, (x, w), retain_graph=i + 1 < passes), expected)
+        assert_same(grad(out, (X, W), retain_graph=i + 1 < passes), expected)
     assert runs.count == 1 + passes
     with pytest.raises(RuntimeError, match="after they have already been freed"):
         _ = node.saved_tensors
@@ -367,12 +357,12 @@ BACKWARDS = {
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=str)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("name", BACKWARDS)
-def test_what_is_around_a_backward_has_no_effect_on_a_recompute(name: str, nested: bool, policy: Any, x, w) -> None:
+def test_what_is_around_a_backward_has_no_effect_on_a_recompute(name: str, nested: bool, policy: Any) -> None:
     def program(wrap: Wrap) -> Tensor:
         torch.manual_seed(0)
         inner = wrap(with_a_mode)
         fn = wrap(lambda x, w: inner(x, w).sin()) if nested else inner
-        found = BACKWARDS[name](fn(x, w), x)
+        found = BACKWARDS[name](fn(X, W), X)
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         return found.clone()
 
@@ -399,13 +389,13 @@ def in_threads(*jobs: Callable) -> list:
         return [job.result(60) for job in [threads.submit(job) for job in jobs]]
 
 
-def test_forward_and_backward_in_different_threads(x: Tensor, w: Tensor) -> None:
+def test_forward_and_backward_in_different_threads() -> None:
     """Each thread numbers its own nodes, so the numbers don't tell which of two threads' nodes is older."""
 
     def program(wrap: Wrap, forward: Callable, backward: Callable) -> Any:
-        h = (x @ w).sin()
-        out = forward(lambda: wrap(lambda w: (h @ w).exp() * h)(w))
-        return backward(lambda: grad(out, (x, w)))
+        h = (X @ W).sin()
+        out = forward(lambda: wrap(lambda w: (h @ w).exp() * h)(W))
+        return backward(lambda: grad(out, (X, W)))
 
     here, there = lambda job: job(), lambda job: in_threads(job)[0]
     for threads in ((here, there), (there, here)):
@@ -413,37 +403,10 @@ def test_forward_and_backward_in_different_threads(x: Tensor, w: Tensor) -> None
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["graphs of their own", "one graph"])
-def test_passes_in_several_threads_at_once(shared: bool, x: Tensor, w: Tensor) -> None:
-    expected = grad(mm_chain(x, w), (x, w))
+def test_passes_in_several_threads_at_once(shared: bool) -> None:
+    expected = grad(mm_chain(X, W), (X, W))
     for _ in range(5):
-        out = remat(mm_chain)(x, w)
-        fresh = lambda: out if shared else remat(mm_chain)(x, w)
-        job = lambda: [grad(fresh(), (x, w), retain_graph=True) for _ in range(5)]
+        out = remat(mm_chain)(X, W)
+        fresh = lambda: out if shared else remat(mm_chain)(X, W)
+        job = lambda: [grad(fresh(), (X, W), retain_graph=True) for _ in range(5)]
         assert_same(in_threads(job, job, job), [[expected] * 5] * 3)
-
-
-def test_the_end_of_a_pass_does_not_wait_for_the_recompute_of_another() -> None:
-    """That recompute may itself wait for a backward pass inside, on the device thread that ends the first pass."""
-    recomputes, ended, in_time = threading.Semaphore(0), threading.Event(), []
-
-    def f(x: Tensor) -> Tensor:
-        if is_recomputing() and threading.current_thread() is second:
-            recomputes.release()
-            in_time.append(ended.wait(10))
-        return x.sin().exp().sin().exp()
-
-    def first_pass() -> None:
-        y.backward(retain_graph=True)
-        ended.set()
-
-    def before_the_end(_: Tensor) -> None:
-        second.start()
-        recomputes.acquire(timeout=10)
-
-    x = rand(3)
-    x.register_post_accumulate_grad_hook(before_the_end)
-    y = remat(f)(x).sum()
-    second = threading.Thread(target=lambda: torch.autograd.grad(y, x, retain_graph=True))
-    in_threads(first_pass)
-    second.join()
-    assert in_time == [True]
