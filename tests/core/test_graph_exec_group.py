@@ -1,4 +1,4 @@
-"""`GraphExecGroup` compared with torch's checkpoint: one recompute for several backward passes in its scope."""
+"""Backward passes release what was recomputed for them; several in a `GraphExecGroup` share one recompute."""
 
 from __future__ import annotations
 
@@ -125,32 +125,6 @@ def test_reading_a_saved_tensor_outside_of_a_pass_releases_nothing() -> None:
     assert runs.count == 3
 
 
-@both
-def test_nested_regions_are_recomputed_as_often_as_for_one_pass(module: Any) -> None:
-    """A chain of regions with two heads, in two nested regions, and a pass for each head."""
-    runs = [Runs(two) for _ in range(3)]
-
-    def nested(x: Tensor, levels: int = 2) -> tuple[Tensor, Tensor]:
-        if levels:
-            return module.checkpoint(nested, x, levels - 1, use_reentrant=False)
-        y = x
-        for fn in runs:
-            x, y = module.checkpoint(lambda x, y, fn=fn: (fn(x)[0], fn.fn(y)[1]), x, y, use_reentrant=False)
-        return x, y
-
-    x = rand(3)
-    first, second = nested(x)
-    with module.GraphExecGroup():
-        found = gradient(first, x, retain_graph=True), gradient(second, x)
-    counts = [fn.count for fn in runs]
-    y = z = x
-    for fn in runs:
-        y, z, fn.count = two(y)[0], two(z)[1], 0
-    assert_same(found, (gradient(y, x), gradient(z, x)))
-    gradient(sum(nested(x)), x)
-    assert counts == [fn.count for fn in runs]
-
-
 def live(memory: PeakMemory, x: Tensor) -> int:
     return memory.live // x.nbytes
 
@@ -173,14 +147,46 @@ def test_values_live_as_long_as_a_pass_can_need_them(module: Any, retain: bool) 
         assert live(memory, x) == 0
 
 
-def test_values_that_no_pass_has_read_are_freed_with_the_group() -> None:
-    """torch saves them as long as the graph lives."""
-    x = rand(64)
-    found = []
-    for module in (torch.utils.checkpoint, remat.compat):
+# --- retained graphs --------------------------------------------------------------------------------------------------
+
+N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).tanh().sin().exp().tanh().sin()
+
+
+def test_nothing_is_saved_between_passes_of_a_retained_graph() -> None:
+    x, w, inner = rand(N, N), rand(N, N, seed=1), transform(block)
+    for region in (
+        inner,
+        remat(lambda x, w: inner(inner(x, w).sin(), w)),
+        remat(lambda x, w: inner(x, w) + block(w, x)),
+    ):
         with gc_disabled(), PeakMemory() as memory:
-            outs = module.checkpoint(two, x, use_reentrant=False)
-            with module.GraphExecGroup():
-                torch.autograd.grad(outs[0].sum(), x, retain_graph=True)
-            found.append(live(memory, x))
-    assert found == [3, 2]
+            out = region(x, w)
+            loss = out.sum()
+            held = memory.live
+            for inputs, keep in (((x, w), True), (x, True), ((x, w), False)):
+                torch.autograd.grad(loss, inputs, retain_graph=keep)
+                assert memory.live == held
+            del out, loss
+            assert memory.live == 0
+
+
+def test_the_peak_of_a_retained_chain_is_that_of_one_region() -> None:
+    """A value is released when another node reads its own, and all values of a region before the next is recomputed."""
+    x, w = rand(N, N), rand(N, N, seed=1)
+    region = transform(block)
+
+    def peak(depth: int, **options: Any) -> float:
+        h = x
+        for _ in range(depth):
+            h = region(h, w)
+        loss = h.sum()
+        with gc_disabled(), PeakMemory() as memory:
+            torch.autograd.grad(loss, (x, w), **options)
+        return memory.peak / KB
+
+    assert peak(8) <= peak(4) + 1
+    assert peak(8, retain_graph=True) <= peak(4, retain_graph=True) + 1 <= peak(4) + 3

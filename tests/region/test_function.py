@@ -98,11 +98,6 @@ class Methods:
     def of_class(cls, x: Tensor) -> Tensor:
         return smooth(x * 2)
 
-    @staticmethod
-    @remat
-    def static(x: Tensor) -> Tensor:
-        return smooth(x * 2)
-
     partial = remat(functools.partial(lambda x, n: smooth(x * n), n=2))
 
 
@@ -110,7 +105,6 @@ CALLS: dict[str, Callable] = {
     "method": Methods().method,
     "method of the class": functools.partial(Methods.method, Methods()),
     "class method": Methods.of_class,
-    "static method": Methods().static,
     "partial in a class": Methods().partial,
     "copied": copy.deepcopy(remat(Methods().method)),
     "pickled": pickle.loads(pickle.dumps(remat(Methods().of_class))),
