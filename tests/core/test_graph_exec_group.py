@@ -1,0 +1,192 @@
+"""Backward passes release what was recomputed for them; several in a `GraphExecGroup` share one recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from cases import assert_same, rand
+from side_by_side import Runs, both, is_torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+
+import remat.compat
+from benchmarks.measure import PeakMemory, gc_disabled
+from remat import policies
+from remat import remat as transform
+from remat.compat import GraphExecGroup, checkpoint
+
+
+def two(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results that have nothing in common but the input."""
+    return x.sin().exp(), x.cos().exp()
+
+
+def deep(x: Tensor) -> Tensor:
+    return x.sin().exp().sin()
+
+
+def gradient(out: Tensor, x: Tensor, **options: Any) -> Tensor:
+    return torch.autograd.grad(out.sum(), x, **options)[0]
+
+
+def gradients(fn: Callable, x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(gradient(out, x, retain_graph=True) for out in fn(x))
+
+
+@both
+@pytest.mark.parametrize("retain", [False, True])
+def test_one_recompute_for_two_passes(module: Any, retain: bool) -> None:
+    x, runs = rand(3), Runs(two)
+    first, second = module.checkpoint(runs, x, use_reentrant=False)
+    with module.GraphExecGroup():
+        found = gradient(first, x, retain_graph=True), gradient(second, x, retain_graph=retain)
+    assert runs.count == 2
+    assert_same(found, gradients(two, x))
+    first, second = transform(runs)(x)
+    with torch.utils.checkpoint.GraphExecGroup():
+        found = gradient(first, x, retain_graph=True), gradient(second, x)
+    assert_same(found, gradients(two, x))
+    assert runs.count == 4
+
+
+@both
+def test_a_pass_in_no_group_or_in_another_one_recomputes(module: Any) -> None:
+    x, runs = rand(3), Runs(two)
+    group = module.GraphExecGroup()
+    for i in range(2):  # a group can be used for another graph
+        first, second = module.checkpoint(runs, x, use_reentrant=False)
+        gradient(first, x, retain_graph=True)
+        with group:
+            one = gradient(first, x, retain_graph=True)
+        with group:  # the same one
+            other = gradient(second, x, retain_graph=True)
+        assert runs.count == 4 * i + 3
+        with module.GraphExecGroup():
+            assert_same((one, other, gradient(second, x)), (*gradients(two, x), other))
+        assert runs.count == 4 * i + 4
+
+
+@both
+@pytest.mark.parametrize("retain", [False, True])
+def test_passes_that_overlap_are_an_error(module: Any, retain: bool) -> None:
+    x = rand(3)
+    out = module.checkpoint(deep, x, use_reentrant=False)
+    with module.GraphExecGroup():
+        gradient(out, x, retain_graph=True)
+        with pytest.raises(CheckpointError, match=r"[Oo]verlap"):
+            gradient(out, x, retain_graph=retain)
+    assert_same(gradient(out, x), gradient(deep(x), x))
+
+
+def test_passes_may_have_inputs_in_common() -> None:
+    """Saved inputs need no recompute, so all passes may read them; torch raises an error for that too."""
+    x = rand(3)
+    for module in (torch.utils.checkpoint, remat.compat):
+        out = module.checkpoint(torch.sin, x, use_reentrant=False)
+        with module.GraphExecGroup():
+            found = gradient(out, x, retain_graph=True)
+            if is_torch(module):
+                with pytest.raises(CheckpointError, match="overlap"):
+                    gradient(out, x)
+            else:
+                assert_same(gradient(out, x), found)
+
+
+def shares_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x @ w
+    return h.sin().exp(), h.cos().exp()
+
+
+def test_values_that_a_policy_saves_can_be_read_by_both() -> None:
+    """Both passes need the product. Other values can't be read by both."""
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    runs = Runs(shares_a_product)
+    first, second = checkpoint(runs, x, w, policy=policies.save_matmuls)
+    with GraphExecGroup():
+        found = gradient(first, x, retain_graph=True), gradient(second, x, retain_graph=True)
+        assert runs.count == 2
+        with pytest.raises(CheckpointError, match="need the same value"):
+            gradient(first, x)
+    assert_same(found, gradients(lambda x: shares_a_product(x, w), x))
+
+
+def test_reading_a_saved_tensor_outside_of_a_pass_releases_nothing() -> None:
+    x, runs = rand(3), Runs(deep)
+    out = checkpoint(runs, x)
+    with GraphExecGroup():
+        looked = out.grad_fn._saved_self
+        found = gradient(out, x)
+    assert torch.equal(looked, x.sin().exp())
+    assert_same(found, gradient(deep(x), x))
+    assert runs.count == 3
+
+
+def live(memory: PeakMemory, x: Tensor) -> int:
+    return memory.live // x.nbytes
+
+
+@both
+@pytest.mark.parametrize("retain", [False, True])
+def test_values_live_as_long_as_a_pass_can_need_them(module: Any, retain: bool) -> None:
+    x = rand(64)
+    with gc_disabled(), PeakMemory() as memory:
+        first, second = module.checkpoint(two, x, use_reentrant=False)
+        assert live(memory, x) == 2
+        with module.GraphExecGroup() as group:
+            torch.autograd.grad(first.sum(), x, retain_graph=True)
+            assert live(memory, x) == 3  # what the second pass needs
+            torch.autograd.grad(second.sum(), x, retain_graph=retain)
+            assert live(memory, x) == 2
+        del group
+        assert live(memory, x) == 2
+        del first, second
+        assert live(memory, x) == 0
+
+
+# --- retained graphs --------------------------------------------------------------------------------------------------
+
+N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).tanh().sin().exp().tanh().sin()
+
+
+def test_nothing_is_saved_between_passes_of_a_retained_graph() -> None:
+    x, w, inner = rand(N, N), rand(N, N, seed=1), transform(block)
+    for region in (
+        inner,
+        transform(lambda x, w: inner(inner(x, w).sin(), w)),
+        transform(lambda x, w: inner(x, w) + block(w, x)),
+    ):
+        with gc_disabled(), PeakMemory() as memory:
+            out = region(x, w)
+            loss = out.sum()
+            held = memory.live
+            for inputs, keep in (((x, w), True), (x, True), ((x, w), False)):
+                torch.autograd.grad(loss, inputs, retain_graph=keep)
+                assert memory.live == held
+            del out, loss
+            assert memory.live == 0
+
+
+def test_the_peak_of_a_retained_chain_is_that_of_one_region() -> None:
+    """A value is released when another node reads its own, and all values of a region before the next is recomputed."""
+    x, w = rand(N, N), rand(N, N, seed=1)
+    region = transform(block)
+
+    def peak(depth: int, **options: Any) -> float:
+        h = x
+        for _ in range(depth):
+            h = region(h, w)
+        loss = h.sum()
+        with gc_disabled(), PeakMemory() as memory:
+            torch.autograd.grad(loss, (x, w), **options)
+        return memory.peak / KB
+
+    assert peak(8) <= peak(4) + 1
+    assert peak(8, retain_graph=True) <= peak(4, retain_graph=True) + 1 <= peak(4) + 3

@@ -1,0 +1,213 @@
+"""What the first run of a region saves as it is, without a slot, and what becomes of changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same, rand
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks.measure import count_ops, held_bytes
+from remat import MutationError, policies, remat
+
+Wrap = Callable[..., Callable]
+N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
+
+
+def plain(fn: Callable, **options: Any) -> Callable:
+    return fn
+
+
+def grad(out: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out.sum(), inputs, **options)
+
+
+# --- tensors that are older than the region ---------------------------------------------------------------------------
+
+
+def an_input_of_the_outer_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    """In the forward it has a history from before the outer region, in the recompute it has none."""
+    inner = lambda a, b: wrap(lambda y: ((y @ a).tanh() @ b).tanh())
+    return wrap(lambda a, b: (inner(a, b)(a.sin()) * b).exp())(x * 1, w * 1)
+
+
+def one_of_two_results(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    """All saved tensors look alike here, so a recompute that is out of step would go unnoticed."""
+
+    def outer(a: Tensor) -> tuple[Tensor, Tensor]:
+        h = z = wrap(lambda y: y * a)(a * 2)
+        for _ in range(3):
+            h, z = h * h, z * z
+        return h, z * z
+
+    return wrap(outer)(x * 1)[0] + w
+
+
+def captured_by_both_regions(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    h = (x @ w).sin()
+    inner = wrap(lambda y: ((y @ h).tanh() @ w).tanh())
+    return wrap(lambda y: (inner(y.sin()) * h).exp() @ w)(x * 1)
+
+
+def made_in_the_outer_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    inner = lambda h: wrap(lambda y: ((y @ h).tanh() * h).exp())
+    return wrap(lambda x: inner((x @ w).sin())(x.cos()))(x)
+
+
+def the_result_of_another_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    h = wrap(lambda x: (x @ w).sin())(x)
+    return wrap(lambda y: ((y[1:3] @ h).tanh() * h.t()[:2]).exp())(w)
+
+
+OLDER = [
+    an_input_of_the_outer_region, one_of_two_results, captured_by_both_regions, made_in_the_outer_region,
+    the_result_of_another_region,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"determinism_check": "none"}, {"determinism_check": "values"}], ids=str)
+@pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks around"])
+@pytest.mark.parametrize("program", OLDER, ids=lambda program: program.__name__)
+def test_tensors_that_are_older_than_the_region(program: Callable, hooks: bool, options: dict) -> None:
+    def run(wrap: Wrap) -> Any:
+        x, w = rand(4, 4), rand(4, 4, seed=1)
+        with saved_tensors_hooks(Tensor.clone, lambda t: t) if hooks else torch.enable_grad():
+            out = program(wrap, x, w)
+        return grad(out, x, w, retain_graph=True), grad(out, x, w)
+
+    assert_same(run(lambda fn: remat(fn, **options)), run(plain))
+
+
+def test_the_graph_of_a_captured_tensor_is_traversed_once() -> None:
+    fired, x, w = [], rand(4, 4), rand(4, 4, seed=1)
+    h = (x @ w).sin()
+    h.register_hook(lambda g: fired.append(1))
+    grad(remat(lambda y: ((y @ h).tanh() @ h).exp())(x), x, w)
+    assert fired == [1]
+
+
+def test_what_exists_without_the_region_takes_no_memory_and_no_recompute() -> None:
+    """Views of inputs, captured tensors, and what an older graph made, in one region and in nested ones."""
+    x, w = rand(N, N), rand(N, N, seed=1)
+    h = (x @ w).sin()
+
+    def fn(x: Tensor) -> Tensor:
+        return (x.t() * w[:]) * h.view(-1).view(N, N) + x[:] * x
+
+    for region in (remat(fn), remat(remat(fn))):
+        assert held_bytes(region, x) == KB  # the result
+    assert count_ops(lambda: grad(remat(lambda x: x.t() * w[:])(x), x))["aten.mul"] == 1 + 1
+
+
+# --- changes in place -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [Tensor.sin_, lambda t: t.mul_(2), lambda t: t[0].zero_()], ids=["sin", "mul", "0"])
+def test_a_result_that_is_changed_in_place(change: Callable) -> None:
+    def run(wrap: Wrap) -> Any:
+        x, w = rand(4, 4), rand(4, 4, seed=1)
+        out = wrap(lambda x: (x @ w).tanh() @ w)(x)
+        change(out)
+        return grad(out.sin(), x, w)
+
+    assert_same(run(remat), run(plain))
+
+
+def test_a_saved_result_that_is_changed_later_is_recomputed() -> None:
+    """Without a region that is an error."""
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    out = remat(lambda x: (x @ w).tanh())(x)
+    out.mul_(2)
+    assert_same(grad(out, x, w), grad((x @ w).tanh() * 2, x, w))
+
+
+def saves_and_changes(x: Tensor) -> Tensor:
+    y = x.exp()
+    z = y.tanh()
+    with torch.no_grad():
+        y.add_(1)
+    return z
+
+
+def changes_and_uses(x: Tensor) -> Tensor:
+    y = x.exp()
+    y.mul_(2)
+    return y.exp()
+
+
+@pytest.mark.parametrize("fn", [saves_and_changes, changes_and_uses], ids=lambda fn: fn.__name__)
+def test_a_value_that_the_region_saves_and_then_changes_is_an_error_as_without_remat(fn: Callable) -> None:
+    x = rand(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grad(fn(x), x)
+    with pytest.raises(MutationError, match=r"float64\[3\], was saved for the backward .* `\.clone\(\)`"):
+        grad(remat(fn, early_stop=False)(x), x)
+
+
+def test_a_recompute_that_stops_before_the_change_is_right() -> None:
+    x = rand(3)
+    assert_same(grad(remat(saves_and_changes)(x), x), grad(x.exp().tanh(), x))
+
+
+class Holder:
+    """Holds a tensor in a class attribute, where the search for captured tensors doesn't look."""
+
+    held: Any = None
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable], ids=str)
+def test_a_tensor_that_no_search_finds_is_watched(policy: Any) -> None:
+    x, Holder.held = rand(3), rand(3, seed=1, grad=False)
+    fn = remat(lambda x: (x.sin() * Holder.held).exp(), policy=policy)
+    expected = grad((x.sin() * Holder.held).exp(), x)
+    assert_same(grad(fn(x), x), expected)
+    out = fn(x)
+    Holder.held.add_(1)
+    with pytest.raises((MutationError, RuntimeError), match="in place"):
+        grad(out, x)
+
+
+# --- tensors of unusual kinds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
+@pytest.mark.parametrize("training", [True, False])
+def test_tensors_without_data(training: bool, mode: Any) -> None:
+    """Their content can't be compared."""
+    for check in ("metadata", "values"):
+        with mode:
+            norm, x = nn.BatchNorm1d(4).train(training), torch.randn(3, 4, requires_grad=True)
+            remat(lambda x, mask: (norm(x) * mask).sin(), determinism_check=check)(x, torch.ones(3, 4)).sum().backward()
+            assert x.grad is not None and x.grad.shape == (3, 4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_without_grad() -> None:
+    layer = nn.Linear(4, 4)
+    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.strided)
+    fn = lambda n: layer(n).relu()
+    found, expected = (grad(each(nested).values(), layer.weight) for each in (remat(fn, determinism_check="none"), fn))
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("made", ["outside", "inside"])
+@pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
+def test_inference_tensors(nested: bool, made: str) -> None:
+    """They have no version counter, and hooks of an outer region get them."""
+
+    def twos() -> Tensor:
+        with torch.inference_mode():
+            return torch.full((3,), 2.0, dtype=torch.float64)
+
+    def program(wrap: Wrap) -> Callable:
+        inner = wrap(lambda x, c: (x + c).sin() * c.shape[0])
+        fn = lambda x: inner(x.exp(), given if made == "outside" else twos()).cos()
+        return wrap(fn) if nested else fn
+
+    given, x = twos(), rand(3)
+    assert_same(grad(program(remat)(x), x), grad(program(plain)(x), x))

@@ -1,0 +1,215 @@
+"""A recompute that takes another path than the first run: what notices it, what the error says, and logs of `debug`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same, rand
+from torch import Tensor
+
+from remat import RecomputeMismatchError, is_recomputing, policies, remat
+
+ADVICE = "A region's function must be deterministic. Look for Python state that changed between the runs"
+DEBUG = "`remat(..., debug=True)` shows the first operation that differs."
+
+
+def numbers() -> Tensor:
+    return rand(3, dtype=torch.float32)
+
+
+def backward(f: Callable, x: Tensor | None = None) -> Tensor:
+    x = numbers() if x is None else x
+    return torch.autograd.grad(f(x).sum(), x)[0]
+
+
+def line_of(fn: Callable, text: str) -> str:
+    """``file:line (name)`` of the line of `fn` that has `text`."""
+    lines, first = inspect.getsourcelines(fn)
+    (i,) = (i for i, line in enumerate(lines) if text in line)
+    return f"{fn.__code__.co_filename}:{first + i} ({fn.__name__})"
+
+
+# --- the tensors that autograd saves ----------------------------------------------------------------------------------
+
+
+def saves_more(x: Tensor) -> Tensor:
+    y = x.sin().exp()
+    return y.cos().sin() if is_recomputing() else y.cos()
+
+
+def saves_less(x: Tensor) -> Tensor:
+    y = x.sin()
+    return y.cos() if is_recomputing() else y.exp().cos()
+
+
+def saves_nothing(x: Tensor) -> Tensor:
+    return x + 1 if is_recomputing() else x.sin().exp()
+
+
+def other_shape(x: Tensor) -> Tensor:
+    return (x.sin().expand(2, 3) if is_recomputing() else x.sin()).exp()
+
+
+def other_dtype(x: Tensor) -> Tensor:
+    return (x.sin().double() if is_recomputing() else x.sin()).exp()
+
+
+def saved(index: int, before: str, now: str) -> str:
+    return (
+        rf"Tensor {index} that the region saved for its backward was {before} in the forward and {now} in the "
+        r"recompute, at LINE\. "
+    )
+
+
+FEWER = "The region saved {} tensors for its backward in the forward, and only {} in the recompute. "
+ERRORS: dict[str, tuple[Callable, dict, str, str]] = {
+    "one more": (
+        saves_more,
+        {"early_stop": False},
+        "The region saved 3 tensors for its backward in the forward, and one more in the recompute, at LINE",
+        "return y.cos().sin() if",
+    ),
+    # There is no value to continue with, so these are errors whatever the check.
+    "none, without early stop": (saves_nothing, {"early_stop": False}, FEWER.format(2, 0), ""),
+    "none, without check": (saves_nothing, {"determinism_check": "none"}, FEWER.format(2, 0), ""),
+    "fewer, without check": (saves_less, {"determinism_check": "none"}, FEWER.format(3, 2), ""),
+    "another operation": (
+        saves_less, {}, saved(1, r"float32\[3\] of ExpBackward0", r"float32\[3\] of SinBackward0"), "return y.cos() if"
+    ),
+    "another shape": (
+        other_shape, {}, saved(1, r"float32\[3\] of ExpBackward0", r"float32\[2, 3\] of ExpBackward0"), "exp()"
+    ),
+    "another dtype, with checksums": (
+        other_dtype, {"determinism_check": "values"}, saved(1, r"float32\[3\].*", r"float64\[3\].*"), "exp()"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_error_says_what_differs_and_where(name: str) -> None:
+    fn, options, text, line = ERRORS[name]
+    with pytest.raises(RecomputeMismatchError) as raised:
+        backward(remat(fn, **options))
+    message = str(raised.value)
+    pattern = text.replace("LINE", re.escape(line_of(fn, line)) if line else "")
+    assert re.match(pattern, message), message
+    assert ADVICE in message and DEBUG in message
+    assert raised.value.logs is None
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("fn", [saves_more, other_dtype], ids=lambda fn: fn.__name__)
+def test_without_a_check_or_after_the_early_stop_nothing_is_compared(fn: Callable, early_stop: bool) -> None:
+    assert backward(remat(fn, determinism_check="none", early_stop=early_stop)).shape == (3,)
+    stops = remat(lambda x: (x.sin().exp(), fn(x).detach())[0])
+    assert_same(backward(stops), backward(lambda x: x.sin().exp()))
+
+
+# --- debug: the logs of all operations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_debug_names_the_first_operation_that_differs(early_stop: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        if is_recomputing():
+            return y.tanh().exp()
+        return y.sigmoid().exp()
+
+    with pytest.raises(RecomputeMismatchError) as raised:
+        backward(remat(fn, debug=True, early_stop=early_stop))
+    assert str(raised.value).startswith(
+        f"Operation 1 of the region differs between its runs.\n"
+        f"  In the forward: aten.sigmoid.default -> float32[3] at {line_of(fn, 'y.sigmoid()')}\n"
+        f"  In the recompute: aten.tanh.default -> float32[3] at {line_of(fn, 'y.tanh()')}\n"
+        f"A region's function must be deterministic: look at what decides between these two lines."
+    )
+    assert DEBUG not in str(raised.value)
+
+
+# Two runs, the log of the second when it is found to differ, and the text about it.
+KINDS: dict[str, tuple[Callable, Callable, list[str], str]] = {
+    "another operation": (lambda x: x.sin().exp(), lambda x: x.cos().exp(), ["cos"], "aten.cos"),
+    "another shape": (lambda x: x.sin().exp(), lambda x: x[:1].sin().exp(), ["slice"], "aten.slice"),
+    "one more": (lambda x: x.sin().exp(), lambda x: x.sin().exp().exp(), ["sin", "exp", "exp"], "there was none"),
+    "one less": (lambda x: x.sin().exp(), lambda x: x.sin(), ["sin"], "there is none"),
+    "another operand": (lambda x: (x * 2).exp(), lambda x: (x * 3).exp(), ["mul"], "aten.mul.Tensor(3)"),
+    "another keyword": (
+        lambda x: (x.sum(0, dtype=torch.float64) * x).exp(), lambda x: (x.sum(0, dtype=torch.float32) * x).exp(),
+        ["sum"], "dtype=torch.float32",
+    ),
+    "one that saves nothing": (
+        lambda x: x.sin().exp(), lambda x: (x.detach() * 2, x.sin().exp())[1], ["mul"], "aten.mul"
+    ),
+    "several results": (
+        lambda x: x.sort().values.exp(), lambda x: x.sort(descending=True).values.exp(), ["sort"], "float32[3], int"
+    ),
+    "another tree": (lambda x: x.sin().exp(), lambda x: [x.sin().exp()], ["sin", "exp"], "structure"),
+}  # fmt: skip
+OPERATIONS = {  # of first runs
+    "another operand": ["mul", "exp"], "another keyword": ["sum", "mul", "exp"], "several results": ["sort", "exp"]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")], ids=str)
+@pytest.mark.parametrize("transform", ["autograd", "func.grad", "in a region"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:The policy")
+def test_debug_gives_the_logs_of_both_runs(kind: str, transform: str, policy: Any) -> None:
+    first, again, log, text = KINDS[kind]
+    runs: list[bool] = []
+    options: dict[str, Any] = {"debug": True, "early_stop": False, "determinism_check": "values"}
+    region = remat(lambda x: (again if runs else first)(x), policy=policy, **options)
+    outer = remat(lambda x: region(x), **options) if transform == "in a region" else region
+
+    def loss(x: Tensor) -> Tensor:
+        out = outer(x).sum()
+        runs.append(True)
+        return out
+
+    with pytest.raises(RecomputeMismatchError) as raised:
+        torch.func.grad(loss)(torch.ones(3)) if transform == "func.grad" else loss(numbers()).backward()
+    assert text in str(raised.value) and raised.value.logs is not None
+    entry = re.compile(r"aten\.(\w+)\.\w+(\(.*\))? -> .* at \S+test_mismatch\.py:\d+ \(<lambda>\)")
+    found = [[entry.fullmatch(line)[1] for line in lines] for lines in raised.value.logs]  # type: ignore[index]
+    assert found == [OPERATIONS.get(kind, ["sin", "exp"]), log]
+
+
+class Square(torch.autograd.Function):
+    """Saves its input: the hooks that it calls run under modes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+POLICIES = [None, policies.save_matmuls, policies.everything_saveable, policies.offload(policies.save_matmuls)]
+
+
+@pytest.mark.parametrize("check", ["metadata", "values"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_the_log_has_only_the_operations_of_the_function(policy: Any, check: str) -> None:
+    """Not those that compare and save tensors, nor those of a recompute in the middle of the first run."""
+    w = torch.randn(3, 3)
+
+    def fn(x: Tensor) -> Tensor:
+        y = Square.apply((x @ w).sin()) @ w
+        (g,) = torch.autograd.grad(y.cos().sum(), x, create_graph=True)
+        return (y.tanh() if other and is_recomputing() else y.sigmoid()).cos() * g
+
+    x, other = rand(2, 3, dtype=torch.float32), False
+    assert_same(backward(remat(fn, policy=policy, determinism_check=check, debug=True), x), backward(fn, x))
+    other = True
+    if policy is not policies.everything_saveable:
+        with pytest.raises(RecomputeMismatchError, match=r"Operation \d+ .*\n.*aten.sigmoid.*\n.*aten.tanh"):
+            backward(remat(fn, policy=policy, determinism_check=check, debug=True, early_stop=False), x)

@@ -1,0 +1,132 @@
+"""Reference counts alone free everything that a region made, whatever happens to it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import rand
+from torch import Tensor
+
+from benchmarks.measure import PeakMemory, assert_freed_without_gc, gc_disabled
+from remat import is_recomputing, policies, remat
+
+N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
+
+
+def grad(out: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out.sum(), inputs, **options)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        raise KeyError("on purpose")
+
+
+USES: dict[str, Callable] = {
+    "an error in the first run": lambda out, x, w: None,
+    "no backward": lambda out, x, w: None,
+    "a retained graph": lambda out, x, w: grad(out, x, w, retain_graph=True),
+    "two backwards": lambda out, x, w: [grad(out, x, w, retain_graph=retain) for retain in (True, False)],
+    "a part": lambda out, x, w: grad(out, w),
+    "a double backward": lambda out, x, w: grad(grad(out, x, create_graph=True)[0], w),
+    "a read value": lambda out, x, w: out.grad_fn._saved_result,
+    "an error in the recompute": lambda out, x, w: grad(out, x),
+    "an error elsewhere": lambda out, x, w: grad(out, x, w, retain_graph=True),
+}
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=str)
+@pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
+@pytest.mark.parametrize("use", USES)
+def test_everything_is_freed_after(use: str, nested: bool, policy: Any) -> None:
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    raised = False
+
+    class Marker:
+        pass
+
+    with assert_freed_without_gc() as watch:
+        marker = Marker()
+
+        def f(x: Tensor, w: Tensor, marker: Marker) -> Tensor:
+            h = (x @ w).tanh()
+            if not is_recomputing():
+                watch(h)
+            if use == f"an error in the {'recompute' if is_recomputing() else 'first run'}":
+                raise KeyError("on purpose")
+            return (h @ w).sin().exp()
+
+        fn = remat(f, policy=policy)
+        if nested:
+            fn = remat(lambda x, w, marker, fn=fn: fn(fn(x, w, marker), w, marker).exp(), policy=policy)
+        watch(marker, fn)
+        out = None
+        try:
+            out = fn(Fails.apply(x) if use == "an error elsewhere" else x * 1, w, marker)
+            USES[use](out, x, w)
+        except KeyError:
+            raised = True
+        del out, fn, marker, f
+    assert raised is use.startswith("an error") and not is_recomputing() and torch.is_grad_enabled()
+
+
+def test_no_value_outlives_its_use_without_a_dispatch_mode() -> None:
+    """Modes that measure memory, as in other tests, change how values are held."""
+    made, x = [], rand(4)
+
+    def f(x: Tensor) -> Tensor:
+        for fn in (torch.sin, torch.exp, torch.tanh):
+            x = fn(x)
+            made.append(weakref.ref(x.untyped_storage()))
+        return x
+
+    with gc_disabled():
+        out = remat(f)(x)
+        assert sum(ref() is not None for ref in made) == 1
+        grad(out, x)
+        del out
+        assert not any(ref() for ref in made)
+
+
+def test_what_a_pass_recomputed_before_it_raised_is_released() -> None:
+    """Although the graph is alive."""
+    x, w = rand(N, N), rand(N, N, seed=1)
+    with gc_disabled(), PeakMemory() as memory:
+        out = remat(lambda x, w: Fails.apply((x @ w).tanh().sin()).exp().tanh().sin())(x, w)
+        held = memory.live
+        with pytest.raises(KeyError):
+            torch.autograd.grad(out, (x, w), torch.ones_like(out), retain_graph=True)
+        gc.collect()  # free the exception's traceback
+        assert memory.live == held
+
+
+def test_the_input_of_a_region_is_freed_by_the_backward() -> None:
+    """Although the graph before the region is alive."""
+    x, w = rand(N, N), rand(N, N, seed=1)
+    with gc_disabled(), PeakMemory() as memory:
+        h = x + 1
+        out = remat(lambda x, w: ((x @ w).tanh() @ w).tanh())(h, w)
+        grad(out, h, w)
+        del h
+        assert memory.live == KB  # the result
+
+
+def test_few_objects_live_for_each_region() -> None:
+    """The garbage collector visits all of them repeatedly, so with many regions each would take time."""
+    x, w, fn = rand(4, 4), rand(4, 4, seed=1), remat(lambda x, w: torch.tanh(x @ w))
+    out = fn(x, w)
+    with gc_disabled():
+        before = len(gc.get_objects())
+        for _ in range(100):
+            out = fn(out, w)
+        assert 100 <= len(gc.get_objects()) - before <= 100 * 32

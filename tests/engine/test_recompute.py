@@ -1,0 +1,412 @@
+"""The recompute of a region: when it runs, where it stops, what it needs around it, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same, rand
+from side_by_side import Runs
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, held_bytes, peak_bytes
+from remat import is_recomputing, policies, remat
+
+N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
+X, W = rand(4, 4), rand(4, 4, seed=1)
+Wrap = Callable[..., Callable]
+
+
+def plain(fn: Callable, **options: Any) -> Callable:
+    return fn
+
+
+def grad(out: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
+    out = sum(t.sum() for t in out) if isinstance(out, (tuple, list)) else out.sum()
+    return torch.autograd.grad(out, inputs, **options)
+
+
+def mm_chain(x: Tensor, w: Tensor) -> Tensor:
+    """Three products, the last of which no backward needs."""
+    return ((x @ w).tanh() @ w).tanh() @ w
+
+
+def two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results that have nothing in common but the inputs."""
+    return (x @ w).tanh(), ((x @ w @ w).exp() @ w).exp()
+
+
+# --- what is recomputed -----------------------------------------------------------------------------------------------
+
+
+def of_captured_tensors(wrap: Wrap, x: Tensor, w: Tensor) -> None:
+    h = (w * 2).exp()
+    grad(wrap(lambda: h * w)(), w, retain_graph=True)
+    grad(wrap(lambda x: x[1:] * h[:3])(x), (x, w))
+
+
+def of_a_constant(wrap: Wrap, x: Tensor, w: Tensor) -> None:
+    value = w.detach().clone()
+    grad(wrap(lambda x: (x * value).view(2, 8))(x), x)
+
+
+STEPS: dict[str, tuple[Callable, dict[str, int]]] = {
+    "up to the last saved tensor": (lambda wrap, x, w: grad(wrap(mm_chain)(x, w), (x, w)), {"mm": 2, "tanh": 2}),
+    "no early stop": (lambda wrap, x, w: grad(wrap(mm_chain, early_stop=False)(x, w), (x, w)), {"mm": 3, "tanh": 2}),
+    "a deleted result": (lambda wrap, x, w: grad(wrap(two)(x, w)[0], (x, w)), {"mm": 1, "tanh": 1}),
+    "a gradient that isn't asked for": (lambda wrap, x, w: grad(wrap(mm_chain)(x, w), x), {"mm": 2, "tanh": 2}),
+    "inputs": (lambda wrap, x, w: grad(wrap(lambda x: (x.view(-1) * w.view(-1))[2:])(x), (x, w)), {}),
+    "captured tensors": (of_captured_tensors, {}),
+    "a constant, which is copied": (of_a_constant, {"clone": 1, "equal": 1}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_only_what_the_backward_reads_is_recomputed(name: str) -> None:
+    step, expected = STEPS[name]
+    ours, without = count_ops(step, remat, X, W), count_ops(step, plain, X, W)
+    more = {op.removeprefix("aten."): n - without[op] for op, n in ours.items() if n != without[op]}
+    assert {op: n for op, n in more.items() if op != "detach"} == expected
+
+
+@pytest.mark.parametrize("policy", [None, policies.nothing_saveable, policies.save_ops("aten.sin")], ids=str)
+@pytest.mark.filterwarnings("ignore:The policy")
+@pytest.mark.parametrize("transform", ["autograd", "func"])
+def test_an_operation_that_saves_a_tensor_before_it_fills_it_runs_to_its_end(transform: str, policy: Any) -> None:
+    """It saves the noise before that is drawn, so the recompute must not stop there."""
+
+    def noisy(x: Tensor) -> Tensor:
+        return F.rrelu(F.rrelu(x.sin(), 0.1, 0.3, training=True) - 0.1, 0.1, 0.3, training=True)
+
+    def run(wrap: Wrap) -> tuple:
+        torch.manual_seed(0)
+        x = torch.linspace(-2, 1, 12).requires_grad_()
+        loss = lambda x: wrap(noisy)(x).exp().sum()
+        found = torch.autograd.grad(loss(x), x)[0] if transform == "autograd" else torch.func.grad(loss)(x.detach())
+        return found, torch.rand(1)
+
+    assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain))
+
+
+def handler(caught: Any, inside: list) -> Callable:
+    """A function that catches exceptions, and continues in another way after one."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            try:
+                with torch.autocast("cpu", enabled=False):
+                    inside.append(1)
+                    x = (x @ w).tanh().sin()
+            except caught:
+                x = x.cos()
+            finally:
+                inside.pop()
+        return x * 2
+
+    return f
+
+
+@pytest.mark.parametrize("caught", [Exception, (ValueError, RuntimeError), BaseException], ids=str)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_code_that_catches_exceptions_is_recomputed_as_it_ran(caught: Any, depth: int) -> None:
+    """The stop is no `Exception`. What catches it all the same reads values that exist already."""
+    inside: list[int] = []
+    fn = region = handler(caught, inside)
+    for _ in range(depth):
+        region = remat(lambda x, w, inner=region: inner(x, w))
+    assert_same(grad(region(X, W), (X, W)), grad(fn(X, W), (X, W)))
+    assert inside == [] and torch.is_grad_enabled() and not is_recomputing()
+
+
+# --- nested regions ---------------------------------------------------------------------------------------------------
+
+
+def tree(fn: Callable, depth: int, wrap: Wrap = remat) -> Callable:
+    """`depth` nested regions; each calls the next one twice in a row."""
+    if depth == 0:
+        return fn
+    inner = tree(fn, depth - 1, wrap)
+    return wrap(lambda x, w: inner(inner(x, w), w))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_each_leaf_of_a_tree_of_regions_is_recomputed_once_per_level_at_most(depth: int) -> None:
+    recomputes: list[bool] = []
+
+    def leaf(x: Tensor, w: Tensor) -> Tensor:
+        recomputes.append(is_recomputing())
+        return (x @ w).sin()
+
+    found = grad(tree(remat(leaf), depth)(X, W), (X, W))
+    assert recomputes.count(False) == 2**depth <= recomputes.count(True) <= 2**depth * (depth + 1)
+    assert_same(found, grad(tree(leaf, depth, plain)(X, W), (X, W)))
+
+
+def test_the_memory_of_a_tree_of_regions_is_logarithmic() -> None:
+    x, w, leaf = rand(N, N), rand(N, N, seed=1), lambda x, w: (x @ w).sin().cos().tanh()
+    step = lambda depth, wrap: grad(tree(wrap(leaf), depth, wrap)(x, w), (x, w))
+    peaks = [peak_bytes(step, depth, remat) / KB for depth in (3, 4, 5)]
+    assert peaks[2] - peaks[1] <= 2 and peaks[1] - peaks[0] <= 2
+    assert peaks[2] < 25 and peak_bytes(step, 5, plain) > 2**5 * 3 * KB
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_only_the_outermost_region_saves(depth: int) -> None:
+    x, w = rand(N, N), rand(N, N, seed=1)
+    assert held_bytes(tree(remat(mm_chain), depth), x, w) == KB
+
+
+def test_where_nothing_requires_grad_nothing_is_saved() -> None:
+    x, w = rand(N, N, grad=False), rand(N, N, seed=1, grad=False)
+    assert held_bytes(remat(mm_chain), x, w) == KB
+
+
+# --- several backward passes ------------------------------------------------------------------------------------------
+
+
+def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
+    runs = Runs(mm_chain)
+    out, expected = remat(runs)(X, W), grad(mm_chain(X, W), (X, W))
+    for i in range(3):
+        assert_same(grad(out, (X, W), retain_graph=i < 2), expected)
+        assert runs.count == 2 + i
+    with pytest.raises(RuntimeError, match="second time"):
+        grad(out, (X, W))
+    runs = Runs(two)
+    out, expected = remat(runs)(X, W), two(X, W)
+    assert_same([grad(each, (X, W)) for each in out], [grad(each, (X, W)) for each in expected])
+    assert runs.count == 3
+
+
+def test_a_batched_pass_recomputes_once() -> None:
+    """It forbids random numbers, but the recompute is not a part of it."""
+    runs, rows = Runs(lambda x, w: F.dropout(mm_chain(x, w), 0.5).sin()), torch.eye(16).double().view(16, 4, 4)
+    results = []
+    for fn in (remat(runs), runs.fn):
+        torch.manual_seed(0)
+        results.append(torch.autograd.grad(fn(X, W), (X, W), rows, is_grads_batched=True))
+    assert_same(*results)
+    assert runs.count == 2
+
+
+# --- a backward pass inside a region ----------------------------------------------------------------------------------
+
+
+def without_graph(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    (g,) = torch.autograd.grad((x @ w).sin().sum(), x)
+    return (g * x).exp().sin() @ w
+
+
+def of_an_inner_leaf(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    z = x.detach().requires_grad_()
+    (z @ w.detach()).sin().sum().backward()
+    return (x * z.grad).sin().exp()
+
+
+def of_leaves(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    """Gradients are accumulated once: before the backward of the region they are what they are without remat."""
+    (x @ w).sin().sum().backward(retain_graph=True)
+    return (x @ w).cos().exp()
+
+
+def through_regions(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    inner = wrap(mm_chain)
+    for _ in range(2):
+        h = inner(x, w)
+        (g,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        x = x - 0.1 * g * h
+    return inner(w, x)
+
+
+def twice(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    """The second pass reads what the first one has read, in a graph that is older by then."""
+    inner, value = wrap(lambda x, w: (x @ w).sin().exp()), x.tanh()
+    first = torch.autograd.grad(inner(value, w).sum(), x, create_graph=True)[0]
+    second = torch.autograd.grad(first.sin().sum(), w, create_graph=True)[0]
+    return first.sin() * second + value.exp()
+
+
+INSIDE = [without_graph, of_an_inner_leaf, of_leaves, through_regions, twice]
+
+
+def owning(fn: Callable) -> Callable:
+    """A region whose slots own their values while it runs, as in `remat.compat`."""
+    region = remat(fn)
+    region._options = replace(region._options, read_inside=True)
+    return region
+
+
+@pytest.mark.parametrize("wrap", [remat, owning], ids=["remat", "owning"])
+@pytest.mark.parametrize("around", [False, True], ids=["one region", "a region around"])
+@pytest.mark.parametrize("fn", INSIDE, ids=lambda fn: fn.__name__)
+def test_a_backward_pass_inside_a_region(fn: Callable, around: bool, wrap: Wrap) -> None:
+    def program(wrap: Wrap) -> Any:
+        x, w = rand(3, 3), rand(3, 3, seed=1)
+        region = wrap(lambda x, w: fn(wrap, x, w))
+        region = wrap(lambda x, w, inner=region: inner(x, w).cos()) if around else region
+        out = region(x, w)
+        before = [None if t.grad is None else t.grad.clone() for t in (x, w)]
+        return before, grad(out, (x, w), allow_unused=True), x.grad, w.grad
+
+    assert_same(program(wrap), program(plain))
+
+
+def test_a_backward_pass_inside_recomputes_no_more_than_its_part() -> None:
+    """The first run is not over, so the recompute ends where that is, and is not part of the log of operations."""
+
+    def f(x: Tensor) -> Tensor:
+        h = (x @ W).sin()
+        (g,) = torch.autograd.grad((h * x.exp()).cos().sum(), x, create_graph=True)
+        seen.append(counter["aten.mm"])
+        return g * h.tanh() @ W
+
+    seen: list[int] = []
+    for middle in (lambda x: x, lambda x: x * 2):
+        with OpCounter() as counter:
+            out = remat(f, debug=True)(middle(X))
+        assert seen[-1] == 3  # of the first run, of the recompute, and of the gradient
+        assert_same(grad(out, (X, W)), grad(f(middle(X)), (X, W)))
+
+
+# --- what reads saved tensors -----------------------------------------------------------------------------------------
+
+
+class ReadsTwice(torch.autograd.Function):
+    """Reads its saved tensors twice in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, _ = ctx.saved_tensors
+        _, w = ctx.saved_tensors
+        return g * w, g * x
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_node_that_reads_its_saved_tensors_twice(passes: int) -> None:
+    runs = Runs(lambda x, w: ReadsTwice.apply(x.sin(), ReadsTwice.apply((x @ w).cos(), w.sin())).exp())
+    out, expected = remat(runs)(X, W), grad(runs.fn(X, W), (X, W))
+    node = out.grad_fn.next_functions[0][0]
+    for i in range(passes):
+        assert_same(grad(out, (X, W), retain_graph=i + 1 < passes), expected)
+    assert runs.count == 1 + passes
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        _ = node.saved_tensors
+
+
+def test_reading_a_saved_tensor_outside_of_a_pass_keeps_nothing() -> None:
+    x, w, fn = rand(N, N), rand(N, N, seed=1), lambda x, w: (x @ w).exp().sin()
+    with gc_disabled(), PeakMemory() as memory:
+        out = remat(fn)(x, w)
+        held = memory.live
+        for _ in range(2):
+            value = out.grad_fn._saved_self
+            assert memory.live == held + KB and torch.equal(value, (x @ w).exp())
+            del value
+            assert memory.live == held
+    assert_same(grad(out, (x, w)), grad(fn(x, w), (x, w)))
+
+
+# --- modes around the backward ----------------------------------------------------------------------------------------
+
+
+class CosineForSine(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return (torch.cos if func is Tensor.sin else func)(*args, **(kwargs or {}))
+
+
+def with_a_mode(x: Tensor, w: Tensor) -> Tensor:
+    with CosineForSine():
+        return (x.sin() @ w).exp() * torch.rand(4, dtype=x.dtype)
+
+
+def under_a_transform(out: Tensor, x: Tensor) -> Tensor:
+    """A transform that the region is no part of."""
+    cotangent = torch.ones_like(out)
+    return torch.func.grad(lambda y: (torch.autograd.grad(out, x, cotangent)[0] * y).sum())(torch.ones_like(x))
+
+
+def under(context: Callable) -> Callable[[Tensor, Tensor], Tensor]:
+    def backward(out: Tensor, x: Tensor) -> Tensor:
+        loss = out.sum()
+        with context():
+            return torch.autograd.grad(loss, x)[0]
+
+    return backward
+
+
+BACKWARDS = {
+    "no_grad": under(torch.no_grad),
+    "inference mode": under(torch.inference_mode),
+    "no torch functions": under(torch._C.DisableTorchFunction),
+    "a dispatch mode": under(OpCounter),
+    "a transform": under_a_transform,
+}
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_what_is_around_a_backward_has_no_effect_on_a_recompute(name: str, nested: bool, policy: Any) -> None:
+    def program(wrap: Wrap) -> Tensor:
+        torch.manual_seed(0)
+        inner = wrap(with_a_mode)
+        fn = wrap(lambda x, w: inner(x, w).sin()) if nested else inner
+        found = BACKWARDS[name](fn(X, W), X)
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        return found.clone()
+
+    assert_same(program(lambda fn: remat(fn, policy=policy)), program(plain))
+
+
+def test_a_recompute_uses_the_derivatives_of_a_forward_under_a_dispatch_mode() -> None:
+    """The derivative of `prod` uses other operations under a mode."""
+    fn = lambda x: torch.autograd.grad(x.prod(0).sum(), x, create_graph=True)[0].sin()
+    results = []
+    for region in (remat(fn), fn):
+        x = rand(3, 3)
+        with OpCounter():
+            out = region(x)
+        results.append(grad(out, x))
+    assert_same(*results)
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def in_threads(*jobs: Callable) -> list:
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return [job.result(60) for job in [threads.submit(job) for job in jobs]]
+
+
+def test_forward_and_backward_in_different_threads() -> None:
+    """Each thread numbers its own nodes, so the numbers don't tell which of two threads' nodes is older."""
+
+    def program(wrap: Wrap, forward: Callable, backward: Callable) -> Any:
+        h = (X @ W).sin()
+        out = forward(lambda: wrap(lambda w: (h @ w).exp() * h)(W))
+        return backward(lambda: grad(out, (X, W)))
+
+    here, there = lambda job: job(), lambda job: in_threads(job)[0]
+    for threads in ((here, there), (there, here)):
+        assert_same(program(remat, *threads), program(plain, here, here))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["graphs of their own", "one graph"])
+def test_passes_in_several_threads_at_once(shared: bool) -> None:
+    expected = grad(mm_chain(X, W), (X, W))
+    for _ in range(5):
+        out = remat(mm_chain)(X, W)
+        fresh = lambda: out if shared else remat(mm_chain)(X, W)
+        job = lambda: [grad(fresh(), (X, W), retain_graph=True) for _ in range(5)]
+        assert_same(in_threads(job, job, job), [[expected] * 5] * 3)

@@ -1,0 +1,182 @@
+"""What is compared between a tensor that a first run saved and the same one in a recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerator import DEVICE
+from cases import assert_same, rand
+from torch import Tensor, nn
+
+from remat import RecomputeMismatchError, is_recomputing, policies, remat
+from remat._region.fingerprints import may_be_unset
+
+
+@pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def backward(f: Callable, x: Tensor) -> Tensor:
+    return torch.autograd.grad(f(x).sum(), x)[0]
+
+
+# --- the node that made it --------------------------------------------------------------------------------------------
+
+
+class Same(torch.autograd.Function):
+    """Returns its input, as the hooks of FSDP do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda x: x,
+    "Function": Same.apply,
+    "Function of another class": type("Anew", (Same,), {}).apply,
+    "clone": Tensor.clone,
+    "view": lambda x: x.view_as(x),
+}
+
+
+@pytest.mark.parametrize("now", SAME)
+@pytest.mark.parametrize("before", SAME)
+def test_functions_that_pass_tensors_through_in_one_run(before: str, now: str) -> None:
+    """Hooks of modules insert them, sometimes in one run only. An operation of torch in one run is another path."""
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double().requires_grad_(False)
+    for layer in layers:
+        layer.register_forward_pre_hook(
+            lambda module, args: (SAME[now if is_recomputing() else before](args[0]).cos(),)
+        )
+    x = rand(2, 3)
+    expected = backward(lambda x: layers(x).sin(), x)
+    if "itself" in (before, now) and not {before, now}.isdisjoint({"clone", "view"}):
+        with pytest.raises(RecomputeMismatchError, match=r"(Clone|View)Backward0"):
+            backward(remat(lambda x: layers(x).sin()), x)
+    else:
+        assert_same(backward(remat(lambda x: layers(x).sin()), x), expected)
+
+
+# --- strides ----------------------------------------------------------------------------------------------------------
+
+
+def strided(shape: tuple[int, ...], *strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """A function that saves a tensor with other strides in each run."""
+    each = iter(strides)
+    return lambda x: torch.empty_strided(shape, next(each), device=x.device, dtype=x.dtype).copy_(x.sin()).sin()
+
+
+def test_other_strides_are_a_mismatch(device: str) -> None:
+    x = rand(4, 4).detach().to(device).requires_grad_()
+    with pytest.raises(RecomputeMismatchError, match=r"with strides \(4, 1\) in the forward and .* \(1, 4\)"):
+        backward(remat(strided((4, 4), (4, 1), (1, 4))), x)
+    backward(remat(strided((4, 4), (4, 1), (1, 4)), determinism_check="none"), x)
+
+
+@pytest.mark.parametrize("shape, before, now", [((1, 4), (4, 1), (7, 1)), ((0, 4), (4, 1), (1, 7))], ids=str)
+def test_strides_of_dimensions_without_extent_do_not_matter(shape: Any, before: Any, now: Any, device: str) -> None:
+    x = rand(*shape).detach().to(device).requires_grad_()
+    assert_same(backward(remat(strided(shape, before, now)), x), x.sin().cos() * x.cos())
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64]
+
+
+def changing(change: Callable, x: Tensor) -> Tensor:
+    """Saves a constant, which is changed in the recompute."""
+    y = x.detach().sin()
+    return (change(y) if is_recomputing() else y) * x
+
+
+def one_bit(y: Tensor) -> Tensor:
+    y = y.clone()
+    y.view(torch.uint8)[0] ^= 1
+    return y
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one bit": one_bit,
+    "the order": lambda y: y.flip(0),
+    "another number": lambda y: y * 2,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_of_a_value_is_found(change: str, dtype: torch.dtype) -> None:
+    x = torch.linspace(0.5, 1, 3).to(dtype).requires_grad_()
+    with pytest.raises(RecomputeMismatchError, match=r"\[3\].* with checksum [0-9a-f]+ in the forward and"):
+        remat(lambda x: changing(CHANGES[change], x), determinism_check="values")(x).abs().sum().backward()
+    remat(lambda x: changing(CHANGES[change], x))(x).abs().sum().backward()  # by default values aren't compared
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda y: y.t(),
+    "conjugate": lambda y: torch.complex(y, y).conj().abs(),
+    "negative": lambda y: torch.complex(y, y).conj().imag,
+    "expanded": lambda y: y[:1].expand(3, 3),
+    "empty": lambda y: y[:0],
+    "sparse": lambda y: torch.sparse.mm((y.detach() * 2).to_sparse(), y),
+}
+
+
+@pytest.mark.parametrize("check", ["metadata", "values"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_equal_values_in_any_layout_are_no_mismatch(view: str, check: str) -> None:
+    x = rand(3, 3)
+    fn = lambda x: (VIEWS[view](x.sin()) * VIEWS[view](x.cos())).exp()
+    assert_same(backward(remat(fn, determinism_check=check, early_stop=False), x), backward(fn, x))
+
+
+def test_values_are_compared_under_transforms_and_of_jagged_tensors() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return (torch.tanh(x.sin()) * (2 if changes and is_recomputing() else 1) * x).sin()
+
+    region = remat(fn, determinism_check="values")
+    jagged = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged, requires_grad=True)
+    takes: list[Callable] = [
+        lambda fn: torch.func.grad(lambda x: fn(x).sum())(rand(3, grad=False)),
+        lambda fn: torch.func.hessian(lambda x: fn(x).sum())(rand(3, grad=False)),
+        lambda fn: backward(lambda n: fn(n).values(), jagged).values(),
+    ]
+    for take in takes:
+        changes = False
+        assert_same(take(region), take(fn), exact=False)
+        changes = True
+        with pytest.raises(RecomputeMismatchError, match="A region's function must be deterministic"):
+            take(region)
+
+
+def test_only_workspaces_of_recurrent_networks_may_be_unset() -> None:
+    class MkldnnRnnLayerBackward0:
+        pass
+
+    assert may_be_unset((torch.uint8,), MkldnnRnnLayerBackward0)
+    assert not may_be_unset((torch.float32,), MkldnnRnnLayerBackward0) and not may_be_unset((torch.uint8,), object)
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.mkldnn_rnn_layer")], ids=str)
+def test_values_of_an_lstm(policy: Any) -> None:
+    """Its kernel for the CPU leaves a part of its workspace as it was."""
+    lstm, x = nn.LSTM(6, 6, 2, bidirectional=True), rand(3, 4, 6, dtype=torch.float32)
+    fn = lambda x: lstm(x * 2 if other and is_recomputing() else x)[0]
+    other, inputs = False, [x, *lstm.parameters()]
+    expected = torch.autograd.grad(fn(x).sum(), inputs)
+    for _ in range(5):
+        out = remat(fn, policy=policy, determinism_check="values")(x)
+        del [torch.randn(n, n) for n in range(1, 60)][:]  # leaves bytes in the memory that later tensors get
+        assert_same(torch.autograd.grad(out.sum(), inputs), expected)
+    other = True
+    with pytest.raises(RecomputeMismatchError, match="with checksum"):
+        backward(remat(fn, policy=policy, determinism_check="values"), x)

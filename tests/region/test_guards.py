@@ -1,0 +1,407 @@
+"""Inputs and captured tensors that change: a recompute gets them as they were before the region, or it is an error.
+
+As they were: with their values, their layout and type, and their place in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+import torch.nn.functional as F
+from accelerator import DEVICE
+from cases import assert_same, rand
+from torch import Tensor, nn
+
+from remat import MutationError, policies, remat
+
+Wrap = Callable[..., Callable]
+SCALE = torch.ones(3, dtype=torch.float64)
+
+
+@pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def plain(fn: Callable) -> Callable:
+    return fn
+
+
+WAYS: dict[str, Wrap] = {
+    "no policy": remat,
+    "a policy": remat(policy=policies.save_only_these_names("none")),
+    "nested": lambda fn: remat(remat(fn)),
+    "nested, with a policy": lambda fn: remat(remat(fn, policy=policies.save_ops("aten.sin"))),
+}
+every_way = pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
+pytestmark = pytest.mark.filterwarnings("ignore:The policy")
+
+
+def gradient(fn: Callable, x: Tensor, *args: Any) -> Tensor:
+    return torch.autograd.grad(fn(x, *args).sum(), x)[0]
+
+
+def arange(*shape: int) -> Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def on(device: str, tensor: Tensor) -> Tensor:
+    """Copy a tensor to a device, with the same layout."""
+    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return whole.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+# --- copies of small tensors ------------------------------------------------------------------------------------------
+
+
+def changed(s: Tensor) -> Tensor:
+    with torch.no_grad():
+        return s.add_(1)
+
+
+def through_data(s: Tensor) -> Tensor:
+    """Without a trace in the version counter."""
+    return s.data.add_(1)
+
+
+def own_elements(x: Tensor, s: Tensor) -> Tensor:
+    mine = s.as_strided((2,), (s.stride(0),))
+    return (x[:2] * mine).sin()
+
+
+def elements_in_gaps(x: Tensor, s: Tensor) -> Tensor:
+    return (x * (s.as_strided((2, 3), (6, 1)) + s.as_strided((3,), (1,), 3))).sin()
+
+
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable]] = {
+    "gaps": (lambda: arange(4, 6)[:, :3], own_elements),
+    "values in gaps": (lambda: arange(4, 6)[:, :3], elements_in_gaps),
+    "one column": (lambda: arange(3, 6)[:, 1], own_elements),
+    "transposed, gaps": (lambda: arange(6, 4).t()[:, ::2], own_elements),
+    "offset": (lambda: arange(5, 3)[2:4], own_elements),
+    "expanded": (lambda: arange(1).expand(2), lambda x, s: (x[:2] * s).sin()),
+}
+
+
+@every_way
+@pytest.mark.parametrize("change", [None, changed, through_data])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_recompute_gets_a_small_argument_as_it_was(device: str, layout: str, change: Any, wrap: Wrap) -> None:
+    make, read = LAYOUTS[layout]
+
+    def fn(x: Tensor, s: Tensor) -> Tensor:
+        if change and s.stride() != (0,):  # torch doesn't change an expanded tensor
+            change(s)
+        return read(x, s) if s.stride() == make().stride() else x.cos()
+
+    x = torch.arange(1.0, 4, device=device, requires_grad=True)
+    assert_same(gradient(wrap(fn), x, on(device, make())), gradient(fn, x, on(device, make())))
+
+
+DTYPES = torch.bool, torch.uint8, torch.int64, torch.half, torch.float8_e4m3fn, torch.cdouble
+VALUES = [*(torch.ones(3, dtype=dtype) for dtype in DTYPES), torch.ones(1).expand(50_000, 1), torch.tensor([-0.0])]
+
+
+@pytest.mark.parametrize("value", [*VALUES, torch.tensor([float("inf")])], ids=str)
+def test_what_has_not_changed_is_the_same_object_in_a_recompute(device: str, value: Tensor) -> None:
+    seen = []
+
+    def fn(x: Tensor, *given: Tensor) -> Tensor:
+        seen.append((*map(id, given), id(captured)))
+        return (x * given[0].to(torch.cfloat).real).sin() * captured * given[1].scale
+
+    given, captured = (on(device, value), nn.Parameter(arange(1).to(device), requires_grad=False)), arange(1).to(device)
+    given[1].scale = 2.0
+    gradient(remat(fn), torch.ones(1, device=device, requires_grad=True), *given)
+    assert seen == [(*map(id, given), id(captured))] * 2
+
+
+MB = 1024 * 1024
+SIZES: dict[str, tuple[Callable[[], Any], bool]] = {
+    "a matrix of 16 KiB": (lambda: torch.ones(64, 64), True),
+    "a larger matrix": (lambda: torch.ones(65, 64), False),
+    "a small part of a large matrix": (lambda: torch.ones(65, 65)[:, :1], False),
+    "a vector of 1 MiB": (lambda: torch.ones(MB // 4), True),
+    "a larger vector": (lambda: torch.ones(MB // 4 + 1), False),
+    "a buffer of 1 MiB": (lambda: nn.Buffer(torch.ones(512, 512)), True),
+    "a larger buffer": (lambda: nn.Buffer(torch.ones(513, 512)), False),
+    "a sparse matrix": (lambda: torch.eye(3).to_sparse(), False),
+    "a parameter": (lambda: nn.Parameter(torch.ones(3)), False),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensors_up_to_a_size_are_copied_before_the_region_changes_them(size: str) -> None:
+    make, copied = SIZES[size]
+
+    def run(wrap: Wrap) -> tuple:
+        module, x, given = nn.Module(), torch.ones(1, requires_grad=True), make()
+        module.state = given
+
+        def fn(x: Tensor, s: Tensor | None) -> Tensor:
+            s = module.state if s is None else s
+            with torch.no_grad():
+                s.mul_(2)
+            return (x * s.sum().detach()).sin()
+
+        out = wrap(fn)(x, None if isinstance(given, nn.Buffer) else given)
+        return out, torch.autograd.grad(out, x)
+
+    if copied:
+        assert_same(run(remat), run(plain))
+        return
+    remedy = r"those of up to 16 KiB, and vectors and buffers of up to 1 MiB, are copied .* Give the region a copy"
+    with pytest.raises(
+        MutationError, match=f"(argument s|captured .*state) was changed in place by the region itself, .* {remedy}"
+    ):
+        run(remat)
+
+
+# --- state that changes -----------------------------------------------------------------------------------------------
+
+
+def statistics(fn: Callable[[Tensor, nn.BatchNorm1d], Tensor]) -> Callable[[Wrap], Any]:
+    def run(wrap: Wrap) -> tuple:
+        norm, x = nn.BatchNorm1d(4, momentum=0.5), rand(6, 4, dtype=torch.float32)
+        region = wrap(lambda x: fn(x, norm))
+        outs = [region(x), region(x)]
+        after = [b.clone() for b in norm.buffers()]
+        found = [torch.autograd.grad(out.square().sum(), [x, *norm.parameters()], allow_unused=True) for out in outs]
+        return outs, found, after, [*norm.buffers()]
+
+    return run
+
+
+def counted(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+    norm.num_batches_tracked += 1
+    return (norm(x) * norm.num_batches_tracked.clone()).sin()
+
+
+def before_a_backward_inside(wrap: Wrap) -> Any:
+    """That backward recomputes an inner region in the middle of its first run, from the earlier buffers."""
+
+    def fn(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+        y, inner = x.detach().requires_grad_(), wrap(lambda x: counted(x, norm))
+        (inside,) = torch.autograd.grad((counted(y, norm) * inner(y)).exp().sum(), y, create_graph=True)
+        return counted(x, norm) * inside.sin() + inner(x)
+
+    return statistics(fn)(wrap)
+
+
+def gradients_of_captured_parameters(wrap: Wrap) -> Any:
+    """A backward pass inside adds to them once: a recompute gets other parameters."""
+    x, w = rand(3, 3), rand(3, 3, seed=1)
+
+    def f(x: Tensor) -> Tensor:
+        (x.detach() @ w).sin().sum().backward()
+        return (x @ w).cos().exp() @ w
+
+    out = wrap(f)(x)
+    before = w.grad.clone()
+    return before, torch.autograd.grad(out.sum(), (x, w)), w.grad
+
+
+def then(change: Callable[[nn.Linear, Tensor], Any], frozen: bool = False) -> Callable[[Wrap], Any]:
+    """Change captured tensors between forward and backward."""
+
+    def run(wrap: Wrap) -> tuple:
+        layer, x = nn.Linear(4, 4).double().requires_grad_(not frozen), rand(3, 4)
+        h = x * 2
+        out = wrap(lambda x: (layer(x) * layer.bias + h).sin())(x)
+        change(layer, h)
+        return torch.autograd.grad(out.sum(), x)
+
+    return run
+
+
+def with_tangents(captured: bool) -> Callable[[Wrap], Any]:
+    """More tests are in ``tests/engine/test_forward_ad.py``."""
+
+    def run(wrap: Wrap) -> tuple:
+        x, w = rand(3), rand(3, seed=1)
+        with fwAD.dual_level():
+            dual = fwAD.make_dual(w, w.cos())
+            out = wrap(lambda x: (x * dual).sin().exp())(x) if captured else wrap(lambda x: (x * w).sin().exp())(dual)
+            return torch.autograd.grad(fwAD.unpack_dual(out).tangent.sum(), (x, w), allow_unused=True)
+
+    return run
+
+
+PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
+    "trained, then used": statistics(lambda x, norm: (lambda y: norm.eval()(y.sin()))(norm.train()(x))),
+    "updated, then used": statistics(lambda x, norm: (lambda _: norm.eval()(x).sin())(norm.train()(x.detach()))),
+    "read after an update": statistics(
+        lambda x, norm: (lambda _: (x * norm.running_mean + norm.running_var).exp())(norm(x.detach()))
+    ),
+    "changed through data": statistics(
+        lambda x, norm: (lambda _: (x * norm.running_mean).exp())(norm.running_mean.data.add_(1))
+    ),
+    "counted": statistics(counted),
+    "replaced": statistics(
+        lambda x, norm: (lambda _: (x * norm.running_mean).exp())(setattr(norm, "running_mean", norm.running_mean + 1))
+    ),
+    "before a backward inside": before_a_backward_inside,
+    "gradients of captured parameters": gradients_of_captured_parameters,
+    "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
+    "unfrozen later": then(lambda layer, h: layer.requires_grad_(True), frozen=True),
+    "detached later": then(lambda layer, h: h.detach_()),
+    "a dual argument": with_tangents(captured=False),
+    "a captured dual": with_tangents(captured=True),
+}
+
+
+@every_way
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_state_that_changes_is_as_it_was_in_a_recompute_and_changes_once(name: str, wrap: Wrap) -> None:
+    results = []
+    for each in (wrap, plain):
+        torch.manual_seed(0)
+        results.append(PROGRAMS[name](each))
+    assert_same(*results)
+
+
+def test_statistics_that_are_arguments(device: str) -> None:
+    """Batch norm changes them without a trace in their version counters."""
+
+    def fn(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return (F.batch_norm(x.sin(), mean, var, training=True) * mean.exp()).cos()
+
+    results = []
+    for wrap in (plain, remat):
+        x, mean, var = (rand(*n, grad=False).to(device) for n in ((8, 3), (3,), (3,)))
+        results.append((gradient(wrap(fn), x.requires_grad_(), mean, var.exp()), mean))
+    assert_same(*results)
+
+
+# --- changes after the region -----------------------------------------------------------------------------------------
+
+
+# Each calls a region, and returns the result and a tensor that then changes.
+OTHERS = r"Change it after the backward, use the out-of-place operation, or give the region a copy: `\.clone\(\)`"
+OPTIMIZER = r"The usual cause is an `optimizer.step\(\)` between the two: call it after the backward"
+AFTER: dict[str, tuple[Callable[[Tensor, Tensor], tuple], str]] = {
+    "argument": (
+        lambda x, s: (remat(lambda x, scale: (x * scale).sin().exp())(x, scale=s), s),
+        f"argument scale was changed in place between .* {OTHERS}",
+    ),
+    "captured": (
+        lambda x, s: (remat(lambda x: (x * s).sin().exp())(x), s),
+        f"captured closure variable 's' was changed in place between .* {OTHERS}",
+    ),
+    "global": (lambda x, s: (remat(lambda x: (x * SCALE).sin().exp())(x), SCALE), "captured global 'SCALE' was"),
+    "parameter": (
+        lambda x, s: (lambda m: (remat(m)(x), m[0].weight))(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()),
+        rf"captured self\[0\].weight was changed in place .* {OPTIMIZER}",
+    ),
+    "with a history": (lambda x, s: (lambda h: (remat(lambda h: h.sin().exp())(h), h))(x * 1), "argument h was"),
+    "a view that autograd saves": (lambda x, s: (remat(lambda x, s: x * s[:])(x, s), s), "argument s was"),
+    "older, and not found": (
+        lambda x, s: (lambda h: (remat(lambda x, fn=(h.mul,): fn[0](x))(x), h))((x * s).exp()),
+        r"A captured tensor, float64\[3\], was changed in place after the region's forward and before its backward",
+    ),
+    "detached in place": (
+        lambda x, s: (lambda h: (remat(lambda x: (x + h).sin().exp())(x), h.detach_()))(x * 2), "variable 'h' was"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_a_change_between_forward_and_backward_is_an_error(name: str) -> None:
+    call, message = AFTER[name]
+    for after in (False, True):
+        out, tensor = call(rand(3), torch.ones(3).double())
+        if after:  # the backward
+            out.sum().backward()
+        with torch.no_grad():
+            tensor.mul_(1)
+        if not after:
+            with pytest.raises(MutationError, match=message):
+                out.sum().backward()
+
+
+def test_a_change_of_a_captured_tensor_that_the_recompute_does_not_read_is_none() -> None:
+    """It may be handed on without being read."""
+    x, s, seen = rand(3), torch.ones(3).double(), []
+
+    def fn(x: Tensor) -> Tensor:
+        seen.append(s.shape)
+        return x.sin().exp() + s
+
+    out = remat(fn)(x)
+    s.add_(1)
+    assert_same(torch.autograd.grad(out.sum(), x)[0], x.sin().exp() * x.cos())
+    assert len(seen) == 2
+
+
+def test_a_change_of_an_input_that_requires_grad_is_an_error_at_once() -> None:
+    message = r"argument h requires grad and was changed in place by the region.*the region a copy: `\.clone\(\)`"
+    with pytest.raises(MutationError, match=message):
+        remat(lambda h: h.add_(1).sin())(rand(3) * 1)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_inference_tensors_that_change(captured: bool) -> None:
+    """They have no version counter, but a checksum."""
+    with torch.inference_mode():
+        cache = torch.ones(3)
+    out = remat(lambda x, *given: (x.sin() + (given[0] if given else cache)).sin())(
+        rand(3), *([] if captured else [cache])
+    )
+    with torch.inference_mode():
+        cache.mul_(5)
+    with pytest.raises(MutationError, match="changed in place"):
+        out.sum().backward()
+
+
+# --- views made under no_grad of a tensor that requires grad ----------------------------------------------------------
+# They report `requires_grad`, but get no gradient. Operations save fewer tensors for them.
+
+
+def row(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x[0]
+
+
+BODIES: dict[str, Callable[[Wrap], Callable]] = {
+    "product": lambda wrap: lambda v, w: (v * w).sin(),
+    "a region inside": lambda wrap: lambda v, w: wrap(lambda a: (a * w).tanh())(v).sin(),
+    "captured": lambda wrap: lambda v, w: wrap(lambda w: (v * w).sin().exp())(w),
+    "a gradient inside": lambda wrap: lambda v, w: torch.autograd.grad((v * w).sin().sum(), w, create_graph=True)[0],
+    "asks": lambda wrap: lambda v, w: (v * w).sin() if v.requires_grad and v.is_leaf else (v + w).cos(),
+}
+
+
+def twice(f: Callable, x: Tensor, w: Tensor) -> Any:
+    out = f(row(x), w)
+    return out, [torch.autograd.grad(out.sum(), [x, w], allow_unused=True, retain_graph=True) for _ in range(2)]
+
+
+def made_again_a_leaf(f: Callable, x: Tensor, w: Tensor) -> Any:
+    v = row(x).requires_grad_()
+    return torch.autograd.grad(f(v, w).sum(), [v, w])
+
+
+def under_grad(f: Callable, x: Tensor, w: Tensor) -> Any:
+    out = torch.func.grad(lambda v: f(v, w).sum())(row(x))
+    return out, torch.autograd.grad(out.sum(), [x, w], allow_unused=True)
+
+
+RUNS = [twice, made_again_a_leaf, under_grad]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("body", BODIES)
+def test_views_made_under_no_grad(body: str, run: Callable) -> None:
+    def outcome(wrap: Wrap) -> Any:
+        try:
+            return run(wrap(BODIES[body](wrap)), rand(3, 3, seed=0), rand(3, seed=1))
+        except RuntimeError as error:
+            return str(error).splitlines()[0]  # plain autograd raises it too, where nothing is differentiable
+
+    expected = outcome(plain)
+    for policy in (None, policies.save_ops("aten.mul")):
+        assert_same(outcome(lambda fn: remat(fn, policy=policy)), expected, exact=False)

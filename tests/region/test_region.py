@@ -1,0 +1,356 @@
+"""One call of a rematerialized function: its results, the state that it leaves, and first runs that are abandoned."""
+
+from __future__ import annotations
+
+import random
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+from cases import assert_same, rand
+from surroundings import assert_as_before, surroundings
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.func import functional_call
+
+from benchmarks.measure import PeakMemory, gc_disabled
+from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat
+
+Wrap = Callable[[Callable], Callable]
+
+
+def plain(fn: Callable) -> Callable:
+    return fn
+
+
+# --- results that differ ----------------------------------------------------------------------------------------------
+
+STRUCTURE = "The region returned a different structure in the recompute: output was "
+SAME = " A region's function must return the same structure in each run: look for a branch on Python state that changed"
+RESULTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], str]] = {
+    "a list": (lambda y: y, lambda y: [y, y], f"{STRUCTURE}a single value and is now a list of 2.{SAME}"),
+    "a dtype": (
+        lambda y: {"logits": [y, y * 2]}, lambda y: {"logits": [y, y.bfloat16()]},
+        "output['logits'][1] was float64[3] in the region's forward and bfloat16[3] in the recompute. A region's",
+    ),
+    "a shape": (
+        lambda y: [y, torch.ones(())], lambda y: [y, torch.ones(2)],
+        "output[1] was float32[] in the region's forward and float32[2] in the recompute",
+    ),
+    "a number": (
+        lambda y: [y, y * 2], lambda y: [y, 3.0],
+        "output[1] was a new tensor in the region's forward and not a tensor in the recompute. A region's function",
+    ),
+}  # fmt: skip
+
+
+def total(tree: Any) -> Tensor:
+    leaves = list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else [tree]
+    return sum(total(each) if isinstance(each, list) else each.sum() for each in leaves)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_that_differs_is_named(name: str) -> None:
+    """In plain autograd only the structure is compared: other results are seen by what autograd saves."""
+    first, again, message = RESULTS[name]
+    fn = lambda x: (again if is_recomputing() else first)(x.expand(3).sin().exp())
+    region = remat(fn, early_stop=False)
+    second = torch.func.grad(torch.func.grad(lambda x: total(region(x))))
+    transforms: list[Callable] = [lambda x: torch.func.vmap(second)(x)]
+    if message.startswith(STRUCTURE):
+        transforms.append(lambda x: total(region(x)).backward())
+        total(remat(fn, early_stop=False, determinism_check="none")(rand(3))).backward()
+    for transform in transforms:
+        with pytest.raises(RecomputeMismatchError) as raised:
+            transform(rand(3))
+        assert str(raised.value).startswith(message)
+        assert str(raised.value).partition("\nThe region is ")[2].startswith(f"<lambda> called at {__file__}:")
+
+
+# --- state after errors -----------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    pass
+
+
+class Interrupt(BaseException):
+    pass
+
+
+MODULE = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3, affine=False))
+
+
+class Failing:
+    """A function that raises at the end of its first run if `at` is 0, of its recompute if `at` is 1."""
+
+    def __init__(self, at: int, error: type[BaseException] = Boom) -> None:
+        self.at, self.error = at, error
+        type(self).runs = 0  # an attribute of the class, which is not restored
+        self.module = MODULE
+
+    def __call__(self, x: Tensor) -> Tensor:
+        type(self).runs = self.runs + 1 if is_recomputing() else 0
+        y = nn.functional.dropout(self.module[0](x).sin(), 0.5)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            if self.runs == self.at:
+                raise self.error("in the region")
+        return y.exp().cos() * random.random() * float(np.random.rand())
+
+
+# Each calls a function, and returns what then differentiates it.
+
+
+def by_autograd(f: Callable, x: Tensor) -> Callable:
+    loss = f(x.requires_grad_()).sum()
+    return lambda: torch.autograd.grad(loss, x, retain_graph=True)
+
+
+def with_hooks_around(f: Callable, x: Tensor) -> Callable:
+    with save_on_cpu():
+        return by_autograd(f, x)
+
+
+def nested(f: Callable, x: Tensor) -> Callable:
+    return by_autograd(remat(lambda x: f(x.sin()).sin()), x)
+
+
+def under_settings(f: Callable, x: Tensor) -> Callable:
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("cpu"):
+        differentiate = by_autograd(f, x)
+
+    def backward() -> Any:
+        with torch.device("cpu"), torch.no_grad(), disable_saved_tensors_hooks("by the user"):
+            return differentiate()
+
+    return backward
+
+
+def vjp(f: Callable, x: Tensor) -> Callable:
+    out, pull = torch.func.vjp(f, x)
+    return lambda: pull(torch.ones_like(out))
+
+
+def per_sample(f: Callable, x: Tensor) -> Callable:
+    grad = torch.func.grad(lambda row: f(row).sum())
+    return lambda: torch.vmap(grad, randomness="different")(x)
+
+
+PLAIN = [by_autograd, with_hooks_around, nested, under_settings, vjp]
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value), random.seed(value), np.random.seed(value)
+
+
+@pytest.mark.parametrize("way", [*PLAIN, per_sample], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("error", [Boom, Interrupt, StopIteration])
+def test_an_error_in_a_region_leaves_all_state_as_it_was(way: Callable, at: int, error: type[BaseException]) -> None:
+    x, f = torch.randn(2, 3), Failing(at, error)
+    before = surroundings(MODULE)
+    with pytest.raises(error, match="in the region"):
+        way(remat(f), x)()
+    assert f.runs == at
+    assert_as_before(before, MODULE, drawn=True)  # what the first run drew stays drawn, as without remat
+    f.at = -10
+    results = []
+    for fn in (remat(f), f):
+        seed(5)
+        results.append(way(fn, x.clone())())
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("way", PLAIN, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("thread", [False, True], ids=["here", "in another thread"])
+@pytest.mark.parametrize("error", [Boom, MutationError, RecomputeMismatchError])
+def test_a_failed_recompute_leaves_all_state_and_can_be_tried_again(error: type, thread: bool, way: Callable) -> None:
+    w, tries = torch.ones(3), []
+
+    def fn(x: Tensor) -> Tensor:
+        y = nn.functional.dropout(MODULE[0](x * w).sin(), 0.5) * random.random() * np.random.rand()
+        if is_recomputing() and error is not MutationError and not tries:
+            tries.append(True)
+            if error is Boom:
+                raise Boom
+            y = y.double()
+        return y.exp().cos()
+
+    def target() -> None:
+        before = surroundings(MODULE)
+        with pytest.raises(error):
+            pull()
+        assert_as_before(before, MODULE)
+        tries.append(True)
+
+    pull, here = way(remat(fn), torch.randn(2, 3)), surroundings(MODULE)
+    if error is MutationError:
+        w.add_(1)
+    if thread:
+        another = threading.Thread(target=target)
+        another.start()
+        another.join()
+    else:
+        target()
+    assert tries
+    assert_as_before(here, MODULE)
+    if way is by_autograd and error is not MutationError:
+        assert all(t.isfinite().all() for t in pull())
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_error_of_a_recompute_has_a_note_and_few_frames_of_the_package(debug: bool) -> None:
+    with pytest.raises(Boom) as raised:
+        by_autograd(remat(Failing(1), debug=debug), torch.randn(2, 3))()
+    assert any(note.startswith("while recomputing Failing called at ") for note in raised.value.__notes__)
+    frames = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(raised.value.__traceback__)]
+    assert (sum(name.startswith("remat.") for name in frames) > 5) is debug and raised.traceback[-1].name == "__call__"
+
+
+# --- first runs that are abandoned ------------------------------------------------------------------------------------
+
+
+def a_level(x: Tensor) -> Tensor:
+    with fwAD.dual_level():
+        p = fwAD.make_dual(x * 1, x.cos())
+        return fwAD.unpack_dual(torch.autograd.grad(p.sin().sum(), p, create_graph=True)[0]).tangent * 1
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "grad": lambda x: torch.func.grad(lambda y: (y.sin() * x).sum())(x).exp() * x,
+    "vjp": lambda x: torch.func.vjp(torch.sin, x.exp())[1](x)[0] * x,
+    "hessian": lambda x: torch.func.hessian(lambda y: (y * x).sin().sum())(x).sum(0).exp(),
+    "jvp": lambda x: torch.func.jvp(torch.sin, (x.exp(),), (x,))[1].sin(),
+    "a level": a_level,
+}
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")], ids=str)
+@pytest.mark.parametrize(
+    "transform, outer", [*((name, False) for name in TRANSFORMS), ("grad", True), ("vjp", True), ("hessian", True)]
+)
+@pytest.mark.filterwarnings("ignore:The policy", "ignore:debug=True compares")
+def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(transform: str, outer: bool, policy: Any):
+    """These refuse saved-tensor hooks, so the first attempt is abandoned: it drew, counted and stored."""
+
+    def run(wrap: Wrap) -> Any:
+        seed(3)
+        n, x = torch.zeros(()), rand(3)
+        norm = nn.BatchNorm1d(3, affine=False).double()
+
+        def fn(x: Tensor) -> Tensor:
+            n.add_(1)
+            norm.steps = getattr(norm, "steps", 0) + 1
+            y = norm(x.expand(2, 3) * torch.rand(2, 3))[0] + x * torch.rand(3) * n.clone() * random.random()
+            return TRANSFORMS[transform](y) * norm.steps
+
+        region = wrap(fn)
+        around = lambda x, inner=region: inner(x.sin()).sin()
+        region = region if not outer else around if wrap is plain else remat(around, debug=True)
+        outs = [region(x) for _ in range(2)]  # the second call uses what the first one recorded
+        after = n.clone(), [b.clone() for b in norm.buffers()], norm.steps, torch.rand(3), random.random()
+        grads = [torch.autograd.grad(out.sum(), x) for out in outs]
+        return outs, after, grads, n, [*norm.buffers()], norm.steps
+
+    assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)
+
+
+# --- threads and modules ----------------------------------------------------------------------------------------------
+
+
+def test_a_recompute_does_not_wait_for_one_that_runs_a_backward_pass() -> None:
+    """The backward pass may need the thread that waits, as for the nodes of another device."""
+    waits, ended, in_time = threading.Event(), threading.Event(), []
+
+    def slow(x: Tensor) -> Tensor:
+        if is_recomputing():
+            y = x.detach().requires_grad_()
+            y.register_hook(lambda g: waits.set() or in_time.append(ended.wait(10)))
+            y.sin().sum().backward()
+        return x.sin().exp()
+
+    def other() -> None:
+        waits.wait(10)
+        by_autograd(remat(lambda x: x.sin().exp()), rand(3))()
+        ended.set()
+
+    thread, pull = threading.Thread(target=other), by_autograd(remat(slow), rand(3))
+    thread.start()
+    pull()
+    thread.join()
+    assert in_time == [True]
+
+
+class Calls(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.block, self.wrap = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrap(self.block)(x) + self.wrap(lambda x: self.block(x).exp())(x)
+
+
+def test_functional_call_before_a_backward() -> None:
+    """In the backward the module has its own parameters again."""
+    x, results = torch.randn(2, 3), []
+    for model in (Calls(remat), Calls(plain)):
+        torch.manual_seed(0)
+        given = [{n: torch.randn_like(p, requires_grad=True) for n, p in model.named_parameters()} for _ in range(2)]
+        loss = sum(functional_call(model, params, (x,)).square().sum() for params in given)
+        results.append(torch.autograd.grad(loss, [p for params in given for p in params.values()]))
+    assert_same(*results)
+
+
+# --- activations that modules store -----------------------------------------------------------------------------------
+
+
+class Stores(nn.Module):
+    """As feature extractors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.list = nn.Linear(32, 32), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.layer(x).tanh()
+        self.list[:] = [self.seen.exp().mean()]
+        return self.seen.sin()
+
+
+def test_stored_activations_have_their_derivatives_and_do_not_accumulate() -> None:
+    def step(region: Callable) -> Any:
+        total = sum(region(x).sum() + module.seen.mean() + module.list[0] for _ in range(2))
+        return torch.autograd.grad(total, [x, *module.parameters()])
+
+    module, x, live = Stores(), rand(64, 32, dtype=torch.float32), []
+    region, expected = remat(module), step(module)
+    with gc_disabled(), PeakMemory() as memory:
+        for _ in range(6):
+            assert_same(step(region), expected)
+            live.append(memory.live)
+    assert live[-1] == live[2]
+
+
+@pytest.mark.parametrize("transform", ["inside", "none", "grad", "vmap"])
+def test_activations_that_are_stored_under_vmap(transform: str) -> None:
+    """After `vmap` nothing can read them, and a later region must not either."""
+
+    def run(wrap: Wrap) -> list:
+        torch.manual_seed(0)
+        stores, x = Stores(), rand(3, 32, dtype=torch.float32)
+        if transform == "inside":
+            region = wrap(lambda a: torch.vmap(stores)(torch.stack([a, a.cos()])).sum(0))
+        else:
+            torch.vmap(stores)(torch.ones(7, 3, 32))
+            region = wrap(lambda a: stores.layer(a) * len(vars(stores)))
+        if transform == "grad":
+            return [torch.func.grad(lambda a: region(a).sum())(x.detach()) for _ in range(2)]
+        call = torch.vmap(region) if transform == "vmap" else region
+        return [torch.autograd.grad(call(x).sum(), (x, stores.layer.weight)) for _ in range(2)]
+
+    assert_same(run(remat), run(plain))
