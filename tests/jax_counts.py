@@ -61,8 +61,11 @@ ROWS = [
     *rows("""
         sin_sin: none 0 sin 1 | everything_saveable 2 sin 0
         three: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0 | only:a 1 sin 1 matmul 3
-        three: only:a,b 2 sin 0 matmul 3 | only:a,b,c 2 sin 0 matmul 3
-        three_pre: none 0 sin 2 matmul 3 | only:a 1 sin 2 matmul 2 | only:a,b,c 3 sin 2 matmul 0
+        three: only:b 1 sin 1 matmul 3 | only:c 0 sin 2 matmul 3 | only:a,b 2 sin 0 matmul 3
+        three: only:a,c 1 sin 1 matmul 3 | only:b,c 1 sin 1 matmul 3 | only:a,b,c 2 sin 0 matmul 3
+        three_pre: none 0 sin 2 matmul 3 | only:a 1 sin 2 matmul 2 | only:b 1 sin 2 matmul 2 | only:c 1 sin 2 matmul 2
+        three_pre: only:a,b 2 sin 2 matmul 1 | only:a,c 2 sin 2 matmul 1 | only:b,c 2 sin 2 matmul 1
+        three_pre: only:a,b,c 3 sin 2 matmul 0
         three_each: none 2 sin 0 matmul 3 | dots_saveable 5 sin 0 matmul 0
         block: none 0 sin 1 exp 1 matmul 7 | dots_saveable 7 sin 1 exp 1 matmul 0 | only:q,k,v 3 sin 1 exp 1 matmul 4
         block: only:mid 1 sin 1 exp 1 matmul 6 | only:o 1 sin 1 exp 1 matmul 6 | only:hidden 1 sin 0 exp 1 matmul 7
@@ -71,7 +74,8 @@ ROWS = [
         nested_3_0: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
         nested_2_1: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
         nested_2_1: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
-        nested_1_2: none/none 0 sin 5 | everything_saveable/none 5 sin 0
+        nested_1_2: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
+        nested_1_2: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
         nested_0_3: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
         nested_0_3: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
         pair_first: none 0 sin 0
