@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from cases import assert_same, rand
+from cases import rand
 from torch import Tensor, nn
 
 import remat
@@ -25,6 +25,7 @@ DEBUG, EARLY_STOP = (
     torch.utils.checkpoint.set_checkpoint_early_stop,
 )
 Context = AbstractContextManager[Any]
+NOTHING = nullcontext()
 
 
 class Calls(nn.Module):
@@ -53,50 +54,11 @@ WAYS: dict[str, Callable[[Callable], Callable]] = {
 ENDED: list[bool] = []
 
 
-def leaf() -> Tensor:
-    return rand(64)
-
-
 def ends_late(x: Tensor) -> Tensor:
     """A function with operations after its last saved tensor."""
     y = x.sin().exp().sin().neg()
     ENDED.append(is_recomputing())
     return y
-
-
-def runs_to_its_end(out: Tensor) -> bool:
-    """Whether the recompute runs to its end, in the backward of a result of `ends_late`."""
-    ENDED.clear()
-    out.sum().backward()
-    return ENDED == [True]
-
-
-def stops_late(f: Callable, context: Context) -> bool:
-    with context:
-        out = f(leaf())
-    return runs_to_its_end(out)
-
-
-def raises(f: Callable, context: Context, text: str) -> bool:
-    with context:
-        out = f(leaf())
-    try:
-        out.sum().backward()
-    except RecomputeMismatchError as error:
-        return text in str(error)
-    return False
-
-
-def draws_anew(f: Callable, context: Context) -> bool:
-    torch.manual_seed(0)
-    x = leaf()
-    with context:
-        out = f(x)
-    torch.manual_seed(1)
-    seeded = torch.get_rng_state()
-    (gradient,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(seeded, torch.get_rng_state()) == torch.equal(gradient == 0, out == 1)
-    return not torch.equal(gradient == 0, out == 1)
 
 
 def other_operation(x: Tensor) -> Tensor:
@@ -113,39 +75,52 @@ def dropout(x: Tensor) -> Tensor:
     return F.dropout(x.sin(), 0.5).exp()
 
 
-raises_mul, raises_checksum = (functools.partial(raises, text=text) for text in ("aten.mul", "checksum"))
-# A context that sets the option, a function, and whether the option's effect is seen if its region runs in a context.
-OPTIONS: dict[str, tuple[Callable[[], Context], Callable, Callable[[Callable, Context], bool]]] = {
-    "early_stop": (lambda: override(early_stop=False), ends_late, stops_late),
-    "torch's early stop": (lambda: EARLY_STOP(False), ends_late, stops_late),
-    "debug": (lambda: override(debug=True), other_operation, raises_mul),
-    "torch's debug": (lambda: DEBUG(True), other_operation, raises_mul),
-    "determinism_check": (lambda: override(determinism_check="values"), other_constant, raises_checksum),
-    "preserve_rng_state": (lambda: override(preserve_rng_state=False), dropout, draws_anew),
+SEEN = {"aten.mul": "compares operations", "checksum": "compares values"}
+
+
+def effect(f: Callable, context: Context = NOTHING) -> str:
+    """What is special about the recompute, in the backward of a call of `f` in a context."""
+    ENDED.clear()
+    torch.manual_seed(0)
+    x = rand(64)
+    with context:
+        out = f(x)
+    ended = len(ENDED)
+    torch.manual_seed(1)
+    seeded = torch.get_rng_state()
+    try:
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+    except RecomputeMismatchError as error:
+        return (
+            "compares operations" if "aten.mul" in str(error) else "compares values" if "checksum" in str(error) else ""
+        )
+    if not torch.equal(gradient == 0, out == 1):
+        return "draws anew"
+    assert torch.equal(seeded, torch.get_rng_state())
+    return "runs to its end" if len(ENDED) > ended else ""
+
+
+# A context that sets an option, a function, and the effect on it.
+OPTIONS: dict[str, tuple[Callable[[], Context], Callable, str]] = {
+    "early_stop": (lambda: override(early_stop=False), ends_late, "runs to its end"),
+    "torch's early stop": (lambda: EARLY_STOP(False), ends_late, "runs to its end"),
+    "debug": (lambda: override(debug=True), other_operation, "compares operations"),
+    "torch's debug": (lambda: DEBUG(True), other_operation, "compares operations"),
+    "determinism_check": (lambda: override(determinism_check="values"), other_constant, "compares values"),
+    "preserve_rng_state": (lambda: override(preserve_rng_state=False), dropout, "draws anew"),
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_option_applies_to_regions_that_are_called_in_the_context(way: str, option: str) -> None:
-    context, fn, seen = OPTIONS[option]
+    context, fn, expected = OPTIONS[option]
     f = WAYS[way](fn)
-    assert [seen(f, around) for around in (nullcontext(), context(), nullcontext())] == [False, True, False]
+    assert [effect(f), effect(f, context()), effect(f)] == ["", expected, ""]
 
 
-@pytest.mark.parametrize("changes", [{"debug": True}, {"early_stop": False}, {"determinism_check": "values"}], ids=str)
-def test_gradients_are_the_same(changes: dict[str, Any]) -> None:
-    x = leaf()
-    expected = torch.autograd.grad(ends_late(x).sum(), x)
-    for way in WAYS.values():
-        with override(**changes):
-            assert_same(torch.autograd.grad(way(ends_late)(x).sum(), x), expected)
-
-
-@pytest.mark.parametrize("by_vmap", [False, True])
-def test_under_torch_func(by_vmap: bool) -> None:
-    derivative = torch.func.grad(lambda x: remat.remat(other_constant)(x).sum())
-    derivative, x = (torch.func.vmap(derivative), rand(2, 3)) if by_vmap else (derivative, rand(3))
+def test_under_torch_func() -> None:
+    derivative, x = torch.func.vmap(torch.func.grad(lambda x: remat.remat(other_constant)(x).sum())), rand(2, 3)
     derivative(x)
     with override(determinism_check="values"), pytest.raises(RecomputeMismatchError):
         derivative(x)
@@ -153,17 +128,6 @@ def test_under_torch_func(by_vmap: bool) -> None:
 
 
 # --- precedence and lifetime ------------------------------------------------------------------------------------------
-
-
-def test_the_options_around_the_forward_apply() -> None:
-    f = remat.remat(ends_late)
-    with override(early_stop=False):
-        late = f(leaf())
-    early = f(leaf())
-    with override(early_stop=True):
-        assert runs_to_its_end(late)
-    with override(early_stop=False):
-        assert not runs_to_its_end(early)
 
 
 @pytest.mark.parametrize("lowering", ["autograd", "func"])
@@ -181,7 +145,7 @@ def test_inner_regions_are_recomputed_with_the_options_around_the_forward(loweri
         runs.clear()
         if lowering == "func":
             return functools.partial(torch.func.vjp(outer, torch.randn(3))[1], torch.ones(3))
-        return outer(leaf()).sum().backward
+        return outer(rand(3)).sum().backward
 
     backward = pullback()
     with override(determinism_check="values"):  # around the backward only
@@ -193,20 +157,23 @@ def test_inner_regions_are_recomputed_with_the_options_around_the_forward(loweri
         backward()
 
 
+END = "runs to its end"
+early, late = remat.remat(ends_late), remat.remat(early_stop=False)(ends_late)
+
+
 def test_the_innermost_context_takes_precedence_over_outer_ones_regions_and_torchs_switches() -> None:
-    f, late = remat.remat(ends_late), remat.remat(early_stop=False)(ends_late)
+    assert (effect(early), effect(late)) == ("", END)
     with override(early_stop=False, debug=True):
         with override(early_stop=True):
-            assert not runs_to_its_end(f(leaf()))
-            assert raises(remat.remat(other_operation), nullcontext(), "aten.mul")  # other options stay
+            assert effect(early) == "" and effect(remat.remat(other_operation)) == "compares operations"
         with override():
-            assert runs_to_its_end(f(leaf()))
+            assert effect(early) == END
     with override(early_stop=True), EARLY_STOP(False):
-        assert not runs_to_its_end(late(leaf()))
+        assert effect(late) == ""
     with EARLY_STOP(True):
-        assert not runs_to_its_end(late(leaf()))
-        assert stops_late(late, override(early_stop=False))
-    assert runs_to_its_end(late(leaf())) and not runs_to_its_end(f(leaf()))
+        assert effect(late) == "" and effect(late, override(early_stop=False)) == END
+    with override(early_stop=False):  # also around the backward, which doesn't matter
+        assert effect(early, override(early_stop=True)) == ""
 
 
 def test_a_context_inside_a_region_also_applies_in_its_recompute() -> None:
@@ -215,12 +182,12 @@ def test_a_context_inside_a_region_also_applies_in_its_recompute() -> None:
 
         def outer(x: Tensor) -> Tensor:
             with override(**changes):
-                y = remat.remat(ends_late)(x)
+                y = early(x)
             return y.sin()
 
         ENDED.clear()
         with override(early_stop=True):
-            remat.remat(outer)(leaf()).sum().backward()
+            remat.remat(outer)(rand(3)).sum().backward()
         return len(ENDED)
 
     assert (ends(), ends(early_stop=False)) == (2, 3)
@@ -232,42 +199,33 @@ def test_options_are_restored_after_an_exception() -> None:
             raise KeyError
         return x.sin().exp()
 
-    f, late = remat.remat(ends_late), remat.remat(early_stop=False)(ends_late)
     with override(early_stop=False):
         with pytest.raises(KeyError), override(early_stop=True), disable_remat():
             raise KeyError
-        assert runs_to_its_end(f(leaf())) and not is_disabled()
-        out = remat.remat(fails)(leaf())
+        assert effect(early) == END and not is_disabled()
+        out = remat.remat(fails)(rand(3))
     with override(early_stop=True):
         with pytest.raises(KeyError):
             out.sum().backward()
-        assert not runs_to_its_end(late(leaf()))
-    assert not runs_to_its_end(f(leaf()))
+        assert effect(late) == ""
+    assert effect(early) == ""
 
 
-def in_a_thread(work: Callable[[], bool]) -> bool:
-    found: list[bool] = []
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start(), thread.join()
     return found[0]
 
 
-def test_contexts_are_of_the_thread() -> None:
-    f = remat.remat(ends_late)
+def test_contexts_are_of_the_thread_and_copies_of_regions_have_their_own_options() -> None:
+    model = remat.nn.apply(Calls(ends_late), Calls)
     with override(early_stop=False):
-        assert not in_a_thread(lambda: runs_to_its_end(f(leaf())))
-        late = f(leaf())
-    assert in_a_thread(lambda: runs_to_its_end(late))
+        assert in_a_thread(lambda: effect(early)) == ""
+        twin = copy.deepcopy(model)
+    assert effect(twin) == "" and effect(override(early_stop=False)(model)) == END
     with disable_remat():
         assert not in_a_thread(is_disabled)
-
-
-def test_a_decorated_function_and_a_copy_of_a_region() -> None:
-    model = remat.nn.apply(Calls(ends_late), Calls)
-    assert runs_to_its_end(override(early_stop=False)(model)(leaf()))
-    with override(early_stop=False):
-        twin = copy.deepcopy(model)
-    assert not runs_to_its_end(twin(leaf())) and not runs_to_its_end(model(leaf()))  # they have their own options
 
 
 @pytest.mark.parametrize(
@@ -287,7 +245,7 @@ def test_wrong_options_are_errors(changes: dict, error: type, text: str) -> None
     if "policy" not in changes:
         with pytest.raises(error, match=text):
             remat.remat(torch.sin, **changes)
-    assert not runs_to_its_end(remat.remat(ends_late)(leaf()))
+    assert effect(early) == ""
 
 
 def test_disabled_regions_are_plain_calls_in_the_context_of_the_forward() -> None:
@@ -297,8 +255,7 @@ def test_disabled_regions_are_plain_calls_in_the_context_of_the_forward() -> Non
         found.append((is_disabled(), is_recomputing()))
         return x.sin().exp()
 
-    f = remat.remat(fn)
-    out = f(leaf()).sum()
+    out = remat.remat(fn)(rand(3)).sum()
     with disable_remat():
         out.backward()
     assert found == [(False, False), (False, True)]
@@ -306,20 +263,15 @@ def test_disabled_regions_are_plain_calls_in_the_context_of_the_forward() -> Non
     for outer, inner in ((disable_remat(), override(early_stop=False)), (override(early_stop=False), disable_remat())):
         with outer, inner:
             with disable_remat():
-                f(leaf()).sum().backward()
+                remat.remat(fn)(rand(3)).sum().backward()
             assert is_disabled()
     assert found == [(True, False)] * 2 and not is_disabled()
 
 
-# --- torch.compile ----------------------------------------------------------------------------------------------------
-
-
 def test_a_compiled_region_keeps_its_own_options() -> None:
-    context, fn, draws = OPTIONS["preserve_rng_state"]
+    f = torch.compile(remat.remat(dropout), backend="aot_eager", fullgraph=True)
+    assert [effect(f), effect(f, override(preserve_rng_state=False))] == ["", ""]
     torch._dynamo.reset()
-    f = torch.compile(remat.remat(fn), backend="aot_eager", fullgraph=True)
-    assert not draws(f, context())
-    torch._dynamo.reset()
-    assert not draws(f, context())
-    late = torch.compile(remat.remat(ends_late), backend="eager")  # `is_recomputing` breaks the graph
-    assert not runs_to_its_end(late(leaf())) and stops_late(late, override(early_stop=False))
+    assert effect(f, override(preserve_rng_state=False)) == ""  # also if it is compiled in the context
+    broken = torch.compile(remat.remat(ends_late), backend="eager")  # `is_recomputing` breaks the graph
+    assert [effect(broken), effect(broken, override(early_stop=False))] == ["", END]
