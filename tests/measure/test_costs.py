@@ -17,7 +17,6 @@ from torch.func import grad
 
 import remat
 from benchmarks.measure import count_flops, gc_disabled, held_bytes, peak_bytes
-from benchmarks.policies import Sizes, block, func_grad, measure
 from remat import policies
 from remat._measure.costs import Costs, distinct, pareto
 
@@ -27,6 +26,12 @@ BOTH = [None, policies.save_matmuls]
 def one_layer(**options: Any) -> remat.Report:
     (weights, *_), x = readme()
     return remat.report(layer, weights, x, **options)
+
+
+@pytest.fixture(scope="module")
+def report() -> remat.Report:
+    model, x = blocks()
+    return remat.report(model, x, where=Block, policies=BOTH)
 
 
 # --- the figures ------------------------------------------------------------------------------------------------------
@@ -75,22 +80,7 @@ def test_peaks_and_flops_under_a_transform_are_those_of_a_direct_call(transform:
     assert remat.report(loss, *readme(), transform=lambda fn: grad(fn), policies=[]).name == "loss"
 
 
-@pytest.mark.parametrize("policy", [None, policies.save_only_these_names("q", "k", "v")])
-def test_the_figures_are_those_of_the_benchmarks(policy: Any) -> None:
-    weights, x = Sizes(2, 16, 32).arguments()
-    mean_of_squares = lambda fn: func_grad(lambda weights, x: fn(weights, x).square().mean())
-    for how, options, extra in (
-        ("func.grad", {"transform": mean_of_squares}, 4),  # these bytes contain the loss, which is computed outside
-        ("autograd.grad", {"loss": lambda y: y.square().mean()}, 0),
-    ):
-        expected = measure(how, lambda fn: remat.remat(fn, policy=policy), weights, x)
-        (row,) = remat.report(block, weights, x, policies=[policy], **options).policies
-        assert (row.saved_bytes, row.recomputed_flops) == (expected.kept_bytes - extra, expected.recomputed_flops)
-
-
-def test_a_model_with_regions_in_it() -> None:
-    model, x = blocks()
-    report = remat.report(model, x, where=Block, policies=BOTH)
+def test_a_model_with_regions_in_it(report: remat.Report) -> None:
     plain, nothing, matmuls = report.rows
     assert nothing.saved_bytes < matmuls.saved_bytes < plain.saved_bytes and nothing.peak_bytes < plain.peak_bytes
     assert nothing.recomputed_flops > 0 == matmuls.recomputed_flops
@@ -99,6 +89,7 @@ def test_a_model_with_regions_in_it() -> None:
     assert sum(share.nbytes for share in shares.values()) == nothing.saved_bytes
     assert [share.module for share in matmuls.shares] == ["*.up", "*", None]
     # A training step saves the same bytes.
+    model, x = blocks()
     remat.nn.apply(model, Block)
     held = held_bytes(lambda: torch.autograd.graph.get_gradient_edge(model(x).sum()))
     assert abs(held - nothing.saved_bytes) <= 4
@@ -106,8 +97,7 @@ def test_a_model_with_regions_in_it() -> None:
     assert (as_written.label, as_written.saved_bytes) == ("as written", nothing.saved_bytes)
 
 
-def test_the_timeline_is_that_of_live_bytes() -> None:
-    report = remat.report(loss, *readme())
+def test_the_timeline_is_that_of_live_bytes(report: remat.Report) -> None:
     for row in report.rows:
         assert max(row.timeline) == row.peak_bytes and report.timeline[row.label] is row.timeline
         assert row.timeline[row.forward_operations - 1] >= row.saved_bytes
@@ -195,17 +185,11 @@ def test_policies_are_a_list() -> None:
 # --- text, values and the plot ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def report() -> remat.Report:
-    model, x = blocks()
-    return remat.report(model, x, where=Block)
-
-
 def test_the_best_rows_have_a_star(report: remat.Report) -> None:
     lines = str(report).splitlines()
     assert [line.endswith("*") for line in lines] == [False, False, False, True, True, False]
     assert lines[-1] == "* no other row has a lower peak without recomputing more"
-    assert [row.label for row in report.pareto] == ["policy=None", "save_matmuls"]
+    assert report.pareto == [*report.policies]
 
 
 def test_notes() -> None:
