@@ -201,35 +201,9 @@ def elementwise(x: Tensor) -> Tensor:
     return (x.sin().exp() * x.cos()).tanh()
 
 
-def mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    return torch.tanh(x @ w1) @ w2
-
-
 def matmuls(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    h = torch.addmm(b, x, w).sin()
-    h = F.linear(h, w, b).tanh()
+    h = F.linear(torch.addmm(b, x, w).sin(), w, b).tanh()
     return torch.bmm(h.expand(2, -1, -1), w.expand(2, -1, -1)).cos() + torch.einsum("ij,kj->ik", h, w)
-
-
-def convolution(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.avg_pool2d(F.conv2d(x, w, b, padding=1).tanh(), 2).sigmoid()
-
-
-def max_pooling(x: Tensor) -> Tensor:
-    return F.max_pool2d(x.sin(), 2).exp()
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = (q @ k.transpose(-2, -1)) / q.shape[-1] ** 0.5
-    return scores.softmax(-1) @ v.tanh()
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q.sin(), k, v).tanh()
-
-
-def sdpa_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q.sin(), k, v, attn_mask=mask).tanh()
 
 
 def dropout(x: Tensor, w: Tensor) -> Tensor:
@@ -237,52 +211,10 @@ def dropout(x: Tensor, w: Tensor) -> Tensor:
     return F.dropout(h @ w, 0.2).sin()
 
 
-def noise(x: Tensor) -> Tensor:
-    return (x + torch.randn_like(x)).tanh() * torch.rand(x.shape, dtype=x.dtype).sin()
-
-
-def batch_norm(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    return F.batch_norm(x.sin(), mean, var, w, b, training=True).tanh()
-
-
-def batch_norm_args() -> tuple[Tensor, ...]:
-    return rand(6, 3), rand(3, seed=1), rand(3, seed=2), torch.zeros(3).double(), torch.ones(3).double()
-
-
-def batch_norm_without_statistics(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.batch_norm(x.sin(), None, None, w, b, training=True).tanh()
-
-
-MEAN, VAR = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-
-
-def batch_norm_captured(x: Tensor) -> Tensor:
-    return F.batch_norm(x.sin(), MEAN, VAR, training=True).tanh()
-
-
-NORM = module(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)))
-
-
-def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.layer_norm(x.sin(), w.shape, w, b).tanh()
-
-
-def group_norm(x: Tensor) -> Tensor:
-    return F.group_norm(x.sin(), 2).tanh()
-
-
 def indexing(x: Tensor, w: Tensor) -> Tensor:
     rows = x.sin()[[0, 2, 2]]
     columns = rows[:, 1:3].exp() * rows[..., None, 0]
     return torch.where(columns > 1, columns.sin(), w[0, 1] * columns) + x[0, 0]
-
-
-def gather(x: Tensor, index: Tensor) -> Tensor:
-    return x.cos().scatter_add(1, index, x.sin().gather(1, index).exp()).tanh()
-
-
-def embedding(table: Tensor, tokens: Tensor) -> Tensor:
-    return F.embedding(tokens, table.sin(), padding_idx=0).tanh().sum(-2)
 
 
 def in_place(x: Tensor, w: Tensor) -> Tensor:
@@ -336,10 +268,6 @@ class SineAndCosine(torch.autograd.Function):
         return tangent * cosine, -tangent * sine
 
 
-def old_function(x: Tensor) -> Tensor:
-    return OldSquare.apply(x.sin(), 3.0).exp()
-
-
 def new_function(x: Tensor) -> Tensor:
     sine, cosine = SineAndCosine.apply(x.exp())
     return (sine * cosine).tanh()
@@ -378,15 +306,17 @@ def pytrees_args() -> tuple:
 
 
 W1, W2, BUFFER = weight(4, 4), weight(4, 4, seed=11), rand(4, seed=12, grad=False)
+MEAN, VAR = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+INDEX = torch.tensor([[0, 2], [1, 1], [3, 0]])
+NORM = module(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)))
+MODULE = module(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4)))
+TRANSFORMER = module(lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True))
+LSTM = module(lambda: nn.LSTM(3, 4, batch_first=True))
 
 
 def make_closure() -> Callable[[Tensor], Tensor]:
     first, holder = W1, {"second": [W2]}
-
-    def closure(x: Tensor) -> Tensor:
-        return torch.tanh(x @ first) @ holder["second"][0] * BUFFER
-
-    return closure
+    return lambda x: torch.tanh(x @ first) @ holder["second"][0] * BUFFER
 
 
 def scaled(x: Tensor, w: Tensor, power: int = 1) -> Tensor:
@@ -404,24 +334,11 @@ class Layer:
         return (x @ self.w).tanh() * self.scale
 
 
-MODULE = module(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4)))
-TRANSFORMER = module(lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True))
-LSTM = module(lambda: nn.LSTM(3, 4, batch_first=True))
-
-
-def calls_module(x: Tensor) -> Tensor:
-    return MODULE(x.sin()) * 2
-
-
 def recurrent(x: Tensor, w: Tensor) -> Tensor:
     h = torch.zeros_like(x[0])
     for step in x:
         h = torch.tanh(step + h @ w)
     return h
-
-
-def returns_input(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    return x, x.sin() * y, y
 
 
 def repeats_output(x: Tensor) -> list[Tensor]:
@@ -440,26 +357,10 @@ def integers(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
     return values.exp(), places, h.argmax(1) + index.sum(), index, h > 0
 
 
-def integers_only(index: Tensor) -> Tensor:
-    return index * 2 + index.sum()
-
-
-def no_tensor_arguments() -> Tensor:
-    return torch.tanh(W1 @ W2).sin()
-
-
-def no_tensors_out(x: Tensor) -> tuple:
-    return x.shape[0], None, "text", ()
-
-
 def detached_part(x: Tensor, w: Tensor) -> Tensor:
     with torch.no_grad():
         scale = (x @ w).exp().amax()
     return ((x @ w) / scale).tanh() * x.exp().detach()
-
-
-def reductions(x: Tensor) -> tuple[Tensor, ...]:
-    return x.sin().logsumexp(1), x.cumsum(0).var(0), x.exp().prod(1), x.sort(1).values.mean(), x.norm()
 
 
 def linear_algebra(a: Tensor, b: Tensor) -> Tensor:
@@ -472,87 +373,94 @@ def complex_numbers(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     return h.abs(), h * z
 
 
-def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy((x.tanh() @ w).sin() @ w.T, target)
-
-
-def nothing_to_save(x: Tensor, y: Tensor) -> Tensor:
-    return x + y
-
-
-def products_of_inputs(x: Tensor, w: Tensor) -> Tensor:
-    return x * w
-
-
-def same_argument_twice() -> tuple[Tensor, Tensor]:
-    x = rand(3, 3)
-    return x, x
-
-
-INDEX = torch.tensor([[0, 2], [1, 1], [3, 0]])
-
+FIRST_ORDER: dict[str, Any] = {"jvp": False, "double": False}
+NO_FUNC: dict[str, Any] = {"func": False, "jvp": False, "vmap": False}
 CASES = (
     Case("elementwise", elementwise, tensors((2, 3))),
     Case("scalar", elementwise, tensors(())),
     Case("empty", elementwise, tensors((0, 3)), jacobian=False),
     Case("torch_function", torch.sin, tensors((3,))),
-    Case("nothing_to_save", nothing_to_save, tensors((3,), (3,))),
-    Case("products_of_inputs", products_of_inputs, tensors((3,), (3,))),
-    Case("mlp", mlp, tensors((3, 4), (4, 5), (5, 2))),
-    Case("same_argument_twice", lambda x, w: torch.tanh(x @ w) @ w, same_argument_twice),
+    Case("nothing_to_save", lambda x, y: x + y, tensors((3,), (3,))),
+    Case("mlp", lambda x, w1, w2: torch.tanh(x @ w1) @ w2, tensors((3, 4), (4, 5), (5, 2))),
+    Case("same_argument_twice", lambda x, w: torch.tanh(x @ w) @ w, lambda: (rand(3, 3),) * 2),
     Case("matmuls", matmuls, tensors((3, 3), (3, 3), (3,))),
-    Case("convolution", convolution, tensors((2, 2, 4, 4), (3, 2, 3, 3), (3,))),
-    Case("max_pooling", max_pooling, tensors((1, 2, 4, 4))),
-    Case("attention", attention, tensors((2, 3, 4), (2, 3, 4), (2, 3, 4))),
-    Case("sdpa", sdpa, tensors((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)), jvp=False, double=False),
-    Case("sdpa_masked", sdpa_masked, tensors((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), (3, 3)), jvp=False),
-    Case("dropout", dropout, tensors((3, 4), (4, 4)), random=True),
-    Case("noise", noise, tensors((2, 3)), random=True),
-    Case("batch_norm", batch_norm, batch_norm_args, stateful=True, vmap=False),
-    Case("batch_norm_without_statistics", batch_norm_without_statistics, tensors((6, 3), (3,), (3,))),
-    Case("batch_norm_captured", batch_norm_captured, tensors((6, 3)), (MEAN, VAR), stateful=True, vmap=False),
     Case(
-        "batch_norm_module",
-        NORM,
-        tensors((6, 4)),
-        (*NORM.parameters(), *NORM.buffers()),
+        "convolution",
+        lambda x, w, b: F.avg_pool2d(F.conv2d(x, w, b, padding=1).tanh(), 2).sigmoid(),
+        tensors((2, 2, 4, 4), (3, 2, 3, 3), (3,)),
+    ),
+    Case(
+        "attention",
+        lambda q, k, v: (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v.tanh(),
+        tensors((2, 3, 4), (2, 3, 4), (2, 3, 4)),
+    ),
+    Case(
+        "sdpa",
+        lambda q, k, v: F.scaled_dot_product_attention(q.sin(), k, v).tanh(),
+        tensors((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)),
+        **FIRST_ORDER,
+    ),
+    Case("dropout", dropout, tensors((3, 4), (4, 4)), random=True),
+    Case(
+        "noise",
+        lambda x: (x + torch.randn_like(x)).tanh() * torch.rand(x.shape, dtype=x.dtype).sin(),
+        tensors((2, 3)),
+        random=True,
+    ),
+    Case(
+        "batch_norm",
+        lambda x, w, b, mean, var: F.batch_norm(x.sin(), mean, var, w, b, training=True).tanh(),
+        lambda: (rand(6, 3), rand(3, seed=1), rand(3, seed=2), MEAN.clone(), VAR.clone()),
         stateful=True,
-        jvp=False,
-        func=False,
         vmap=False,
     ),
-    Case("layer_norm", layer_norm, tensors((2, 4), (4,), (4,))),
-    Case("group_norm", group_norm, tensors((2, 4, 3))),
+    Case(
+        "batch_norm_captured",
+        lambda x: F.batch_norm(x.sin(), MEAN, VAR, training=True).tanh(),
+        tensors((6, 3)),
+        (MEAN, VAR),
+        stateful=True,
+        vmap=False,
+    ),
+    Case("batch_norm_module", NORM, tensors((6, 4)), (*NORM.parameters(), *NORM.buffers()), stateful=True, **NO_FUNC),
+    Case("layer_norm", lambda x, w, b: F.layer_norm(x.sin(), (4,), w, b).tanh(), tensors((2, 4), (4,), (4,))),
     Case("indexing", indexing, tensors((3, 4), (2, 2))),
-    Case("gather", gather, lambda: (rand(3, 4), INDEX)),
-    Case("embedding", embedding, lambda: (rand(5, 3), INDEX)),
+    Case("embedding", lambda table, i: F.embedding(i, table.sin(), 0).tanh().sum(-2), lambda: (rand(5, 3), INDEX)),
     Case("in_place", in_place, tensors((4, 4), (4, 4))),
-    Case("old_function", old_function, tensors((3,)), func=False, jvp=False, vmap=False),
+    Case("old_function", lambda x: OldSquare.apply(x.sin(), 3.0).exp(), tensors((3,)), **NO_FUNC),
     Case("new_function", new_function, tensors((3,))),
     Case("branch_on_value", branch_on_value, tensors((3, 3), (3, 3)), vmap=False),
     Case("pytrees", pytrees, pytrees_args),
     Case("closure", make_closure(), tensors((3, 4)), (W1, W2, BUFFER)),
     Case("partial", functools.partial(scaled, w=W1, power=2), tensors((3, 4)), (W1,)),
     Case("method", Layer().forward, tensors((3, 4)), (W1, BUFFER)),
-    Case("captured_module", calls_module, tensors((3, 4)), tuple(MODULE.parameters())),
+    Case("captured_module", lambda x: MODULE(x.sin()) * 2, tensors((3, 4)), tuple(MODULE.parameters())),
     Case("module", MODULE, tensors((3, 4)), tuple(MODULE.parameters())),
-    Case("transformer", TRANSFORMER, tensors((2, 3, 4)), tuple(TRANSFORMER.parameters()), jvp=False, double=False),
+    Case("transformer", TRANSFORMER, tensors((2, 3, 4)), tuple(TRANSFORMER.parameters()), **FIRST_ORDER),
     Case("lstm", LSTM, tensors((2, 3, 3)), tuple(LSTM.parameters()), vmap=False),
     Case("recurrent", recurrent, tensors((4, 2, 3), (3, 3))),
-    Case("returns_input", returns_input, tensors((3,), (3,))),
+    Case("returns_input", lambda x, y: (x, x.sin() * y, y), tensors((3,), (3,))),
     Case("repeats_output", repeats_output, tensors((3,))),
     Case("returns_views", returns_views, tensors((2, 3))),
     Case("integers", integers, lambda: (rand(3, 4), INDEX)),
-    Case("integers_only", integers_only, lambda: (INDEX,), func=False, jvp=False, vmap=False, double=False),
-    Case("no_tensor_arguments", no_tensor_arguments, tuple, (W1, W2), func=False, jvp=False, vmap=False),
-    Case("no_tensors_out", no_tensors_out, tensors((3,)), func=False, jvp=False, vmap=False, double=False),
+    Case("integers_only", lambda index: index * 2 + index.sum(), lambda: (INDEX,), double=False, **NO_FUNC),
+    Case("no_tensor_arguments", lambda: torch.tanh(W1 @ W2).sin(), tuple, (W1, W2), **NO_FUNC),
+    Case("no_tensors_out", lambda x: (x.shape[0], None, "text", ()), tensors((3,)), double=False, **NO_FUNC),
     Case("detached_part", detached_part, tensors((3, 3), (3, 3))),
-    Case("reductions", reductions, tensors((3, 4))),
+    Case(
+        "reductions",
+        lambda x: (x.sin().logsumexp(1), x.cumsum(0).var(0), x.exp().prod(1), x.sort(1).values.mean(), x.norm()),
+        tensors((3, 4)),
+    ),
     Case("linear_algebra", linear_algebra, tensors((3, 3), (3, 2))),
     Case(
         "complex_numbers", complex_numbers, lambda: (rand(4), rand(4, seed=1, dtype=torch.complex128)), jacobian=False
     ),
-    Case("loss", loss, lambda: (rand(3, 4), rand(4, 4, seed=1), torch.tensor([0, 3, 1]))),
+    Case(
+        "loss",
+        lambda x, w, target: F.cross_entropy((x.tanh() @ w).sin() @ w.T, target),
+        lambda: (rand(3, 4), rand(4, 4, seed=1), torch.tensor([0, 3, 1])),
+    ),
 )
 
 

@@ -23,6 +23,7 @@ from random_programs.compare import Refused, Unrunnable
 from random_programs.writer import source
 
 FORK = multiprocessing.get_context("fork")
+CHUNK = 50  # programs that run in one process
 
 
 def outcome(text: str) -> Exception | None:
@@ -139,38 +140,26 @@ def smallest(text: str, limit: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--start", type=int, default=int(time.time()), help="the first seed")
-    parser.add_argument("--count", type=int, default=0, help="number of programs; 0: no limit")
+    parser.add_argument("--count", type=int, default=sys.maxsize // 2, help="number of programs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit")
-    parser.add_argument("--chunk", type=int, default=100, help="number of programs that run in one process")
     parser.add_argument("--patience", type=float, default=60, help="seconds to reduce a failing program, or 0")
-    parser.add_argument("--show", action="store_true", help="print the programs, and don't run them")
     options = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # the collector needn't visit existing objects in each measurement
     counts: Counter[str] = Counter()
     failures: dict[str, list[int]] = {}
-    began = reported = time.monotonic()
-    seed, end = options.start, options.start + options.count if options.count else sys.maxsize
-    if options.show:
-        print("\n\n".join(f"# seed {seed}\n{source(seed)}" for seed in range(seed, end)))
-        return 0
-    try:
-        while seed < end and time.monotonic() - began < options.seconds:
-            first = seed
-            for seed, found in in_a_row(first, min(options.chunk, end - first)):
+    began, end = time.monotonic(), options.start + options.count
+    with suppress(KeyboardInterrupt):
+        for first in range(options.start, end, CHUNK):
+            for seed, found in in_a_row(first, min(CHUNK, end - first)):
                 counts[found if found in ("ok", "skip", "meant") else "failed"] += 1
                 if found not in ("ok", "skip", "meant"):
                     failures.setdefault(found, []).append(seed)
                     if len(failures[found]) == 1:
                         report(seed, first, found, options.patience)
-                if time.monotonic() - reported > 30:
-                    reported = time.monotonic()
-                    print(f"--- {counts.total()} programs up to seed {seed}: {dict(counts)}", flush=True)
-                if time.monotonic() - began > options.seconds:
-                    break
-            seed += 1
-    except KeyboardInterrupt:
-        pass
+            if time.monotonic() - began > options.seconds:
+                break
+            print(f"--- {counts.total()} programs up to seed {seed}: {dict(counts)}", flush=True)
     print(f"{counts.total()} programs from seed {options.start} in {time.monotonic() - began:.0f} s: {dict(counts)}")
     for text, seeds in sorted(failures.items(), key=lambda item: -len(item[1])):
         print(f"{len(seeds):5} x {text}; seeds {', '.join(map(str, seeds[:8]))}")

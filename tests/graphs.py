@@ -59,13 +59,10 @@ def count(graph: fx.GraphModule, ops: Any = PRODUCTS) -> int:
     return sum(node.target in ops for node in graph.graph.nodes)
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-
-
 def _storages(node: fx.Node) -> dict[int, int]:
     """The storages of a node's tensors: their bytes by id."""
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(node)}
+    storages = [t.untyped_storage() for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def handed_over(backward: fx.GraphModule) -> int:
@@ -82,25 +79,23 @@ def handed_over(backward: fx.GraphModule) -> int:
 
 def peak(graph: fx.GraphModule) -> int:
     """The most bytes of the graph's own storages that are alive at once, if its nodes run in order."""
-    nodes = list(graph.graph.nodes)
-    sizes: dict[int, int] = {}
-    born: dict[int, int] = {}
-    dies: dict[int, int] = {}
+    sizes: dict[int, int] = {}  # of the graph's own storages
+    dies: dict[int, fx.Node] = {}
     inputs: set[int] = set()
-    for i, node in enumerate(nodes):
-        for key, size in _storages(node).items():
-            sizes[key] = size
-            born.setdefault(key, i)
-            if node.op == "placeholder":
-                inputs.add(key)
-        for key in [*_storages(node), *(key for arg in node.all_input_nodes for key in _storages(arg))]:
-            dies[key] = i
-    live = most = 0
-    for i, node in enumerate(nodes):
-        live += sum(sizes[key] for key in born if born[key] == i and key not in inputs)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            inputs |= set(_storages(node))
+        for read in [node, *node.all_input_nodes]:
+            sizes |= {key: size for key, size in _storages(read).items() if key not in inputs}
+            dies |= dict.fromkeys(_storages(read), node)
+    live, most, born = 0, 0, set[int]()
+    for node in graph.graph.nodes:
+        new = {key for key in _storages(node) if key in sizes} - born
+        born |= new
+        live += sum(sizes[key] for key in new)
         most = max(most, live)
         if node.op != "output":
-            live -= sum(sizes[key] for key in dies if dies[key] == i and key not in inputs)
+            live -= sum(sizes[key] for key in sizes if dies[key] is node)
     return most
 
 

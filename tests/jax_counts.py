@@ -23,6 +23,7 @@ Kinds: `matmul` is `dot_general` (torch: `mm`, `bmm`). `relu` is a `maximum`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 JAX_VERSION = "0.10.2"
@@ -46,98 +47,64 @@ class Row:
     again: dict[str, int]
 
 
-ROWS = [
-    Row("sin_sin", ("none",), 0, {"sin": 1}),
-    Row("sin_sin", ("everything_saveable",), 2, {"sin": 0}),
-    Row("three", ("none",), 0, {"sin": 2, "matmul": 3}),
-    Row("three", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
-    Row("three", ("only a",), 1, {"sin": 1, "matmul": 3}),
-    Row("three", ("only b",), 1, {"sin": 1, "matmul": 3}),
-    Row("three", ("only c",), 0, {"sin": 2, "matmul": 3}),
-    Row("three", ("only a,b",), 2, {"sin": 0, "matmul": 3}),
-    Row("three", ("only a,c",), 1, {"sin": 1, "matmul": 3}),
-    Row("three", ("only b,c",), 1, {"sin": 1, "matmul": 3}),
-    Row("three", ("only a,b,c",), 2, {"sin": 0, "matmul": 3}),
-    Row("three_pre", ("none",), 0, {"sin": 2, "matmul": 3}),
-    Row("three_pre", ("only a",), 1, {"sin": 2, "matmul": 2}),
-    Row("three_pre", ("only b",), 1, {"sin": 2, "matmul": 2}),
-    Row("three_pre", ("only c",), 1, {"sin": 2, "matmul": 2}),
-    Row("three_pre", ("only a,b",), 2, {"sin": 2, "matmul": 1}),
-    Row("three_pre", ("only a,c",), 2, {"sin": 2, "matmul": 1}),
-    Row("three_pre", ("only b,c",), 2, {"sin": 2, "matmul": 1}),
-    Row("three_pre", ("only a,b,c",), 3, {"sin": 2, "matmul": 0}),
-    Row("three_each", ("none",), 2, {"sin": 0, "matmul": 3}),
-    Row("three_each", ("dots_saveable",), 5, {"sin": 0, "matmul": 0}),
-    Row("block", ("none",), 0, {"sin": 1, "exp": 1, "matmul": 7}),
-    Row("block", ("dots_saveable",), 7, {"sin": 1, "exp": 1, "matmul": 0}),
-    Row("block", ("only q,k,v",), 3, {"sin": 1, "exp": 1, "matmul": 4}),
-    Row("block", ("only mid",), 1, {"sin": 1, "exp": 1, "matmul": 6}),
-    Row("block", ("only o",), 1, {"sin": 1, "exp": 1, "matmul": 6}),
-    Row("block", ("only hidden",), 1, {"sin": 0, "exp": 1, "matmul": 7}),
-    Row("exp_named", ("none",), 0, {"sin": 2, "exp": 1}),
-    Row("exp_named", ("only n",), 1, {"sin": 2, "exp": 1}),
-    Row("nested_3_0", ("none", "none"), 0, {"sin": 4}),
-    Row("nested_3_0", ("everything_saveable", "none"), 5, {"sin": 0}),
-    Row("nested_3_0", ("none", "everything_saveable"), 0, {"sin": 4}),
-    Row("nested_3_0", ("only n", "none"), 1, {"sin": 3}),
-    Row("nested_3_0", ("none", "only n"), 0, {"sin": 4}),
-    Row("nested_3_0", ("only n", "only n"), 1, {"sin": 3}),
-    Row("nested_2_1", ("none", "none"), 0, {"sin": 5}),
-    Row("nested_2_1", ("everything_saveable", "none"), 5, {"sin": 0}),
-    Row("nested_2_1", ("none", "everything_saveable"), 0, {"sin": 4}),
-    Row("nested_2_1", ("only n", "none"), 1, {"sin": 3}),
-    Row("nested_2_1", ("none", "only n"), 0, {"sin": 4}),
-    Row("nested_2_1", ("only n", "only n"), 1, {"sin": 3}),
-    Row("nested_1_2", ("none", "none"), 0, {"sin": 5}),
-    Row("nested_1_2", ("everything_saveable", "none"), 5, {"sin": 0}),
-    Row("nested_1_2", ("none", "everything_saveable"), 0, {"sin": 4}),
-    Row("nested_1_2", ("only n", "none"), 1, {"sin": 3}),
-    Row("nested_1_2", ("none", "only n"), 0, {"sin": 4}),
-    Row("nested_1_2", ("only n", "only n"), 1, {"sin": 3}),
-    Row("nested_0_3", ("none", "none"), 0, {"sin": 5}),
-    Row("nested_0_3", ("everything_saveable", "none"), 5, {"sin": 0}),
-    Row("nested_0_3", ("none", "everything_saveable"), 0, {"sin": 4}),
-    Row("nested_0_3", ("only n", "none"), 1, {"sin": 3}),
-    Row("nested_0_3", ("none", "only n"), 0, {"sin": 4}),
-    Row("nested_0_3", ("only n", "only n"), 1, {"sin": 3}),
-    Row("pair_first", ("none",), 0, {"sin": 0}),
-    Row("pair", ("none",), 0, {"sin": 1}),
-    Row("dead_linear", ("none",), 0, {"sin": 1, "matmul": 0}),
-    Row("dead_linear", ("dots_saveable",), 0, {"sin": 1, "matmul": 0}),
-    Row("named_linear", ("none",), 0, {"sin": 1, "matmul": 2}),
-    Row("named_linear", ("only m",), 1, {"sin": 1, "matmul": 1}),
-    Row("mlp_maximum", ("none",), 0, {"tanh": 1, "maximum": 1, "matmul": 2}),
-    Row("mlp_maximum", ("only h",), 1, {"tanh": 1, "maximum": 1, "matmul": 2}),
-    Row("mlp_relu", ("none",), 0, {"tanh": 1, "maximum": 1, "matmul": 2}),
-    Row("mlp_relu", ("only h",), 1, {"tanh": 1, "maximum": 1, "matmul": 2}),
-    Row("square_sin", ("none",), 0, {"sin": 0, "mul": 1}),
-    Row("exp_exp", ("none",), 0, {"exp": 2}),
-    Row("exp_exp", ("everything_saveable",), 2, {"exp": 0}),
-    Row("vmap_x", ("none",), 0, {"sin": 2, "matmul": 3}),
-    Row("vmap_x", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
-    Row("vmap_x", ("dots_with_no_batch_dims_saveable",), 3, {"sin": 2, "matmul": 0}),
-    Row("vmap_all", ("none",), 0, {"sin": 2, "matmul": 3}),
-    Row("vmap_all", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
-    Row("vmap_all", ("dots_with_no_batch_dims_saveable",), 0, {"sin": 2, "matmul": 3}),
-    Row("in_vmap_x", ("none",), 0, {"sin": 2, "matmul": 3}),
-    Row("in_vmap_x", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
-    Row("in_vmap_x", ("dots_with_no_batch_dims_saveable",), 3, {"sin": 2, "matmul": 0}),
-    Row("in_vmap_all", ("none",), 0, {"sin": 2, "matmul": 3}),
-    Row("in_vmap_all", ("dots_saveable",), 3, {"sin": 2, "matmul": 0}),
-    Row("in_vmap_all", ("dots_with_no_batch_dims_saveable",), 3, {"sin": 2, "matmul": 0}),
-    Row("loop_each", ("none",), 3, {"tanh": 4, "matmul": 4}),
-    Row("loop_each", ("dots_saveable",), 7, {"tanh": 4, "matmul": 0}),
-    Row("loop_each", ("only h",), 3, {"tanh": 4, "matmul": 4}),
-    Row("loop", ("none",), 0, {"tanh": 4, "matmul": 4}),
-    Row("loop", ("dots_saveable",), 4, {"tanh": 4, "matmul": 0}),
-    Row("loop", ("only h",), 3, {"tanh": 4, "matmul": 4}),
-]
+def rows(table: str) -> Iterator[Row]:
+    """The rows of a table. A line has a function, and policies with the values kept and the operations repeated."""
+    for line in table.strip().splitlines():
+        function, _, entries = line.strip().partition(": ")
+        for entry in entries.split(" | "):
+            policies, kept, *again = entry.split()
+            counts = {kind: int(count) for kind, count in zip(again[::2], again[1::2])}
+            yield Row(function, tuple(policies.replace(":", " ").split("/")), int(kept), counts)
 
+
+ROWS = [
+    *rows("""
+        sin_sin: none 0 sin 1 | everything_saveable 2 sin 0
+        three: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0 | only:a 1 sin 1 matmul 3
+        three: only:b 1 sin 1 matmul 3 | only:c 0 sin 2 matmul 3 | only:a,b 2 sin 0 matmul 3
+        three: only:a,c 1 sin 1 matmul 3 | only:b,c 1 sin 1 matmul 3 | only:a,b,c 2 sin 0 matmul 3
+        three_pre: none 0 sin 2 matmul 3 | only:a 1 sin 2 matmul 2 | only:b 1 sin 2 matmul 2 | only:c 1 sin 2 matmul 2
+        three_pre: only:a,b 2 sin 2 matmul 1 | only:a,c 2 sin 2 matmul 1 | only:b,c 2 sin 2 matmul 1
+        three_pre: only:a,b,c 3 sin 2 matmul 0
+        three_each: none 2 sin 0 matmul 3 | dots_saveable 5 sin 0 matmul 0
+        block: none 0 sin 1 exp 1 matmul 7 | dots_saveable 7 sin 1 exp 1 matmul 0 | only:q,k,v 3 sin 1 exp 1 matmul 4
+        block: only:mid 1 sin 1 exp 1 matmul 6 | only:o 1 sin 1 exp 1 matmul 6 | only:hidden 1 sin 0 exp 1 matmul 7
+        exp_named: none 0 sin 2 exp 1 | only:n 1 sin 2 exp 1
+        nested_3_0: none/none 0 sin 4 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
+        nested_3_0: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
+        nested_2_1: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
+        nested_2_1: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
+        nested_1_2: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
+        nested_1_2: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
+        nested_0_3: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
+        nested_0_3: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
+        pair_first: none 0 sin 0
+        pair: none 0 sin 1
+        dead_linear: none 0 sin 1 matmul 0 | dots_saveable 0 sin 1 matmul 0
+        named_linear: none 0 sin 1 matmul 2 | only:m 1 sin 1 matmul 1
+        mlp_maximum: none 0 tanh 1 maximum 1 matmul 2 | only:h 1 tanh 1 maximum 1 matmul 2
+        mlp_relu: none 0 tanh 1 maximum 1 matmul 2 | only:h 1 tanh 1 maximum 1 matmul 2
+        square_sin: none 0 sin 0 mul 1
+        exp_exp: none 0 exp 2 | everything_saveable 2 exp 0
+        vmap_x: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
+        vmap_x: dots_with_no_batch_dims_saveable 3 sin 2 matmul 0
+        vmap_all: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
+        vmap_all: dots_with_no_batch_dims_saveable 0 sin 2 matmul 3
+        in_vmap_x: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
+        in_vmap_x: dots_with_no_batch_dims_saveable 3 sin 2 matmul 0
+        in_vmap_all: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
+        in_vmap_all: dots_with_no_batch_dims_saveable 3 sin 2 matmul 0
+        loop_each: none 3 tanh 4 matmul 4 | dots_saveable 7 tanh 4 matmul 0 | only:h 3 tanh 4 matmul 4
+        loop: none 0 tanh 4 matmul 4 | dots_saveable 4 tanh 4 matmul 0 | only:h 3 tanh 4 matmul 4
+    """)
+]
 NAMED_RESULT = [
-    Row("exp_named", ("only n",), 1, {"sin": 1, "exp": 0}),
-    Row("mlp_relu", ("only h",), 1, {"tanh": 1, "maximum": 0, "matmul": 1}),
-    Row("loop_each", ("only h",), 4, {"tanh": 0, "matmul": 0}),
-    Row("loop", ("only h",), 4, {"tanh": 0, "matmul": 0}),
+    *rows("""
+        exp_named: only:n 1 sin 1 exp 0
+        mlp_relu: only:h 1 tanh 1 maximum 0 matmul 1
+        loop_each: only:h 4 tanh 0 matmul 0
+        loop: only:h 4 tanh 0 matmul 0
+    """)
 ]
 
 # The sines in the backward of three programs with results that no derivative needs: `detached`, `both_results` and

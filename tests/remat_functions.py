@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cases import repeated
 from torch import Tensor, exp, relu, sin, tanh
 
 from remat import checkpoint_name as name
@@ -78,16 +79,10 @@ def layer_pre(label: str) -> Fn:
     return lambda W, h: sin(name(W @ h, label))
 
 
-def three(wrap: Fn, layer: Callable[[str], Fn] = layer) -> Fn:
-    """Three layers in one region."""
-    g1, g2, g3 = map(layer, "abc")
+def three(wrap: Fn, layer: Callable[[str], Fn] = layer, each: Fn = lambda fn: fn) -> Fn:
+    """Three layers in one region, or each in one."""
+    g1, g2, g3 = (each(layer(label)) for label in "abc")
     return wrap(lambda W1, W2, W3, x: g3(W3, g2(W2, g1(W1, x))))
-
-
-def three_each(wrap: Fn) -> Fn:
-    """Three layers, each a region."""
-    g1, g2, g3 = (wrap(layer(label)) for label in "abc")
-    return lambda W1, W2, W3, x: g3(W3, g2(W2, g1(W1, x)))
 
 
 def block(wrap: Fn) -> Fn:
@@ -109,16 +104,7 @@ def nested(before: int, after: int) -> Callable[[Fn, Fn], Fn]:
 
     def build(outer: Fn, inner: Fn) -> Fn:
         middle = inner(lambda x: sin(name(sin(x), "n")))
-
-        def fn(x):
-            for _ in range(before):
-                x = sin(x)
-            x = middle(x)
-            for _ in range(after):
-                x = sin(x)
-            return x
-
-        return outer(fn)
+        return outer(lambda x: repeated(sin, after)(middle(repeated(sin, before)(x))))
 
     return build
 
@@ -128,20 +114,9 @@ def pair(wrap: Fn) -> Fn:
     return wrap(lambda a, b: (sin(a), sin(sin(b))))
 
 
-def pair_first(wrap: Fn) -> Fn:
-    """The first result of such a region; `b` has no gradient."""
-    region = pair(wrap)
-    return lambda a, b: region(a, b)[0]
-
-
 def named_linear(wrap: Fn) -> Fn:
     """A matmul that only a named sum reads."""
-
-    def fn(x, W1, W2):
-        m = name(x + x @ W1, "m")
-        return sin(sin(m) @ W2)
-
-    return wrap(fn)
+    return wrap(lambda x, W1, W2: sin(sin(name(x + x @ W1, "m")) @ W2))
 
 
 def mlp(activation: Fn) -> Callable[[Fn], Fn]:
@@ -149,28 +124,19 @@ def mlp(activation: Fn) -> Callable[[Fn], Fn]:
     return lambda wrap: wrap(lambda x, W1, W2, W3: tanh(name(activation(x @ W1), "h") @ W2) @ W3)
 
 
-def loop(each: bool) -> Callable[[Fn], Fn]:
-    """Four steps, each of them a region, or all in one region."""
-
-    def build(wrap: Fn) -> Fn:
-        def step(W, h):
-            return name(tanh(h @ W), "h")
-
-        region = wrap(step) if each else step
-
-        def fn(W, x):
-            for _ in range(4):
-                x = region(W, x)
-            return x
-
-        return fn if each else wrap(fn)
-
-    return build
+def loop(wrap: Fn, each: Fn = lambda fn: fn) -> Fn:
+    """Four steps in one region, or each in one."""
+    step = each(lambda W, h: name(tanh(h @ W), "h"))
+    return wrap(lambda W, x: repeated(lambda h: step(W, h), 4)(x))
 
 
 def mapped(*in_dims: int | None) -> Callable[[Fn], Fn]:
     """`three` under `vmap`, for a derivative outside of it."""
     return lambda wrap: torch.func.vmap(three(wrap), in_dims)
+
+
+def plain(fn: Fn) -> Fn:
+    return fn
 
 
 WEIGHTS, SQUARE = [(5, 5)] * 3, (6, 6)
@@ -180,11 +146,11 @@ PROGRAMS = {
     "sin_sin": Program(lambda wrap: wrap(lambda x: sin(sin(x))), scalars(1)),
     "three": Program(three, matrices(*WEIGHTS, (5, 4)), data=3),
     "three_pre": Program(lambda wrap: three(wrap, layer_pre), matrices(*WEIGHTS, (5, 4)), data=3),
-    "three_each": Program(three_each, matrices(*WEIGHTS, (5, 4)), data=3),
+    "three_each": Program(lambda wrap: three(plain, each=wrap), matrices(*WEIGHTS, (5, 4)), data=3),
     "block": Program(block, matrices((6, 4), *[(4, 4)] * 4, (4, 8), (8, 4))),
     "exp_named": Program(lambda wrap: wrap(lambda a: sin(name(exp(sin(sin(a))), "n"))), scalars(1)),
     **{f"nested_{before}_{3 - before}": Program(nested(before, 3 - before), scalars(1)) for before in range(4)},
-    "pair_first": Program(pair_first, scalars(2)),
+    "pair_first": Program(lambda wrap: lambda a, b: pair(wrap)(a, b)[0], scalars(2)),
     "pair": Program(pair, scalars(2)),
     "dead_linear": Program(lambda wrap: wrap(lambda x, W1: sin(sin(x)) + x @ W1), matrices((5, 6), SQUARE)),
     "named_linear": Program(named_linear, matrices((5, 6), SQUARE, SQUARE)),
@@ -196,8 +162,8 @@ PROGRAMS = {
     "vmap_all": Program(mapped(0, 0, 0, 0), matrices(*BATCH_ALL), data=3),
     "in_vmap_x": Program(three, matrices(*BATCH_X), in_dims=(None, None, None, 0), data=3),
     "in_vmap_all": Program(three, matrices(*BATCH_ALL), in_dims=(0, 0, 0, 0), data=3),
-    "loop_each": Program(loop(each=True), matrices((5, 5), (3, 5)), data=1),
-    "loop": Program(loop(each=False), matrices((5, 5), (3, 5)), data=1),
+    "loop_each": Program(lambda wrap: loop(plain, each=wrap), matrices((5, 5), (3, 5)), data=1),
+    "loop": Program(loop, matrices((5, 5), (3, 5)), data=1),
 }
 
 
@@ -213,5 +179,5 @@ def made(word: str) -> Any:
 def built(function: str, *given: Any) -> Fn:
     """A program with these policies, the outermost first; without policies, the program without regions."""
     levels = 2 if function.startswith("nested") else 1
-    wrappers = [functools.partial(remat, policy=policy) for policy in given] or [lambda fn: fn] * levels
+    wrappers = [functools.partial(remat, policy=policy) for policy in given] or [plain] * levels
     return PROGRAMS[function].build(*wrappers[:levels])

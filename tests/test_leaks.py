@@ -26,50 +26,36 @@ SEEDS = [
 ]  # fmt: skip
 
 
+FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
 class Allocated(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "kc",
-        )
-    ]
+    """What glibc's `mallinfo2` returns: it sees tensors that only C++ refers to."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split(" ")]
 
 
 LIBC = ctypes.CDLL(None)
-COUNTS = hasattr(LIBC, "mallinfo2")  # of glibc: it sees tensors that only C++ refers to
-if COUNTS:
-    LIBC.mallinfo2.restype = Allocated
+pytestmark = pytest.mark.skipif(not hasattr(LIBC, "mallinfo2"), reason="needs glibc")
 
 
 def nbytes() -> int:
+    LIBC.mallinfo2.restype = Allocated
     info = LIBC.mallinfo2()
     return info.uordblks + info.hblkhd
 
 
-def grows(call: Callable[[], Any]) -> list[tuple[int, int]]:
-    """How many tensors and bytes more are alive after each fifth of the calls, when the caches are filled."""
+def leaks(call: Callable[[], Any]) -> bool:
+    """Whether each fifth of the calls leaves a tensor, or the bytes of one small tensor for each second call."""
     counts = []
     for _ in range(5):
         for _ in range(CALLS // 5):
             call()
         gc.collect()
         counts.append((sum(isinstance(each, torch.Tensor) for each in gc.get_objects()), nbytes()))
-    return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counts)]
-
-
-def leaks(call: Callable[[], Any]) -> bool:
-    """Whether each fifth leaves a tensor, or the bytes of one small tensor for each second call."""
-    grown = grows(call)
-    return all(count > 0 for count, _ in grown) or all(size >= CALLS // 5 // 2 * 400 for _, size in grown)
+    # The caches are full after the first fifth.
+    tensors, sizes = zip(*((b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counts)))
+    return min(tensors) > 0 or min(sizes) >= CALLS // 5 // 2 * 400
 
 
 def program(seed: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
@@ -87,13 +73,12 @@ def program(seed: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     return run
 
 
-@pytest.mark.skipif(not COUNTS, reason="needs glibc's mallinfo2")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_programs_leak_nothing(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [seed for seed in SEEDS[part::PARTS] if leaks(program(seed, monkeypatch))] == []
 
 
-@pytest.mark.skipif(not COUNTS, reason="needs glibc's mallinfo2")
 def test_a_region_around_a_gradient_leaks_nothing() -> None:
     inner = remat(lambda a: torch.func.vmap(lambda z: z.sin().exp())(a).sum())
     region = remat(torch.func.grad(inner), policy=policies.everything_saveable)
@@ -101,7 +86,6 @@ def test_a_region_around_a_gradient_leaks_nothing() -> None:
     assert not leaks(lambda: region(x))
 
 
-@pytest.mark.skipif(not COUNTS, reason="needs glibc's mallinfo2")
 @pytest.mark.parametrize("kept", ["in Python", "in C++"])
 def test_a_leak_is_found(kept: str) -> None:
     alive: list[Any] = []

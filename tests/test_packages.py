@@ -8,27 +8,19 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-MISSING = "import pytest\npytest.importorskip('a_missing_package')\n"
-CASES = """
-import pytest
-
-def test_that_needs_a_package():
-    pytest.importorskip("a_missing_package")
-
-def test_that_is_skipped():
-    pytest.skip("another reason")
-"""
+FILES = {
+    "test_file.py": "import pytest\npytest.importorskip('a_missing_package')",
+    "test_cases.py": "import pytest\ndef test_that_needs_a_package(): pytest.importorskip('a_missing_package')\n"
+    "def test_that_is_skipped(): pytest.skip('another reason')",
+}
 
 
 def test_a_missing_package_is_a_failure(tmp_path: Path) -> None:
-    (tmp_path / "test_file.py").write_text(MISSING)
-    (tmp_path / "test_cases.py").write_text(CASES)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     options = ["--all-packages", "--continue-on-collection-errors", f"--rootdir={tmp_path}"]
     command = [sys.executable, "-m", "pytest", "-p", "conftest", *options, tmp_path]
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    run = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert "1 failed, 1 skipped, 1 error" in run.stdout, run.stdout + run.stderr
-
-
-def test_ci_uses_the_option() -> None:
     assert "--all-packages" in (TESTS.parent / ".ci" / "run").read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -53,53 +52,36 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def dotted(node: ast.expr) -> str | None:
-    """The text of an expression of the form ``a.b.c``, or None."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (root := dotted(node.value)) is not None:
-        return f"{root}.{node.attr}"
-    return None
+def dotted(node: ast.AST) -> str:
+    """The text of an expression of the form `a.b.c`; it starts with a dot if the root is not a name."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-def torch_aliases(tree: ast.AST) -> dict[str, str]:
-    """A file's names for torch's modules and the objects that it imports from them."""
+def torch_names(tree: ast.AST) -> tuple[dict[str, str], set[str]]:
+    """A file's own names for what it imports from torch, and the full names of all that it reads there."""
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch":
-                    aliases[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+            ours = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+            aliases |= {alias.asname or "torch": alias.name if alias.asname else "torch" for alias in ours}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            for alias in node.names:
-                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return aliases
+            aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    chains = [dotted(node).partition(".") for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return aliases, {*aliases.values(), *(f"{aliases[root]}.{rest}" for root, _, rest in chains if root in aliases)}
 
 
-def torch_names(tree: ast.AST) -> Iterator[str]:
-    """The full names that a file imports or reads from torch, the longest name of each attribute chain."""
-    aliases = torch_aliases(tree)
-    yield from aliases.values()
-    inner = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            inner.add(id(node.value))
-            name = dotted(node) if id(node) not in inner else None
-            root, _, rest = (name or "").partition(".")
-            if root in aliases:
-                yield f"{aliases[root]}.{rest}"
+def private_torch_names(tree: ast.AST) -> list[str]:
+    return sorted(name for name in torch_names(tree)[1] if any(map(is_private, name.split("."))))
 
 
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def private_ones(names: Iterator[str]) -> list[str]:
-    return sorted({name for name in names if any(map(is_private, name.split(".")))})
-
-
 SOURCE = parsed(OWN)
-PRIVATE = private_ones(torch_names(SOURCE))
+PRIVATE = private_torch_names(SOURCE)
 
 
 def find(name: str) -> Any:
@@ -113,34 +95,29 @@ def find(name: str) -> Any:
     return value
 
 
-def test_the_search_finds_names() -> None:
-    tree = ast.parse(
-        "import torch\nimport torch._a.b as c\nfrom torch.d import _e as f\nfrom x import _y\n"
-        "torch.nn.g(torch._C._h.i)(1)._j\nc.k._l\nf\nself._m"
-    )
-    assert private_ones(torch_names(tree)) == ["torch._C._h.i", "torch._a.b", "torch._a.b.k._l", "torch.d._e"]
+def test_all_private_names_exist() -> None:
     assert len(PRIVATE) > 20
-
-
-@pytest.mark.parametrize("name", PRIVATE)
-def test_private_name_exists(name: str) -> None:
-    find(name)
-
-
-def test_a_missing_name_is_an_error() -> None:
+    for name in PRIVATE:
+        find(name)
     for name in ("torch._C._autograd._no_such_name", "torch._no_such_module.name"):
         with pytest.raises((AttributeError, ImportError)):
             find(name)
 
 
+def test_the_search_finds_names() -> None:
+    tree = ast.parse(
+        "import torch\nimport torch._a.b as c\nfrom torch.d import _e as f\nfrom x import _y\n"
+        "torch.nn.g(torch._C._h.i)(1)._j\nc.k._l\nf\nself._m"
+    )
+    found = ["torch._C", "torch._C._h", "torch._C._h.i", "torch._a.b", "torch._a.b.k", "torch._a.b.k._l", "torch.d._e"]
+    assert private_torch_names(tree) == found
+
+
 def test_private_attributes_of_objects_exist() -> None:
-    aliases = torch_aliases(SOURCE)
-    used = set()
+    used, aliases = set(), torch_names(SOURCE)[0]
     for node in ast.walk(SOURCE):
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
-            root = (dotted(node) or "").partition(".")[0]
-            if root not in aliases:
-                used.add(node.attr)
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and dotted(node).split(".")[0] not in aliases:
+            used.add(node.attr)
         elif isinstance(node, ast.Call) and dotted(node.func) in ("attrgetter", "methodcaller"):
             used |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and is_private(arg.value)}
     assert used == set(ON_OBJECTS)
@@ -149,37 +126,23 @@ def test_private_attributes_of_objects_exist() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_no_private_name_elsewhere(path: Path) -> None:
-    assert private_ones(torch_names(parsed(path))) == []
-    text = path.read_text()
+def test_no_other_file_uses_private_names(path: Path) -> None:
+    tree, text = parsed(path), path.read_text()
+    assert private_torch_names(tree) == []
     assert not re.search(r"\btorch(\.\w+)*\._[a-zA-Z]", text)
-    assert not re.search(r"^\s*from torch\S* import .*(?<!\w)_[a-zA-Z]", text, re.MULTILINE)
-    assert not re.search(r"^\s*from torch(\.\w+)*\._", text, re.MULTILINE)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_no_private_attribute_of_tensors_and_nodes_elsewhere(path: Path) -> None:
-    used = {node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)}
-    assert not used & set(ON_OBJECTS)
+    assert not {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & set(ON_OBJECTS)
 
 
 def test_every_name_of_the_file_is_used() -> None:
     """A new torch version can break the names in this file, so it has no unused ones."""
-    texts = [path.read_text() for path in FILES]
-    own, body = OWN.read_text(), SOURCE.body
-    defined = [
-        target.id
-        for node in body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    ]
-    defined += [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    text, own = "".join(path.read_text() for path in FILES), OWN.read_text()
+    assigned = [target for node in SOURCE.body if isinstance(node, ast.Assign) for target in node.targets]
+    defined = [target.id for target in assigned if isinstance(target, ast.Name)]
+    defined += [node.name for node in SOURCE.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     assert len(defined) > 20
     for name in defined:
         word = re.compile(rf"\b{name}\b")
-        used = any(word.search(text) for text in texts) or len(word.findall(own)) > 1
-        assert used and hasattr(private, name), name
+        assert (word.search(text) or len(word.findall(own)) > 1) and hasattr(private, name), name
 
 
 def test_a_carried_value_has_one_reference() -> None:

@@ -30,14 +30,9 @@ def test_mypy() -> None:
 
 
 @pytest.mark.skipif(PYRIGHT is None, reason="no pyright")
-def test_pyright() -> None:
+def test_pyright_and_the_types_of_all_public_names() -> None:
     assert PYRIGHT is not None
     assert "\n0 errors, 0 warnings" in "\n" + run(PYRIGHT, CASES)
-
-
-@pytest.mark.skipif(PYRIGHT is None, reason="no pyright")
-def test_all_public_names_have_types() -> None:
-    assert PYRIGHT is not None
     score = re.search(r"Type completeness score: ([\d.]+)%", run(PYRIGHT, "--verifytypes", "remat", "--ignoreexternal"))
     assert score is not None and float(score[1]) >= 95
 

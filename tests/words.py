@@ -26,49 +26,28 @@ def f(x: Tensor) -> Tensor:
     return (h * h.sin()) @ W.T
 
 
-def by_grad(g: Fn) -> Fn:
-    return grad(lambda x: g(x).square().sum())
+def by_vjp(g: Fn, x: Tensor) -> Tensor:
+    out, pull = vjp(g, x)
+    return pull(out.cos())[0]
 
 
-def by_vjp(g: Fn) -> Fn:
-    def call(x: Tensor) -> Tensor:
-        out, pull = vjp(g, x)
-        return pull(out.cos())[0]
-
-    return call
+def by_jvp(g: Fn, x: Tensor) -> Tensor:
+    out, tangent = jvp(g, (x,), (x.cos(),))
+    return out + tangent
 
 
-def by_jvp(g: Fn) -> Fn:
-    def call(x: Tensor) -> Tensor:
-        out, tangent = jvp(g, (x,), (x.cos(),))
-        return out + tangent
-
-    return call
-
-
-def by_jacrev(g: Fn) -> Fn:
-    return lambda x: jacrev(g)(x).reshape(-1, *x.shape).sum(0)
-
-
-def by_jacfwd(g: Fn) -> Fn:
-    return lambda x: jacfwd(g)(x).reshape(-1, *x.shape).cos().sum(0)
-
-
-def by_autograd(g: Fn) -> Fn:
-    def call(x: Tensor) -> Tensor:
-        return torch.autograd.grad(g(x).sin().sum(), x, create_graph=True)[0]
-
-    return call
+def by_autograd(g: Fn, x: Tensor) -> Tensor:
+    return torch.autograd.grad(g(x).sin().sum(), x, create_graph=True)[0]
 
 
 TRANSFORMS: dict[str, Callable[[Fn], Fn]] = {
-    "grad": by_grad,
-    "vjp": by_vjp,
-    "jvp": by_jvp,
-    "jacrev": by_jacrev,
-    "jacfwd": by_jacfwd,
+    "grad": lambda g: grad(lambda x: g(x).square().sum()),
+    "vjp": lambda g: lambda x: by_vjp(g, x),
+    "jvp": lambda g: lambda x: by_jvp(g, x),
+    "jacrev": lambda g: lambda x: jacrev(g)(x).reshape(-1, *x.shape).sum(0),
+    "jacfwd": lambda g: lambda x: jacfwd(g)(x).reshape(-1, *x.shape).cos().sum(0),
     "vmap": vmap,
-    "autograd": by_autograd,
+    "autograd": lambda g: lambda x: by_autograd(g, x),
 }
 WORDS = [word for n in (1, 2, 3) for word in itertools.product(TRANSFORMS, repeat=n)]
 

@@ -1,8 +1,9 @@
-"""Texts for users: errors of a recompute, advice for options of other libraries, warnings."""
+"""Texts for users: errors of a recompute and of wrong calls, notes, warnings."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -39,6 +40,13 @@ def model() -> nn.Module:
 
 # --- errors of a recompute --------------------------------------------------------------------------------------------
 
+CHANGED = (
+    "was changed in place between the region's forward and its backward, which recomputes the region and would give "
+    "wrong gradients. "
+)
+STEP = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
+OTHER = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
+
 
 def test_an_optimizer_step_between_forward_and_backward() -> None:
     net = model()
@@ -48,13 +56,9 @@ def test_an_optimizer_step_between_forward_and_backward() -> None:
     optimizer.step()
     with pytest.raises(MutationError) as raised:
         loss.backward()
-    called = line_of(test_an_optimizer_step_between_forward_and_backward, "loss = net(")
-    assert str(raised.value) == (
-        "captured self.up.weight was changed in place between the region's forward and its backward, which recomputes "
-        "the region and would give wrong gradients. The usual cause is an `optimizer.step()` between the two: call it "
-        f"after the backward.\nThe region is Block '1' called at {called}."
-    )
-    assert raised.value.region == f"Block '1' called at {called}"
+    region = f"Block '1' called at {line_of(test_an_optimizer_step_between_forward_and_backward, 'loss = net(')}"
+    assert str(raised.value) == f"captured self.up.weight {CHANGED}{STEP}\nThe region is {region}."
+    assert raised.value.region == region
 
 
 @pytest.mark.parametrize("by_func", [False, True])
@@ -65,38 +69,35 @@ def test_an_argument_has_the_name_of_its_parameter(by_func: bool) -> None:
 
     x, scale = torch.ones(3, requires_grad=True), torch.ones(3)
     if by_func:
-        out, pull = torch.func.vjp(scaled, x.detach(), scale)
-        scale.add_(1)
-        with pytest.raises(MutationError) as raised:
-            pull(torch.ones_like(out))
+        backward = partial(torch.func.vjp(scaled, x.detach(), scale)[1], torch.ones(3))
     else:
-        loss = scaled(x, scale=scale).sum()
-        scale.add_(1)
-        with pytest.raises(MutationError) as raised:
-            loss.backward()
+        backward = scaled(x, scale=scale).sum().backward
+    scale.add_(1)
+    with pytest.raises(MutationError) as raised:
+        backward()
     text, _, region = str(raised.value).partition("\nThe region is ")
-    cause = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
-    other = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
-    assert text == (
-        "argument scale was changed in place between the region's forward and its backward, which recomputes the "
-        f"region and would give wrong gradients. {cause if by_func else other}"
-    )
+    assert text == f"argument scale {CHANGED}{STEP if by_func else OTHER}"
     assert region.startswith(f"scaled called at {__file__}:")
+
+
+def test_errors_in_the_forward_name_the_region() -> None:
+    with pytest.raises(MutationError, match=r"^argument h requires grad and was changed in place by") as raised:
+        remat.remat(lambda h: h.mul_(2).sin())(torch.ones(3, requires_grad=True).clone())
+    assert "The region is <lambda> called at" in str(raised.value)
+    kept = []
+
+    @remat.remat
+    def stores(x: Tensor) -> Tensor:
+        kept.append(x.sin())
+        return x.cos()
+
+    with pytest.raises(remat.CaptureError, match="stored a tensor") as raised:
+        torch.func.grad(lambda x: (stores(x) + kept[0]).sum())(torch.ones(3))
+    assert raised.value.region is not None and raised.value.region.startswith("stores called at ")
 
 
 def branches(x: Tensor) -> Tensor:
     return x.sin().exp().sin() if is_recomputing() else x.sin().cos().exp().sin()
-
-
-@pytest.mark.parametrize("early_stop", [False, True])
-def test_a_mismatch_names_the_region(early_stop: bool) -> None:
-    loss = remat.remat(branches, early_stop=early_stop)(torch.ones(3, requires_grad=True)).sum()
-    with pytest.raises(RecomputeMismatchError) as raised:
-        loss.backward()
-    called = line_of(test_a_mismatch_names_the_region, "loss = ")
-    assert str(raised.value).endswith(
-        f"`remat(..., debug=True)` shows the first operation that differs.\nThe region is branches called at {called}."
-    )
 
 
 def fails(x: Tensor) -> Tensor:
@@ -106,117 +107,23 @@ def fails(x: Tensor) -> Tensor:
     return y.cos()
 
 
-def notes(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
+def divides(x: Tensor) -> Tensor:
+    return x / (1 // 0)
 
 
-@pytest.mark.parametrize("policy", [None, policies.save_ops(torch.ops.aten.sin)])
-def test_an_error_only_in_a_recompute_has_a_note(policy: Any) -> None:
-    loss = remat.remat(fails, policy=policy)(torch.ones(3, requires_grad=True)).sum()
-    with pytest.raises(ValueError, match="mine") as raised:
-        loss.backward()
-    called = line_of(test_an_error_only_in_a_recompute_has_a_note, "loss = ")
-    assert notes(raised.value) == [f"while recomputing fails called at {called}"]
+def raised_by(call: Callable[[Tensor], Tensor]) -> BaseException:
+    with pytest.raises((ValueError, ZeroDivisionError, RecomputeMismatchError)) as raised:
+        call(torch.ones(3, requires_grad=True)).sum().backward()
+    return raised.value
 
 
-def test_an_error_has_a_note_under_torch_func_and_in_nested_regions() -> None:
-    with pytest.raises(ValueError, match="mine") as raised:
-        torch.func.grad(lambda x: remat.remat(fails)(x).sum())(torch.ones(3))
-    assert [note.partition(" called at ")[0] for note in notes(raised.value)] == ["while recomputing fails"]
-
-    @remat.remat
-    def outer(x: Tensor) -> Tensor:
-        return remat.remat(fails)(x.sin()).sin()
-
-    loss = outer(torch.ones(3, requires_grad=True)).sum()
-    with pytest.raises(ValueError, match="mine") as raised:
-        loss.backward()
-    assert [note.partition(" called at ")[0] for note in notes(raised.value)] == ["while recomputing outer"]
-
-
-def test_an_error_of_the_forward_has_no_note() -> None:
-    with pytest.raises(ZeroDivisionError) as raised:
-        remat.remat(lambda x: x / (1 // 0))(torch.ones(3, requires_grad=True))
-    assert notes(raised.value) == []
-
-
-def internal(error: BaseException) -> int:
-    """The number of the package's frames in a traceback."""
-    names = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return sum(name.startswith("remat.") for name in names)
-
-
-@pytest.mark.parametrize("debug", [False, True])
-def test_tracebacks_have_few_frames_of_the_package(debug: bool) -> None:
-    def divides(x: Tensor) -> Tensor:
-        return x / (1 // 0)
-
-    found = []
-    for fn in (divides, fails):
-        for call in (remat.remat(fn, debug=debug), torch.func.grad(lambda x: remat.remat(fn, debug=debug)(x).sum())):
-            with pytest.raises((ValueError, ZeroDivisionError)) as raised:
-                call(torch.ones(3, requires_grad=True)).sum().backward()
-            found.append(internal(raised.value))
-            assert raised.traceback[-1].name == fn.__name__
-    assert max(found) > 6 if debug else max(found) <= 4
-
-
-# --- wrong calls ------------------------------------------------------------------------------------------------------
-
-
-def layer(x: Tensor) -> Tensor:
-    return x.sin()
-
-
-WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: remat.remat(policies.save_matmuls), "The policy is a keyword argument: `remat(fn, policy=...)`."),
-    (
-        lambda: policies.save_matmuls or policies.save_attention,
-        "A policy is neither true nor false. Combine policies by `p | q`, `p & q` and `~p`; compare with None.",
-    ),
-    (
-        lambda: remat.report(layer(torch.ones(3))),
-        "Give the function or module first and then its arguments, as in `(fn, x)` for `fn(x)`; got Tensor.",
-    ),
-    (
-        lambda: remat.check(layer, torch.ones(3), loss=3),
-        "The option loss of remat.check must be a function, got int. If loss is an argument of fn, wrap fn in a "
-        "lambda.",
-    ),
-    (
-        lambda: remat.nn.apply(model(), nn.Linear(4, 4)),
-        "where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
-        "submodule; got Linear(in_features=4, out_features=4, bias=True).",
-    ),
-    (
-        lambda: remat.nn.apply(model(), layer),
-        f"where is called with a submodule's name and the submodule, which {layer!r} doesn't accept.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), WRONG)
-def test_wrong_calls_have_helpful_errors(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(TypeError) as raised:
-        call()
-    assert str(raised.value) == message
-
-
-def test_the_determinism_check_of_torch_has_another_name() -> None:
-    with pytest.raises(ValueError, match=r"got 'default'\. torch's 'default' is 'metadata' here"):
-        remat.remat(layer, determinism_check="default")  # type: ignore[arg-type]
-
-
-def test_a_name_is_not_a_policy() -> None:
-    with pytest.raises(PolicyError, match=r"write `policies.save_only_these_names\('hidden'\)`\.$"):
-        remat.remat(layer, policy="hidden")  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match=r"A policy is called with `\(ctx, op, \*args, \*\*kwargs\)`, which"):
-        remat.remat(layer, policy=lambda op: True)
-
-
-def test_the_signature_has_the_options_alone() -> None:
-    expected = ["fn", "policy", "preserve_rng_state", "determinism_check", "early_stop", "debug"]
-    assert [*inspect.signature(remat.remat).parameters] == expected
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_a_mismatch_names_the_region(early_stop: bool) -> None:
+    error = raised_by(lambda x: remat.remat(branches, early_stop=early_stop)(x))
+    called = f"{__file__}:{inspect.currentframe().f_lineno - 1} (<lambda>)"
+    assert str(error).endswith(
+        f"`remat(..., debug=True)` shows the first operation that differs.\nThe region is branches called at {called}."
+    )
 
 
 def test_debug_says_where_it_compares_nothing() -> None:
@@ -235,12 +142,38 @@ def test_debug_says_where_it_compares_nothing() -> None:
         torch.func.hessian(lambda x: other_each_time(x).sum())(torch.ones(2))
 
 
-def test_the_names_of_jax() -> None:
-    assert remat.checkpoint is remat.remat
-    assert remat.checkpoint_policies is remat.policies
+NOTED: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "a recompute": (lambda x: remat.remat(fails)(x), ["fails"]),
+    "a policy": (lambda x: remat.remat(fails, policy=policies.save_ops("aten.sin"))(x), ["fails"]),
+    "torch.func": (torch.func.grad(lambda x: remat.remat(fails)(x).sum()), ["fails"]),
+    "nested": (remat.remat(lambda x: remat.remat(fails)(x.sin()).sin()), ["<lambda>"]),
+    "a forward": (lambda x: remat.remat(divides)(x), []),
+}
 
 
-# --- functions that return before they have computed their result -----------------------------------------------------
+@pytest.mark.parametrize("where", NOTED)
+def test_an_error_in_a_recompute_has_a_note(where: str) -> None:
+    call, names = NOTED[where]
+    notes = getattr(raised_by(call), "__notes__", [])
+    assert [note.partition(f" called at {__file__}:")[0] for note in notes] == [f"while recomputing {n}" for n in names]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_tracebacks_have_few_frames_of_the_package(debug: bool) -> None:
+    found = []
+    for fn in (divides, fails):
+        for call in (remat.remat(fn, debug=debug), torch.func.grad(lambda x: remat.remat(fn, debug=debug)(x).sum())):
+            frames = [frame for frame, _ in traceback.walk_tb(raised_by(call).__traceback__)]
+            assert frames[-1].f_code is fn.__code__
+            found.append(sum(frame.f_globals["__name__"].startswith("remat.") for frame in frames))
+    assert max(found) > 6 if debug else max(found) <= 4
+
+
+# --- wrong calls ------------------------------------------------------------------------------------------------------
+
+
+def layer(x: Tensor) -> Tensor:
+    return x.sin()
 
 
 def generator(x: Tensor) -> Iterator[Tensor]:
@@ -269,6 +202,55 @@ class Calling:
         yield x.sin()
 
 
+BIG = torch.ones(1000, 1000)
+TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: remat.remat(policies.save_matmuls), "The policy is a keyword argument: `remat(fn, policy=...)`."),
+    (lambda: remat.remat(layer(BIG)), "Pass the function, not its result: `remat(fn)(x)`"),
+    (lambda: policies.save_matmuls or None, "Combine policies by `p | q`, `p & q` and `~p`; compare with None."),
+    (lambda: remat.remat(layer, early_stop=BIG), "got a tensor of shape [1000, 1000]"),
+    (lambda: remat.scan(BIG, BIG, BIG), "got a tensor of shape [1000, 1000]"),
+    (lambda: remat.sequential(BIG), "got a tensor of shape [1000]"),
+    (lambda: remat.checkpoint_name("h", BIG), "got a tensor of shape [1000, 1000]. The arguments are swapped."),
+    (
+        lambda: remat.nn.apply(model(), nn.Linear(4, 4)),
+        "where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
+        "submodule; got Linear(in_features=4, out_features=4, bias=True).",
+    ),
+    (lambda: remat.nn.apply(model(), nn.Sequential(*(Block() for _ in range(20)))), "..."),
+    (
+        lambda: remat.nn.apply(model(), layer),
+        f"where is called with a submodule's name and the submodule, which {layer!r} doesn't accept.",
+    ),
+    (lambda: remat.compat.checkpoint(generator, BIG, use_reentrant=False), "generator is a generator function"),
+    (lambda: remat.nn.apply(nn.Sequential(Generating()), Generating), "Generating is a generator function"),
+    (
+        lambda: remat.remat(lambda x: generator(x))(torch.ones(3, requires_grad=True)),
+        "<lambda> returned a generator, whose body would run outside the region. Return its values, as in `list(...)`.",
+    ),
+    (
+        lambda: torch.func.grad(lambda x: next(remat.remat(lambda x: generator(x))(x)).sum())(torch.ones(3)),
+        "returned a generator",
+    ),
+]
+POLICY_ERRORS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: remat.remat(layer, policy="hidden"), "write `policies.save_only_these_names('hidden')`."),
+    (lambda: remat.remat(layer, policy=lambda op: True), "A policy is called with `(ctx, op, *args, **kwargs)`, which"),
+    (lambda: policies.save_only_these_names(["a", "b"]), "got ['a', 'b']. Pass the names separately."),
+    (lambda: policies.budget(BIG), "got a tensor of shape [1000, 1000]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "error"),
+    [(*case, TypeError) for case in TYPE_ERRORS] + [(*case, PolicyError) for case in POLICY_ERRORS],
+    ids=[message[:30] for _, message in TYPE_ERRORS + POLICY_ERRORS],
+)
+def test_wrong_calls_have_short_errors_with_a_remedy(call: Callable[[], Any], message: str, error: type) -> None:
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        call()
+    assert len(str(raised.value)) < 350
+
+
 @pytest.mark.parametrize(
     ("fn", "what"),
     [
@@ -281,23 +263,18 @@ class Calling:
         (vars(Calling)["made"], "made is a generator function"),
         (Calling.made, "made is a generator function"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_generators_and_async_functions_are_refused(fn: Any, what: str) -> None:
+def test_functions_that_return_before_they_have_computed_their_result_are_refused(fn: Any, what: str) -> None:
     with pytest.raises(TypeError) as raised:
         remat.remat(fn)
     assert str(raised.value) == (
-        f"remat takes functions that have computed their result when they return, but {what}. "
-        "Apply remat to a function that it calls."
+        f"remat takes functions that have computed their result when they return, but {what}. Apply remat to a "
+        "function that it calls."
     )
-    if callable(fn):
-        with pytest.raises(TypeError, match=what):
-            remat.compat.checkpoint(fn, torch.ones(3), use_reentrant=False)
 
 
-def test_modules_whose_forward_is_a_generator_are_refused() -> None:
-    with pytest.raises(TypeError, match="Generating is a generator function"):
-        remat.nn.apply(nn.Sequential(Generating()), Generating)
+def test_a_region_may_return_what_a_generator_yields() -> None:
+    assert torch.equal(remat.remat(lambda x: [*generator(x)])(torch.ones(3))[0], torch.ones(3).sin())
 
 
 # --- warnings and names -----------------------------------------------------------------------------------------------
@@ -315,90 +292,16 @@ def test_warnings_have_a_category_and_the_line_of_the_user() -> None:
 
 
 def test_errors_have_their_public_names() -> None:
-    for name in (
-        "PolicyError",
-        "MutationError",
-        "RecomputeMismatchError",
-        "CaptureError",
-        "RematError",
-        "RematWarning",
-    ):
-        assert getattr(remat, name).__module__ == "remat"
+    errors = "PolicyError", "MutationError", "RecomputeMismatchError", "CaptureError", "RematError", "RematWarning"
+    assert {getattr(remat, name).__module__ for name in errors} == {"remat"}
     with pytest.raises(PolicyError) as raised:
         remat.remat(layer, policy=3)
     assert traceback.format_exception_only(raised.value)[-1].startswith("remat.PolicyError: A policy is one of")
 
 
-def test_a_region_that_returns_a_generator() -> None:
-    def values(x: Tensor) -> Iterator[Tensor]:
-        yield x.exp()
-
-    with pytest.raises(TypeError, match=r"<lambda> returned a generator, whose body would run outside the region\."):
-        remat.remat(lambda x: values(x))(torch.ones(3, requires_grad=True))
-    with pytest.raises(TypeError, match="returned a generator"):
-        torch.func.grad(lambda x: next(remat.remat(lambda x: values(x))(x)).sum())(torch.ones(3))
-    assert torch.equal(remat.remat(lambda x: [*values(x)])(torch.ones(3))[0], torch.ones(3).exp())
-
-
-def test_wrong_arguments_are_shown_short() -> None:
-    big = torch.ones(1000, 1000)
-    for call in (
-        lambda: remat.checkpoint_name("h", big),
-        lambda: remat.scan(big, big, big),
-        lambda: policies.budget(big),
-        lambda: remat.remat(layer, early_stop=big),
-        lambda: remat.sequential(big),
-        lambda: remat.nn.apply(model(), nn.Sequential(*(Block() for _ in range(20)))),
-        lambda: policies.save_only_these_names(["a", "b"]),
-    ):
-        with pytest.raises((TypeError, PolicyError)) as raised:
-            call()
-        assert len(str(raised.value)) < 350
-    with pytest.raises(TypeError, match=r"got a tensor of shape \[1000, 1000\]\. The arguments are swapped\.$"):
-        remat.checkpoint_name("h", big)  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match=r"got \['a', 'b'\]\. Pass the names separately\.$"):
-        policies.save_only_these_names(["a", "b"])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Pass the function, not its result: `remat\(fn\)\(x\)`"):
-        remat.remat(layer(torch.ones(3)))
-    with pytest.raises(TypeError, match="must be a list of policies"):
-        remat.report(layer, torch.ones(3), policies="dots")  # type: ignore[arg-type]
-
-
-def test_an_argument_that_the_forward_changes_has_its_name() -> None:
-    with pytest.raises(
-        MutationError, match=r"^argument h requires grad and was changed in place by the region"
-    ) as raised:
-        remat.remat(lambda h: h.mul_(2).sin())(torch.ones(3, requires_grad=True).clone())
-    assert "The region is <lambda> called at" in str(raised.value)
-
-
-def test_a_capture_error_names_the_region() -> None:
-    kept = []
-
-    @remat.remat
-    def stores(x: Tensor) -> Tensor:
-        kept.append(x.sin())
-        return x.cos()
-
-    with pytest.raises(remat.CaptureError, match="stored a tensor") as raised:
-        torch.func.grad(lambda x: (stores(x) + kept[0]).sum())(torch.ones(3))
-    assert raised.value.region is not None and raised.value.region.startswith("stores called at ")
-
-
-@pytest.mark.parametrize("measure", [remat.check, remat.report])
-def test_a_transformed_function_is_not_a_transform(measure: Any) -> None:
-    with pytest.raises(TypeError, match=r"such as `torch.func.grad` \(not `torch.func.grad\(fn\)`\)"):
-        measure(lambda x: x.sum(), torch.ones(3), transform=torch.func.grad(lambda x: x.sum()))
-
-
-def test_a_program_that_is_not_differentiated() -> None:
-    text = "Nothing was differentiated: no argument or captured tensor requires grad or is floating-point."
-    assert str(remat.check(lambda x: x + 1, torch.arange(3))).endswith(text)
-    assert str(remat.report(lambda x: x + 1, torch.arange(3))).endswith(text)
-    assert "Nothing" not in str(remat.check(lambda x: x + 1, torch.ones(3)))
-
-
-def test_presets_have_their_own_help() -> None:
-    assert policies.save_matmuls.__doc__ == "Saves the results of matrix products and convolutions."
+def test_the_names_of_jax_and_the_options() -> None:
+    assert remat.checkpoint is remat.remat and remat.checkpoint_policies is remat.policies
+    expected = ["fn", "policy", "preserve_rng_state", "determinism_check", "early_stop", "debug"]
+    assert [*inspect.signature(remat.remat).parameters] == expected
     constants = (value for name, value in vars(policies).items() if name in policies.__all__ and not callable(value))
-    assert all(value.__doc__ != type(value).__doc__ for value in constants)
+    assert all(value.__doc__ != type(value).__doc__ for value in constants)  # presets have their own help

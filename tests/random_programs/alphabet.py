@@ -148,8 +148,8 @@ FUNC = [how for how in CALLS if how.split(",")[0] not in ("call", "autograd", "d
 # Modules, and functions of `x` and two modules which make another one.
 MODULES = several("""
     nn.Linear(4, 4) | nn.Linear(4, 4) | nn.Linear(4, 4) | nn.LayerNorm(4) | nn.RMSNorm(4) | nn.BatchNorm1d(4)
-    nn.PReLU(4) | nn.Dropout(0.4) | nn.GELU() | nn.Softmax(-1) | Counter() | Average() | Rebinding() | Stash() | Stash()
-    weight_norm(nn.Linear(4, 4)) | spectral_norm(nn.Linear(4, 4)) | orthogonal(nn.Linear(4, 4)) | Noise()
+    nn.PReLU(4) | nn.Dropout(0.4) | nn.GELU() | nn.Softmax(-1) | Counter() | Average(4) | Rebinding(4) | Stash()
+    Stash() | weight_norm(nn.Linear(4, 4)) | spectral_norm(nn.Linear(4, 4)) | orthogonal(nn.Linear(4, 4)) | Noise()
     hooked(nn.Linear(4, 4), {n}) | nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
     Apply(lambda x, m: m(x[None])[0][0], nn.GRU(4, 4, batch_first=True))
     Apply(lambda x, m: m(x[None])[0][0], nn.LSTM(4, 4, batch_first=True))
@@ -177,10 +177,10 @@ POLICIES = several("""
     policies.offload(policies.save_if(chosen({n}))) | policies.offload(policies.save_matmuls)
     policies.save_and_offload_only_these_names(names_which_can_be_saved=["a"], names_which_can_be_offloaded=["h"])
 """)
-# The {n}th of the operators that the program calls without regions, and all but it.
-SINGLE = several("""
-    policies.save_ops(operator({n})) | ~policies.save_ops(operator({n})) | policies.save_if(is_operator({n}))
-""")
+# Policies that save few kinds of operations, or all but few.
+FEW = several(
+    "policies.save_if(chosen({n}, 9)) | ~policies.save_if(chosen({n}, 9)) | policies.save_if(chosen({n}, 20))"
+)
 OPTIONS = several("""
     early_stop=False | determinism_check="values" | determinism_check="none" | debug=True | preserve_rng_state=False
 """)

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,13 @@ import torch.autograd.forward_ad as fwAD
 from cases import default_dtype, same_bits, tensor_leaves, total
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from benchmarks.measure import OpCounter, held_bytes
-from remat import PolicyError, RematError, policies
+from remat import RematError
 
 from . import toolbox
-from .modules import Counter, Noise
-from .toolbox import FIRED, OPERATORS, packing, pair, remat, tensor, without_regions
+from .toolbox import FIRED, Counter, Noise, packing, pair, remat, tensor, without_regions
 
 Fn = Callable[..., Any]
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.convolution")
@@ -76,14 +74,10 @@ def backward(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
     return [out], [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
 
 
-def twice(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
+def repeated(losses: Fn, fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
+    """Several backward passes of one graph."""
     out = fn(x, y)
-    return [out], [gradients(out.sin().sum(), leaves, retain_graph=True), gradients(total(out), leaves)]
-
-
-def in_parts(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
-    out = fn(x, y)
-    return [out], [gradients(row, leaves, retain_graph=True) for row in out.sum(1)]
+    return [out], [gradients(loss, leaves, retain_graph=True) for loss in losses(out)]
 
 
 def some_leaves(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
@@ -92,8 +86,8 @@ def some_leaves(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
 
 
 def two_calls(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
-    first, second = fn(x, y), fn(y, x)
-    return [first, second], [gradients(total(first), leaves), gradients(total(second), leaves)]
+    outs = [fn(x, y), fn(y, x)]
+    return outs, [gradients(total(out), leaves) for out in outs]
 
 
 def three_calls(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
@@ -150,8 +144,8 @@ RUNS: dict[str, Fn] = {
     "no_grad": without_grad,
     "constant": constant,
     "backward": backward,
-    "twice": twice,
-    "in parts": in_parts,
+    "twice": lambda *a: repeated(lambda out: (out.sin().sum(), total(out)), *a),
+    "in parts": lambda *a: repeated(lambda out: out.sum(1), *a),
     "some leaves": some_leaves,
     "two calls": two_calls,
     "three calls": three_calls,
@@ -212,24 +206,6 @@ def of_parameters(run: str, around: dict | None, fn: Fn, x: Tensor, y: Tensor, m
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-class Names(TorchDispatchMode):
-    """Records the names of operators. Autograd's formulas may be others under a mode, so results are not compared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func).rpartition(".")[0])
-        args = tree_map_only(Tensor, initialized, args)
-        return func(*args, **(kwargs or {}))
-
-
-def initialized(tensor: Tensor) -> Tensor:
-    """A tensor with memory: under a dispatch mode, torch crashes where it multiplies the zeros of forward mode."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype) if torch._is_zerotensor(tensor) else tensor
-
-
 @contextmanager
 def surrounded() -> Iterator[None]:
     """Programs compute in float64. Memory that they don't initialize is filled with NaN."""
@@ -273,30 +249,23 @@ def observe(make: Fn, run: str, around: dict | None) -> dict[str, Any]:
     }
 
 
-def can_be_saved(name: str) -> bool:
-    with suppress(PolicyError):
-        return policies.save_ops(name) is not None
-    return False  # it only returns views
-
-
 def surroundings() -> tuple:
     modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return modes, hooks, torch.is_grad_enabled(), torch._C._functorch.maybe_get_level(torch.zeros(()))
 
 
-def compare(make: Fn, run: str, exact: bool = False, operators: bool = False, around: dict | None = None) -> None:
+def compare(make: Fn, run: str, exact: bool = False, around: dict | None = None) -> None:
     """Assert that a program has the same results with and without regions.
 
     Args:
         make: makes a function of two matrices, a list of tensors that it captures, and a list of its modules.
         run: one of the runs above.
         exact: results are equal bit for bit.
-        operators: a policy of the program is about one of the operators that it calls.
         around: the options of a region around the whole function of the parameters.
 
     Raises:
-        Unrunnable: the program raises an error without regions.
+        Unrunnable: the program raises an error without regions, or a result is large or not finite.
         Refused: a region raised an error that is documented.
     """
     before = surroundings()
@@ -304,17 +273,12 @@ def compare(make: Fn, run: str, exact: bool = False, operators: bool = False, ar
         try:
             with without_regions():
                 expected = observe(make, run, around)
-            if operators:
-                with without_regions(), Names() as names:
-                    observe(make, run, around)
+            numbers = [t for t in tensor_leaves(expected) if t.is_floating_point() and t.numel()]
+            largest = max(float(t.abs().max()) for t in numbers)
+            if not all(float(t.abs().max()) <= 1e6 for t in numbers):  # NaN is not
+                raise OverflowError
         except Exception as error:
             raise Unrunnable from error
-        numbers = [t for t in tensor_leaves(expected) if t.is_floating_point() and t.numel()]
-        largest = max([float(t.abs().max()) for t in numbers])  # is NaN if one is NaN
-        if not all(bool(t.isfinite().all()) for t in numbers) or largest > 1e6:
-            raise Unrunnable from OverflowError(f"results up to {largest:.0e}")
-        if operators:
-            OPERATORS[:] = [name for name in sorted(names.names) if can_be_saved(name)] or ["aten.sin"]
         with refusals():
             found = observe(make, run, around)
     assert surroundings() == before, "the surroundings of the program have changed"

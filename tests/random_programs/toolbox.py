@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator as operators
+import operator
 import random
 import zlib
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -30,7 +31,6 @@ from remat._core import private
 Fn = Callable[..., Any]
 GENERATOR = torch.Generator()
 FIRED: list[float] = []  # the factors of the hooks on gradients that have run
-OPERATORS: list[str] = ["aten.sin"]  # those that the program called without regions
 REGIONS = [True]  # whether `remat` makes regions
 
 
@@ -93,20 +93,11 @@ def loop(step: Fn, carry: Tensor) -> Tensor:
     return carry + torch.stack(found).mean()
 
 
-def operator(n: int) -> str:
-    return OPERATORS[n % len(OPERATORS)]
-
-
-def is_operator(n: int) -> Fn:
-    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        return str(op).rpartition(".")[0] == operator(n)
-
-    predicate.__qualname__ = f"is_operator({n})"
-    return predicate
-
-
 def chosen(seed: int, answers: int = 2) -> Fn:
-    """A deterministic policy function that decides by the operator and the shapes of its tensors."""
+    """A deterministic policy function that decides by the operator and the shapes of its tensors.
+
+    It saves one in `answers` kinds of operations. Five answers are members of torch's `CheckpointPolicy`.
+    """
     five = [CheckpointPolicy[f"{a}_{b}"] for a in ("MUST", "PREFER") for b in ("RECOMPUTE", "SAVE")]
     five.append(CheckpointPolicy.MUST_CPU_OFFLOAD)
 
@@ -132,7 +123,7 @@ def pair(t: Tensor, dim: int = 0) -> Tensor:
 
 def added(tensors: Iterable[Tensor]) -> Tensor:
     """The sum, without the 0 of `sum`: under a mode, torch can't add 0 to its zero tensors without memory."""
-    return functools.reduce(operators.add, tensors)
+    return functools.reduce(operator.add, tensors)
 
 
 def hook(t: Tensor, factor: float) -> None:
@@ -143,10 +134,6 @@ def hook(t: Tensor, factor: float) -> None:
 
     if t.requires_grad:
         t.register_hook(scaled)
-
-
-def copied(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module)
 
 
 def changed(module: nn.Module) -> dict[str, Tensor]:
@@ -161,13 +148,9 @@ def changed(module: nn.Module) -> dict[str, Tensor]:
 def packing() -> Iterator[None]:
     """Saved-tensor hooks that pack a tensor as itself, and unpack a copy of it."""
     # The pack hook makes no copy, as rrelu saves its noise tensor before the noise is drawn.
-    hooks = (lambda tensor: tensor, torch.clone) if REGIONS[0] else (with_version, unchanged)
+    hooks = (lambda tensor: tensor, torch.clone) if REGIONS[0] else (lambda t: (t, t._version), unchanged)
     with torch.autograd.graph.saved_tensors_hooks(*hooks):
         yield
-
-
-def with_version(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, tensor._version
 
 
 def unchanged(packed: tuple[Tensor, int]) -> Tensor:
@@ -213,3 +196,126 @@ def dual(f: Fn, a: Tensor, b: Tensor) -> Tensor:
     with fwAD.dual_level():
         out, tangent = fwAD.unpack_dual(f(fwAD.make_dual(a * 1, b.cos()), b))
         return out + 0 if tangent is None else tangent + 0
+
+
+class Scaled(torch.autograd.Function):
+    """A square with a weight, with a rule for each transform."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x * x * w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return 2 * g * x * w, (g * x * x).sum(0)
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Tensor | None, tw: Tensor | None) -> Tensor:
+        x, w = ctx.saved_tensors
+        parts = [] if tx is None else [2 * x * tx * w]
+        return sum(parts if tw is None else [*parts, x * x * tw])
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Apply(nn.Module):
+    """A module that calls a function with its argument and two other modules."""
+
+    def __init__(self, fn: Callable[..., Tensor], *kids: nn.Module) -> None:
+        super().__init__()
+        self.fn, self.kids = fn, nn.ModuleList(kids)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x, *self.kids)
+
+
+class Stateful(nn.Module):
+    """A module with a buffer."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(shape))
+        self.calls = 0
+
+
+class Counter(Stateful):
+    """Counts its calls, in a buffer and in an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state += 1
+        self.calls += 1
+        return x * (1 + 0.1 * self.state)
+
+
+class Average(Stateful):
+    """Updates a moving average in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.state.lerp_(x.detach().mean(0), 0.3)
+        return x - self.state
+
+
+class Rebinding(Stateful):
+    """Replaces its buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        old, self.state = self.state, self.state * 0.5 + 1
+        return x * old.cos()
+
+
+class Stash(nn.Module):
+    """Keeps its last activation, as feature extractors do."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.sin()
+        return self.last * 0.9
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn(4, 4, generator=self.generator, dtype=x.dtype)
+
+
+class Tree(nn.Module):
+    """Takes and returns trees."""
+
+    result = namedtuple("Pair", "a b")
+
+    def __init__(self, kid: nn.Module) -> None:
+        super().__init__()
+        self.kid = kid
+
+    def forward(self, tree: dict[str, Any], *, scale: float = 1.0) -> Any:
+        return self.result(self.kid(tree["x"]) * scale, [F.gelu(tree["y"]), tree["more"]])
+
+
+HOOKS: list[Callable[[Any], Any]] = [
+    lambda m: m.register_forward_hook(lambda m, args, out: out * 0.9),
+    lambda m: m.register_forward_pre_hook(lambda m, args: (args[0].sin(),)),
+    lambda m: m.register_full_backward_hook(lambda m, gi, go: tuple(None if g is None else g * 1.1 for g in gi)),
+    lambda m: m.weight.register_hook(lambda g: None if g is None else g * 0.5),
+]
+
+
+def hooked(module: nn.Module, n: int) -> nn.Module:
+    HOOKS[n % len(HOOKS)](module)
+    return module

@@ -14,8 +14,7 @@ DEPTH = 3  # of nested functions, each of which may be a region, and may be call
 MOST = 24  # what nested transforms and regions may cost
 REGION = 2  # how much longer a program takes with a region around it; nested ones recompute each other
 TRANSFORMS = ("grad", "vjp(", "jvp(", "jac", "hessian", "linearize", "vmap", "dual(", "loop(", "differentiated")
-WITHOUT_BUDGET = [text for text in alphabet.POLICIES if "budget" not in text and "offload" not in text]
-HEAD = "".join(f"from random_programs.{name} import *\n" for name in ("modules", "toolbox", "compare")) + "\n\n"
+HEAD = "".join(f"from random_programs.{name} import *\n" for name in ("toolbox", "compare")) + "\n\n"
 # A function made here has the code of all others.
 BUILD = """\
     def build(*steps):
@@ -146,7 +145,7 @@ class Writer:
     def policy(self) -> str:
         """One policy or a combination of policies that save, or sometimes a policy that offloads."""
         if self.chance(0.4):
-            return self.random.choice(alphabet.SINGLE).format(n=self.random.randrange(100))
+            return self.random.choice(alphabet.FEW).format(n=self.random.randrange(100))
         first, second = (self.random.choice(alphabet.POLICIES).format(n=self.random.randrange(100)) for _ in range(2))
         if self.chance(0.85) or any(word in first + second for word in ("offload", "budget", ", 5")):
             return first
@@ -364,7 +363,7 @@ class Writer:
             if self.chance(0.3):
                 self.line(f"{name} = {self.region(name)}")
             if self.chance(0.1):
-                self.line(f"{name} = copied({name})")
+                self.line(f"{name} = copy.deepcopy({name})")
             if self.chance(0.1):
                 self.line(f"{name}.eval()")
 
@@ -408,7 +407,7 @@ class Writer:
             run = "backward"
         # The lowering for torch.func sums in another order, and so may a checkpoint in a checkpoint.
         exact = run in EXACT and not under
-        options = f", exact={exact}" + ", operators=True" * ("operator(" in text)
+        options = f", exact={exact}"
         if run in OF_PARAMETERS and self.chance(0.4):
             options += f", around=dict({self.region_options()})"
         if DRAWS.search(text):

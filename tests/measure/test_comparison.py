@@ -1,0 +1,217 @@
+"""`remat.check` says whether a program has the same results, gradients and state with and without regions."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from cases import Case, cases, rand
+from measured import loss, per_sample, readme
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+import remat
+from remat import check, is_recomputing, policies
+from remat import is_disabled as off
+
+
+class Net(nn.Module):
+    """A module with a buffer and a generator, whose forward calls `update(module)`."""
+
+    def __init__(self, update: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.update, self.generator = update, torch.Generator()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, w: Tensor, x: Tensor, n: Tensor) -> Tensor:
+        self.update(self)
+        return x.sin()
+
+
+class Thing:
+    pass
+
+
+LONG = "long" * 20
+BY_ONE, STATE = "3 of 3 numbers differ, by up to 1", "is in a different state after the run"
+# Functions of two floating-point tensors and an integer one, and a difference between their runs.
+DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
+    "values": (lambda w, x, n: x.sin() + off(), f"result: {BY_ONE}"),
+    "integers": (lambda w, x, n: n + off(), "result: 3 of 3 numbers differ"),
+    "sparse values": (lambda w, x, n: (x.exp() + off()).to_sparse(), f"result: {BY_ONE}"),
+    "a gradient": (
+        lambda w, x, n: w * (x if off() else x.detach()),
+        "gradient of argument x: float64[3] without remat, None with it",
+    ),
+    "no gradient": (lambda w, x, n: x if off() else n, "gradient of argument w: exists only without remat"),
+    "a key": (lambda w, x, n: {"a": x} | ({} if off() else {"b": x}), "result['b']: exists only with remat"),
+    "a plain value": (lambda w, x, n: (x, off()), "result[1]: True without remat, False with it"),
+    "a type": (lambda w, x, n: (x, 1 if off() else 1.0), "result[1]: 1 without remat, 1.0 with it"),
+    "a long text": (
+        lambda w, x, n: (x, LONG if off() else x.detach()),
+        f"result[1]: '{LONG[:56]}... without remat, float64[3] with it",
+    ),
+    "a dtype": (
+        lambda w, x, n: x if off() else x.float(),
+        "result: float64[3] on cpu without remat, float32[3] on cpu with it",
+    ),
+    "an argument": (lambda w, x, n: n.add_(1 + off()) * x, "argument n after the run: 3 of 3 numbers differ"),
+    "a change": (Net(lambda m: off() and m.mean.add_(1)), "self.mean after the run: exists only without remat"),
+    "a buffer": (Net(lambda m: m.mean.add_(1 + off())), f"self.mean after the run: {BY_ONE}"),
+    "a new buffer": (Net(lambda m: setattr(m, "mean", m.mean + 1 + off())), f"self.mean after the run: {BY_ONE}"),
+    "torch's generator": (Net(lambda m: off() and torch.rand(1)), f"torch's generator of the CPU: {STATE}"),
+    "Python's generator": (Net(lambda m: off() and random.random()), f"Python's random: {STATE}"),
+    "NumPy's generator": (Net(lambda m: off() and numpy.random.rand()), f"NumPy's random: {STATE}"),
+    "a generator": (Net(lambda m: off() and torch.rand(1, generator=m.generator)), f"self.generator: {STATE}"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_difference_is_named(what: str) -> None:
+    fn, text = DIFFERENT[what]
+    result = check(fn, rand(3), rand(3, seed=1), torch.arange(3))
+    assert not result.ok and not result and result.reproducible
+    first, *lines = str(result).splitlines()
+    assert first == "Different with remat:" and f"  {text}" in lines
+
+
+# What is the same, and how many results, gradients and changed tensors are compared.
+SAME: dict[str, tuple[Callable[..., Any], tuple[int, int, int]]] = {
+    "a mask": (lambda w, x, n: x > 0, (1, 0, 0)),
+    "plain values": (lambda w, x, n: (x.sum(), x.to(torch.complex64), "text", None, math.nan), (5, 2, 0)),
+    "objects of a class": (lambda w, x, n: (x, Thing()), (2, 2, 0)),
+    "not a number": (lambda w, x, n: x.sin().log(), (1, 2, 0)),
+    "an infinite number": (lambda w, x, n: torch.cat([x / 0, x]) + 1e-14 * off(), (1, 2, 0)),
+    "noise": (lambda w, x, n: nn.functional.dropout(x).sin() * torch.rand(3), (1, 2, 0)),
+    "an argument": (lambda w, x, n: n.add_(1) * x, (1, 2, 1)),
+    "a buffer": (Net(lambda m: m.mean.add_(1)), (1, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_equal_programs_have_no_differences(what: str) -> None:
+    fn, counts = SAME[what]
+    result = check(fn, rand(3), rand(3, seed=1), torch.arange(3))
+    assert result.ok and result, result
+    assert tuple(result.counts.values()) == counts
+
+
+@cases()
+@pytest.mark.sampled(3)
+def test_every_case_is_the_same(case: Case) -> None:
+    result = check(case.fn, *case.make_args(), policy=policies.save_matmuls)
+    assert result.ok, str(result)
+
+
+def test_models_and_transforms_of_them() -> None:
+    for policy in (None, policies.save_matmuls):
+        result = check(loss, *readme(), policy=policy)
+        assert str(result) == "Identical with and without remat: 1 result, 9 gradients and the random generators."
+        assert check(loss, *readme(), policy=policy, transform=grad).counts["result"] == 8
+        assert check(loss, *readme(), policy=policy, transform=per_sample).ok
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.LayerNorm(3))
+    params = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    by_parameters = lambda net: grad(lambda params, x: functional_call(net, params, (x,)).square().sum())
+    assert check(net, params, torch.randn(4, 3), transform=by_parameters).counts["result"] == 4
+
+
+def test_the_loss_of_a_result_is_differentiated() -> None:
+    @dataclass
+    class Output:
+        loss: Tensor
+        logits: Tensor
+
+    result = check(lambda x: Output(x.sum(), x * (1 if off() else x.detach())), rand(3))
+    assert [difference.what for difference in result.differences] == ["result.logits"]  # its gradient isn't asked for
+    shapes = []
+    check(lambda x: x.sin(), rand(3), loss=lambda y: shapes.append(y.shape) or y.square().sum())
+    assert shapes == [(3,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "same", "different"),
+    [
+        (torch.float64, 1e-14, 1e-9),
+        (torch.float32, 3e-7, 1e-4),
+        (torch.bfloat16, 1e-2, 0.1),
+        (torch.float16, 5e-3, 0.1),
+    ],
+)
+def test_rounding_is_not_a_difference(dtype: torch.dtype, same: float, different: float) -> None:
+    for by, is_rounding in ((same, True), (different, False)):
+        result = check(lambda x: x + by * off(), torch.ones(3, dtype=dtype))
+        assert result.ok == (0 < result.rounding < 0.1) == is_rounding
+        assert str(result).startswith("Equal with and without remat, within rounding (") == is_rounding
+
+
+def test_a_program_that_is_not_differentiated_has_a_note() -> None:
+    text = "Nothing was differentiated: no argument or captured tensor requires grad or is floating-point."
+    assert str(check(lambda x: x + 1, torch.arange(3))).endswith(text)
+    assert str(remat.report(lambda x: x + 1, torch.arange(3))).endswith(text)
+    assert "Nothing" not in str(check(lambda x: x + 1, torch.ones(3)))
+    assert "Nothing" not in str(check(lambda x: x + 1, torch.arange(3), transform=lambda fn: fn))
+
+
+@pytest.mark.parametrize("last", [3, 2])
+def test_a_program_that_is_not_reproducible_without_remat(last: int) -> None:
+    runs: list[None] = []
+
+    def other_each_time(x: Tensor) -> Tensor:
+        runs.append(None)
+        if len(runs) > last:
+            raise ValueError
+        return x * len(runs)
+
+    result = check(other_each_time, rand(3))
+    assert not result.ok and not result.reproducible
+    assert str(result).endswith("Two runs without remat differ too, so remat may not be the cause.")
+
+
+def fails(x: Tensor, when: Callable[[], bool]) -> Tensor:
+    if when():
+        raise ValueError("mine") from KeyError()
+    return x.sin().sin()
+
+
+def test_a_failure_is_a_result() -> None:
+    line = fails.__code__.co_firstlineno + 2
+    result = check(fails, rand(3), lambda: True)
+    assert not result.ok and result.fails_without_remat and isinstance(result.error, ValueError)
+    assert str(result) == f"Fails without remat too:\n  ValueError: mine\n  at {__file__}:{line} (fails)"
+    assert result.error.__traceback__ is None
+    for when in (is_recomputing, lambda: not off()):
+        assert str(check(fails, rand(3), when)).startswith("Fails only with remat:\n  ValueError: mine\n")
+    assert len(str(check(torch.mm, rand(3, 3), rand(2, 2))).splitlines()) == 2  # no line of the user's
+    result = check(lambda x: (x * (1 + is_recomputing())).sin().sin(), rand(3))  # values are compared in the recompute
+    assert isinstance(result.error, remat.RecomputeMismatchError) and not result.fails_without_remat
+
+
+def test_an_optimizer_step_between_forward_and_backward_is_found() -> None:
+    net = nn.Linear(3, 3)
+
+    def train(fn: Callable) -> Callable:
+        def step(x: Tensor) -> Any:
+            loss = fn(x).sin().sum()
+            with torch.no_grad():
+                net.weight += 1
+            return torch.autograd.grad(loss, net.weight)
+
+        return step
+
+    result = check(nn.Sequential(net, nn.Tanh()), torch.ones(2, 3), transform=train)
+    assert isinstance(result.error, remat.MutationError) and not result.fails_without_remat
+
+
+def test_what_can_be_no_region_is_an_error() -> None:
+    with pytest.raises(remat.PolicyError):
+        check(torch.sin, rand(3), policy="no such policy")
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+        check(torch.sin, rand(3), where=nn.Linear)
+    with pytest.raises(ValueError, match="chooses none of the model's modules"):
+        check(nn.Tanh(), rand(3), where=nn.Linear)

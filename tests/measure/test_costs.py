@@ -1,0 +1,242 @@
+"""`remat.report`: what a program saves and recomputes under each policy, as numbers, text and a plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerator import DEVICE
+from cases import rand
+from measured import Block, Params, blocks, layer, loss, per_sample, readme
+from torch import Tensor, nn
+from torch.func import grad
+
+import remat
+from benchmarks.measure import count_flops, gc_disabled, held_bytes, peak_bytes
+from remat import policies
+from remat._measure.costs import Costs, distinct, pareto
+
+BOTH = [None, policies.save_matmuls]
+
+
+def one_layer(**options: Any) -> remat.Report:
+    (weights, *_), x = readme()
+    return remat.report(layer, weights, x, **options)
+
+
+@pytest.fixture(scope="module")
+def report() -> remat.Report:
+    model, x = blocks()
+    return remat.report(model, x, where=Block, policies=BOTH)
+
+
+# --- the figures ------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_of_the_readme() -> None:
+    report, again = (remat.report(loss, *readme(), policies=BOTH) for _ in range(2))
+    product = 2 * 16 * 8 * 32  # FLOPs
+    # Each of four layers saves a hidden value and its input. The input of the first layer is an argument.
+    hidden, width, scalar = 16 * 32 * 8, 16 * 8 * 8, 8
+    assert {row.label: (row.saved_bytes, row.recomputed_flops) for row in report.rows} == {
+        "without remat": (4 * hidden + 4 * width + scalar, 0),
+        "as written": (4 * width + scalar, 4 * product),
+        "policy=None": (scalar, 12 * product),
+        "save_matmuls": (4 * hidden + 4 * width + scalar, 0),
+    }
+    assert report.plain.flops == 12 * product * 2
+    assert str(report) == (
+        f"loss: torch {torch.__version__}, CPU\n"
+        "                saved    peak  FLOPs recomputed\n"
+        "without remat  20 KiB  30 KiB                 0\n"
+        "as written      4 KiB  27 KiB        32.8 kFLOP  +17 %\n"
+        "policy=None       8 B  27 KiB        98.3 kFLOP  +50 %\n"
+        "save_matmuls   20 KiB  44 KiB                 0\n"
+        "No policy is better than the other rows."
+    )
+    assert report == again  # the figures are the same in each run
+
+
+@pytest.mark.parametrize("transform", [grad, per_sample])
+def test_peaks_and_flops_under_a_transform_are_those_of_a_direct_call(transform: Callable) -> None:
+    def plain(params: list[Params], x: Tensor) -> Tensor:
+        for w in params:
+            x = layer(w, x)
+        return x.square().mean()
+
+    report = remat.report(loss, *readme(), transform=transform, policies=BOTH)
+    for row, fn in zip(report.rows, (plain, loss)):
+        with gc_disabled():
+            assert row.peak_bytes == peak_bytes(transform(fn), *readme())
+        assert row.flops == count_flops(transform(fn), *readme())
+    nothing, matmuls = report.policies
+    assert 0 < report.as_written.saved_bytes < report.plain.saved_bytes / 4
+    assert matmuls.recomputed_flops < nothing.recomputed_flops
+    assert report.name == ("grad(loss)" if transform is grad else "per_sample(loss)")
+    assert remat.report(loss, *readme(), transform=lambda fn: grad(fn), policies=[]).name == "loss"
+
+
+def test_a_model_with_regions_in_it(report: remat.Report) -> None:
+    plain, nothing, matmuls = report.rows
+    assert nothing.saved_bytes < matmuls.saved_bytes < plain.saved_bytes and nothing.peak_bytes < plain.peak_bytes
+    assert nothing.recomputed_flops > 0 == matmuls.recomputed_flops
+    shares = {(share.module, share.op): share for share in report.residuals["policy=None"]}
+    assert (shares["*", "aten.add"].count, shares["*", "aten.add"].nbytes) == (3, 3 * 128 * 64 * 4)
+    assert sum(share.nbytes for share in shares.values()) == nothing.saved_bytes
+    assert [share.module for share in matmuls.shares] == ["*.up", "*", None]
+    # A training step saves the same bytes.
+    model, x = blocks()
+    remat.nn.apply(model, Block)
+    held = held_bytes(lambda: torch.autograd.graph.get_gradient_edge(model(x).sum()))
+    assert abs(held - nothing.saved_bytes) <= 4
+    as_written = remat.report(model, x, policies=[]).as_written
+    assert (as_written.label, as_written.saved_bytes) == ("as written", nothing.saved_bytes)
+
+
+def test_the_timeline_is_that_of_live_bytes(report: remat.Report) -> None:
+    for row in report.rows:
+        assert max(row.timeline) == row.peak_bytes and report.timeline[row.label] is row.timeline
+        assert row.timeline[row.forward_operations - 1] >= row.saved_bytes
+        assert len(row.timeline) > row.forward_operations > 0
+
+
+def test_the_largest_of_several_forwards_counts() -> None:
+    def saved(*sizes: int) -> tuple[int, int]:
+        transform = lambda fn: lambda x: [grad(fn)(x[:n]).shape for n in sizes]
+        row = remat.report(lambda x: x.exp().sum(), rand(4, grad=False), transform=transform, policies=[]).plain
+        return row.saved_bytes, row.forward_operations
+
+    assert saved(1) < saved(1, 3) == saved(1, 3, 2)
+    assert saved() == (0, 0)
+
+
+def test_a_region_that_changes_what_it_reads_can_be_measured() -> None:
+    def fn(x: Tensor, n: Tensor) -> Tensor:
+        y = (x.sin() + n + table).exp().sin()
+        n.add_(1), table.add_(1)
+        return y
+
+    table = torch.zeros(3)
+    assert len(remat.report(fn, rand(3), torch.zeros(3), policies=BOTH).rows) == 3
+
+
+@pytest.mark.cuda
+def test_on_a_device_the_report_has_the_peak_of_its_allocator() -> None:
+    w, x = (rand(64, 64, seed=seed, grad=False).float().to(DEVICE) for seed in range(2))
+    fn = lambda w, x: torch.tanh(torch.tanh(torch.tanh(x @ w) @ w) @ w)
+    on_cpu, report = remat.report(fn, w.cpu(), x.cpu(), policies=[None]), remat.report(fn, w, x, policies=[None])
+    figures = lambda report: [(row.saved_bytes, row.recomputed_flops) for row in report.rows]
+    assert figures(report) == figures(on_cpu)
+    assert all(row.device_peak_bytes is None for row in on_cpu.rows)
+    assert all(row.device_peak_bytes >= row.peak_bytes for row in report.rows)
+    assert "peak of the allocator" in str(report) and report.environment["device"] != "CPU"
+    assert remat.check(fn, w, x).ok
+
+
+# --- rows, labels and the best ----------------------------------------------------------------------------------------
+
+
+def costs(peak: int, flops: int) -> Costs:
+    return Costs("", None, 0, peak, 0, flops, (), 0, ())
+
+
+def test_the_best_are_those_that_no_other_beats() -> None:
+    rows = [costs(5, 0), costs(3, 2), costs(4, 2), costs(3, 3), costs(1, 9), costs(5, 0)]
+    assert pareto(rows) == [rows[4], rows[1], rows[0], rows[5]]
+    assert distinct([rows[0], rows[5]]) == [rows[0]]
+
+
+def test_a_policy_that_is_not_better_than_the_plain_program_is_not_among_the_best() -> None:
+    """In one region alone, the recompute has all residuals at once."""
+    report = one_layer(policies=[None, policies.everything_saveable])
+    nothing, everything = report.policies
+    assert nothing.saved_bytes < everything.saved_bytes and nothing.peak_bytes == everything.peak_bytes
+    assert report.pareto == [] and "*" not in str(report)
+    empty = one_layer(policies=[])
+    assert empty.as_written is empty.plain and not empty.policies and "No policy" not in str(empty)
+
+
+def test_usual_policies_with_the_same_figures_are_one_row() -> None:
+    assert [row.label for row in one_layer().policies] == ["policy=None", "save_matmuls"]
+    assert [row.label for row in one_layer(policies=[None, None]).policies] == ["policy=None (1)", "policy=None (2)"]
+
+
+def test_usual_policies_that_match_nothing_do_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+    for net in (torch.sin, nn.Tanh()):
+        recwarn.clear()
+        remat.report(net, rand(3))
+        assert not recwarn.list
+        with pytest.warns(remat.RematWarning, match="has matched none of the operators"):
+            remat.report(net, rand(3), policies=[policies.save_attention])
+
+
+def test_policies_are_a_list() -> None:
+    with pytest.raises(remat.PolicyError):
+        remat.report(torch.sin, torch.ones(3), policies=["no such policy"])
+    for wrong, text in ((policies.save_matmuls, r"policies\.save_matmuls"), ("dots", "'dots'")):
+        with pytest.raises(TypeError, match=rf"policies must be a list of policies: `policies=\[{text}\]`\."):
+            remat.report(torch.sin, torch.ones(3), policies=wrong)
+
+
+# --- text, values and the plot ----------------------------------------------------------------------------------------
+
+
+def test_the_best_rows_have_a_star(report: remat.Report) -> None:
+    lines = str(report).splitlines()
+    assert [line.endswith("*") for line in lines] == [False, False, False, True, True, False]
+    assert lines[-1] == "* no other row has a lower peak without recomputing more"
+    assert report.pareto == [*report.policies]
+
+
+def test_notes() -> None:
+    whole = str(remat.report(*blocks(), policies=[None])).splitlines()
+    assert whole[-1].startswith("Under each policy the model is one region. With `where=Block` the modules")
+    for net, options in ((nn.Tanh(), {}), (blocks()[0], {"policies": []})):
+        assert "one region" not in str(remat.report(net, torch.ones(2, 64), **options))
+    last = str(remat.report(torch.sin, rand(3))).splitlines()[-1]
+    assert last == "FLOPs are those of matrix products, convolutions and attention; this program has none."
+
+
+def test_values_for_json(report: remat.Report) -> None:
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["name"] == "Sequential" and values["environment"]["device"] == "CPU"
+    assert [row["label"] for row in values["rows"]] == [row.label for row in report.rows]
+    assert [row["policy"] for row in values["rows"]] == [None, None, "policies.save_matmuls"]
+    assert [row["pareto"] for row in values["rows"]] == [False, True, True]
+    share = {"module": "*", "op": "aten.add", "name": None, "count": 3, "nbytes": 3 * 128 * 64 * 4}
+    assert values["rows"][1]["residuals"][0] == share
+
+
+def test_a_plot_has_each_row(report: remat.Report) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    assert report.plot(axes) is axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("FLOPs recomputed", "peak memory")
+    *points, front = axes.lines
+    expected = {row.label: ([row.recomputed_flops], [row.peak_bytes]) for row in report.rows}
+    assert {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in points} == expected
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(expected)
+    best = [(row.recomputed_flops, row.peak_bytes) for row in reversed(report.pareto)]
+    assert len(best) == 2 and [*zip(*front.get_data())] == best
+    figure.canvas.draw()
+    assert {"0 B", "256 KiB", "1 MiB"} <= {text.get_text() for text in axes.get_yticklabels()}
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    remat.report(torch.sin, rand(3)).plot(axes)  # without FLOPs
+    assert len(axes.lines) == 2 and axes.get_xlim() == (0, 1)
+
+
+def test_a_plot_makes_a_figure_and_needs_matplotlib(report: remat.Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    first, second = report.plot(), report.plot()
+    assert first.figure is not second.figure
+    pyplot.close(first.figure), pyplot.close(second.figure)
+    curve = remat.pareto(torch.sin, rand(3))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for plot in (report.plot, curve.plot):
+        with pytest.raises(ImportError, match=r"^A plot needs matplotlib: pip install remat\[plot\]$"):
+            plot()

@@ -1,0 +1,182 @@
+"""What `check`, `report` and `saved_residuals` find in a user's program, and that they restore all that it changes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import rand
+from measured import Careless, state_of
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+import remat
+from benchmarks.measure import leaked_bytes
+from remat import check, report, saved_residuals
+
+MEASURES: dict[str, Callable[..., Any]] = {
+    "check": check,
+    "check, where": partial(check, where=nn.BatchNorm1d),
+    "report": report,
+    "report, where": partial(report, where=nn.BatchNorm1d),
+    "saved_residuals": saved_residuals,
+    "saved_residuals of a region": lambda net, *args: saved_residuals(remat.remat(net), *args),
+    "saved_residuals of a method": lambda net, *args: saved_residuals(net.forward, *args),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
+def test_everything_that_a_program_changes_is_restored(measure: Callable, fails: bool) -> None:
+    net, x = Careless(), torch.ones(2, 3)
+    before = state_of(net)
+    try:
+        text = str(measure(net, x, fails))
+    except ValueError as error:
+        text = f"{type(error).__name__}: {error}"
+    assert ("ValueError: mine" in text) == fails
+    assert state_of(net) == before and torch.equal(x, torch.ones(2, 3))
+    assert rand(3).sin().grad_fn._saved_self is not None  # no saved-tensor hook is left
+
+
+def trains(net: nn.Module) -> Callable:
+    net.register_forward_hook(lambda *args: None)  # also when the transform is applied
+    torch.rand(1)
+
+    def step(x: Tensor) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        net(x).square().sum().backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("measure", [check, report])
+def test_what_a_transform_changes_is_restored(measure: Callable) -> None:
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout()), torch.randn(4, 3)
+    before = state_of(net)
+    result = measure(net, x, transform=trains)
+    assert state_of(net) == before
+    assert result if measure is check else result.plain.saved_bytes > result.policies[0].saved_bytes > 0
+
+
+def test_existing_regions_of_a_model_stay() -> None:
+    net = remat.nn.apply(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear)
+    cls = type(net[0])
+    for where in (nn.Tanh, nn.Linear):
+        assert check(net, torch.ones(2, 3), where=where, policy=remat.policies.save_matmuls).ok
+        assert type(net[0]) is cls and type(net[1]) is nn.Tanh and net[0].__dict__["_remat"].policy is None
+
+
+def test_an_earlier_graph_is_not_freed() -> None:
+    w = rand(3)
+    h = w.exp()
+    fn = lambda x: (x * h).sin()
+    assert saved_residuals(fn, rand(3))
+    differences = check(lambda x: fn(x) if remat.is_disabled() else fn(x).detach(), rand(3)).differences
+    assert "gradient of closure variable 'h' of fn" in [each.what for each in differences]
+    torch.autograd.grad(h.sum(), w)
+
+
+def test_nothing_stays_alive() -> None:
+    fn, w, x = remat.remat(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w)), rand(4, 4), rand(3, 4)
+    for measure in (saved_residuals, check, report):
+        measure(fn, w, x)  # fills caches
+        assert leaked_bytes(measure, fn, w, x) == 0
+
+
+# --- what a program gets, and by what it is differentiated ------------------------------------------------------------
+
+
+def sources(fn: Callable, *args: Any, **kwargs: Any) -> set[str]:
+    """The names of the inputs that are saved."""
+    return {row.source for row in saved_residuals(fn, *args, inputs=True, **kwargs) if row.is_input}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Hidden:
+    w = rand(3)  # no search leads to the attribute of a class
+
+
+def test_inputs_have_the_names_that_the_function_uses() -> None:
+    x, y, z, net = rand(3), rand(3, seed=1), rand(3, seed=2), Net()
+
+    def several(x: Tensor, y: dict[str, Any], *rest: Tensor, scale: Tensor) -> Tensor:
+        return x * y["a"][0] * rest[1] * scale
+
+    given = sources(several, x, {"a": [y]}, x, z, scale=rand(3, seed=3))
+    assert given == {"argument x", "argument y['a'][0]", "argument args[3]", "argument scale"}
+
+    def later(x: Tensor) -> Tensor:
+        return x * x if x.ndim else unbound
+
+    assert sources(later, x) == {"argument x"}
+    unbound = x
+    assert sources(torch.mul, x, y) == {"argument args[0]", "argument args[1]"}
+    assert sources(lambda x: x * y, x) == {"argument x", "captured closure variable 'y'"}
+    assert sources(lambda x: x * x.detach(), x) == {"argument x"}
+    for fn in (net, net.forward, remat.remat(net), remat.remat(net.forward)):
+        assert sources(fn, x) == {"argument x", "captured self.scale"}
+    assert sources(lambda p, x: functional_call(net, p, (x,)), {"scale": y}, x) == {"argument p['scale']", "argument x"}
+
+
+def names(fn: Callable, *args: Any) -> set[str]:
+    """By what the function is differentiated: no result depends on it with regions."""
+    differs = functools.wraps(fn)(lambda *args: fn(*args) if remat.is_disabled() else fn(*args).detach())
+    result = check(differs, *args)
+    return {each.what.removeprefix("gradient of ") for each in result.differences}
+
+
+def test_it_is_differentiated_by_tensors_that_require_grad_or_else_by_all_that_can() -> None:
+    x, w, n = rand(3), rand(3, grad=False), torch.arange(3)
+    fn = lambda x, w, n: x * w * n
+    assert names(fn, x, w, n) == {"argument x"}
+    assert names(fn, x.detach(), w, n) == {"argument x", "argument w"}
+    net = Net()
+    assert names(lambda x: net(x), w) == {"net.scale"}
+    assert names(lambda x: x * Hidden.w, x) == {"argument x", "a tensor of shape [3]"}
+
+
+def test_tensors_without_data_can_be_measured() -> None:
+    x, n = torch.ones(3, device="meta"), torch.ones(3, device="meta", dtype=torch.int64)
+    assert [row.op for row in saved_residuals(lambda x, n: (x * n.add_(1)).sin(), x, n)] == ["aten.mul"]
+
+
+# --- wrong calls ------------------------------------------------------------------------------------------------------
+
+
+def raises(fn: Callable) -> Callable:
+    raise KeyError
+
+
+@pytest.mark.parametrize("measure", [check, report, saved_residuals])
+def test_wrong_calls_have_errors_with_a_remedy(measure: Callable) -> None:
+    name, x = measure.__name__, torch.ones(3)
+    how = "the transform instead" if measure in (check, report) else "the transformed function"
+    with pytest.raises(RuntimeError, match=f"{name} can't be called under a torch.func transform. Pass it {how}: `"):
+        vmap(lambda x: measure(torch.sin, x) and x)(x)
+    if measure is not check:
+        with pytest.raises(TypeError, match=r"Give the function .* first .*, as in `\(fn, x\)` .*; got Tensor\.$"):
+            measure(x.sin())
+    for transform in (grad(torch.sum), raises, lambda fn: None) if measure is not saved_residuals else ():
+        with pytest.raises(TypeError, match=r"such as `torch.func.grad` \(not `torch.func.grad\(fn\)`\)"):
+            measure(torch.sum, x, transform=transform)
+    for option in ("loss", "transform") if measure is not saved_residuals else ():
+        with pytest.raises(TypeError) as raised:
+            measure(torch.sin, x, **{option: 3})
+        assert str(raised.value) == (
+            f"The option {option} of remat.{name} must be a function, got int. If {option} is an argument of fn, wrap "
+            "fn in a lambda."
+        )
