@@ -375,9 +375,8 @@ def test_numbers_that_change_in_every_call_warn_once() -> None:
         warnings.simplefilter("always")
         for t in range(40):
             gradient(f, leaf(), 0.1 + t)
-    assert [str(each.message).partition(",")[0] for each in caught] == [
-        "A region under policies.budget(1.0) has executed 16 different programs"
-    ]
+            assert len(caught) == (t > 15)
+    assert str(caught[0].message).startswith("A region under policies.budget(1.0) has executed 16 different programs")
 
 
 def test_choices_of_old_policies_are_forgotten() -> None:
@@ -466,17 +465,23 @@ def test_a_curve_gives_policies() -> None:
 
 
 @pytest.mark.parametrize(
-    "fn", [lambda x: (x @ W).sin().exp(), lambda x: chain(x).sin(), lambda x: ((x @ W).tanh() @ W).sin()]
+    ("fn", "counts"),
+    [
+        (lambda x: (x @ W).sin().exp(), [3, 2]),
+        (lambda x: chain(x).sin(), [4, 4]),
+        (lambda x: ((x @ W).tanh() @ W).sin(), [4, 4]),
+    ],
 )
-def test_a_policy_for_another_program_warns_once_and_chooses_again(fn: Callable) -> None:
-    """The program has other operations, more of them, or fewer."""
+def test_a_policy_for_another_program_warns_once_and_chooses_again(fn: Callable, counts: list[int]) -> None:
+    """The first call has saved what the two programs have in common."""
     policy = remat.pareto(chain, leaf(), cost="flops").at(1.0)
     region = remat.remat(fn, policy=policy)
     with pytest.warns(UserWarning, match="was chosen for a different sequence of operations"):
-        assert torch.equal(gradient(region), gradient(fn))
+        first = products(region)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert products(region) == products(fn)
+        assert [first, products(region)] == counts
+    assert torch.equal(gradient(region), gradient(fn))
 
 
 @pytest.mark.parametrize(("cost", "unit"), [("roofline", ", us"), ("flops", ", FLOP"), (lambda *args: 1, "")])
