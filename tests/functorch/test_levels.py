@@ -9,22 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from both import Fn, W, Wrap, X, Y, both, f, through_autograd
+from both import ALL, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, f, rows, summed, through_autograd
 from cases import rand, total
 from torch import Tensor
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.nn.functional import conv1d, dropout, linear
+from torch.nn.functional import conv1d, dropout
 
 from benchmarks.measure import count_ops
 from remat import RematError, policies, remat
 
 EVERYTHING = policies.everything_saveable
-ROWS = torch.stack([X, Y])
-
-
-def summed(fn: Fn) -> Fn:
-    return lambda *args: fn(*args).sum()
-
 
 # --- operands of several levels ---------------------------------------------------------------------------------------
 
@@ -41,7 +35,7 @@ INSIDE: dict[str, Callable[[Fn], Fn]] = {
 AROUND: dict[str, Callable[[Fn], Any]] = {
     "both": lambda g: jvp(g, (X, Y), (Y, W)),
     "second moves": lambda g: jvp(lambda y: g(X, y), (Y,), (W,)),
-    "per row": lambda g: vmap(lambda x, y: jvp(g, (x, y), (y, x)))(ROWS, ROWS.cos()),
+    "per row": lambda g: vmap(lambda x, y: jvp(g, (x, y), (y, x)))(rows(X), rows(Y)),
     "jacfwd": lambda g: jacfwd(g, argnums=1)(X[:2, :2], Y[:2, :2]),
     "grad": lambda g: grad(lambda x: jvp(lambda y: g(x, y), (Y,), (W,))[1].sin().sum())(X),
 }
@@ -85,62 +79,33 @@ ONE_BELOW: dict[str, Callable[[Fn], Fn]] = {
     "grad, of the second": lambda f: lambda x: grad(lambda p: total(f(x, p)))(x),
     "three": lambda f: lambda x: grad(lambda p, q: total((f(p, q), f(q, x))))(x, x),
     "vjp": lambda f: lambda x: vjp(lambda p: f(p, x), x)[1](tuple(x.cos() for _ in f(x, x)))[0],
-    "jvp": lambda f: lambda x: jvp(lambda p: total(f(p, x)), (x,), (x.cos(),))[1],
+    "jvp": lambda f: lambda x: jvp(lambda p: total(f(p, x)), (x,), (x.cos(),))[1] + x,
     "vmap": lambda f: lambda x: vmap(lambda p: grad(lambda q: total(f(q, x)))(x) * p)(x),
-}
-GIVEN: dict[str, Callable[[Fn, Wrap], Any]] = {
-    "a plain tensor": lambda fn, wrap: fn(X[0]),
-    "autograd": lambda fn, wrap: through_autograd(lambda x: fn(x) + x, X[0]),
-    "grad": lambda fn, wrap: grad(lambda x: fn(x).sin().sum())(X[0]),
-    "a region": lambda fn, wrap: wrap(fn)(X[0]),
 }
 
 
 @pytest.mark.parametrize("fn", [swapped, mixed, differentiates])
-@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("around", ["call", "autograd", "grad", "in a region"])
 @pytest.mark.parametrize("name", ONE_BELOW)
-def test_operands_that_are_the_same_tensor_below_the_levels(name: str, given: str, fn: Fn) -> None:
+def test_operands_that_are_the_same_tensor_below_the_levels(name: str, around: str, fn: Fn) -> None:
     """A transform gives a function a tensor that it follows, and the function also reads the same tensor unfollowed."""
-    both(lambda wrap: GIVEN[given](ONE_BELOW[name](wrap(fn)), wrap))
+    both(lambda wrap: ALL[around](lambda x: ONE_BELOW[name](wrap(fn))(x) + x, V))
 
 
-def test_operands_without_a_tangent_stay_without_one() -> None:
+@pytest.mark.parametrize("transform", [jacfwd, lambda f: jacfwd(jacfwd(f))])
+def test_operands_without_a_tangent_stay_without_one(transform: Callable) -> None:
     """A tangent of zeros would have no batch dimension, so that no in-place operation could write to it."""
-
-    def in_place(x: Tensor) -> Tensor:
-        return x.clone().sin_()
 
     def build(wrap: Wrap) -> Fn:
         def call(x: Tensor) -> Tensor:
-            still = grad(lambda p: wrap(lambda p: x.sin())(p).sum())(X[0])
-            unrelated = wrap(lambda p, q: (p.sin(), q.cos()))(x, X[0])[1]
-            return jvp(in_place, (x.sin(),), (still,))[1] + jvp(in_place, (x.sin(),), (unrelated,))[1]
+            still = grad(lambda p: wrap(lambda p: x.sin())(p).sum())(V)
+            unrelated = wrap(lambda p, q: (p.sin(), q.cos()))(x, V)[1]
+            return sum(jvp(lambda x: x.clone().sin_(), (x.sin(),), (t,))[1] for t in (still, unrelated))
 
         return call
 
-    both(lambda wrap: jacfwd(build(wrap))(X[0]))
-    both(lambda wrap: jacfwd(lambda x: wrap(build(wrap))(x * 1).sin())(X[0]))
-    both(lambda wrap: jacfwd(jacfwd(build(wrap)))(X[0]))
-
-
-def test_an_operand_keeps_the_strides_of_dimensions_of_size_1() -> None:
-    """Operations may take another path otherwise: a chunk of one row is a batch with odd strides."""
-
-    def program(wrap: Wrap) -> Any:
-        def mapped(x: Tensor, w: Tensor) -> Tensor:
-            layer = wrap(lambda t: linear(t, w))
-
-            def changed(p: Tensor, q: Tensor) -> Tensor:
-                t = q * 1
-                t[0] = p[1]
-                return layer(t)
-
-            pushed = lambda p, q: jvp(lambda p: changed(p, q), (p,), (p,))[1]
-            return vmap(pushed, (0, 1), chunk_size=1)(torch.stack([x, x.cos()]), torch.stack([Y, Y.cos()], 1))
-
-        return through_autograd(mapped, X, W)
-
-    both(program)
+    both(lambda wrap: transform(build(wrap))(V))
+    both(lambda wrap: transform(lambda x: wrap(build(wrap))(x * 1).sin())(V))
 
 
 def test_an_argument_that_a_mapped_region_changes() -> None:
@@ -156,10 +121,9 @@ def test_dual_tensors_made_inside_are_refused() -> None:
         grad(fn)(X)
 
 
-def test_a_traced_function_is_called() -> None:
-    region = remat(lambda x: x.sin().mul_(2))
-    assert torch.equal(functionalize(region)(X), region(X))
-    assert count_ops(functionalize(grad(summed(region))), X)["aten.sin"] == 1
+def test_a_region_in_a_traced_function_is_called() -> None:
+    both(lambda wrap: functionalize(wrap(lambda x: x.sin().mul_(2)))(X))
+    assert count_ops(functionalize(grad(summed(remat(torch.sin)))), X)["aten.sin"] == 1
 
 
 # --- random numbers and modes -----------------------------------------------------------------------------------------
@@ -170,51 +134,39 @@ def drops(x: Tensor) -> Tensor:
 
 
 def draws(x: Tensor) -> Tensor:
-    """Random numbers that don't depend on an operand with a batch dimension."""
+    """The random numbers don't depend on the operand, which may have no batch dimension."""
     return (x * torch.randn(4, dtype=x.dtype)).sin()
 
 
-ONES = torch.ones(4, dtype=X.dtype)
 RANDOM: dict[str, Callable[[Wrap, Fn], Any]] = {
     "vmap": lambda wrap, vmap: vmap(wrap(drops))(X),
     "vmap(grad)": lambda wrap, vmap: vmap(grad(summed(wrap(drops))))(X),
-    "vmap(jacrev)": lambda wrap, vmap: vmap(jacrev(wrap(drops)))(X),
     "vmap(vmap(grad))": lambda wrap, vmap: vmap(vmap(grad(wrap(drops))))(X),
-    "grad(vmap)": lambda wrap, vmap: grad(summed(vmap(wrap(drops))))(X),
     "grad(region(vmap))": lambda wrap, vmap: grad(summed(wrap(vmap(wrap(drops)))))(X),
-    "jacrev(vmap)": lambda wrap, vmap: jacrev(lambda x: vmap(wrap(drops))(x).sum(0))(X),
     "jacfwd(vmap)": lambda wrap, vmap: jacfwd(lambda x: vmap(wrap(drops))(x).sum(0), randomness="same")(X),
     "grad(grad(vmap))": lambda wrap, vmap: grad(summed(grad(summed(vmap(wrap(drops))))))(X),
     "autograd(vmap)": lambda wrap, vmap: through_autograd(lambda x: vmap(wrap(drops))(x) * torch.rand(4), X),
-    "no batch": lambda wrap, vmap: vmap(lambda y: wrap(draws)(ONES) * y)(X),
-    "no batch, grad": lambda wrap, vmap: vmap(lambda y: grad(summed(wrap(draws)))(ONES) * y)(X),
-    "no batch, grad around": lambda wrap, vmap: grad(lambda w: vmap(lambda y: wrap(draws)(w) * y)(X).sum())(ONES),
-    "jacfwd": lambda wrap, vmap: jacfwd(wrap(drops), randomness="same")(X[0]),
-    "jacrev(jacfwd)": lambda wrap, vmap: jacrev(jacfwd(summed(wrap(drops)), randomness="same"))(X[0]),
-    "hessian": lambda wrap, vmap: jacfwd(jacrev(summed(wrap(drops))), randomness="same")(X[0]),
+    "no batch": lambda wrap, vmap: vmap(lambda y: wrap(draws)(V) * y)(X),
+    "no batch, grad": lambda wrap, vmap: vmap(lambda y: grad(summed(wrap(draws)))(V) * y)(X),
+    "no batch, grad around": lambda wrap, vmap: grad(lambda w: vmap(lambda y: wrap(draws)(w) * y)(X).sum())(V),
 }
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
 @pytest.mark.parametrize("name", RANDOM)
-def test_all_runs_draw_the_same_numbers(name: str, randomness: str) -> None:
+def test_all_runs_draw_the_same_numbers_under_vmap(name: str, randomness: str) -> None:
     both(lambda wrap: RANDOM[name](wrap, functools.partial(vmap, randomness=randomness)))
 
 
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_all_runs_draw_the_same_numbers(name: str) -> None:
+    both(lambda wrap: RECOMPUTE[name](wrap(drops), V))
+
+
 @pytest.mark.parametrize("transform", [lambda g: g, lambda g: grad(summed(g))])
-def test_the_error_for_random_numbers_under_vmap_is_torchs(transform: Callable) -> None:
+def test_the_error_for_random_numbers_under_vmap_is_that_of_torch(transform: Callable) -> None:
     with pytest.raises(RuntimeError, match="randomness"):
         vmap(transform(remat(drops)))(X)
-
-
-def test_a_generator_of_the_user() -> None:
-    def program(wrap: Wrap) -> Any:
-        generator = torch.Generator().manual_seed(3)
-        g = wrap(lambda x, gen: (x * torch.rand(4, generator=gen, dtype=x.dtype)).sin())
-        gradient = grad(lambda x: vmap(lambda x: g(x, generator), randomness="same")(x).sum())
-        return gradient(X), torch.rand(2, generator=generator)
-
-    both(program)
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
@@ -283,72 +235,32 @@ def test_grad_mode_inside_of_compiled_code() -> None:
 
 # --- pullbacks and nested regions -------------------------------------------------------------------------------------
 
-# Programs of a pullback whose level has ended.
-PULLED: dict[str, Callable[[Fn], Any]] = {
-    "grad": lambda pull: grad(lambda t: pull(t).sin().sum())(Y),
-    "jacrev": lambda pull: jacrev(pull)(Y),
-    "jacfwd": lambda pull: jacfwd(pull)(Y),
-    "hessian": lambda pull: hessian(lambda t: pull(t).exp().sum())(Y),
-    "jvp": lambda pull: jvp(pull, (Y,), (X,)),
-    "vjp": lambda pull: vjp(pull, Y)[1](X),
-    "vmap(grad)": lambda pull: vmap(grad(lambda t: pull(t).sin().sum()))(ROWS),
-    "grad(vmap)": lambda pull: grad(lambda rows: vmap(lambda t: pull(t).sin())(rows).sum())(ROWS),
-    "vmap(jacfwd)": lambda pull: vmap(jacfwd(pull))(ROWS),
-    "jvp(vmap)": lambda pull: jvp(vmap(lambda t: pull(t).sin()), (ROWS,), (ROWS,)),
-}
 
-
-@pytest.mark.parametrize("name", PULLED)
+@pytest.mark.parametrize("name", ALL)
 def test_a_pullback_is_transformed_after_its_level_ended(name: str) -> None:
     def program(wrap: Wrap) -> Any:
-        _, pull = vjp(wrap(f), X)
-        return PULLED[name](lambda t: pull(t)[0])
+        _, pull = vjp(wrap(f), V)
+        return ALL[name](lambda t: pull(t)[0].sin(), V)
 
     both(program)
 
 
-# Their backward runs after the level of the `vjp` has ended, so its backward must have been recorded.
-BELOW: dict[str, Callable[[Fn], Any]] = {
-    "grad": lambda g: grad(lambda x: g(x).sin().sum())(X),
-    "jacfwd": lambda g: jacfwd(g)(X),
-    "jacrev": lambda g: jacrev(g)(X),
-    "hessian": lambda g: hessian(lambda x: g(x).sin().sum())(X),
-    "vmap(grad)": lambda g: vmap(grad(lambda x: g(x).sin().sum()))(ROWS),
-    "vjp": lambda g: vjp(g, X)[1](Y),
-    "autograd": lambda g: through_autograd(g, X),
-}
-
-
-@pytest.mark.parametrize("name", BELOW)
-def test_levels_below_differentiate_a_pullback(name: str) -> None:
-    both(lambda wrap: BELOW[name](lambda x: vjp(wrap(f), x)[1](x.sin())[0]))
-    both(lambda wrap: BELOW[name](lambda x: vmap(vjp(wrap(f), x)[1])(torch.stack([x, x.sin()]))[0].sum(0)))
-
-
-def test_autograd_through_a_pullback_of_any_order() -> None:
-    def program(wrap: Wrap) -> Any:
-        x, y = X.clone().requires_grad_(), Y.clone().requires_grad_()
-        out, pull = vjp(wrap(f), x)
-        pulled = pull(y)[0]
-        value = torch.autograd.grad(out.sum(), x, retain_graph=True)
-        first = torch.autograd.grad(pulled.cos().sum(), (x, y), retain_graph=True)
-        second = torch.autograd.grad(pulled.sin().sum(), (x, y), create_graph=True)
-        return value, first, torch.autograd.grad(second[0].square().sum(), (x, y))
-
-    both(program)
+@pytest.mark.parametrize("name", ALL)
+def test_lower_levels_differentiate_a_pullback(name: str) -> None:
+    """Their backward runs after the level of the `vjp` has ended, so its backward must have been recorded."""
+    both(lambda wrap: ALL[name](lambda x: vjp(wrap(f), x)[1](x.sin())[0], V))
+    both(lambda wrap: ALL[name](lambda x: vmap(vjp(wrap(f), x)[1])(rows(x))[0].sum(0), V))
 
 
 @pytest.mark.parametrize("check", ["metadata", "none"])
-@pytest.mark.parametrize("order", [1, 2, 3])
-def test_regions_inside_regions(order: int, check: str) -> None:
+@pytest.mark.parametrize("name", ALL)
+def test_regions_inside_regions(name: str, check: str) -> None:
     """The regions are new, so that nothing recorded in an earlier call matters; then they are called again."""
 
     def program(wrap: Wrap) -> Any:
         inner = wrap(lambda x: x.sin().cos())
         middle = wrap(lambda x: inner(x.exp()).tanh() * x)
-        fn = wrap(lambda x: middle(x).sin().sum())
-        for _ in range(order):
-            fn = lambda x, fn=fn: grad(fn)(x).square().sum()
-        return fn(X[0]), fn(X[0])
+        fn = wrap(lambda x: middle(x).sin())
+        return ALL[name](fn, V), ALL[name](fn, V)
 
     both(program, determinism_check=check)

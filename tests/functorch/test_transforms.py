@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from both import Program, W, Wrap, X, Y, both, f, through_autograd
+from both import V, W, Wrap, X, Y, both, f, pulled, squares, through_autograd, vmap
 from cases import CASES, Case, assert_same, flat, rand, total
 from torch import Tensor
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp
 from words import WORDS, check, plain_torch, through
 
 from remat import remat
@@ -23,18 +23,8 @@ def loss(call: Callable) -> Callable[..., Tensor]:
     return lambda *args: total(call(*args))
 
 
-def squares(call: Callable, argnums: Any = 0) -> Callable[..., Tensor]:
-    """The gradient, as a function that can be differentiated again."""
-
-    def summed(*args: Tensor) -> Tensor:
-        grads = grad(loss(call), argnums)(*args)
-        return sum((g.abs() ** 2).sum() for g in (grads if isinstance(grads, tuple) else [grads]))
-
-    return summed
-
-
-def pulled(out: Any, pull: Callable) -> Any:
-    return out, pull(out)
+def of_gradient(call: Callable, argnums: Any) -> Callable[..., Tensor]:
+    return lambda *args: total(grad(loss(call), argnums)(*args))
 
 
 def twice_pulled(call: Callable, args: Sequence[Tensor]) -> Any:
@@ -56,15 +46,15 @@ def rows(args: Sequence[Tensor]) -> list[Tensor]:
 
 
 def mapped(call: Callable, args: Sequence[Tensor]) -> Any:
-    return vmap(call, randomness="different")(*rows(args))
+    return vmap(call)(*rows(args))
 
 
 # What differentiates a function at its arguments, and the flags of the cases where plain torch can do it.
 TRANSFORMS: dict[str, tuple[Transform, tuple[str, ...]]] = {
     "grad_and_value": (lambda f, args: grad_and_value(loss(f), every(args))(*args), ()),
-    "vjp": (lambda f, args: pulled(*vjp(f, *args)), ()),
+    "vjp": (lambda f, args: pulled(f, *args), ()),
     "vjp(vjp)": (twice_pulled, ("double",)),
-    "grad(grad)": (lambda f, args: grad(squares(f, every(args)), every(args))(*args), ("double",)),
+    "grad(grad)": (lambda f, args: grad(of_gradient(f, every(args)), every(args))(*args), ("double",)),
     "jvp": (lambda f, args: jvp(f, tuple(args), cosines(args)), ("jvp",)),
     "jvp, one argument": (lambda f, args: jvp(lambda x: f(x, *args[1:]), args[:1], cosines(args[:1])), ("jvp",)),
     "jvp(jvp)": (
@@ -146,27 +136,24 @@ def tree(params: dict, x: Tensor, *, power: int = 2) -> tuple[dict, dict]:
     return {"h": h**power, "l": [h.exp(), x], "same": h}, {"places": h.argmax(), "h": h}
 
 
-PARAMS = {"a": {"w": W, "b": [X[0], (X[1],)]}, "unused": Y[0]}
-SQUARED: Wrap = lambda f: lambda *args: f(*args).square().sum()
-OF_ALL_KINDS: dict[str, Program] = {
-    "jacrev": lambda wrap: jacrev(lambda *a: wrap(of_all_kinds)(*a)[:10], (0, 1))(X[0], Y[0]),
-    "jacfwd": lambda wrap: jacfwd(lambda *a: wrap(of_all_kinds)(*a)[:10], (0, 1))(X[0], Y[0]),
-    "jvp": lambda wrap: jvp(wrap(of_all_kinds), (X[0], Y[0]), (Y[0], X[0])),
-    "jvp, one": lambda wrap: jvp(lambda x: wrap(of_all_kinds)(x, Y[0]), (X[0],), (Y[0],)),
+PARAMS = {"a": {"w": W, "b": [V, (X[1],)]}, "unused": Y[0]}
+OF_ALL_KINDS: dict[str, Callable[[Wrap], Any]] = {
+    "jacrev": lambda wrap: jacrev(lambda *a: wrap(of_all_kinds)(*a)[:10], (0, 1))(V, Y[0]),
+    "jacfwd": lambda wrap: jacfwd(lambda *a: wrap(of_all_kinds)(*a)[:10], (0, 1))(V, Y[0]),
+    "jvp": lambda wrap: jvp(wrap(of_all_kinds), (V, Y[0]), (Y[0], V)),
+    "jvp, one": lambda wrap: jvp(lambda x: wrap(of_all_kinds)(x, Y[0]), (V,), (Y[0],)),
     "vmap": lambda wrap: vmap(wrap(of_all_kinds), (0, None), OUTS)(X, Y[0]),
-    "vmap(vjp)": lambda wrap: vmap(lambda *a: pulled(*vjp(wrap(lambda *a: of_all_kinds(*a)[:10]), *a)), (0, None))(
-        X, Y[0]
-    ),
+    "vmap(vjp)": lambda wrap: vmap(lambda *a: pulled(wrap(lambda *a: of_all_kinds(*a)[:10]), *a), (0, None))(X, Y[0]),
     "has_aux": lambda wrap: grad(
         lambda x: (wrap(of_all_kinds)(x, Y[0])[0][0], wrap(of_all_kinds)(x, Y[0])), has_aux=True
-    )(X[0]),
+    )(V),
 }
 # Each differentiates one of the results, so that the others have no cotangent.
 OF_ONE: dict[str, Callable[[Callable], Any]] = {
-    "grad": lambda f: grad(f, (0, 1))(X[0], Y[0]),
-    "hessian": lambda f: hessian(f, (0, 1))(X[0], Y[0]),
+    "grad": lambda f: grad(f, (0, 1))(V, Y[0]),
+    "hessian": lambda f: hessian(f, (0, 1))(V, Y[0]),
     "vmap(grad)": lambda f: vmap(grad(f, (0, 1)), (0, None))(X, Y[0]),
-    "vmap(grad), the other": lambda f: vmap(grad(f, (0, 1)), (None, 0))(X[0], Y),
+    "vmap(grad), the other": lambda f: vmap(grad(f, (0, 1)), (None, 0))(V, Y),
     "grad(vmap)": lambda f: grad(lambda *a: vmap(f, (0, None))(*a).sum(), (0, 1))(X, Y[0]),
 }
 
@@ -184,7 +171,7 @@ def without_tangents(wrap: Wrap, x: Tensor) -> Tensor:
         return wrap(torch.sin)(x) + x
 
 
-ARGUMENTS: dict[str, Program] = {
+ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
     "argnums": lambda wrap: [
         grad_and_value(lambda *a: total(wrap(lambda x, y, z: x.sin() * y.exp() + z.cos())(*a)), argnums)(W, X, Y)
         for argnums in (2, -1, (0,), (2, 0), (1, -1))
@@ -192,8 +179,8 @@ ARGUMENTS: dict[str, Program] = {
     "trees and aux": lambda wrap: [
         grad(lambda p: (lambda out, aux: (total(out), aux))(*wrap(tree)(p, X, power=3)), has_aux=True)(PARAMS),
         jvp(wrap(tree), (PARAMS, X), (PARAMS, Y), has_aux=True),
-        jacfwd(wrap(tree), has_aux=True)(PARAMS, X[0]),
-        jacrev(wrap(tree), (0, 1), has_aux=True)(PARAMS, X[0]),
+        jacfwd(wrap(tree), has_aux=True)(PARAMS, V),
+        jacrev(wrap(tree), (0, 1), has_aux=True)(PARAMS, V),
         (lambda out, pull, aux: (out, pull(out), aux))(*vjp(wrap(tree), PARAMS, X, has_aux=True)),
         grad(lambda p: total(grad(lambda q: total(wrap(tree)(q, X)[0]))(p)))(PARAMS),
     ],
@@ -234,12 +221,12 @@ ARGUMENTS: dict[str, Program] = {
         vmap(linearize(wrap(f), X)[1])(torch.stack([X, Y])),
     ],
     "no grad around": lambda wrap: torch.no_grad()(
-        lambda: [grad(SQUARED(wrap(f)))(X), jacrev(wrap(f))(X[0]), jvp(wrap(f), (X,), (Y,)), vmap(wrap(f))(X)]
+        lambda: [grad(squares(wrap(f)))(X), jacrev(wrap(f))(V), jvp(wrap(f), (X,), (Y,)), vmap(wrap(f))(X)]
     )(),
     "inference mode around": lambda wrap: torch.inference_mode()(
-        lambda x: [grad(SQUARED(wrap(f)))(x + 0), jacrev(wrap(f))(x[0] + 0), jvp(wrap(f), (x + 0,), (x,))]
+        lambda x: [grad(squares(wrap(f)))(x + 0), jacrev(wrap(f))(x[0] + 0), jvp(wrap(f), (x + 0,), (x,))]
     )(X),
-    "forward gradients disabled": lambda wrap: jacfwd(functools.partial(without_tangents, wrap))(X[0]),
+    "forward gradients disabled": lambda wrap: jacfwd(functools.partial(without_tangents, wrap))(V),
 }
 
 
