@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -215,11 +216,6 @@ def test_the_peak_is_that_of_the_saved_carries_and_one_step(name: str) -> None:
         assert peak < plain / 2
 
 
-def test_the_peak_of_forward_mode() -> None:
-    """The plain loop saves nothing; the nested regions of `scan` keep their arguments alive."""
-    assert peak_bytes(lambda: jvp(loss_by(scan_with(None), small_y), (STATE,), (STATE,))) < 24 * UNIT
-
-
 @pytest.mark.parametrize(
     ("checkpoints", "count", "saved"),
     [(1, 64, 1), (8, 64, 8), ("64KiB", 64, 4), ("0.1MB", 64, 6), (0.125, 64, 8), ("1B", 5, 0), (numpy.int32(2), 64, 2)],
@@ -325,6 +321,11 @@ def without_xs_and_without_y(each: Loop) -> Any:
     return last, ys, *torch.autograd.grad(last.sum(), h)
 
 
+def inputs_without_tensors(each: Loop) -> Any:
+    h = torch.ones(3, requires_grad=True)
+    return [each(lambda h, x, xs=xs: (h.sin() if x == xs else h, h * 1), h, xs, 5) for xs in ((), {}, [[], ()])]
+
+
 def results_that_are_changed_in_place(each: Loop) -> Any:
     h = torch.ones(3, requires_grad=True)
     _, ys = each(lambda h, x: (h.sin(), h * 2), h, length=4)
@@ -358,21 +359,17 @@ def an_inner_training_loop(each: Loop) -> Any:
 
 PROGRAMS = [
     modules_with_dropout_and_buffers, trees, results_without_gradient_and_results_that_are_inputs,
-    without_xs_and_without_y, results_that_are_changed_in_place, first_results_without_history, sparse_results,
-    an_inner_training_loop,
+    without_xs_and_without_y, inputs_without_tensors, results_that_are_changed_in_place,
+    first_results_without_history, sparse_results, an_inner_training_loop,
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_programs(program: Callable[[Loop], Any]) -> None:
-    assert_same(program(scan_with(2)), program(loop), exact=program is not an_inner_training_loop)
-
-
-@pytest.mark.parametrize("xs", [(), {}, [[], ()]])
-def test_inputs_without_tensors(xs: Any) -> None:
-    h = torch.ones(3, requires_grad=True)
-    last, ys = remat.scan(lambda h, x: (h.sin() if x == xs else h, h * 1), h, xs, 5, checkpoints=1)
-    assert torch.equal(last, h.sin().sin().sin().sin().sin()) and ys.shape == (5, 3)
+def test_programs(program: Callable[[Loop], Any], debug: bool) -> None:
+    with remat.override(debug=True, determinism_check="values") if debug else nullcontext():
+        found = program(scan_with(2))
+    assert_same(found, program(loop), exact=program is not an_inner_training_loop)
 
 
 @pytest.mark.parametrize("transform", ["autograd", "func.grad"])
@@ -411,13 +408,6 @@ def test_a_region_around_a_loop(policy: Any) -> None:
     h = H.clone().requires_grad_()
     assert_same(*(torch.autograd.grad(f(h), h) for f in (region, fn(loop))))
     assert_same(*(grad(lambda h, f=f: grad(f)(h).sin().sum())(H) for f in (region, fn(loop))), exact=False)
-
-
-def test_both_runs_have_the_same_operations() -> None:
-    h = torch.ones(3, requires_grad=True)
-    with remat.override(debug=True, determinism_check="values"):
-        _, ys = remat.scan(lambda h, x: (h.sin(), h * 2), h, length=6, checkpoints=1)
-    ys.sum().backward()
 
 
 # The number of nested regions that the recursion limit allows, and what makes it smaller.
@@ -464,46 +454,43 @@ def test_one_step_is_traced(around: bool) -> None:
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
-ONES, PAIR, TWO = torch.ones(3), [torch.ones(3), torch.ones(3)], {"length": 2}
+ONES, TWO = torch.ones(3), {"length": 2}
 scan, same = remat.scan, lambda h, x: (h, None)
 ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: scan(3, ONES, **TWO), TypeError, "step must be a function of a carry and an x"),
     (
         lambda: scan(lambda h, x: h, ONES, **TWO),
         TypeError,
-        r"step must return a pair, the next carry and y \(None if there is none\); step 0 returned an object of type T",
+        "must return a pair, .* step 0 returned an object of type T",
     ),
     (lambda: scan(lambda h, x: (h, h, h), ONES, **TWO), TypeError, "step 0 returned a tuple of 3"),
     (
-        lambda: scan(lambda h, x: ({"h": torch.cat([h["h"], h["h"]])}, None), {"h": ONES}, **TWO),
+        lambda: scan(lambda h, x: ({"h": h["h"][:2]}, 0), {"h": ONES}, **TWO),
         ValueError,
-        r"Step 0 changes carry\['h'\] from float32\[3\] to float32\[6\]",
+        r"Step 0 changes carry\['h'\] from",
     ),
+    (lambda: scan(lambda h, x: (h[:2], None), ONES, **TWO), ValueError, r"from float32\[3\] to float32\[2\]"),
     (lambda: scan(lambda h, x: (h.double(), None), ONES, **TWO), ValueError, r"float32\[3\] to float64\[3\]"),
     (lambda: scan(lambda h, x: (h.to("meta"), None), ONES, **TWO), ValueError, r"to float32\[3\] on meta"),
     (lambda: scan(lambda h, x: (3, None), ONES, **TWO), ValueError, r"from float32\[3\] to 3"),
     (
-        lambda: scan(lambda h, x: ([h[0]], None), PAIR, **TWO),
+        lambda: scan(lambda h, x: ([h[0]], None), [ONES, ONES], **TWO),
         ValueError,
-        "Step 0 changes the structure of carry: carry was a list of 2 and is now a list of 1",
+        "carry was a list of 2 and is now a list",
     ),
     (lambda: scan(lambda h, x: (h + 1, h[: int(h[0])]), ONES, **TWO), ValueError, r"Step 1 changes y from float32\[1"),
     (
         lambda: scan(lambda h, x: (h + 1, h if h[0] > 1 else None), ONES, **TWO),
         ValueError,
-        "Step 1 changes y from None to an object of type Tensor",
+        "1 changes y from None to an",
     ),
     (
         lambda: scan(same, (ONES, 3), **TWO),
         TypeError,
-        r"carry\[1\] must be a tensor, got 3\. Convert numbers with `torch.as_tensor`",
+        r"carry\[1\] must be a tensor, got 3\. Convert numbers with `torch",
     ),
-    (
-        lambda: scan(same, ONES, {"a": torch.ones(4), "b": torch.ones(5)}),
-        ValueError,
-        r"xs\['b'\] has 5 entries, but there are 4 steps",
-    ),
-    (lambda: scan(same, ONES, torch.ones(4), 5), ValueError, "xs has 4 entries, but there are 5 steps"),
+    (lambda: scan(same, ONES, {"b": torch.ones(5)}, 4), ValueError, r"xs\['b'\] has 5 entries, but there are 4 steps"),
+    (lambda: scan(same, ONES, [torch.ones(4), torch.ones(5)]), ValueError, r"xs\[1\] has 5 entries, but there are 4"),
     (lambda: scan(same, ONES), ValueError, "The number of steps is unknown"),
     (lambda: scan(same, ONES, length=2.0), TypeError, "length must be an integer, got 2.0"),
     (lambda: scan(same, ONES, length=True), TypeError, "length must be an integer, got True"),
@@ -518,7 +505,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: scan(same, ONES, length=5000, checkpoints=1),
         ValueError,
-        r"With checkpoints=1, a loop of 5000 steps needs 99 nested regions, .* Use checkpoints of at least 2\.",
+        "needs 99 nested .* Use checkpoints of at least 2",
     ),
     (lambda: scan(same, ONES, **TWO, policy=3), remat.PolicyError, "A policy is one of remat.policies"),
 ]
