@@ -1,0 +1,541 @@
+"""The choices of a budget: each is the best possible one, its predictions are true, and each program has its own."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import remat
+from benchmarks.measure import PeakMemory, count_flops, count_ops, held_bytes
+from remat import checkpoint_name, policies
+from remat._compile import lowering
+from remat._core.known import Known
+from remat._function import call
+from remat._region.options import Options
+from remat._selective import choices
+from remat._selective.search import Choice, Problem, best_of, corners, pareto
+
+torch.manual_seed(0)
+X = torch.randn(2, 8, 16)
+W = torch.randn(16, 16) / 4
+MEAN, VARIANCE = torch.zeros(8), torch.ones(8)
+Cost = Any
+
+
+def leaf(*shape: int) -> Tensor:
+    return (torch.randn(shape) if shape else X.clone()).requires_grad_()
+
+
+def gradient(fn: Callable, *args: Any) -> Tensor:
+    x = args[0] if args else leaf()
+    return torch.autograd.grad(fn(x, *args[1:]).sum(), x)[0]
+
+
+def products(fn: Callable, *args: Any) -> int:
+    """How many matrix products a step runs; without remat one for each product and derivative."""
+    return count_ops(gradient, fn, *args)["aten.mm"]
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+def chain(x: Tensor) -> Tensor:
+    return ((x @ W).tanh() @ W).sin().exp()
+
+
+def shared(x: Tensor) -> Tensor:
+    h = x.sin()
+    return (h.exp() * h.cos() + h[..., :4].mean()).tanh() * h
+
+
+def noisy(x: Tensor) -> Tensor:
+    return F.dropout(F.dropout(x.sin(), 0.3) @ W, 0.3).tanh()
+
+
+def several(x: Tensor) -> Tensor:
+    values, index = (x @ W).max(-1)
+    first, second = x.exp().split(8, -1)
+    return (first * second).sum() + (values.sin() * index).sum()
+
+
+def in_place(x: Tensor) -> Tensor:
+    h = (x @ W).sin()
+    h.mul_(2).add_(x)
+    return h.exp() * torch.zeros_like(h).add_(1)
+
+
+def normed(x: Tensor) -> Tensor:
+    return F.layer_norm(F.batch_norm(x.transpose(1, 2), None, None, training=True).relu(), (8,)).sin()
+
+
+def without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = (x @ W).abs().amax()
+    return (x / scale).softmax(-1) @ W.tanh()
+
+
+def in_evaluation(x: Tensor) -> Tensor:
+    """Autograd saves two empty results of the batch norm, and the step that can't be skipped reads the third one."""
+    y = F.batch_norm(x, MEAN, VARIANCE, training=False)
+    y.detach().abs()
+    return y + x.sin().exp()
+
+
+def by_length_of_name(op: Any, args: tuple, kwargs: dict, result: Any) -> int:
+    return len(str(op))
+
+
+SMALL = [chain, shared, noisy, several, in_place, without_grad]
+functions = pytest.mark.parametrize("fn", [*SMALL, normed], ids=lambda fn: fn.__name__)
+
+
+def solved(fn: Callable, cost: Cost = "roofline") -> tuple[Problem, Callable[[Choice], Choice], list[Choice]]:
+    """The search problem of a function, a function that makes choices exact, and the options that the search finds."""
+    found: list[Any] = []
+
+    class Seen(choices.Choices):
+        def _problem(self, program: Any, roots: Any, results: Any, lazy: bool) -> Problem:
+            problem = super()._problem(program, roots, results, lazy)
+            found.append((problem, lambda choice: choices._as_planned(choice, program, problem, self.flops, lazy)))
+            return problem
+
+    known, policy = Known(), policies.budget(0, cost=cost)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("remat._selective.recording.Choices", Seen)
+        call(fn, Options(policy=policy), known, (leaf(),), {})
+    return *found[0], known.shared.choices[policy][0][0].options
+
+
+@pytest.mark.parametrize(
+    ("fn", "cost"), [*((fn, by_length_of_name) for fn in SMALL), (several, "flops"), (noisy, "roofline")]
+)
+def test_no_choice_is_better(fn: Callable, cost: Cost) -> None:
+    """Compared with all subsets of the steps."""
+    problem, planned, options = solved(fn, cost)
+    steps = [i for i, step in enumerate(problem.steps) if any(value in problem.keepable for value in step.outs)]
+    assert len(steps) <= 12
+    subsets = itertools.chain.from_iterable(itertools.combinations(steps, n) for n in range(len(steps) + 1))
+    best = best_of(planned(Choice(0, 0.0, frozenset(subset))) for subset in subsets)
+    assert [(c.nbytes, pytest.approx(c.cost)) for c in best] == [(c.nbytes, c.cost) for c in options]
+
+
+@functions
+def test_predictions_of_the_search_are_those_of_the_plans(fn: Callable) -> None:
+    problem, planned, _ = solved(fn)
+    for choice in pareto(problem):
+        exact = planned(choice)
+        assert (choice.nbytes, pytest.approx(choice.cost)) == (exact.nbytes, exact.cost)
+
+
+@functions
+def test_corners_of_the_hull(fn: Callable) -> None:
+    """They are optimal, and no other choice is below the lines between them."""
+    problem, planned, options = solved(fn)
+    found = best_of(map(planned, corners(problem)))
+    assert found[0].nbytes == 0 and found[-1].cost == pytest.approx(options[-1].cost)
+    assert {each.nbytes for each in found} <= {each.nbytes for each in options}
+    for less, more in pairwise(found):
+        price = (less.cost - more.cost) / (more.nbytes - less.nbytes)
+        for other in options:
+            assert other.cost + price * other.nbytes >= (less.cost + price * less.nbytes) * (1 - 1e-9)
+
+
+def test_long_programs_have_only_corners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remat._selective.search.MOST_WAYS", 4)
+    curve = remat.pareto(shared, X)
+    assert not curve.is_exact and "convex hull" in str(curve)
+    assert curve.points[0].nbytes == 0 and curve.points[-1].cost == 0
+
+
+def test_one_option_saves_nothing() -> None:
+    """Also where the search expects that a choice saves 0 bytes, and its plan saves more."""
+    problem, planned, options = solved(in_evaluation)
+    assert problem.sizes and options[0].nbytes == 0
+    choice = pareto(problem)[0]
+    assert choice.nbytes == 0 < planned(choice).nbytes  # otherwise this test is about something else
+    assert remat.check(in_evaluation, leaf(), policy=policies.budget(0))
+
+
+def test_results_and_inputs_are_not_counted() -> None:
+    curve = remat.pareto(lambda x: x.exp(), leaf())
+    assert [(point.nbytes, point.cost) for point in curve.points] == [(0, 0)]
+
+
+# --- predictions are true ---------------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 64, 0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(8, 8, 3, padding=1), nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.second(F.relu(self.norm(self.first(x)))))
+
+
+def make_block(cls: type[nn.Module]) -> Callable[[Tensor], Tensor]:
+    module = cls().requires_grad_(False)
+    return lambda x: module(x)
+
+
+def by_autograd(fn: Callable, at_end: Callable[[], Any]) -> Any:
+    x = leaf()
+    value = fn(x)
+    at_end()
+    return torch.autograd.grad(value.square().sum(), x)
+
+
+def by_grad(fn: Callable, at_end: Callable[[], Any]) -> Any:
+    def loss(x: Tensor) -> Tensor:
+        value = fn(x)
+        at_end()
+        return value.square().sum()
+
+    return grad(loss)(X)
+
+
+def per_sample(fn: Callable, at_end: Callable[[], Any]) -> Any:
+    def loss(x: Tensor) -> Tensor:
+        value = fn(x[None])
+        at_end()
+        return value.square().sum()
+
+    return vmap(grad(loss), randomness="different")(X)
+
+
+def held_at_end(fn: Callable, transform: Callable) -> int:
+    """The bytes that are alive at the end of the forward pass."""
+    alive = []
+    with PeakMemory() as memory:
+        transform(fn, lambda: alive.append(memory.live))
+    return alive[0]
+
+
+@pytest.mark.parametrize(
+    ("cls", "transform"), [(Encoder, by_autograd), (Residual, by_autograd), (Residual, by_grad), (Encoder, per_sample)]
+)
+def test_bytes_and_flops_are_as_predicted(cls: type[nn.Module], transform: Callable) -> None:
+    plain = make_block(cls)
+    forward = lambda fn: transform(fn, lambda: None)
+    torch.manual_seed(1)
+    expected, without = forward(plain), count_flops(forward, plain)
+    for amount in (0, 0.4, 0.8):
+        policy = policies.budget(amount, cost="flops")
+        fn = remat.remat(plain, policy=policy)
+        held = held_at_end(fn, transform)
+        tradeoff, choice = fn._known.shared.choices[policy][-1]  # under torch.func, a first run may start over
+        assert choice.nbytes <= policy.nbytes(tradeoff.whole)
+        assert held == held_at_end(remat.remat(plain), transform)  # the first call saves nothing
+        assert held_at_end(fn, transform) == held + choice.nbytes
+        assert count_flops(forward, fn) == without + choice.flops
+        torch.manual_seed(1)
+        assert_same(forward(fn), expected, exact=False)
+
+
+@pytest.mark.parametrize("cls", [Encoder, Residual])
+def test_no_preset_is_better(cls: type[nn.Module]) -> None:
+    """A choice that saves no more bytes than a preset recomputes no more FLOPs."""
+    plain = make_block(cls)
+    curve = remat.pareto(plain, leaf(), cost="flops")
+    forward = lambda fn: by_autograd(fn, lambda: None)
+    nothing, without = held_at_end(remat.remat(plain), by_autograd), count_flops(forward, plain)
+    for preset in (policies.save_matmuls, policies.save_matmuls_without_batch_dims, policies.save_attention):
+        fn = remat.remat(plain, policy=preset)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            flops, saved = count_flops(forward, fn) - without, held_at_end(fn, by_autograd) - nothing
+        assert min(point.flops for point in curve.points if point.nbytes <= saved) <= flops
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_an_operation() -> None:
+    fn, x = lambda x: (x @ W).sin().reshape(-1), leaf()
+    cost = lambda how, fn=fn, x=x: remat.pareto(fn, x, cost=how).points[0].cost
+    flops, moved = 2 * 2 * 8 * 16 * 16, 4 * (2 * x.numel() + W.numel())
+    assert cost("flops") == flops
+    assert cost("roofline") == pytest.approx(max(flops / 50e9, moved / 20e9) * 1e6)
+    wide = torch.randn(512, 512, requires_grad=True)
+    assert cost("roofline", lambda x: (x @ x).sin(), wide) == pytest.approx(2 * 512**3 / 50e9 * 1e6)
+    names = []
+    assert cost(lambda op, args, kwargs, result: names.append(str(op)) or 1) == 1
+    assert [name for name in names if "view" not in name] == ["aten.mm.default", "aten.sin.default"]
+
+
+def test_operations_that_must_not_run_again_are_not_measured() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return F.dropout((x @ W).mul_(2), 0.5).sin()
+
+    counts = count_ops(lambda: remat.remat(fn, policy=policies.budget(0, cost="time"))(leaf(3, 16)))
+    assert [counts[f"aten.{name}"] for name in ("mm", "mul_", "native_dropout", "bernoulli_")] == [4, 1, 0, 1]
+
+
+@pytest.mark.parametrize("how", ["budget", "at"])
+def test_an_operator_is_measured_once_for_each_form_of_its_arguments(how: str) -> None:
+    m = nn.Sequential(nn.Linear(11, 11), nn.GELU(), nn.Linear(11, 11), nn.GELU())
+    counts = []
+    for size in (3, 5) if how == "budget" else (6, 7):
+        x, policy = torch.randn(size, 11), policies.budget(0.5, cost="time")
+        if how == "at":
+            policy = remat.pareto(m, x, cost="time").at(200)
+        fn = remat.remat(m, policy=policy)
+        counts.append([count_ops(fn, x)["aten.addmm"] for _ in range(3)])
+    assert counts == [[5, 2, 2] if how == "budget" else [2, 2, 2]] * 2
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_time_with_operations_on_meta_tensors(recorded: bool) -> None:
+    """Forward mode decomposes dropout, and some operations of this run on meta tensors."""
+
+    def run(wrap: Callable) -> Any:
+        torch.manual_seed(1)
+        x = X[0].clone().requires_grad_(recorded)
+        out, tangent = jvp(wrap(lambda x: F.dropout((x @ W).tanh(), 0.5).sin()), (x,), (X[1],))
+        return [out, tangent, *(torch.autograd.grad((out * tangent).sum(), x) if recorded else ())]
+
+    region = remat.remat(policy=policies.budget(300, cost="time"))
+    for _ in range(2):
+        assert_same(run(region), run(lambda fn: fn), exact=False)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (float("nan"), "must return a finite number that is not negative; for aten.mm.default it returned nan"),
+        (float("inf"), "must return a finite number that is not negative"),
+        (-1.0, "must return a finite number that is not negative"),
+        (None, "The cost function of a budget failed for aten.mm.default"),
+    ],
+)
+def test_invalid_costs(returned: Any, message: str) -> None:
+    with pytest.raises(remat.PolicyError, match=message):
+        remat.pareto(lambda x: (x @ W).tanh(), X[0], cost=lambda op, args, kwargs, result: returned)
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_program_has_its_own_choice() -> None:
+    """The first call of a program saves nothing; another size is another program."""
+    fn = remat.remat(chain, policy=policies.budget(1.0, cost="flops"))
+    small, large = leaf(4, 16), leaf(8, 16)
+    assert [products(fn, x) for x in (small, small, large, small, large)] == [6, 4, 6, 4, 4]
+
+
+def test_a_program_that_deviates_from_a_known_one() -> None:
+    """When it deviates, values of the known program are saved already."""
+
+    def fn(x: Tensor, turn: int) -> Tensor:
+        h = (x @ W).tanh()
+        return (h @ W).sin() if turn else (h @ W).cos().exp()
+
+    region = remat.remat(fn, policy=policies.budget(1.0))
+    for turn in (0, 1, 0, 1, 1, 0):
+        assert torch.equal(gradient(region, leaf(), turn), gradient(fn, leaf(), turn))
+    (known,) = region._known.shared.choices.values()
+    assert len(known) == 2
+
+
+def test_a_new_program_does_not_save_the_choices_of_several() -> None:
+    def fn(x: Tensor, number: int) -> Tensor:
+        made = [(x @ W).sin() for _ in range(4)]
+        return made[number].exp().sum() if number < 4 else sum(each.exp().sum() for each in made)
+
+    g, x = remat.remat(fn, policy=policies.budget(X.nbytes, cost="flops")), leaf()
+    for number in range(5):
+        assert held_bytes(lambda x: g(x, number), x) <= X.nbytes + 4
+
+
+def test_numbers_that_change_in_every_call_warn_once() -> None:
+    f = remat.remat(lambda x, t: (x * t).sin().exp().sin(), policy=policies.budget(1.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(40):
+            gradient(f, leaf(), 0.1 + t)
+            assert len(caught) == (t > 15)
+    assert str(caught[0].message).startswith("A region under policies.budget(1.0) has executed 16 different programs")
+
+
+def test_choices_of_old_policies_are_forgotten() -> None:
+    known = Known()
+    for i in range(40):
+        choices.Choices(policy := policies.budget(i), known)
+        assert policy in known.shared.choices
+    assert len(known.shared.choices) <= 16
+
+
+def test_inner_regions_are_a_part_of_the_program() -> None:
+    inner = remat.remat(lambda x: (x @ W).tanh())
+    fn = remat.remat(lambda x: inner(inner(x)).sin(), policy=policies.budget(1.0))
+    assert [products(fn) for _ in range(2)] == [6, 4]
+
+
+def in_a_region(fn: Callable) -> Callable:
+    return remat.remat(lambda x: fn(fn(x.sin()) * 2).cos())
+
+
+def differentiated_in_a_region(fn: Callable) -> Callable:
+    def with_gradient(x: Tensor) -> Tensor:
+        y = fn(x)
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+    return remat.remat(with_gradient)
+
+
+def in_a_checkpoint_of_torch(fn: Callable) -> Callable:
+    return lambda x: checkpoint(lambda x: fn(fn(x.sin()) * 2).cos(), x, use_reentrant=False)
+
+
+def in_a_region_with_a_policy(fn: Callable) -> Callable:
+    named = lambda x: checkpoint_name(fn(x), "h") @ W
+    return remat.remat(lambda x: named(x).sin(), policy=policies.save_only_these_names("h"))
+
+
+def under(transform: Callable) -> Callable[[Callable], Callable]:
+    return lambda fn: lambda x: transform(lambda x: in_a_region(fn)(x).sum())(x)
+
+
+AROUND: dict[str, Callable[[Callable], Callable]] = {
+    "a region": in_a_region,
+    "a region with a policy": in_a_region_with_a_policy,
+    "a region that differentiates": differentiated_in_a_region,
+    "torch's checkpoint": in_a_checkpoint_of_torch,
+    "grad": under(grad),
+    "vmap(grad)": under(lambda f: vmap(grad(f))),
+    "grad(grad)": under(lambda f: grad(lambda x: grad(f)(x).sum())),
+}
+
+
+@pytest.mark.parametrize("amount", [1.0, 0.5])
+@pytest.mark.parametrize("around", AROUND)
+def test_an_outer_recompute_has_the_choices_of_its_first_run(around: str, amount: float) -> None:
+    fn = eval("lambda x: x.sin().cos().tanh()")  # new code, without known programs
+    expected = gradient(AROUND[around](fn))
+    inner = remat.remat(fn, policy=policies.budget(amount))
+    for _ in range(3):
+        assert_same(gradient(AROUND[around](inner)), expected, exact=False)
+
+
+@pytest.mark.parametrize("transform", [False, True])
+def test_compiled_code_saves_nothing_and_warns(transform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "_warned", set())
+    torch._dynamo.reset()
+    f = remat.remat(chain, policy=policies.budget(0.5))
+    whole = grad(lambda x: f(x).sum()) if transform else f
+    compiled = torch.compile(whole, backend="aot_eager", fullgraph=True)
+    with pytest.warns(remat.RematWarning, match="A region with a budget saves nothing under torch.compile"):
+        found = compiled(X) if transform else gradient(compiled)
+    assert_same(found, gradient(chain), exact=False)
+
+
+# --- curves and policies ----------------------------------------------------------------------------------------------
+
+
+def test_a_curve_gives_policies() -> None:
+    curve = remat.pareto(chain, leaf(), cost="flops")
+    policy = pickle.loads(pickle.dumps(curve.at(0.5)))
+    assert policy == curve.at(0.5) and hash(policy) == hash(curve.at(0.5))
+    fn, x = remat.remat(chain, policy=policy), leaf()
+    best = [point for point in curve.points if point.nbytes <= policy.amount][-1]
+    assert held_bytes(fn, x) == held_bytes(remat.remat(chain), x) + best.nbytes  # in the first call too
+    assert curve.points[1].kept[0].startswith("aten.tanh.default at ") and curve.points[1].kept[0].endswith("(chain)")
+
+
+@pytest.mark.parametrize(
+    ("fn", "counts"),
+    [
+        (lambda x: (x @ W).sin().exp(), [3, 2]),
+        (lambda x: chain(x).sin(), [4, 4]),
+        (lambda x: ((x @ W).tanh() @ W).sin(), [4, 4]),
+    ],
+)
+def test_a_policy_for_another_program_warns_once_and_chooses_again(fn: Callable, counts: list[int]) -> None:
+    """The first call has saved what the two programs have in common."""
+    policy = remat.pareto(chain, leaf(), cost="flops").at(1.0)
+    region = remat.remat(fn, policy=policy)
+    with pytest.warns(UserWarning, match="was chosen for a different sequence of operations"):
+        first = products(region)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [first, products(region)] == counts
+    assert torch.equal(gradient(region), gradient(fn))
+
+
+@pytest.mark.parametrize(("cost", "unit"), [("roofline", ", us"), ("flops", ", FLOP"), (lambda *args: 1, "")])
+def test_plot(cost: Cost, unit: str) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    curve = remat.pareto(chain, leaf(), cost=cost)
+    assert curve.plot(axes) is axes and repr(curve) == str(curve) and f"cost{unit}  " in str(curve)
+    assert axes.get_xlabel() == "memory saved for the backward"
+    assert axes.get_ylabel() == f"cost of the recompute{unit}"
+    (line,) = axes.lines
+    assert len(curve.points) > 1
+    assert [*zip(*line.get_data())] == [(point.nbytes, point.cost) for point in curve.points]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: policies.budget(-1), "must not be negative, got -1"),
+        (lambda: policies.budget(2.0), r"must be a fraction in \(0, 1\]; got 2.0"),
+        (lambda: policies.budget("many"), "must be a number and a unit"),
+        (lambda: policies.budget(None), "must be a number of bytes"),
+        (lambda: policies.budget(1, cost="money"), "The cost of a budget must be one of 'roofline', 'flops', 'time'"),
+        (lambda: policies.budget(1) | policies.save_matmuls, "can't be combined with another policy"),
+        (lambda: policies.save_matmuls & policies.budget(1), "can't be combined with another policy"),
+        (lambda: policies.offload(policies.budget(1)), "can't be combined with another policy"),
+        (lambda: ~policies.budget(1), "can't be combined with another policy"),
+    ],
+)
+def test_errors(wrong: Callable, message: str) -> None:
+    with pytest.raises(remat.PolicyError, match=message):
+        wrong()
+
+
+def test_nothing_to_choose_from() -> None:
+    with pytest.raises(remat.RematError, match="There is nothing to choose"):
+        remat.pareto(lambda x: x * 2, torch.arange(3))
+
+
+def test_texts() -> None:
+    assert repr(policies.budget("64MiB", cost="flops")) == "policies.budget('64MiB', cost='flops')"
+    assert policies.budget("1KiB").nbytes(0) == 1024 and policies.budget("1.5kB").nbytes(0) == 1500
+    assert policies.budget(0.5).nbytes(100) == 50
+
+
+def test_placeholders_of_skipped_steps_share_memory() -> None:
+    def f(x: Tensor) -> Tensor:
+        values = [x]
+        for _ in range(8):
+            values.append(values[-1] + 1)  # all are alive until the end, and nothing needs them
+        return checkpoint_name(values[-1] + 1, "h").sin().exp().sin()
+
+    x = torch.ones(256, 256, requires_grad=True)
+    loss = remat.remat(f, policy=policies.save_only_these_names("h"))(x).sum()
+    with PeakMemory() as memory:
+        loss.backward()
+    assert torch.equal(x.grad, gradient(f, torch.ones(256, 256, requires_grad=True)))
+    assert memory.peak <= 3 * x.nbytes + 64  # 10 if each placeholder had its own memory

@@ -1,0 +1,234 @@
+"""The budget of a model: the peak stays below it, the plan is the best one, and the model is left as it was."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from benchmarks.measure import PeakMemory, held_bytes
+from remat._budget import model as budgets
+from remat._budget.model import planned
+from remat._selective.search import Choice
+
+LAYER = nn.TransformerEncoderLayer
+BATCH = torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(0))
+
+
+def make(count: int = 6, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [LAYER(16, 2, 64, dropout, batch_first=True) for _ in range(count)]
+    return nn.Sequential(*layers, nn.Linear(16, 3))
+
+
+def squared(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def budget(model: nn.Module, amount: Any, where: Any = LAYER, **options: Any) -> Any:
+    return remat.nn.budget(model, where, amount, BATCH, loss=squared, **options)
+
+
+def step(model: nn.Module) -> tuple[Any, int]:
+    """The gradients and the peak of a step."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    with PeakMemory() as memory:
+        squared(model(BATCH)).backward()
+    return [p.grad for p in model.parameters()], memory.peak
+
+
+@pytest.mark.parametrize(("part", "dropout"), [(0.8, 0.0), (0.5, 0.1), (0.35, 0.0)])
+def test_the_peak_is_within_the_budget(part: float, dropout: float) -> None:
+    model = make(dropout=dropout)
+    expected, plain = step(model)
+    result = budget(model, part)
+    gradients, peak = step(model)
+    assert all(map(torch.equal, gradients, expected))
+    assert result.without == pytest.approx(plain, rel=0.01) and result.amount == int(part * result.without)
+    assert peak <= result.amount and peak == pytest.approx(result.peak, rel=0.02)
+    assert result.peak > 0.85 * result.amount  # and most of the budget is used
+    assert [block.name for block in result.blocks] == [str(i) for i in range(6)]
+    assert str(result).count("\n") == 7 and result.flops == sum(block.flops for block in result.blocks)
+
+
+def test_late_blocks_may_save_more() -> None:
+    model = make()
+    result = budget(model, 0.35, cost="flops")
+    flops = [block.flops for block in result.blocks]
+    uniform = remat.pareto(model[0], BATCH.clone().requires_grad_(), cost="flops")
+    peak_with = lambda policy: step(remat.nn.apply(make(), LAYER, policy=policy))[1]
+    saved = max(p.nbytes for p in uniform.points if peak_with(uniform.at(p.nbytes)) <= result.amount)
+    assert flops[-1] <= flops[0]
+    assert sum(flops) <= 6 * min(p.flops for p in uniform.points if p.nbytes <= saved)
+
+
+def test_blocks_inside_of_a_block_are_a_part_of_it() -> None:
+    model = make(3)
+    expected, _ = step(model)
+    result = budget(model, 0.6, (LAYER, nn.LayerNorm))
+    gradients, peak = step(model)
+    assert peak <= result.amount and all(map(torch.equal, gradients, expected))
+    assert [block.name for block in result.blocks] == ["0", "1", "2"]
+
+
+def test_a_block_that_is_called_twice() -> None:
+    block = LAYER(16, 2, 64, 0.0, batch_first=True)
+    model = nn.Sequential(block, nn.Linear(16, 16), block)
+    expected, _ = step(model)
+    result = budget(model, 0.7)
+    gradients, peak = step(model)
+    assert peak <= result.amount and all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_model_is_left_as_it_was(before: bool) -> None:
+    """Also if its modules were regions before."""
+    model = make(2, dropout=0.1)
+    if before:
+        remat.nn.apply(model, LAYER)
+    weight = model[0].self_attn.in_proj_weight
+    weight.grad = torch.ones(48, 16)
+    state, generator = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    now = lambda: [(type(module), module.__dict__.copy()) for module in model.modules()]
+    modules = now()
+    with pytest.raises(remat.RematError, match="the budget is 1 B"):
+        budget(model, 1)
+    assert now() == modules
+    budget(model, 0.9)
+    remat.nn.undo(model)
+    if not before:
+        assert now() == modules
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(weight.grad, torch.ones(48, 16)) and model[1].linear1.weight.grad is None
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+
+
+class Wide(nn.Module):
+    """Most of the memory is taken outside of the blocks: before them, between them, or in a backward pass."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.first, self.last = place, nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def wide(self, place: str, x: Tensor) -> Tensor:
+        if place != self.place:
+            return x
+        y = x.repeat(1, 1, 100)
+        return (y.sin() if place == "in the backward" else y.detach()).view(*x.shape, 100).mean(-1) + x
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(self.wide("before", x))
+        return self.last(self.wide("between", self.wide("in the backward", h)))
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("before", "before the first of the chosen submodules"),
+        ("between", "in or after 'first'"),
+        ("in the backward", "in the backward pass of 'last', or of modules before it"),
+    ],
+)
+def test_a_budget_that_is_too_small_is_an_error_that_names_the_place_of_the_peak(place: str, text: str) -> None:
+    model = Wide(place)
+    with pytest.raises(remat.RematError, match=f"needs at least .* The peak is {text}") as error:
+        budget(model, 1000, nn.Linear)
+    least = int(str(error.value).split()[-4])
+    assert budget(model, least, nn.Linear).least == least
+
+
+def test_a_block_that_is_not_called_in_the_measured_step_has_the_budget_itself() -> None:
+    model = make(2)
+    model.spare = LAYER(16, 2, 64, 0.0, batch_first=True)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    assert [block.name for block in budget(model, 0.9).blocks] == ["0", "1"]
+    x = BATCH.clone().requires_grad_()
+    first, second = (held_bytes(model.spare, x) for _ in range(2))
+    assert 0 < first < second < held_bytes(remat.nn.undo(model).spare, x)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def best_plan(calls: list, options: Mapping, peaks: Mapping, amount: int) -> float | None:
+    """The least cost of all plans that stay within the amount at each moment."""
+    costs = []
+    for choice in itertools.product(*options.values()):
+        plan = dict(zip(options, choice))
+        saved = [0, *itertools.accumulate(plan[name].nbytes for name in calls)]
+        fits = all(peak + saved[number] <= amount for (number, _), peak in peaks.items())
+        beside = all(peaks[i, True] + saved[i] + plan[name].beside <= amount for i, name in enumerate(calls))
+        if fits and beside:
+            costs.append(sum(plan[name].cost for name in calls))
+    return min(costs, default=None)
+
+
+def random_problem(seed: int) -> tuple[list, dict, dict, int]:
+    numbers = random.Random(seed)
+    calls = ["a", "b", "c", "d"]
+    options = {}
+    for name in calls:
+        sizes = sorted(numbers.sample(range(1, 60), 3))
+        costs = sorted(numbers.sample(range(100), 4), reverse=True)
+        options[name] = [
+            Choice(size, cost, frozenset(), 0, numbers.choice((0, size // 2))) for size, cost in zip([0, *sizes], costs)
+        ]
+    moments = [*((i, False) for i in range(5)), *((i, True) for i in range(4))]
+    return calls, options, {moment: numbers.randrange(50, 150) for moment in moments}, 180
+
+
+def test_the_plan_is_the_best_one() -> None:
+    """Compared with all plans."""
+    for seed in range(200):
+        calls, options, peaks, amount = random_problem(seed)
+        plan = planned(calls, options, peaks, amount)
+        assert plan is not None and list(plan) == calls
+        assert sum(choice.cost for choice in plan.values()) == best_plan(calls, options, peaks, amount)
+    assert planned(calls, options, peaks, max(peaks.values()) - 1) is None
+
+
+def test_a_block_that_is_called_twice_counts_twice() -> None:
+    options = {"a": [Choice(0, 10.0, frozenset()), Choice(40, 0.0, frozenset())]}
+    for moment in ((2, False), (1, True)):
+        saved = [planned(["a", "a"], options, {moment: 100}, amount)["a"].nbytes for amount in (179, 180)]
+        assert saved == [0, 40]
+
+
+def test_of_many_ways_some_are_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is nearly as good, and fits too."""
+    monkeypatch.setattr(budgets, "_WAYS", 6)
+    for seed in range(50):
+        calls, options, peaks, amount = random_problem(seed)
+        plan = planned(calls, options, peaks, amount)
+        best = best_plan(calls, options, peaks, amount)
+        found = best_plan(calls, {name: [choice] for name, choice in plan.items()}, peaks, amount)
+        assert found is not None and found <= best + 0.2 * sum(each[0].cost for each in options.values())
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def _choose(rank: int, folder: str) -> None:
+    """Run in one of two processes, whose batches have different sizes."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        result = remat.nn.budget(make(4), LAYER, 0.6, torch.randn(8 - 4 * rank, 32, 16), loss=squared)
+        torch.save([(block.name, block.nbytes, block.operators) for block in result.blocks], f"{folder}/{rank}")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_all_processes_take_the_choice_of_the_first(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_choose, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    assert first == second and any(nbytes for _, nbytes, _ in first)

@@ -1,0 +1,204 @@
+"""Below all levels: changes in place, comparisons of runs, errors, and first runs that are started again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from both import ALL, ONCE, RECOMPUTE, Fn, V, W, Wrap, X, both, f, rows, summed, through_autograd
+from cases import assert_same
+from torch import Tensor
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+
+from remat import MutationError, RecomputeMismatchError, RematWarning, is_recomputing, policies, remat
+
+# A gradient for an operand without a batch dimension, of a region whose other operand has one, must not be summed.
+SHARED: dict[str, Callable[[Fn, Tensor], Any]] = {
+    "vmap(grad), shared": lambda g, x: vmap(grad(lambda x, y: g(x * W[1], y).sum(), (0, 1)), (None, 0))(x, rows(x)),
+    "jvp(vmap(grad)), shared": lambda g, x: jvp(
+        vmap(grad(lambda x, y: g(x, y).sum()), (None, 0)), (x, rows(x)), (x.cos(), rows(x))
+    ),
+    "vmap(vmap(grad)), shared": lambda g, x: vmap(vmap(grad(summed(g)), (0, None)), (None, 0))(rows(x), rows(x)),
+}
+REPEATED = RECOMPUTE | SHARED
+EVERY = ALL | SHARED
+
+
+# --- values that differ -----------------------------------------------------------------------------------------------
+
+
+def steady(x: Tensor, y: Tensor = V) -> Tensor:
+    return ((x @ W).sin() * 1.0).cos() @ W * y
+
+
+def drifting(x: Tensor, y: Tensor = V) -> Tensor:
+    """The same operations on other numbers."""
+    return ((x @ W).sin() * (1.5 if is_recomputing() else 1.0)).cos() @ W * y
+
+
+def drifting_little(x: Tensor, y: Tensor = V) -> Tensor:
+    """One number differs, in its last bits."""
+    h = (x @ W).sin()
+    by = torch.tensor(1e-15 if is_recomputing() else 0.0, dtype=h.dtype)
+    return (h + torch.zeros_like(h).index_put((torch.tensor(0),), by)).cos() @ W * y
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.save_ops("aten.sin")], ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_equal_values_raise_no_error(name: str, policy: Any) -> None:
+    both(lambda wrap: EVERY[name](wrap(steady), V), policy=policy, determinism_check="values")
+    nested = lambda wrap: wrap(lambda x, y=V: wrap(steady)(x.sin(), y).cos())
+    both(lambda wrap: EVERY[name](nested(wrap), V), determinism_check="values")
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=str)
+@pytest.mark.parametrize("name", REPEATED)
+def test_other_values_are_found(name: str, policy: Any) -> None:
+    compared = remat(determinism_check="values", policy=policy)
+    nested = compared(lambda x, y=V: compared(drifting)(x.sin(), y).cos())
+    for region in (compared(drifting), compared(drifting_little), nested):
+        with pytest.raises(RecomputeMismatchError, match="checksum"):
+            REPEATED[name](region, V)
+    REPEATED[name](remat(drifting), V)  # not compared by default
+
+
+def test_debug_warns_where_it_compares_no_operations() -> None:
+    with pytest.warns(RematWarning, match="debug=True compares no operations") as found:
+        for _ in range(2):
+            hessian(summed(remat(f, debug=True)))(V)
+    assert len(found) == 1
+
+
+def test_another_path_in_the_recompute_is_an_error() -> None:
+    with pytest.raises(RecomputeMismatchError):
+        grad(summed(remat(lambda x: x[:3].exp().sin() if is_recomputing() else x.sin().exp())))(X)
+
+
+# --- changes in place -------------------------------------------------------------------------------------------------
+
+
+def changes_intermediates(x: Tensor) -> Tensor:
+    h = x.sin()
+    h.mul_(2)
+    h = h * x
+    h.add_(x)[0] = 0
+    return torch.zeros_like(x).copy_(h.cos()) * h
+
+
+@pytest.mark.parametrize("transform", [grad, hessian, lambda f: vmap(grad(f))])
+def test_intermediates_may_be_changed(transform: Callable) -> None:
+    both(lambda wrap: transform(lambda x: wrap(changes_intermediates)(x).exp().sum())(X))
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev, lambda f: vmap(grad(f))])
+def test_a_region_that_changes_its_argument_is_refused(transform: Callable) -> None:
+    """Plain torch.func allows it where the argument is an intermediate."""
+    with pytest.raises(MutationError, match=r"changes an argument or a captured tensor in place .*`\.clone\(\)`"):
+        transform(lambda x: remat(lambda x: x.mul_(2).sin())(x.clone()).sum())(X)
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev, hessian, lambda f: vmap(grad(f))])
+def test_a_captured_buffer_that_is_changed_is_correct_or_an_error(transform: Callable) -> None:
+    """Plain torch.func raises an error for it."""
+    buffer = torch.zeros((), dtype=X.dtype)
+    region = remat(lambda x: x.sin() * buffer.add_(1))
+    try:
+        found = transform(summed(region))(X[:2])
+    except RuntimeError as error:
+        assert "mutate a captured Tensor" in str(error)
+    else:
+        assert_same((found, buffer), (transform(lambda x: x.sin().sum())(X[:2]), buffer * 0 + 1), exact=False)
+
+
+def pull_after(call: Callable, before: bool, change: Callable) -> None:
+    x = X.clone()
+    out, pull = vjp(call, x)
+    if before:
+        pull(out)
+    change(x)
+    pull(out)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("level", [lambda f: f, vmap, grad])
+def test_an_argument_that_is_changed_before_the_pullback(level: Callable, before: bool) -> None:
+    call = level(remat(lambda x: x.sin() * x if level is not grad else (x.sin() * x).sum()))
+    with pytest.raises(MutationError, match=r"argument x was .*\nThe region is <lambda> called at .*test_bottom"):
+        pull_after(call, before, lambda x: x.add_(1))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_another_tensor_that_is_changed_before_the_pullback(sparse: bool) -> None:
+    """A captured one, which may be sparse, or a tangent."""
+    w = W.to_sparse() if sparse else W.clone()
+    change = lambda _: w.mul_(2)
+    with pytest.raises(MutationError, match="closure variable 'w'"):
+        pull_after(remat(lambda x: (w @ x).sin()), False, change)
+    if not sparse:
+        with pytest.raises(MutationError, match="the derivative of argument"):
+            pull_after(lambda x: jvp(remat(torch.sin), (x,), (w,))[1], False, change)
+
+
+def test_a_captured_tensor_that_is_changed_before_plain_autograd() -> None:
+    """The region calls torch.func, and captures a tensor that its addition would not save without a region."""
+    x = X.clone().requires_grad_()
+    w = x * 2
+    out = remat(lambda x: grad(lambda y: y.sin().sum())(x) + w)(x)
+    w.add_(1)
+    with pytest.raises(MutationError, match="closure variable 'w'"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "transform", [grad, lambda f: vmap(grad(f)), jacrev, hessian, lambda f: lambda x: jvp(grad(f), (x,), (x,))]
+)
+def test_an_intermediate_that_is_changed_before_the_backward(transform: Callable) -> None:
+    def changes(x: Tensor) -> Tensor:
+        h = x * 2
+        y = remat(lambda h: h.sin() * h)(h)
+        h.add_(1)
+        return y.sum()
+
+    with pytest.raises(MutationError):
+        transform(changes)(X)
+
+
+def test_a_first_run_that_is_started_again_leaves_no_trace() -> None:
+    """That the function calls `grad`, which refuses saved-tensor hooks, is known only when it has run."""
+
+    def program(wrap: Wrap) -> Any:
+        buffer = torch.zeros(4, dtype=X.dtype)
+
+        def fn(x: Tensor) -> Tensor:
+            buffer.add_(torch.rand(4))
+            return grad(lambda y: (y * x).sin().sum())(x) * buffer
+
+        return through_autograd(wrap(fn), X), buffer
+
+    both(program)
+
+
+# --- errors in user code ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["forward", "recompute"])
+@pytest.mark.parametrize("name", EVERY)
+def test_an_error_in_user_code_leaves_nothing_behind(name: str, again: bool) -> None:
+    def fails(x: Tensor, y: Tensor = V) -> Tensor:
+        z = x.sin() * y
+        if is_recomputing() or not again:
+            raise KeyError("mine")
+        return z.exp()
+
+    if again and name in ONCE:
+        assert ONCE[name](remat(fails), V) is not None
+        return
+    with torch.autocast("cpu"), pytest.raises(KeyError, match="mine"):
+        EVERY[name](remat(fails), V)
+    assert not torch._C._are_functorch_transforms_active()
+    assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+    assert torch._C._len_torch_function_stack() == 0
+    assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled() and not is_recomputing()
+    both(lambda wrap: EVERY[name](wrap(steady), V))

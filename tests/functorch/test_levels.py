@@ -1,0 +1,265 @@
+"""What a region becomes at each level: operands and results of other levels, random numbers, modes, and pullbacks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+from both import ALL, Fn, V, Wrap, X, Y, both, f, rows, summed, through_autograd, vmap
+from cases import rand
+from torch import Tensor
+from torch.func import functionalize, grad, hessian, jacfwd, jvp, vjp
+from torch.nn.functional import conv1d, dropout
+
+from benchmarks.measure import count_ops
+from remat import RematError, policies, remat
+
+EVERYTHING = policies.everything_saveable
+
+# --- operands of several levels ---------------------------------------------------------------------------------------
+
+# Programs of a function of two tensors, which outer transforms and inner ones follow.
+GIVEN: dict[str, Callable[[Fn], Fn]] = {
+    "first inside": lambda g: lambda y: grad(lambda x: g(x, y).sum())(Y[0]),
+    "second inside": lambda g: lambda x: grad(lambda y: g(x, y).sum())(Y[0]),
+    "both inside": lambda g: lambda x: grad(lambda y: g(x * y, y).sum())(x.cos()),
+    "the same tensor": lambda g: lambda x: grad(lambda p: g(p, x).sum())(x),
+    "the same tensor, second inside": lambda g: lambda x: grad(lambda p: g(x, p).sum())(x),
+    "the same tensor, twice": lambda g: lambda x: grad(lambda p, q: (g(p, q) + g(q, x)).sum())(x, x),
+    "twice": lambda g: lambda y: grad(lambda x: grad(lambda x: g(x, y).sum())(x).sin().sum())(Y[0]),
+    "first, then second": lambda g: lambda y: grad(lambda y: grad(lambda x: g(x, y).sum())(V).sin().sum())(y.sin()),
+    "mapped": lambda g: lambda x: vmap(grad(lambda y: g(x, y).sum()))(Y).sum(0),
+    "mapped inside": lambda g: lambda x: grad(lambda y: vmap(g, (None, 0))(x, Y * y).sum())(V),
+    "vjp": lambda g: lambda y: vjp(lambda x: g(x, y), Y[0])[1](y.cos())[0],
+    "jvp": lambda g: lambda y: jvp(lambda x: g(x, y), (Y[0],), (Y[0],))[1],
+}
+
+
+def depends(x: Tensor, y: Tensor) -> Tensor:
+    """Energies are differentiated only with respect to what requires grad."""
+    p, out = x * 1, ((x * y).sin() + y).sum()
+    if not (p.requires_grad and out.requires_grad):
+        return out * y
+    (g,) = torch.autograd.grad(out, p, create_graph=True, allow_unused=True)
+    return y if g is None else g.sin() * y
+
+
+def is_computed(x: Tensor, y: Tensor) -> Tensor:
+    h = x.sin()
+    return (h * 2 if h.is_leaf else h * 3) * y
+
+
+def has_a_node(x: Tensor, y: Tensor) -> Tensor:
+    h = x.sin()
+    return (h * 2 if h.grad_fn is None else h * 3) * y
+
+
+def unused(x: Tensor, y: Tensor) -> Tensor:
+    return x.sin()
+
+
+# Dropout draws in the order of elements at a level, in that of memory below.
+FUNCTIONS: dict[str, Callable[[Wrap], Fn]] = {
+    "unused": lambda wrap: wrap(unused),
+    "used outside": lambda wrap: lambda x, y: wrap(unused)(x, y) * y,
+    "used": lambda wrap: wrap(lambda x, y: x.sin() * y.cos()),
+    "captured": lambda wrap: lambda x, y: wrap(lambda x: x.sin() * y.cos())(x),
+    "captured, unused": lambda wrap: lambda x, y: wrap(lambda x: x.sin() if y is not None else x)(x),
+    "nested": lambda wrap: wrap(lambda x, y: wrap(unused)(x, y).exp()),
+    "swapped": lambda wrap: lambda x, y: sum(t.sin() * (i + 1) for i, t in enumerate(wrap(lambda x, y: (y, x))(x, y))),
+    "returned": lambda wrap: lambda x, y: sum(wrap(lambda x, y: (x.sin() * y, x, y, x * 1))(x, y)).sin(),
+    "depends": lambda wrap: wrap(depends),
+    "depends, nested": lambda wrap: wrap(lambda x, y: wrap(depends)(x, y).sin()),
+    "depends, captured": lambda wrap: lambda x, y: wrap(lambda y: depends(x, y))(y),
+    "is computed": lambda wrap: wrap(is_computed),
+    "has a node": lambda wrap: wrap(has_a_node),
+    "drops": lambda wrap: wrap(lambda x, y: dropout(torch.outer(x, y).t() * 1, 0.5).sum(0)),
+}
+
+
+@pytest.mark.sampled(11)
+@pytest.mark.parametrize("policy", [None, EVERYTHING], ids=["no policy", "everything"])
+@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("transform", ALL)
+def test_a_function_sees_what_its_innermost_level_follows(transform: str, given: str, fn: str, policy: Any) -> None:
+    if given == "jvp" and (transform.startswith("dual") or fn.startswith("depends")):
+        pytest.skip("torch can't run it")
+    for _ in range(2):  # the second call uses what the first one recorded
+        both(lambda wrap: ALL[transform](lambda x: GIVEN[given](FUNCTIONS[fn](wrap))(x) + x, V), policy=policy)
+
+
+@pytest.mark.parametrize("transform", [jacfwd, lambda f: jacfwd(jacfwd(f))])
+def test_operands_without_a_tangent_stay_without_one(transform: Callable) -> None:
+    """A tangent of zeros would have no batch dimension, so that no in-place operation could write to it."""
+
+    def build(wrap: Wrap) -> Fn:
+        def call(x: Tensor) -> Tensor:
+            still = grad(lambda p: wrap(lambda p: x.sin())(p).sum())(V)
+            unrelated = wrap(lambda p, q: (p.sin(), q.cos()))(x, V)[1]
+            return sum(jvp(lambda x: x.clone().sin_(), (x.sin(),), (t,))[1] for t in (still, unrelated))
+
+        return call
+
+    both(lambda wrap: transform(build(wrap))(V))
+    both(lambda wrap: transform(lambda x: wrap(build(wrap))(x * 1).sin())(V))
+
+
+def test_an_argument_that_a_mapped_region_changes() -> None:
+    both(lambda wrap: [vmap(wrap(lambda x: x.mul_(2).sin()))(x) + x for x in [X.clone()]])
+
+
+def test_dual_tensors_made_inside_are_refused() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with fwAD.dual_level():
+            return fwAD.unpack_dual(remat(torch.sin)(fwAD.make_dual(x, x)))[1].sum()
+
+    with pytest.raises(RematError, match=r"`forward_ad.make_dual` made inside .* use torch\.func\.jvp inside"):
+        grad(fn)(X)
+
+
+def test_a_region_in_a_traced_function_is_called() -> None:
+    both(lambda wrap: functionalize(wrap(lambda x: x.sin().mul_(2)))(X))
+    assert count_ops(functionalize(grad(summed(remat(torch.sin)))), X)["aten.sin"] == 1
+
+
+# --- random numbers and modes -----------------------------------------------------------------------------------------
+
+
+def drops(x: Tensor) -> Tensor:
+    return dropout(x.sin(), 0.5) * x
+
+
+def draws(x: Tensor) -> Tensor:
+    """The random numbers don't depend on the operand, which may have no batch dimension."""
+    return (x * torch.randn(4, dtype=x.dtype)).sin()
+
+
+RANDOM: dict[str, Callable[[Wrap, Fn], Any]] = {
+    "vmap": lambda wrap, vmap: vmap(wrap(drops))(X),
+    "vmap(grad)": lambda wrap, vmap: vmap(grad(summed(wrap(drops))))(X),
+    "grad(region(vmap))": lambda wrap, vmap: grad(summed(wrap(vmap(wrap(drops)))))(X),
+    "autograd(vmap)": lambda wrap, vmap: through_autograd(lambda x: vmap(wrap(drops))(x) * torch.rand(4), X),
+    "no batch": lambda wrap, vmap: vmap(lambda y: wrap(draws)(V) * y)(X),
+    "no batch, grad": lambda wrap, vmap: vmap(lambda y: grad(summed(wrap(draws)))(V) * y)(X),
+    "no batch, grad around": lambda wrap, vmap: grad(lambda w: vmap(lambda y: wrap(draws)(w) * y)(X).sum())(V),
+}
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("name", RANDOM)
+def test_all_runs_draw_the_same_numbers_under_vmap(name: str, randomness: str) -> None:
+    both(lambda wrap: RANDOM[name](wrap, functools.partial(torch.func.vmap, randomness=randomness)))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_runs_draw_the_same_numbers(name: str) -> None:
+    both(lambda wrap: ALL[name](wrap(drops), V))
+    both(lambda wrap: ALL[name](wrap(draws), V))
+
+
+@pytest.mark.parametrize("transform", [lambda g: g, lambda g: grad(summed(g))])
+def test_the_error_for_random_numbers_under_vmap_is_that_of_torch(transform: Callable) -> None:
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(transform(remat(drops)))(X)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_an_inner_run_that_is_abandoned_in_a_region_with_a_policy(randomness: str) -> None:
+    """A region starts again when it has drawn numbers at a level where no operand is batched.
+
+    What the policy of the region around it had handed to the outermost region is handed over again then.
+    """
+
+    def program(wrap: Wrap) -> Any:
+        inner = wrap(lambda x: dropout(x.sin(), 0.4), policy=EVERYTHING)
+        middle, y = wrap(lambda x: inner(x * 2), policy=EVERYTHING), rand(4, 4)
+        return through_autograd(lambda x: vmap(wrap(lambda p: (middle(y), p.relu())[1]), randomness=randomness)(x), X)
+
+    both(program)
+
+
+def test_casts_of_a_region_without_tangents_at_a_jvp_level() -> None:
+    """Under ``vmap``, autocast acts at the level: a region without tangents is affected by it too."""
+    weight = rand(4, 1, 2, grad=False).float()
+
+    def program(wrap: Wrap) -> Any:
+        block = wrap(lambda x: conv1d(x[None, None], weight).sum((0, 2)))
+        with torch.autocast("cpu", torch.bfloat16):
+            return vmap(lambda x: jvp(lambda z: (block(x), z.sin()), (x,), (x.cos(),))[0][0])(X.float())
+
+    both(program, exact=True)
+
+
+def without_grad(wrap: Wrap) -> Fn:
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = wrap(lambda x: x.abs().exp())(x)
+        with torch.no_grad(), torch.enable_grad():
+            both_ways = wrap(torch.sin)(x)
+        return scale * wrap(torch.exp)(x) * both_ways * x.detach()
+
+    return call
+
+
+def with_grad(wrap: Wrap) -> Fn:
+    """The region's result has a gradient although the caller has disabled grad mode, as forces of a frozen model do."""
+
+    def enables(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x.square().exp()
+
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            c = wrap(enables)(x)
+        return c * x
+
+    return call
+
+
+@pytest.mark.parametrize("fn", [without_grad, with_grad])
+@pytest.mark.parametrize("transform", [grad, hessian, lambda f: vmap(grad(f)), lambda f: grad(summed(grad(f)))])
+def test_grad_mode_inside(transform: Callable, fn: Callable) -> None:
+    both(lambda wrap: transform(summed(fn(wrap)))(X))
+    both(lambda wrap: transform(summed(wrap(fn(wrap))))(X))
+
+
+def test_grad_mode_inside_of_compiled_code() -> None:
+    both(lambda wrap: torch.compile(grad(summed(with_grad(wrap))), backend="aot_eager")(X))
+
+
+# --- pullbacks and nested regions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_pullback_is_transformed_after_its_level_ended(name: str) -> None:
+    def program(wrap: Wrap) -> Any:
+        _, pull = vjp(wrap(f), V)
+        return ALL[name](lambda t: pull(t)[0].sin(), V)
+
+    both(program)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_lower_levels_differentiate_a_pullback(name: str) -> None:
+    """Their backward runs after the level of the `vjp` has ended, so its backward must have been recorded."""
+    both(lambda wrap: ALL[name](lambda x: vjp(wrap(f), x)[1](x.sin())[0], V))
+    both(lambda wrap: ALL[name](lambda x: vmap(vjp(wrap(f), x)[1])(rows(x))[0].sum(0), V))
+
+
+@pytest.mark.parametrize("check", ["metadata", "none"])
+@pytest.mark.parametrize("name", ALL)
+def test_regions_inside_regions(name: str, check: str) -> None:
+    """The regions are new, so that nothing recorded in an earlier call matters; then they are called again."""
+
+    def program(wrap: Wrap) -> Any:
+        inner = wrap(lambda x: x.sin().cos())
+        middle = wrap(lambda x: inner(x.exp()).tanh() * x)
+        fn = wrap(lambda x: middle(x).sin())
+        return ALL[name](fn, V), ALL[name](fn, V)
+
+    both(program, determinism_check=check)

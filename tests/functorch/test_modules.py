@@ -1,0 +1,144 @@
+"""Modules with rematerialized layers under `torch.func`: functional_call, ensembles, buffers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from both import Wrap, X, both, plain, summed, through_autograd
+from cases import assert_same, rand
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+from remat import remat
+
+
+class Block(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.register_buffer("scale", torch.ones(4))
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.second(self.first(x).tanh()).sin()) * self.scale
+
+
+class Net(nn.Module):
+    """Layers rematerialized as modules, by a bound method, and by a closure over `self`."""
+
+    def __init__(self, wrap: Wrap, tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([wrap(Block(tied)) for _ in range(2)])
+        self.last, self.wrap = Block(tied), wrap
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.last(x) + self.last.first(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.wrap(lambda x: self.last.second(x).exp())(self.wrap(self.head)(x))
+
+
+def make_params(tied: bool) -> dict[str, Tensor]:
+    named = Net(plain, tied).named_parameters()
+    return {name: rand(*p.shape, seed=i, grad=False) for i, (name, p) in enumerate(named)}
+
+
+def loss(net: nn.Module) -> Callable[..., Tensor]:
+    return lambda params, x: functional_call(net, params, (x,)).sin().sum()
+
+
+def detached(net: nn.Module) -> tuple[dict, dict]:
+    return {n: p.detach() for n, p in net.named_parameters()}, {n: b.clone() for n, b in net.named_buffers()}
+
+
+def through_params(fn: Callable, params: dict) -> Any:
+    return through_autograd(lambda *values: fn(dict(zip(params, values))), *params.values())
+
+
+def of_a_bias(f: Callable, params: dict) -> Any:
+    name = "last.first.bias"
+    return hessian(lambda b: f({**params, name: b}, X))(params[name])
+
+
+# The last two run a backward after the module got its own parameters back.
+TRANSFORMS: dict[str, Callable[[Callable, dict], Any]] = {
+    "grad": lambda f, params: grad(f, (0, 1))(params, X),
+    "vmap(grad)": lambda f, params: vmap(grad(f), (None, 0))(params, X),
+    "grad(vmap)": lambda f, params: grad(summed(vmap(f, (None, 0))))(params, X),
+    "jvp": lambda f, params: jvp(f, (params, X), (params, X)),
+    "jacrev": lambda f, params: jacrev(f)(params, X),
+    "hessian": lambda f, params: hessian(functools.partial(f, params))(X[0]),
+    "hessian, of a parameter": of_a_bias,
+    "autograd": lambda f, params: through_params(lambda p: f(p, X), params),
+    "autograd(grad)": lambda f, params: through_params(lambda p: list(grad(f)(p, X).values()), params),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_parameters_that_are_given(name: str, tied: bool) -> None:
+    def program(wrap: Wrap) -> Any:
+        net = Net(wrap, tied).double()
+        before = detached(net)[0]
+        found = TRANSFORMS[name](loss(net), make_params(tied))
+        assert_same(detached(net)[0], before)
+        assert all(p.grad is None for p in net.parameters())
+        return found
+
+    both(program)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ensemble(tied: bool) -> None:
+    def program(wrap: Wrap) -> Any:
+        nets = [Net(wrap, tied).double() for _ in range(3)]
+        params, buffers = stack_module_state(nets)
+        base = copy.deepcopy(nets[0]) if tied else copy.deepcopy(nets[0]).to("meta")  # `to` would untie them
+        call = lambda params, buffers, x: functional_call(base, (params, buffers), (x,)).sin().sum()
+        given = {name: p.detach() for name, p in params.items()}
+        return (
+            torch.autograd.grad(summed(vmap(call, (0, 0, None)))(params, buffers, X), list(params.values())),
+            vmap(vmap(grad(call), (None, None, 0)), (0, 0, None))(given, buffers, X),
+        )
+
+    both(program)
+
+
+@pytest.mark.parametrize("way", ["backward", "grad", "grad(grad)", "vmap(grad)"])
+def test_statistics_and_dropout(way: str) -> None:
+    """Statistics that are given are updated once; those of the module are not."""
+
+    def program(wrap: Wrap) -> Any:
+        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Dropout(), nn.Tanh())
+        net = nn.Sequential(wrap(nn.BatchNorm1d(4, affine=False)), wrap(layers)).double()
+        (params, buffers), (_, before) = detached(net), detached(net)
+        x = rand(2, 6, 4, grad=False)
+        call = lambda params, buffers, x: functional_call(net, (params, buffers), (x,)).sin().sum()
+        if way == "backward":
+            found = through_params(lambda p: call(p, buffers, x[0]), params)
+        elif way == "vmap(grad)":
+            buffers = {name: torch.stack([b, b]) for name, b in buffers.items()}
+            found = vmap(grad(call), (None, 0, 0), randomness="different")(params, buffers, x)
+        else:
+            squares = lambda *args: sum(g.square().sum() for g in grad(call)(*args).values())
+            found = grad(call if way == "grad" else squares)(params, buffers, x[0])
+        assert_same(detached(net)[1], before)
+        return found, buffers
+
+    both(program)
+
+
+def test_expanded_weights_are_refused() -> None:
+    """They are a module's own way of computing per-sample gradients."""
+    with pytest.raises(RuntimeError, match="Expanded Weights") as error:
+        call_for_per_sample_grads(nn.Sequential(remat(nn.Linear(4, 4))))(X.float()).sum().backward()
+    assert "`vmap(grad(loss))`" in error.value.__notes__[0]

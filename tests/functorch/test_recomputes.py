@@ -1,0 +1,277 @@
+"""What is recomputed, what is saved and when it is freed: operations, peaks and leaks under each transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from both import ALL, ONCE, Fn, V, W, Wrap, X, Y, both, f, forces, plain, squares, summed, through_autograd, vmap
+from cases import rand, repeated
+from torch import Tensor, nn
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, leaked_bytes, peak_bytes
+from remat import is_recomputing, remat
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+# How many of a chain of four regions are recomputed.
+COUNTS: dict[str, int] = {
+    "grad": 4, "vjp": 8, "vmap of a pullback": 4, "jacrev": 4, "grad(vmap)": 4, "vmap(grad)": 4, "vmap(jacrev)": 4,
+    "vmap(vmap(grad))": 4, "autograd": 4, "autograd(vmap)": 4, "hessian": 4, "jvp(grad)": 4, "jvp(vmap(grad))": 4,
+    "grad(jvp)": 4, "grad(grad)": 12, "autograd(grad)": 12, "dual(grad)": 4, **dict.fromkeys(ONCE, 0),
+}  # fmt: skip
+OTHERS: dict[str, tuple[Callable[[Fn, Tensor], Any], int]] = {
+    "grad, not used": (lambda g, x: grad(lambda x: (g(x), x.sum())[1])(x), 0),
+    "linearize": (lambda g, x: linearize(g, x)[1](x), 0),
+    "vmap, nothing batched": (lambda g, x: vmap(lambda y: g(x) * y)(Y), 0),
+    "jacrev, in two chunks": (lambda g, x: jacrev(g, chunk_size=2)(x), 8),
+    "vmap(grad), in two chunks": (lambda g, x: vmap(grad(summed(g)), chunk_size=2)(torch.stack([x] * 4)), 8),
+}
+# The backwards of these take other operations.
+SECOND_ORDER = ("hessian", "jvp", "grad(jvp)", "grad(grad)", "autograd(grad)", "dual(grad)", "vmap(jacrev)")
+
+
+@pytest.mark.parametrize("name", [*COUNTS, *OTHERS])
+def test_how_often_a_region_is_recomputed(name: str) -> None:
+    """The last product of a region isn't, and a first derivative itself takes no more operations than without remat."""
+    transform, recomputed = OTHERS[name] if name in OTHERS else (ALL[name], COUNTS[name])
+    program = lambda wrap: transform(repeated(wrap(f), 4), V)
+    both(program)
+    before, after = (count_ops(program, wrap) for wrap in (plain, remat))
+    assert after["aten.tanh"] == before["aten.tanh"] + recomputed
+    if not name.startswith(SECOND_ORDER):
+        assert after["aten.tanh_backward"] == before["aten.tanh_backward"]
+        products = [sum(count[f"aten.{op}"] for op in ("mm", "bmm", "mv", "dot")) for count in (before, after)]
+        assert products[1] <= products[0] + recomputed
+
+
+def test_only_requested_gradients_are_computed() -> None:
+    """For one region: two products forward, one recomputed; two backward for `x`, one for `w2`."""
+    block = remat(lambda x, w1, w2: torch.tanh(x @ w1) @ w2)
+    for argnums, products in {0: 2, 1: 2, 2: 1, (0, 2): 3, (0, 1, 2): 4}.items():
+        assert count_ops(grad(summed(block), argnums), X, W, Y)["aten.mm"] == 3 + products, argnums
+
+
+def test_the_recompute_stops_early() -> None:
+    counts = count_ops(grad(summed(remat(lambda x: x.sin().cos() + 1))), X)
+    # The cosine saves its operand, which is a sine; nothing after it is recomputed.
+    assert (counts["aten.add"], counts["aten.sin"]) == (1, 3)
+
+
+def test_a_region_that_draws_random_numbers_runs_once_in_the_forward() -> None:
+    runs = []
+
+    def layer(x: Tensor) -> Tensor:
+        runs.append(is_recomputing())
+        return torch.dropout(x.sin(), 0.5, True).exp()
+
+    for _ in range(2):
+        grad(summed(remat(layer)))(X)
+    assert runs == [False, True] * 2
+
+
+def test_reading_requires_grad_adds_no_recomputes() -> None:
+    def products(fn: Callable) -> int:
+        region = remat(fn)
+        program = lambda y: through_autograd(lambda x: grad(lambda y: region(x, y).sin().sum())(y), X)
+        program(Y)
+        return count_ops(program, Y)["aten.mm"]
+
+    asks = lambda x, y: ((y @ W).sin() if (x * 1).requires_grad else (y @ W).sin() * x) @ W
+    assert products(asks) == products(lambda x, y: ((y @ W).sin() * x) @ W)
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), jacrev], ids=["grad", "vmap(grad)", "jacrev"])
+@pytest.mark.parametrize("given", ["argument", "captured", "module"])
+def test_gradients_of_parameters_that_are_not_requested(given: str, transform: Callable) -> None:
+    """They require grad below all levels, which does not affect the level that differentiates the input."""
+    layer = nn.Linear(4, 4, bias=False).double()
+    w = layer.weight
+    programs: dict[str, Callable] = {
+        "argument": lambda x, wrap: wrap(lambda x, w: (x @ w.T).sin())(x, w).sum(),
+        "captured": lambda x, wrap: wrap(lambda x: (x @ w.T).sin())(x).sum(),
+        "module": lambda x, wrap: wrap(layer)(x).sin().sum(),
+    }
+    program = lambda wrap: transform(lambda x: programs[given](x, wrap))(X)
+    before, after = (count_ops(program, wrap)["aten.mm"] for wrap in (plain, remat))
+    assert after == before + 1  # the recompute
+    both(program)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+LONG = rand(64, grad=False)
+
+
+def tall(wrap: Wrap) -> Fn:
+    return repeated(wrap(lambda x: x.sin().exp().sin().exp().sin().exp().sin()), 8)
+
+
+def with_a_captured_weight(wrap: Wrap) -> Any:
+    chain = lambda w: repeated(wrap(lambda x: (x @ w).tanh().exp().sin() @ w), 6)
+    return grad(lambda w, x: chain(w)(x).sum())(W, rand(64, 4, grad=False))
+
+
+def of_a_region_that_calls_transforms(wrap: Wrap) -> Any:
+    inner = wrap(lambda x: grad(lambda x: x.sin().exp().sin().exp().sum())(x).sin())
+    return through_autograd(repeated(inner, 8), LONG)
+
+
+def of_a_region_that_detaches(wrap: Wrap) -> Any:
+    """What acts on one level only needs no level of its own if there is a single one."""
+    inner = wrap(lambda x: x.sin().detach_().exp() * x.sin().data.cos().exp() * x.sin().exp().sin())
+    return grad(summed(repeated(inner, 8)))(LONG)
+
+
+# Which part of the memory without remat a chain of regions needs at most.
+PEAKS: dict[str, float] = {
+    "grad": 0.3, "vjp": 0.5, "vmap(grad)": 0.3, "grad(vmap)": 0.3, "jacrev": 0.8, "jvp(grad)": 0.4, "grad(jvp)": 0.4,
+    "grad(grad)": 0.5, "hessian": 0.5, "jacrev(jacrev)": 0.8, "autograd(grad)": 0.7, "autograd, twice": 1.01,
+}  # fmt: skip
+PROGRAMS: dict[str, tuple[Callable[[Wrap], Any], float]] = {
+    "with a captured weight": (with_a_captured_weight, 0.6),
+    "of a region that calls transforms": (of_a_region_that_calls_transforms, 0.6),
+    "of a region that detaches": (of_a_region_that_detaches, 0.5),
+    "autograd in grad": (lambda wrap: grad(squares(forces(tall(wrap))))(LONG), 0.7),
+}
+
+
+@pytest.mark.parametrize("name", [*PEAKS, *PROGRAMS])
+def test_the_peak(name: str) -> None:
+    short = LONG[:8] if name.startswith(("hessian", "jac")) else LONG
+    program, part = PROGRAMS.get(name) or (lambda wrap: ALL[name](tall(wrap), short), PEAKS[name])
+    both(program)
+    peaks = [peak_bytes(program, wrap) for wrap in (remat, plain)]
+    assert peaks[0] < part * peaks[1], peaks[0] / peaks[1]
+    assert leaked_bytes(program, remat) == 0
+
+
+@pytest.mark.parametrize("transform", [ONCE["jvp"], lambda g, x: jacfwd(jacfwd(g))(x)])
+def test_the_peak_of_forward_mode_does_not_grow_with_the_regions(transform: Callable) -> None:
+    few, many = (peak_bytes(transform, repeated(remat(f), n), V) for n in (3, 12))
+    assert few == many
+
+
+def test_only_operands_are_saved() -> None:
+    many = lambda wrap: vjp(repeated(wrap(lambda x: x.sin().exp().sin().exp().sin()), 3), X)
+    assert held_bytes(many, remat) <= 4 * X.nbytes < 9 * X.nbytes <= held_bytes(many, plain)
+    assert leaked_bytes(many, remat) == 0
+
+
+def test_everything_is_freed_without_garbage_collection() -> None:
+    with assert_freed_without_gc() as watch:
+
+        def noted(x: Tensor) -> Tensor:
+            h = x.sin()
+            if not torch._C._functorch.is_functorch_wrapped_tensor(h):
+                watch(h)
+            return h.exp()
+
+        x = X.clone()
+        fn = remat(noted)
+        out, pull = vjp(lambda x: fn(x * 2), x)
+        results = pull(out), jvp(fn, (x,), (Y,)), grad(summed(fn))(x), grad(summed(grad(summed(fn))))(x), vmap(fn)(x)
+        watch(x, *tree_leaves(results))
+        del x, out, pull, results
+
+
+# --- per-sample gradients ---------------------------------------------------------------------------------------------
+
+WEIGHTS = [(rand(6, 6, seed=i, grad=False) / 3, rand(6, seed=i, grad=False)) for i in range(5)]
+SAMPLES = rand(16, 6, grad=False)
+
+
+def loss(wrap: Wrap) -> Callable[[list, Tensor], Tensor]:
+    run = wrap(lambda x, w, b: (torch.tanh(x @ w).exp() + b).sin() @ w.T)
+
+    def call(weights: list, x: Tensor) -> Tensor:
+        for w, b in weights:
+            x = run(x, w, b)
+        return x.sin().sum()
+
+    return call
+
+
+SHARED = {"in_dims": (None, 0)}
+# Programs of the weights and a batch of samples, and which part of the memory without remat each needs at most:
+# gradients of all weights per sample, and a Jacobian, are themselves larger than the residuals.
+PER_SAMPLE: dict[str, tuple[Callable[[Wrap], Callable], float]] = {
+    "by weights": (lambda wrap: vmap(grad(loss(wrap)), **SHARED), 1),
+    "by input": (lambda wrap: vmap(grad(loss(wrap), argnums=1), **SHARED), 0.5),
+    "by both, with values": (lambda wrap: vmap(grad_and_value(loss(wrap), argnums=(0, 1)), **SHARED), 1),
+    "grad(vmap)": (lambda wrap: grad(summed(vmap(loss(wrap), **SHARED)), argnums=(0, 1)), 0.5),
+    "jacrev(vmap)": (lambda wrap: jacrev(vmap(loss(wrap), **SHARED), argnums=1), 1.5),
+    "vmap(vjp)": (lambda wrap: vmap(lambda ws, x: vjp(loss(wrap), ws, x)[1](x.sum()), **SHARED), 1),
+    "norms": (
+        lambda wrap: vmap(lambda ws, x: sum(g.square().sum() for g in tree_leaves(grad(loss(wrap))(ws, x))), **SHARED),
+        0.9,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PER_SAMPLE)
+def test_per_sample_gradients(name: str) -> None:
+    program, part = PER_SAMPLE[name]
+    both(lambda wrap: program(wrap)(WEIGHTS, SAMPLES))
+    before, after = (count_ops(program(wrap), WEIGHTS, SAMPLES) for wrap in (plain, remat))
+    assert (before["aten.tanh"], after["aten.tanh"]) == (5, 10)
+    assert after["aten.tanh_backward"] == before["aten.tanh_backward"]
+    x = rand(64, 6, grad=False)
+    peaks = [peak_bytes(program(wrap), WEIGHTS, x) for wrap in (remat, plain)]
+    assert peaks[0] < part * peaks[1], peaks[0] / peaks[1]
+    assert leaked_bytes(program(remat), WEIGHTS, x) == 0
+
+
+def scalar(name: str, wrap: Wrap) -> Callable[[Tensor], Tensor]:
+    return lambda x, *ws: sum(g.sin().sum() for g in tree_leaves(PER_SAMPLE[name][0](wrap)([ws, *WEIGHTS[:1]], x)))
+
+
+DERIVATIVES: dict[str, Callable[[Fn], Any]] = {
+    "grad": lambda f: grad(f, (0, 1, 2))(SAMPLES[:3], *WEIGHTS[1]),
+    "jacfwd": lambda f: jacfwd(f)(SAMPLES[:3], *WEIGHTS[1]),
+    "jvp": lambda f: jvp(f, (SAMPLES[:3], *WEIGHTS[1]), (SAMPLES[3:6], *WEIGHTS[2])),
+    "hessian": lambda f: hessian(f)(SAMPLES[:1], *WEIGHTS[1]),
+    "autograd": lambda f: through_autograd(f, SAMPLES[:3], *WEIGHTS[1]),
+    "vmap": lambda f: vmap(f, (None, 0, 0))(SAMPLES[:3], *(torch.stack([t, t.sin()]) for t in WEIGHTS[1])),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("name", ["by weights", "by input", "grad(vmap)", "norms"])
+def test_derivatives_of_per_sample_gradients(name: str, derivative: str) -> None:
+    both(lambda wrap: DERIVATIVES[derivative](scalar(name, wrap)))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, None), (0, None, 0), (None, 0, 0), (None, None, 0), (None, 0, None)])
+def test_some_weights_are_batched_and_some_are_not(in_dims: tuple) -> None:
+    batches = SAMPLES[:3], torch.stack([WEIGHTS[0][0]] * 3).cumsum(0), torch.stack([WEIGHTS[0][1]] * 3).cumsum(0)
+    args = [batch if dim == 0 else batch[0] for batch, dim in zip(batches, in_dims)]
+
+    def program(wrap: Wrap) -> Any:
+        first = grad(lambda x, w, b: loss(wrap)([(w, b)], x), (0, 1, 2))
+        second = grad(lambda *a: sum(g.sin().sum() for g in first(*a)), (0, 1))
+        return vmap(first, in_dims)(*args), vmap(second, in_dims)(*args)
+
+    both(program)
+
+
+@pytest.mark.parametrize("region", [lambda x, w: x.sin(), lambda x, w: (x * w).detach()])
+def test_a_result_that_depends_on_no_parameter_may_be_changed_in_place(region: Callable) -> None:
+    """It requires no grad at the level that differentiates the parameters."""
+
+    def build(wrap: Wrap) -> Callable:
+        def call(w: Tensor, x: Tensor) -> Tensor:
+            y = wrap(region)(x, w) * 1.0
+            first = y[0].sin()
+            y.mul_(0.9)
+            assert not y.requires_grad
+            return (y * w).sum() * first
+
+        return call
+
+    both(lambda wrap: vmap(grad(build(wrap)), (None, 0))(X[0], Y), exact=True)
+    both(lambda wrap: jvp(lambda w: grad(build(wrap))(w, Y[0]), (X[0],), (X[0],)), exact=True)

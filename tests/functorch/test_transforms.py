@@ -1,0 +1,235 @@
+"""Every function, every transform, every composition of them: the same values, derivatives and random numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from both import V, W, Wrap, X, Y, both, f, pulled, squares, through_autograd, vmap
+from cases import CASES, Case, assert_same, flat, rand, total
+from torch import Tensor
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp
+from words import WORDS, check, plain_torch, through
+
+from remat import remat
+
+Transform = Callable[[Callable, Sequence[Tensor]], Any]
+
+
+def loss(call: Callable) -> Callable[..., Tensor]:
+    return lambda *args: total(call(*args))
+
+
+def of_gradient(call: Callable, argnums: Any) -> Callable[..., Tensor]:
+    return lambda *args: total(grad(loss(call), argnums)(*args))
+
+
+def twice_pulled(call: Callable, args: Sequence[Tensor]) -> Any:
+    out, pull = vjp(call, *args)
+    grads, second = vjp(lambda *args: vjp(call, *args)[1](out), *args)
+    return grads, second(grads), vjp(pull, out)[1](grads)
+
+
+def every(args: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(range(len(args)))
+
+
+def cosines(args: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(t.cos() for t in args)
+
+
+def rows(args: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.stack([t, t.cos()]) for t in args]
+
+
+def mapped(call: Callable, args: Sequence[Tensor]) -> Any:
+    return vmap(call)(*rows(args))
+
+
+# What differentiates a function at its arguments, and the flags of the cases where plain torch can do it.
+TRANSFORMS: dict[str, tuple[Transform, tuple[str, ...]]] = {
+    "grad_and_value": (lambda f, args: grad_and_value(loss(f), every(args))(*args), ()),
+    "vjp": (lambda f, args: pulled(f, *args), ()),
+    "vjp(vjp)": (twice_pulled, ("double",)),
+    "grad(grad)": (lambda f, args: grad(of_gradient(f, every(args)), every(args))(*args), ("double",)),
+    "jvp": (lambda f, args: jvp(f, tuple(args), cosines(args)), ("jvp",)),
+    "jvp, one argument": (lambda f, args: jvp(lambda x: f(x, *args[1:]), args[:1], cosines(args[:1])), ("jvp",)),
+    "jvp(jvp)": (
+        lambda f, args: jvp(lambda *a: jvp(f, a, cosines(a)), tuple(args), cosines(args)),
+        ("jvp", "double"),
+    ),
+    "jvp(grad)": (lambda f, args: jvp(grad(loss(f)), tuple(args), cosines(args)), ("jvp", "double")),
+    "jacrev": (lambda f, args: jacrev(f, every(args))(*args), ("jacobian", "vmap")),
+    "jacfwd": (
+        lambda f, args: jacfwd(f, every(args), randomness="different")(*args),
+        ("jacobian", "jvp", "vmap"),
+    ),
+    "hessian": (
+        lambda f, args: hessian(loss(f), len(args) - 1)(*args),
+        ("jacobian", "jvp", "vmap", "double", "not random"),
+    ),
+    "jacrev(jacrev)": (
+        lambda f, args: jacrev(jacrev(loss(f), len(args) - 1), len(args) - 1)(*args),
+        ("jacobian", "vmap", "double"),
+    ),
+    "vmap": (mapped, ("vmap",)),
+    "vmap(grad)": (lambda f, args: mapped(grad(loss(f), every(args)), args), ("vmap",)),
+    "autograd(vmap)": (lambda f, args: through_autograd(lambda *a: mapped(loss(f), a), *args), ("vmap", "jvp")),
+}
+# In these, sums have another order, or torch chooses another formula where it records the graph of the backward.
+ROUNDED = {"same_argument_twice", "group_norm", "transformer", "lstm", "reductions", "linear_algebra"}
+PAIRS = [
+    pytest.param(case, name, id=f"{name}-{case.name}")
+    for name, (_, flags) in TRANSFORMS.items()
+    for case in CASES
+    if case.func
+    and all(not getattr(case, flag[4:]) if flag.startswith("not ") else getattr(case, flag) for flag in flags)
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("case", "name"), PAIRS)
+def test_every_function(case: Case, name: str) -> None:
+    def run(fn: Callable) -> Any:
+        with case.state():
+            call, args = flat(case, fn)
+            return TRANSFORMS[name][0](call, args), torch.get_rng_state()
+
+    exact = name.startswith("jvp,") or name == "jvp" or (name in ("grad_and_value", "vjp") and case.name not in ROUNDED)
+    assert_same(run(remat(case.fn)), run(case.fn), exact=exact)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("word", WORDS, ids=["-".join(word) for word in WORDS])
+def test_every_composition_of_three_transforms(word: tuple[str, ...]) -> None:
+    """Called directly, and with torch.autograd around the whole."""
+    check(word)
+
+
+def test_plain_torch_raises_for_few_compositions() -> None:
+    """So the test above is not vacuous: it covers all words without autograd, and many with it."""
+    allowed = [word for word in WORDS[:56] if plain_torch(through, word) is not None]
+    assert all(word in allowed for word in WORDS[:56] if "autograd" not in word)
+    assert sum("autograd" in word for word in allowed) >= 6
+
+
+# --- arguments, results and options of the transforms -----------------------------------------------------------------
+
+
+def of_all_kinds(x: Tensor, y: Tensor) -> tuple:
+    """Differentiable or not, of one argument or of both, inputs and views of inputs, new and batched or not."""
+    values, places = x.sort()
+    return (
+        values.sin(), y.cos() * 3, (x * y).exp(), torch.ones_like(y), y.detach() * 2, x, y, x, x[1:], y.view(2, 2),
+        places, x > 0,
+    )  # fmt: skip
+
+
+OUTS = (0, None, 0, None, None, 0, None, 0, 0, None, 0, 0)
+
+
+def tree(params: dict, x: Tensor, *, power: int = 2) -> tuple[dict, dict]:
+    h = torch.tanh(x @ params["a"]["w"]) * params["a"]["b"][0] + params["a"]["b"][1][0]
+    return {"h": h**power, "l": [h.exp(), x], "same": h}, {"places": h.argmax(), "h": h}
+
+
+PARAMS = {"a": {"w": W, "b": [V, (X[1],)]}, "unused": Y[0]}
+OF_ALL_KINDS: dict[str, Callable[[Wrap], Any]] = {
+    "jacrev": lambda wrap: jacrev(lambda *a: wrap(of_all_kinds)(*a)[:10], (0, 1))(V, Y[0]),
+    "jacfwd": lambda wrap: jacfwd(lambda *a: wrap(of_all_kinds)(*a)[:10], (0, 1))(V, Y[0]),
+    "jvp": lambda wrap: jvp(wrap(of_all_kinds), (V, Y[0]), (Y[0], V)),
+    "jvp, one": lambda wrap: jvp(lambda x: wrap(of_all_kinds)(x, Y[0]), (V,), (Y[0],)),
+    "vmap": lambda wrap: vmap(wrap(of_all_kinds), (0, None), OUTS)(X, Y[0]),
+    "vmap(vjp)": lambda wrap: vmap(lambda *a: pulled(wrap(lambda *a: of_all_kinds(*a)[:10]), *a), (0, None))(X, Y[0]),
+    "has_aux": lambda wrap: grad(
+        lambda x: (wrap(of_all_kinds)(x, Y[0])[0][0], wrap(of_all_kinds)(x, Y[0])), has_aux=True
+    )(V),
+}
+# Each differentiates one of the results, so that the others have no cotangent.
+OF_ONE: dict[str, Callable[[Callable], Any]] = {
+    "grad": lambda f: grad(f, (0, 1))(V, Y[0]),
+    "hessian": lambda f: hessian(f, (0, 1))(V, Y[0]),
+    "vmap(grad)": lambda f: vmap(grad(f, (0, 1)), (0, None))(X, Y[0]),
+    "vmap(grad), the other": lambda f: vmap(grad(f, (0, 1)), (None, 0))(V, Y),
+    "grad(vmap)": lambda f: grad(lambda *a: vmap(f, (0, None))(*a).sum(), (0, 1))(X, Y[0]),
+}
+
+
+@pytest.mark.parametrize("name", [*OF_ALL_KINDS, *(f"{name} of one" for name in OF_ONE)])
+def test_results_of_all_kinds(name: str) -> None:
+    if name in OF_ALL_KINDS:
+        return both(OF_ALL_KINDS[name])
+    transform = OF_ONE[name.removesuffix(" of one")]
+    both(lambda wrap: [transform(lambda *a, i=i: total(wrap(of_all_kinds)(*a)[i])) for i in range(10)])
+
+
+def without_tangents(wrap: Wrap, x: Tensor) -> Tensor:
+    with torch.autograd.forward_ad._set_fwd_grad_enabled(False):
+        return wrap(torch.sin)(x) + x
+
+
+ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
+    "argnums": lambda wrap: [
+        grad_and_value(lambda *a: total(wrap(lambda x, y, z: x.sin() * y.exp() + z.cos())(*a)), argnums)(W, X, Y)
+        for argnums in (2, -1, (0,), (2, 0), (1, -1))
+    ],
+    "trees and aux": lambda wrap: [
+        grad(lambda p: (lambda out, aux: (total(out), aux))(*wrap(tree)(p, X, power=3)), has_aux=True)(PARAMS),
+        jvp(wrap(tree), (PARAMS, X), (PARAMS, Y), has_aux=True),
+        jacfwd(wrap(tree), has_aux=True)(PARAMS, V),
+        jacrev(wrap(tree), (0, 1), has_aux=True)(PARAMS, V),
+        (lambda out, pull, aux: (out, pull(out), aux))(*vjp(wrap(tree), PARAMS, X, has_aux=True)),
+        grad(lambda p: total(grad(lambda q: total(wrap(tree)(q, X)[0]))(p)))(PARAMS),
+    ],
+    "options of a pullback": lambda wrap: [
+        [pull(Y, create_graph=False), pull(Y, retain_graph=True), pull(Y, retain_graph=False, create_graph=False)]
+        for _, pull in [vjp(wrap(f), X)]
+    ],
+    "dimensions": lambda wrap: [
+        vmap(wrap(lambda x, y: (x.sin() @ W * y, y.sin())), dims, out)(*args)
+        for dims, out, args in (
+            ((1, None), (1, None), (X.T, Y[0])),
+            ((-1, None), (-1, None), (X.T, Y[0])),
+            ((None, 0), 0, (Y[0], X)),
+        )
+    ],
+    "dimensions of trees": lambda wrap: vmap(
+        lambda d, x: wrap(lambda d, x, *, scale: {"o": d["a"] * x.sin() * scale, "n": [d["b"][0].cos()]})(
+            d, x, scale=2.0
+        ),
+        ({"a": 0, "b": (None,)}, 1),
+    )({"a": X, "b": (Y[0],)}, X.T),
+    "nested vmap": lambda wrap: [
+        vmap(vmap(wrap(torch.mul), (0, None)), (None, 0))(X, Y),
+        vmap(vmap(wrap(torch.mul)), (0, None), 1)(X.expand(2, 4, 4), Y),
+        vmap(grad(lambda x, y: total(vmap(wrap(torch.mul), (0, None))(x, y)), (0, 1)), (None, 0))(X, Y),
+        vmap(vmap(vmap(wrap(torch.sin))))(rand(2, 2, 2, grad=False)),
+    ],
+    "complex numbers": lambda wrap: [
+        transform(wrap(lambda z: (z.exp() * 1j).abs().sum() + (z * z.conj()).real.sin().sum()))
+        for z in [rand(4, grad=False, dtype=torch.complex128)]
+        for transform in (lambda f: grad(f)(z), lambda f: grad(lambda z: total(grad(f)(z)))(z))
+    ],
+    "a number": lambda wrap: jacfwd(jacfwd(grad(wrap(grad(wrap(lambda x: (x.sin() * x).exp()))))))(rand(grad=False)),
+    "no elements": lambda wrap: wrap(grad(wrap(lambda x: (x.sin() * x).exp().sum())))(rand(0, grad=False)),
+    "an expanded primal": lambda wrap: jvp(lambda x: wrap(torch.sin)(x.expand(4)), (X[0, :1],), (X[0, :1],)),
+    "linearize": lambda wrap: [
+        linearize(lambda x: wrap(f)(wrap(f)(x)).sin() * x, X)[1](Y),
+        vmap(linearize(wrap(f), X)[1])(torch.stack([X, Y])),
+    ],
+    "no grad around": lambda wrap: torch.no_grad()(
+        lambda: [grad(squares(wrap(f)))(X), jacrev(wrap(f))(V), jvp(wrap(f), (X,), (Y,)), vmap(wrap(f))(X)]
+    )(),
+    "inference mode around": lambda wrap: torch.inference_mode()(
+        lambda x: [grad(squares(wrap(f)))(x + 0), jacrev(wrap(f))(x[0] + 0), jvp(wrap(f), (x + 0,), (x,))]
+    )(X),
+    "forward gradients disabled": lambda wrap: jacfwd(functools.partial(without_tangents, wrap))(V),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_and_options(name: str) -> None:
+    both(ARGUMENTS[name])

@@ -1,0 +1,397 @@
+"""What a region can't do under torch.func, and is refused with the remedy; and what it needs its levels for.
+
+Below all levels one graph serves all transforms, on operands that were unwrapped.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from both import ALL, Fn, V, W, Wrap, X, Y, both, plain, summed, through_autograd, vmap
+from cases import assert_same, rand
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, jvp, vjp
+from torch.nn.utils import parametrize
+
+from benchmarks.measure import leaked_bytes
+from remat import CaptureError, RematError, policies, remat
+
+EVERYTHING = policies.everything_saveable
+
+# --- captured tensors -------------------------------------------------------------------------------------------------
+
+other = types.ModuleType("remat_test_other")  # an imported module: the search for captured tensors skips its attributes
+sys.modules["remat_test_other"] = other
+LINEAR = nn.Linear(4, 4, bias=False)
+del LINEAR.weight
+
+
+def in_torch_module(w: Tensor) -> Fn:
+    linear = copy.copy(LINEAR)
+    linear.weight = w  # a plain attribute, as functional_call does it
+    return lambda x: torch.tanh(linear(x))
+
+
+def derived_in_other_module(w: Tensor) -> Fn:
+    other.w, other.v = w.sin(), w.cos()
+    return lambda x: torch.tanh(x @ other.w) @ other.v + other.w.sum()
+
+
+def bound_method_of_tensor(w: Tensor) -> Fn:
+    product = w.t().matmul
+    return lambda x: torch.tanh(product(x.reshape(-1, 4).t()).t())
+
+
+FOUND: dict[str, Callable[[Tensor], Fn]] = {
+    "closure": lambda w: lambda x: torch.tanh(x @ w),
+    "derived": lambda w: (lambda v: lambda x: torch.tanh(x @ v))(w.sin()),
+    "torch module": in_torch_module,
+}
+# Places that the search doesn't visit.
+HIDDEN: dict[str, Callable[[Tensor], Fn]] = {
+    "set": lambda w: (lambda some: lambda x: torch.tanh(x @ next(iter(some))))({w}),
+    "derived, other module": derived_in_other_module,
+    "method of tensor": bound_method_of_tensor,
+}
+PLACES = FOUND | HIDDEN
+
+# Transforms around a region of `x`, which captures a matrix `w` that only the transforms outside of these follow.
+BETWEEN: dict[str, Callable[[Callable[[Tensor], Fn]], Fn]] = {
+    "nothing": lambda region: lambda w: region(w)(X).sin().sum(0),
+    "grad": lambda region: lambda w: grad(summed(region(w)))(X).sum(0),
+    "jvp": lambda region: lambda w: jvp(region(w), (X,), (Y,))[1].sin().sum(0),
+    "vmap(grad)": lambda region: lambda w: vmap(grad(summed(region(w))))(X).sin().sum(0),
+}
+
+
+def outer(transform: str, fn: Fn) -> Any:
+    """A transform of a function of a matrix that the transform follows."""
+    return ALL[transform](lambda x: fn(torch.outer(x.sin(), x)), V)
+
+
+def is_refused(program: Callable[[Wrap], Any]) -> bool:
+    """Whether the region raises a CaptureError. Otherwise its results are those of the plain function."""
+    try:
+        found = program(remat)
+    except CaptureError as error:
+        assert "Pass it as an argument" in str(error)
+        return True
+    except RuntimeError as error:  # torch refuses a tensor of another size before the region can
+        assert "must match the size" in str(error)
+        return True
+    assert_same(found, program(plain), exact=False)
+    return False
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("transform", ALL)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_captured_tensor_that_a_transform_follows_is_found_or_refused(
+    place: str, transform: str, between: str
+) -> None:
+    if between == "jvp" and transform.startswith("dual"):
+        pytest.skip("dual numbers don't nest")
+    refused = is_refused(lambda wrap: outer(transform, BETWEEN[between](lambda w: wrap(PLACES[place](w)))))
+    follows_plain = between in ("grad", "vmap(grad)")
+    followed = transform not in (
+        "call",
+        "dual",
+        *([] if follows_plain else ["autograd", "autograd, twice", "in a region"]),
+    )
+    assert refused == (place in HIDDEN and followed)
+
+
+@pytest.mark.parametrize("transform", ALL)
+def test_captured_by_nested_regions_and_by_a_transform_in_a_region(transform: str) -> None:
+    def call(wrap: Wrap, w: Tensor) -> Tensor:
+        v = w.cos()
+        inner = wrap(lambda x: (w, torch.tanh(x @ w) @ v, w))
+        outs = wrap(lambda x: (v, inner(x)[1].sin() * w[0] + v[0], *inner(x)))(X)
+        outs += (wrap(lambda x: grad(lambda x: torch.tanh(x @ w).sum())(x) * w[0])(X),)
+        return sum((out * out).sum(0) for out in outs)
+
+    both(lambda wrap: outer(transform, functools.partial(call, wrap)))
+
+
+def test_a_wrapper_of_an_operand_that_is_read_in_an_inner_transform_is_refused() -> None:
+    """Below the outer levels, the inner one has the wrapper's level number, and the operand is not a wrapper."""
+
+    def build(wrap: Wrap) -> Fn:
+        def call(w: Tensor, x: Tensor) -> Tensor:
+            other.x = x
+            return wrap(lambda w, x: vmap(lambda row: (row * other.x.sum() * w).sin())(x))(w, x).sum()
+
+        return call
+
+    assert is_refused(lambda wrap: grad(lambda w: vmap(build(wrap), (None, 0))(w, W).cos().sum())(X[0]))
+
+
+def mapped(x: Tensor, by: Tensor = Y) -> tuple[Tensor, Tensor]:
+    """No function makes the tensor that the outer ``vmap`` returns."""
+    y = vmap(lambda row: (row * by[0]).sin().exp())(x)
+    return y, y.cos()
+
+
+MADE_INSIDE: dict[str, Callable[[Wrap], Fn]] = {
+    "grad": lambda wrap: grad(wrap(lambda x: mapped(x)[0].sum())),
+    "vjp": lambda wrap: lambda x: vjp(wrap(lambda x: mapped(x)[0]), x)[1](x)[0],
+    "jacrev": lambda wrap: jacrev(wrap(lambda x: mapped(x)[0].sum(0))),
+    "returned too": lambda wrap: grad(lambda x: sum(t.sum() for t in wrap(mapped)(x))),
+}
+
+
+@pytest.mark.parametrize("policy", [None, EVERYTHING], ids=["no policy", "everything"])
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_tensors_made_inside_and_kept_are_not_captured(name: str, policy: Any) -> None:
+    region = remat(MADE_INSIDE[name](remat), policy=policy)
+    assert_same(found := region(X), MADE_INSIDE[name](plain)(X), exact=False)
+    assert not found.requires_grad
+    assert leaked_bytes(region, X) == 0
+
+
+def test_a_result_that_is_read_is_not_captured_if_autograd_records_the_region() -> None:
+    runs, weight = [], rand(4, 4)
+    program = grad(lambda x: sum(t.sum() for t in remat(lambda x: runs.append(0) or mapped(x, weight))(x)))
+    assert program(X).requires_grad
+    assert len(runs) == 2
+    assert leaked_bytes(lambda: torch.autograd.grad(program(X).sum(), weight)) == 0
+
+
+@pytest.mark.parametrize("policy", [None, EVERYTHING], ids=["no policy", "everything"])
+def test_a_captured_tensor_of_a_level_that_has_ended(policy: Any) -> None:
+    """A buffer that a function under `jvp` has set anew; operations see the tensor that it wraps."""
+
+    def program(wrap: Wrap) -> Any:
+        module = nn.Module()
+        module.scale = torch.full((4,), 0.5, dtype=X.dtype)
+
+        def refreshed(x: Tensor) -> Tensor:
+            module.scale = module.scale * 0.5 + 1
+            return x * module.scale.cos()
+
+        def outer(x: Tensor) -> Tensor:
+            y = jvp(refreshed, (x,), (torch.ones_like(x),))[1]
+            return wrap(lambda x: (x * module.scale).sin())(x) + y
+
+        return through_autograd(wrap(outer), X[0]), module.scale + 0
+
+    both(program, exact=True, policy=policy)
+
+
+# --- stored tensors ---------------------------------------------------------------------------------------------------
+
+
+class Stores:
+    def __init__(self, detach: bool) -> None:
+        self.detach, self.kept = detach, None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        self.kept = y.detach() if self.detach else y
+        return y.cos()
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), lambda f: lambda x: jvp(f, (x,), (x,))])
+def test_a_stored_tensor_that_would_lose_its_derivatives_is_refused(transform: Callable) -> None:
+    with pytest.raises(CaptureError, match=r"stored a tensor of shape .* in self\.kept.*Return it"):
+        transform(lambda x: remat(Stores(detach=False))(x).sum())(X)
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f))])
+def test_a_tensor_that_is_detached_or_stored_under_vmap_only_is_allowed(transform: Callable) -> None:
+    both(lambda wrap: transform(lambda x: wrap(Stores(detach=True))(x).sum())(X))
+    both(lambda wrap: vmap(wrap(Stores(detach=False)))(X))
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
+def test_parameters_that_a_recurrent_layer_lists_anew_are_not_stored(cls: type[nn.Module]) -> None:
+    layer = cls(4, 4).double()
+    params = {name: torch.stack([p, p.cos()]).detach() for name, p in layer.named_parameters()}
+
+    def program(wrap: Wrap) -> Any:
+        region = wrap(copy.deepcopy(layer))
+        return vmap(grad(lambda p: functional_call(region, p, (X,))[0].sum()))(params)
+
+    both(program)
+
+
+def test_cached_parametrizations_are_refused() -> None:
+    with parametrize.cached(), pytest.raises(RematError, match="Leave out the cache"):
+        grad(lambda x: remat(torch.sin)(x).sum())(X)
+
+
+# --- functions that act on one level ----------------------------------------------------------------------------------
+
+
+def hook(tensor: Tensor) -> None:
+    """The hook reads the gradient, so its result would differ if the gradient had a visible batch dimension."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda g: g * 1.5 * g.sum().cos())
+
+
+def hooks_made(x: Tensor) -> Tensor:
+    h = x.sin()
+    hook(h)
+    return h.sin() * x.cos()
+
+
+def hooks_argument(x: Tensor) -> Tensor:
+    hook(x)
+    return x.sin().cos()
+
+
+def hooks_gradient(x: Tensor) -> Tensor:
+    energy = (x.sin() * x).sum()
+    if not energy.requires_grad:
+        return x.sin()
+    (g,) = torch.autograd.grad(energy, x, create_graph=True)
+    hook(g)
+    return g.sin() * x
+
+
+def detaches(x: Tensor) -> Tensor:
+    y = x.sin()
+    y.detach_()
+    return (y * x.exp()).sin() * x
+
+
+def reads_data(x: Tensor) -> Tensor:
+    return (x.sin().data * x.cos()).exp()
+
+
+def freezes(x: Tensor) -> Tensor:
+    x.requires_grad = False
+    return x.sin() * x
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds, with the gradient of the identity; the gradient of the `vmap` rule would be zero."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return (x * 4).round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 4
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return (x * 4).round(), dims[0]
+
+
+class GeneratedRule(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward, setup_context, backward = StraightThrough.forward, StraightThrough.setup_context, StraightThrough.backward
+
+
+def rounds(x: Tensor) -> Tensor:
+    return StraightThrough.apply(x.sin()) * x
+
+
+def rounds_by_generated_rule(x: Tensor) -> Tensor:
+    return GeneratedRule.apply(x.sin()) * x
+
+
+ACTS = [hooks_made, hooks_argument, hooks_gradient, detaches, reads_data, freezes, rounds, rounds_by_generated_rule]
+NESTS: dict[str, Callable[[Wrap, Fn], Fn]] = {
+    "one": lambda wrap, fn: wrap(fn),
+    "two": lambda wrap, fn: wrap(lambda x: wrap(fn)(x.cos() * 1).sin() * x),
+    "in a transform": lambda wrap, fn: wrap(lambda x: grad(lambda y: fn(y * 1).sum())(x) * x),
+    "given from outside": lambda wrap, fn: lambda x: grad(lambda y: (wrap(fn)(x * y) * y).sum())(V),
+    "not followed": lambda wrap, fn: lambda x: grad(lambda y: (wrap(fn)(x) * y.sin()).sum())(V),
+}
+SINGLE = ("autograd", "grad", "jacrev", "vjp")
+
+
+def may_be_refused(fn: Fn, transform: str, nest: str) -> bool:
+    if fn in (rounds, rounds_by_generated_rule):
+        return fn is rounds and "vmap" in transform
+    single = transform in SINGLE and nest not in ("given from outside", "not followed")
+    # `hooks_gradient` asks for a gradient, so its level is restored above the graph.
+    return not single or fn in (hooks_argument, hooks_gradient)
+
+
+@pytest.mark.filterwarnings("ignore:The policy")
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("transform", ALL)
+@pytest.mark.parametrize("fn", ACTS, ids=lambda fn: fn.__name__)
+def test_a_region_acts_on_one_level_as_without_remat_or_is_refused(fn: Fn, transform: str, nest: str) -> None:
+    if transform == "dual" and fn in (reads_data, detaches):
+        pytest.skip("the tangent is cut too")
+    try:
+        expected = ALL[transform](NESTS[nest](plain, fn), V)
+    except (RuntimeError, NotImplementedError):
+        pytest.skip("torch can't run it")
+    for policy in (None, EVERYTHING, policies.save_ops("aten.sin", "aten.exp")):
+        try:
+            found = ALL[transform](NESTS[nest](functools.partial(remat, policy=policy), fn), V)
+        except RematError as error:
+            assert any(remedy in str(error) for remedy in ("outside of the region", "Use `.detach()`")), error
+            assert may_be_refused(fn, transform, nest), policy
+        else:
+            assert_same(found, expected, exact=False)
+
+
+@pytest.mark.parametrize("transform", ["grad(grad)", "vmap(grad)", "autograd(grad)"])
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [(hooks_made, "hook on a tensor"), (hooks_argument, "hook on an"), (detaches, "Use `.detach"), (rounds, "Set `")],
+)
+def test_refused_under_several_levels(fn: Fn, text: str, transform: str) -> None:
+    if fn is rounds and transform != "vmap(grad)":
+        return both(lambda wrap: ALL[transform](wrap(fn), V))
+    with pytest.raises(RematError, match=text):
+        ALL[transform](remat(fn), V)
+
+
+# --- functions that see their levels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", ALL)
+def test_inputs_require_grad_as_without_remat(transform: str) -> None:
+    """In the first run: code such as `if not x.requires_grad: x.requires_grad_()` depends on it."""
+
+    def program(wrap: Wrap) -> bool:
+        seen = []
+        ALL[transform](wrap(lambda x: (seen.append(x.requires_grad), x.sin())[1]), V)
+        return seen[0]
+
+    both(program)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, lambda f: grad(summed(f))], ids=["nothing", "grad"])
+def test_results_require_grad_as_without_remat_if_autograd_records_the_transform(around: Callable) -> None:
+    """A frozen part of a network requires no grad, so that its result can be changed in place."""
+
+    def frozen(w: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = (x @ w).tanh()
+        return scale * x
+
+    def program(wrap: Wrap) -> Any:
+        seen = []
+
+        def loss(w: Tensor) -> Tensor:
+            y = wrap(frozen)(w, X)
+            seen.append(y.requires_grad)
+            y[0] = y[1].sin()
+            y.mul_(0.5)
+            return (y * w[0]).sin().sum()
+
+        return through_autograd(around(grad(loss)), W), seen
+
+    both(program)
