@@ -1,0 +1,498 @@
+"""A policy changes what is saved and what is recomputed, never a result: each program is compared with itself.
+
+Uninitialized memory is filled with NaN here, so that a value which was never computed is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, Case, assert_same, module, orders_of, rand, scalar, tensors, total
+from cases import tensor_leaves as leaves_of
+from random_programs.toolbox import chosen
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad, hessian, jvp, vjp, vmap
+from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
+
+from remat import checkpoint_name, policies, remat, scan
+from remat._policy.policy import as_policy
+
+Fn = Callable[..., Any]
+Wrap = Callable[[Fn], Fn]
+N = 4
+W, COMPLEX = rand(N, N, seed=77, grad=False) / 2, rand(N, N, dtype=torch.complex128, grad=False)
+WEIGHT, BIAS = rand(N, seed=1, grad=False), rand(N, seed=2, grad=False)
+pytestmark = pytest.mark.filterwarnings("ignore:The policy")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def filled_memory() -> Iterator[None]:
+    """Fill the memory that `torch.empty` returns with NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+ODD = "sin mul add_ copy_ clone bernoulli_ uniform_ native_dropout zeros_like empty_like empty lift_fresh _conj t_"
+ODD_OPS = as_policy([f"aten.{name}" for name in ODD.split()])  # including operations that return views
+NAMES = policies.save_only_these_names("h", "a*")
+POLICIES = {
+    "nothing": policies.nothing_saveable,
+    "everything": policies.everything_saveable,
+    "matmuls": policies.save_matmuls,
+    "attention, convolutions": policies.save_attention | policies.save_convolutions,
+    "odd": ODD_OPS,
+    "not odd": ~ODD_OPS,
+    "in place": policies.save_ops(
+        *(f"aten.{op}" for op in ["mul_", "bitwise_and_", "relu_", "rrelu_with_noise", "exp_", "tanh_"])
+    ),
+    "names": NAMES,
+    "all but names": policies.save_anything_except_these_names("h"),
+    "not named matmuls": policies.save_matmuls & ~NAMES,
+    "half": policies.save_if(chosen(3)),
+    "some and names": policies.save_if(chosen(5, 3)) | NAMES,
+    "answers": policies.save_if(chosen(4, 5)),
+    "offloaded": policies.offload(policies.save_matmuls | policies.save_ops("aten.exp", "aten.sin")),
+    "budget": policies.budget(0.5),
+}
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def named(t: Tensor) -> Tensor:
+    return checkpoint_name(t, "h")
+
+
+@torch.library.custom_op("remat_tests::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    """Draws random numbers, but has no tag that says so."""
+    return x + torch.randn_like(x)
+
+
+noise.register_autograd(lambda ctx, g: g)
+
+
+@torch.library.custom_op("remat_tests::add_to", mutates_args={"x"})
+def add_to(x: Tensor, y: Tensor) -> Tensor:
+    x.add_(y)
+    return y * 2
+
+
+class Exponential(torch.autograd.Function):
+    """Goes through NumPy, names a value, saves inputs, outputs and attributes of the context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        y = named(torch.from_numpy(np.exp(scale * x.detach().numpy())) * 1)
+        ctx.save_for_backward(x, y)
+        ctx.scale, ctx.kept = scale, [x.detach() * 2]
+        return y, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple:
+        x, y = ctx.saved_tensors
+        return g * y * ctx.scale + h * ctx.kept[0] / x, None
+
+
+def conjugate_named(z: Tensor) -> Tensor:
+    h = z.exp()
+    named(h.conj())
+    return (h * 2).sin().abs()
+
+
+def imaginary_part_named(z: Tensor) -> Tensor:
+    h = z.exp()
+    named(h.conj().imag)
+    return (h * 2).sin().abs()
+
+
+def in_place_through_a_conjugate(z: Tensor) -> Tensor:
+    h = z @ COMPLEX
+    g = h * 1
+    h.conj().mul_(2 + 1j)
+    return (g.sin() * h.sin()).abs()
+
+
+def in_place_through_the_real_part(z: Tensor) -> Tensor:
+    h = z @ COMPLEX
+    g = h * 1
+    h.real.mul_(2.5)
+    return (g.sin() * h.sin()).abs()
+
+
+def in_place_through_another_dtype(x: Tensor) -> Tensor:
+    h = x @ W
+    h.detach().view(torch.int64).bitwise_and_(-2)
+    return (named(h) * 1).sin()
+
+
+def in_place_chain(x: Tensor) -> Tensor:
+    h = x @ W
+    h += x
+    h = named(F.relu_(h)).clone()
+    h[0] = h[1] * 2
+    return h.sin() @ W
+
+
+def residual_stream_in_place(x: Tensor) -> Tensor:
+    h = x * 1
+    for _ in range(3):
+        h += named((h * 2) @ W)
+    return h.sin()
+
+
+def overwritten_after_it_was_saved(x: Tensor) -> Tensor:
+    s = x.sin()
+    t = s.index_select(1, torch.tensor([0, 2]))
+    s.sigmoid_()  # saves its result, but no gradient flows through it
+    s.scatter_(0, torch.tensor([[0, 1, 2, 3], [1, 0, 2, 2], [2, 2, 1, 0], [3, 0, 0, 1]]), x)
+    return t.sin()
+
+
+def overwritten_again_and_again(x: Tensor) -> Tensor:
+    s = x.sin()
+    t = s * 3
+    s.exp_()
+    with torch.no_grad():
+        u = s.cos()
+    s.mul_(2).tanh_().add_(x)
+    return t.sin() * u + s.detach()
+
+
+def transposed_in_place(x: Tensor) -> Tensor:
+    stacked = torch.stack([x.sin(), x.cos()])
+    stacked.transpose_(0, 1)
+    return stacked.exp()
+
+
+def views_returned(x: Tensor) -> tuple[Tensor, ...]:
+    h = (x * 2).exp()
+    product = x @ W
+    product.add_(1)
+    return h.t(), h[0], h, h, product
+
+
+def constants(x: Tensor) -> Tensor:
+    a, b = torch.tensor([2.0, 3, 4, 5]).double(), torch.tensor([5.0, 7, 1, 1]).double()
+    return ((x * a).sin() * named(b * 1)).exp() * torch.arange(4.0).double()
+
+
+def random_numbers(x: Tensor) -> Tensor:
+    h = named(noise(x * 2).exp())
+    mask = torch.bernoulli(torch.full((4, 4), 0.5, dtype=x.dtype))
+    return (F.dropout(x * 3, 0.5) * h * mask + torch.rand(4, 4, dtype=x.dtype)).sin()
+
+
+def noise_that_is_saved_early(x: Tensor) -> Tensor:
+    return F.rrelu(x * 2, 0.1, 0.3, training=True).sin()
+
+
+def several_results(x: Tensor) -> Tensor:
+    values, places = named(x.sin().max(0).values), x.sin().argmax(0)
+    ordered, index = (x * 2).sort(1)
+    first, *_ = torch.split(ordered.exp(), 2)
+    return (values.sin() * first).sum() + (x[:, places] * index).cos().sum()
+
+
+def partly_without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = (x @ W).abs().amax()
+        rows = [int(i) for i in (x @ W).argmax(1)]
+    return (named(x @ W) / scale)[rows].tanh().exp()
+
+
+def data_dependent_shapes(x: Tensor) -> Tensor:
+    return (x[x.detach() > 0] * 2).exp().sin() * x.detach().round().unique().sum()
+
+
+def custom_operator(x: Tensor) -> Tensor:
+    b = (x.detach() * 2).clone()
+    y = add_to(b, x.detach().sin())
+    return (named(x * b).exp().clamp(max=9) * y).sin()
+
+
+def custom_function(x: Tensor) -> Tensor:
+    a, b = Exponential.apply((x * 0.5).sin(), 1.5)
+    return (a * b).sin() * a
+
+
+def sparse(x: Tensor) -> Tensor:
+    return (x * 1).to_sparse().to_dense().mul(2).sin() @ W
+
+
+def checkpointed_inside(x: Tensor) -> Tensor:
+    return checkpoint(lambda t: (t.sin() @ W).exp(), x.cos(), use_reentrant=False).sin()
+
+
+def ranges(x: Tensor) -> Tensor:
+    with record_function("a"):
+        y = (x @ W).sin()
+        with record_function("a"):
+            z = (y @ W).sin()
+    return (z @ W).sin()
+
+
+def optimized(x: Tensor) -> Tensor:
+    y = (x @ W).sin()
+    guess = nn.Parameter(x.detach().clone())
+    optimizer = torch.optim.Adam([guess])  # opens profiler ranges in its steps
+    guess.grad = y.detach()
+    optimizer.step()
+    return (y @ W).sin() @ guess.detach()
+
+
+def gathered(x: Tensor) -> Tensor:
+    y = (x @ W).sin()
+    whole = torch.empty(4, 4, dtype=x.dtype)
+    torch.distributed.all_gather_into_tensor(whole, y.detach(), async_op=True).wait()
+    torch.distributed.barrier()
+    everywhere = y.detach().clone()
+    torch.distributed.all_reduce(everywhere)
+    return (y @ W).sin() * whole * everywhere
+
+
+# Functions that differentiate.
+
+
+def step(x: Tensor) -> Tensor:
+    """A gradient step."""
+    return x - 0.1 * grad(lambda z: z.square().sum())(x)
+
+
+def step_by_autograd(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        z = x if x.requires_grad else x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(z.square().sum(), z, create_graph=True)
+    return x - 0.1 * slope
+
+
+def normalized(inner: Fn, norm: Fn) -> Fn:
+    """Autograd saves mean and variance as results of the norm, which no operation reads before the backward."""
+    return lambda x: (norm(inner(x)) @ W).sin()
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (N,), WEIGHT, BIAS)
+
+
+def group_norm(x: Tensor) -> Tensor:
+    return F.group_norm(x, 2, WEIGHT, BIAS)
+
+
+def gradient_of_a_forward_derivative(x: Tensor) -> Tensor:
+    """Forward mode makes zeros that have no memory."""
+    z = x if x.requires_grad else x.detach().requires_grad_()
+    tangent = jvp(lambda q: layer_norm(q @ W).sin(), (z,), (torch.ones_like(z),))[1]
+    return torch.autograd.grad(tangent.sum(), z, create_graph=True)[0]
+
+
+def noisy(x: Tensor) -> Tensor:
+    return x + 0.1 * torch.randn(x.shape, dtype=x.dtype)
+
+
+def noisy_loop(x: Tensor) -> Tensor:
+    last, sums = scan(lambda c, a: (torch.tanh(noisy(c) + a), c.sum()), x, torch.linspace(0, 1, 5, dtype=x.dtype))
+    return last + sums.mean()
+
+
+REGION, LOOSE = remat(lambda z: step(torch.tanh(noisy(z)))), remat(lambda z: (z @ W).tanh() * noisy(z))
+GRU = module(lambda: nn.GRU(N, N, 2, dropout=0.3))
+
+
+def square(fn: Fn, name: str | None = None, **flags: bool) -> Case:
+    return Case(name or fn.__name__, fn, tensors((N, N)), **flags)
+
+
+def of_complex(fn: Fn, **flags: bool) -> Case:
+    return Case(fn.__name__, fn, lambda: (rand(N, N, dtype=torch.complex128),), jvp=False, **flags)
+
+
+ALONE = {"func": False, "jvp": False, "vmap": False}
+MORE = (
+    of_complex(conjugate_named),
+    of_complex(imaginary_part_named, vmap=False),
+    of_complex(in_place_through_a_conjugate),
+    of_complex(in_place_through_the_real_part),
+    square(in_place_through_another_dtype),
+    square(in_place_chain),
+    square(residual_stream_in_place),
+    square(overwritten_after_it_was_saved, vmap=False),
+    square(overwritten_again_and_again),
+    square(transposed_in_place),
+    square(views_returned),
+    square(constants),
+    square(random_numbers, **ALONE, random=True),
+    square(noise_that_is_saved_early, **ALONE, random=True),
+    square(several_results),
+    square(partly_without_grad, vmap=False),
+    square(data_dependent_shapes, vmap=False),
+    square(custom_operator, vmap=False),
+    square(custom_function, **ALONE),
+    square(sparse, vmap=False, jvp=False, double=False),
+    square(checkpointed_inside, **ALONE),
+    square(ranges),
+    square(optimized),
+    square(gathered, **ALONE),
+    square(lambda x: (grad(lambda t: (t.sin() * t).sum())(named(x * 0.5)) * 2).sin(), "grad inside"),
+    square(lambda x: (vmap(lambda t: (named(t.exp()) * t.sum()).sin())(x * 0.5) * 2).exp(), "vmap inside"),
+    square(lambda x: (jvp(lambda t: (named(t.exp()) * t).sin(), (x * 0.5,), (x,))[1] * 2).sin(), "jvp inside"),
+    square(lambda x: (hessian(lambda t: (t.exp() * t).sum())(x[0] * 0.5) * 2).sin(), "hessian inside"),
+    square(normalized(step, layer_norm), "layer norm after a step"),
+    square(normalized(step, group_norm), "group norm after a step"),
+    square(normalized(step_by_autograd, layer_norm), "layer norm after a step by autograd", **ALONE),
+    square(normalized(torch.cos, layer_norm), "layer norm"),  # of the same code
+    square(gradient_of_a_forward_derivative, **ALONE),
+    square(noisy_loop, random=True, vmap=False),
+    square(lambda x: REGION(noisy(REGION(x.cos()))).sin(), "a region that starts again", random=True, vmap=False),
+    square(lambda x: (x.sin() - 0.1 * grad(lambda z: LOOSE(z).sum())(x)) @ W, "grad of a region", vmap=False),
+    square(lambda x: GRU(x[None])[0].sin(), "GRU", **ALONE),
+)
+
+DERIVING = ("inside", "a step", "forward_derivative", "starts again", "of a region")
+TABLE = (*CASES, *MORE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    if torch.distributed.is_available():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    if torch.distributed.is_available():
+        torch.distributed.destroy_process_group()
+
+
+# --- plain autograd ---------------------------------------------------------------------------------------------------
+
+OPTIONS = [{}, {"early_stop": False}, {"determinism_check": "values"}, {"determinism_check": "none"}, {"debug": True}]
+
+
+def derived(fn: Fn, args: tuple) -> Any:
+    """A gradient in a region, by a backward pass of its own, itself differentiable."""
+    value = total(fn(*args))
+    inputs = [t for t in leaves_of(args) if t.requires_grad and not t.is_leaf]
+    return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True) if inputs else value
+
+
+def under_hooks(
+    fn: Fn, args: tuple, pack: Callable = lambda t: (t,), unpack: Callable = lambda packed: packed[0]
+) -> Any:
+    with saved_tensors_hooks(pack, unpack):
+        return fn(*args)
+
+
+# Calls a region in another way; the wrapper makes regions around it.
+AROUND: dict[str, Callable[[Fn, Wrap], Fn]] = {
+    "called": lambda fn, wrap: fn,
+    "in a region": lambda fn, wrap: wrap(lambda *args: fn(*args)),
+    "in a region with a policy": lambda fn, wrap: wrap(lambda *args: fn(*args), policy=policies.save_if(chosen(11))),
+    "before an operation": lambda fn, wrap: wrap(lambda *args: total(fn(*args)).sin(), policy=SINE),
+    "in a region that saves everything": lambda fn, wrap: wrap(lambda *a: total(fn(*a)).sin(), policy=EVERYTHING),
+    "under hooks": lambda fn, wrap: lambda *args: under_hooks(fn, args),
+    "under hooks that copy": lambda fn, wrap: lambda *args: under_hooks(fn, args, torch.clone, lambda t: t),
+    "in torch's checkpoint": lambda fn, wrap: lambda *args: checkpoint(fn, *args, use_reentrant=False),
+    "differentiated": lambda fn, wrap: wrap(lambda *args: derived(fn, args)),
+}
+SINE, EVERYTHING = policies.save_ops("aten.sin"), policies.everything_saveable
+
+
+def without(fn: Fn, **options: Any) -> Fn:
+    return fn
+
+
+def observed(case: Case, around: Callable, wrap: Callable, orders: int = 1, **options: Any) -> tuple:
+    """Results, gradients, what the case has changed, and the next random number."""
+    with case.state():
+        args, found = case.make_args(), []
+        tree = around(wrap(case.fn, **options), wrap)(*args)
+        out = [t.detach().clone() for t in leaves_of(tree)]
+        for i in range(orders):
+            value = total(tree)
+            if not value.requires_grad:
+                break
+            tree = torch.autograd.grad(value, case.inputs(args), create_graph=i + 1 < orders, allow_unused=True)
+            found.append(tree)
+        return out, found, [t.detach().clone() for t in (*leaves_of(args), *case.captured)], torch.rand(1)
+
+
+def ways(case: Case) -> list[str]:
+    """What plain torch can do with a case. Its checkpoint changes statistics twice, and torch.func refuses hooks."""
+    hooks = not any(part in case.name for part in DERIVING) and case.name != "noise_that_is_saved_early"
+    excluded = {"hooks": not hooks, "torch's": case.stateful or not hooks, "differentiated": not case.double}
+    return [name for name in AROUND if not any(no and word in name for word, no in excluded.items())]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_autograd(case: Case, policy: str) -> None:
+    number, possible = 2 * TABLE.index(case) + 3 * list(POLICIES).index(policy), ways(case)
+    option, around = OPTIONS[number % len(OPTIONS)], AROUND[possible[number % len(possible)]]
+    found = observed(case, around, remat, policy=POLICIES[policy], **option)
+    assert_same(found, observed(case, around, without))
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", [case for case in TABLE if case.double], ids=lambda case: case.name)
+def test_higher_orders(case: Case, policy: str) -> None:
+    plain = lambda orders: observed(case, AROUND["called"], without, orders)
+    orders = orders_of(plain)
+    found = observed(case, AROUND["called"], remat, orders, policy=POLICIES[policy])
+    assert_same(found, plain(orders), exact=False)  # a function that differentiates adds in another order
+
+
+# --- torch.func -------------------------------------------------------------------------------------------------------
+
+
+def pairs(args: tuple) -> tuple:
+    return tuple(torch.stack([t, t.cos()]) for t in args)
+
+
+def first_mapped(transform: Callable[[tuple], Callable], args: tuple) -> Any:
+    """A transform of functions in which only the first argument has a batch dimension."""
+    dims = (0,) + (None,) * (len(args) - 1)
+    return transform(dims)(torch.stack([args[0], args[0].cos()]), *args[1:])
+
+
+TRANSFORMS: dict[str, Callable[[Fn, tuple, tuple], Any]] = {
+    "grad": lambda f, args, n: grad(f, n)(*args),
+    "vmap, grad": lambda f, args, n: vmap(grad(f, n), randomness="different")(*pairs(args)),
+    "vmap, grad, shared": lambda f, args, n: first_mapped(lambda dims: vmap(grad(f, n), dims, randomness="same"), args),
+    "grad, vmap": lambda f, args, n: first_mapped(
+        lambda dims: grad(lambda *a: vmap(f, dims, randomness="different")(*a).sum(), n), args
+    ),
+    "jvp, grad": lambda f, args, n: jvp(grad(f, n), args, tuple(t.cos() for t in args)),
+    "grad, jvp": lambda f, args, n: grad(lambda *a: jvp(f, a, tuple(t.cos() for t in args))[1], n)(*args),
+    "grad, grad": lambda f, args, n: grad(lambda *a: total(grad(f, n)(*a)), n)(*args),
+    "vjp twice": lambda f, args, n: (lambda out, pull: (pull(out), pull(out * 2)))(*vjp(f, *args)),
+}
+
+
+def works(case: Case, transform: str) -> bool:
+    """Whether plain torch, and a region without a policy, support it (a module's list of weights isn't replaced)."""
+    vmapped, forward = case.vmap or "vmap" not in transform, case.jvp or "jvp" not in transform
+    twice = transform in ("jvp, grad", "grad, grad")
+    return vmapped and forward and (case.double or not twice) and not (case.name == "lstm" and "jvp" in transform)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", [case for case in TABLE if case.func], ids=lambda case: case.name)
+def test_func(case: Case, policy: str) -> None:
+    def run(wrap: Callable, transform: Callable) -> tuple:
+        with case.state():
+            call, primals = scalar(case, wrap(case.fn, policy=POLICIES[policy]))
+            return transform(call, primals, tuple(range(len(primals)))), torch.rand(1)
+
+    for name, transform in TRANSFORMS.items():
+        if works(case, name):
+            assert_same(run(remat, transform), run(without, transform), exact=False)
