@@ -65,6 +65,7 @@ def test_a_tensor_that_is_not_on_a_device_is_not_copied(monkeypatch: pytest.Monk
     kept.release()
     kept.settle()
     assert kept.get() is x and Offloaded(meta).get() is meta
+    remat(chain, policy=offload(policies.save_matmuls))(leaf(4, 4), leaf(4, 4)).sum().backward()
     assert (kept.nbytes, kept.shape, kept.dtype, kept.device) == (12, x.shape, x.dtype, x.device)
     assert not copies.out and not copies.back
 
@@ -123,7 +124,7 @@ LAYOUTS = {**DENSE, **OVERLAPPING, **OTHERS}
 def assert_kept(name: str, device: str) -> None:
     tensor = LAYOUTS[name](BASE.to(device))
     kept = Offloaded(tensor)
-    assert kept._host.device.type == "cpu" and kept._host.is_pinned() == (device != "cpu" and kept.nbytes > 0)
+    assert kept._host.device.type == "cpu" and (kept._host.is_pinned() or device == "cpu" or not kept.nbytes)
     for _ in range(2):
         got = kept.get()
         assert torch.equal(got.cpu(), tensor.cpu())
@@ -136,7 +137,7 @@ def assert_kept(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name: str, far: Copies) -> None:
+def test_the_copy_has_the_layout_without_gaps(name: str, far: Copies) -> None:
     assert_kept(name, "cpu")
 
 
@@ -150,17 +151,11 @@ class Special(Tensor):
     pass
 
 
-SPECIAL: dict[str, Callable[[], Tensor]] = {
-    "sparse": lambda: torch.eye(3).to_sparse(),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-    "subclass": lambda: torch.ones(3).as_subclass(Special),
-}
-
-
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_a_tensor_that_is_more_than_memory_is_not_copied(kind: str, far: Copies) -> None:
-    tensor = SPECIAL[kind]()
-    assert Offloaded(tensor).get() is tensor and not far.out
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_tensor_that_is_more_than_memory_is_not_copied(far: Copies) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    for tensor in (torch.eye(3).to_sparse(), quantized, torch.ones(3).as_subclass(Special)):
+        assert Offloaded(tensor).get() is tensor and not far.out
 
 
 def test_levels_and_tangents_are_not_copied(far: Copies) -> None:
@@ -215,23 +210,14 @@ def test_a_read_copies_back_its_group_and_the_one_before(retain_graph: bool, far
 
 
 def test_a_tensor_that_is_released_in_a_pass_is_not_copied_back_again(far: Copies) -> None:
-    def once(kept: Offloaded) -> Tensor:
-        got = kept.get()
-        kept.release()
-        return got
-
     x = leaf(8)
-    loss, _ = regions(x, 1, 2, unpack=once)
+    loss, _ = regions(x, 1, 2, unpack=lambda kept: (kept.get(), kept.release())[0])
     torch.autograd.grad(loss, x, retain_graph=True)
     assert sorted(far.taken()) == [0, 1, 2, 3]
-
-
-def test_a_single_tensor_is_a_group_too(far: Copies) -> None:
-    x = leaf(8)
-    with saved_tensors_hooks(lambda t: Offloaded(t.detach()), Offloaded.get):
+    with saved_tensors_hooks(lambda t: Offloaded(t.detach()), Offloaded.get):  # each is a group of its own
         loss = x.sin().exp().sum()
     loss.backward()
-    assert far.taken() == [1, 0]
+    assert far.taken() == [5, 4]
 
 
 def test_freed_groups_are_skipped(far: Copies) -> None:
@@ -360,20 +346,6 @@ def test_threads_get_one_copy(far: Copies, monkeypatch: pytest.MonkeyPatch) -> N
     in_threads(*[read] * 4)
     assert sorted(far.taken()) == list(range(50))
     assert all(a is b for row in got for a, b in zip(row, got[0]))
-
-
-def test_backwards_in_other_threads_during_new_forwards(far: Copies) -> None:
-    x, results = torch.randn(8, requires_grad=True, dtype=torch.float64), list[Tensor]()
-
-    def work() -> None:
-        for _ in range(5):
-            loss, more = regions(x, 5)[0], regions(x, 1)[0]
-            in_threads(lambda loss=loss: results.extend(torch.autograd.grad(loss, x)))
-            assert more.requires_grad
-
-    in_threads(*[work] * 3)
-    assert_same(results, [plainly(x, 5)] * 15)
-    assert far.on_device() == far.on_host() == 0
 
 
 def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
@@ -520,22 +492,16 @@ def test_the_memory_of_an_unread_copy_waits_for_the_copy(streams: Streams) -> No
     assert streams.copied == 3
 
 
-def test_a_read_on_another_stream(streams: Streams) -> None:
-    kept = Offloaded(streams.produced(3))
-    kept.prefetch()
-    consumer = Stream(streams, False)
-    with consumer:
-        got = kept.get()
-        streams.assert_reads(got, 3)
-    assert streams.recorded[1:] == [(got.data_ptr(), consumer)]
-
-
-def test_a_tensor_may_be_changed_after_settle(streams: Streams) -> None:
+def test_a_read_on_another_stream_and_a_change_after_settle(streams: Streams) -> None:
     x = streams.produced(3)
     kept = Offloaded(x)
     kept.settle()
     streams.main.add(lambda: x.fill_(5))
-    streams.assert_reads(kept.get(), 3)
+    kept.prefetch()
+    with (consumer := Stream(streams, False)):
+        got = kept.get()
+        streams.assert_reads(got, 3)
+    assert streams.recorded[1:] == [(got.data_ptr(), consumer)]
 
 
 @pytest.mark.parametrize("limit, waits", [(100, 0), (40, 3), (0, 4)])
@@ -583,22 +549,6 @@ def test_copies_run_concurrently_with_the_computation_and_after_a_late_producer(
 
 
 @cuda
-def test_device_memory_is_free_between_forward_and_backward() -> None:
-    x = torch.randn(16 * MIB, device=DEVICE)
-    kept, expected = Offloaded(x), x.sum()
-    with_it = backend.memory_allocated()
-    del x
-    without = backend.memory_allocated()
-    assert without <= with_it - 64 * MIB
-    got = kept.get()
-    assert_same(got.sum(), expected)
-    assert backend.memory_allocated() >= without + 64 * MIB
-    kept.release()
-    del got
-    assert backend.memory_allocated() <= without + MIB
-
-
-@cuda
 @pytest.mark.parametrize("retain_graph", [False, True])
 @pytest.mark.parametrize("limit", [8 * MIB, 512 * MIB])
 def test_gradients_and_peak_on_a_device(limit: int, retain_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -611,30 +561,12 @@ def test_gradients_and_peak_on_a_device(limit: int, retain_graph: bool, monkeypa
         before = backend.memory_allocated()
         backend._sleep(LONG // 10)  # the caller is far ahead of the device
         loss, _ = regions(x, 8, steps=2)
+        assert backend.memory_allocated() - before < 4 * MIB  # none of the 32 tensors
         for _ in range(2 if retain_graph else 1):
             found = torch.autograd.grad(loss, x, retain_graph=retain_graph)[0]
             peak = backend.max_memory_allocated() - before
             assert_same(found, expected)
-            assert peak < 20 * 4 * MIB  # of the 32 tensors, two groups of four and the operands of the computation
-
-
-@cuda
-def test_other_streams_of_a_device() -> None:
-    x = torch.randn(MIB, device=DEVICE, requires_grad=True)
-    expected, side = plainly(x, 8), backend.Stream()
-    for _ in range(10):
-        side.wait_stream(backend.current_stream())
-        with backend.stream(side):
-            loss, _ = regions(x, 4, steps=2)
-        backend.current_stream().wait_stream(side)
-        assert_same(torch.autograd.grad(loss, x)[0], expected)
-    kept = Offloaded(x.detach())
-    kept.prefetch()
-    with backend.stream(side):
-        found = kept.get().clone()
-        del kept
-    side.synchronize()
-    assert_same(found, x.detach())
+            assert peak < 20 * 4 * MIB  # two groups of four, and the operands of the computation
 
 
 # --- with a policy ----------------------------------------------------------------------------------------------------
@@ -646,13 +578,8 @@ def chain(x: Tensor, w: Tensor) -> Tensor:
     return x.sin()
 
 
-OFFLOADING = {
-    policies.offload(policies.save_matmuls): 3,
-    policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=["h0"], names_which_can_be_offloaded=["h1", "h2"]
-    ): 2,
-    policies.save_matmuls | policies.offload(policies.save_only_these_names("h1")): 1,
-}
+only, offload = policies.save_only_these_names, policies.offload
+OFFLOADING = {offload(policies.save_matmuls): 3, only("h0") | offload(only("h1", "h2")): 2}
 
 
 @pytest.mark.parametrize("policy", OFFLOADING, ids=repr)
@@ -665,9 +592,3 @@ def test_each_value_is_copied_out_once_and_back_once_per_pass(policy: Any, far: 
         assert sorted(far.taken()) == list(range(count))
     del out
     assert far.on_host() == 0 and far.on_device() == 0
-
-
-def test_under_a_policy_values_in_host_memory_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = Copies(monkeypatch)
-    remat(chain, policy=policies.offload(policies.save_matmuls))(leaf(4, 4), leaf(4, 4)).sum().backward()
-    assert copies.out == [] and copies.back == []

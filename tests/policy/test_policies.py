@@ -45,8 +45,12 @@ def large(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
     return args[0] > 10
 
 
-def other(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    return False
+class Unhashable:
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Unhashable)
 
 
 def judge(policy: Policy, op: Any = RELU, *names: str, args: tuple = ()) -> Verdict:
@@ -62,24 +66,16 @@ EXPRESSIONS = {
     "policies.nothing_saveable": as_policy(None),
     "policies.save_ops(torch.ops.aten.mm.default)": policies.save_ops(MM),
     "policies.save_ops(torch.ops.aten.add.Tensor, torch.ops.aten.mm)": policies.save_ops(aten.mm, "aten::add.Tensor"),
-    "policies.save_ops(torch.ops.aten.linear.out)": policies.save_ops(aten.linear.out),
-    "policies.save_ops(torch.ops.higher_order.flex_attention)": policies.save_ops(FLEX),
     "policies.save_ops()": as_policy([]),
     "policies.save_only_these_names('q', 'k*')": NAMED,
     "policies.save_any_names_but_these('q')": policies.save_any_names_but_these("q"),
-    "policies.save_anything_except_these_names('q')": policies.save_anything_except_these_names("q"),
     "policies.save_if(large)": policies.save_if(large),
-    "policies.offload(policies.save_matmuls)": offload(matmuls, to="pinned_host"),
     "policies.offload(policies.save_matmuls_without_batch_dims)": policies.offload_dot_with_no_batch_dims(
         "device", "pinned_host"
     ),
     "policies.save_only_these_names('q') | policies.offload(policies.save_only_these_names('k*'))": PAIR,
-    "policies.save_matmuls | policies.save_only_these_names('q', 'k*')": policies.save_from_both_policies(
-        matmuls, NAMED
-    ),
     "policies.save_ops(torch.ops.aten.bmm) | policies.save_matmuls": [aten.bmm] | matmuls,
     "policies.save_if(large) & policies.save_matmuls": large & matmuls,
-    "~~policies.save_matmuls": ~~matmuls,
     "~(policies.save_matmuls & policies.save_if(large))": ~(matmuls & large),
     "policies.save_matmuls & ~policies.save_if(large) | policies.save_attention": (
         matmuls & ~policies.save_if(large) | attention
@@ -104,16 +100,16 @@ def test_a_policy_prints_as_its_expression_and_copies_are_equal(text: str) -> No
 def test_different_policies_differ() -> None:
     assert len(set(EXPRESSIONS.values())) == len(EXPRESSIONS)
     assert all(a != b for a, b in itertools.combinations(EXPRESSIONS.values(), 2))
-    assert policies.save_if(large) != policies.save_if(other) and matmuls != "policies.save_matmuls"
+    assert policies.save_if(large) != policies.save_if(Unhashable()) and matmuls != "policies.save_matmuls"
+    assert {policies.save_if(Unhashable()), policies.save_if(Unhashable())} == {policies.save_if(Unhashable())}
     assert policies.save_ops(MM, BMM) == policies.save_ops(BMM, MM, MM) == as_policy({MM, BMM})
     assert only("a", "b") == only("b", "a")  # the order does not matter
 
 
 def test_presets_are_single_objects_with_the_names_of_jax() -> None:
-    assert policies.dots_saveable is policies.checkpoint_dots is matmuls
+    assert policies.dots_saveable is policies.checkpoint_dots is matmuls is pickle.loads(pickle.dumps(matmuls))
     assert policies.dots_with_no_batch_dims_saveable is policies.save_matmuls_without_batch_dims
     assert policies.checkpoint_dots_with_no_batch_dims is policies.save_matmuls_without_batch_dims
-    assert pickle.loads(pickle.dumps(matmuls)) is matmuls is copy.deepcopy(matmuls)
     assert "matrix products" in matmuls.__doc__  # for `help`
 
 
@@ -121,18 +117,6 @@ def test_everything_public_is_listed() -> None:
     mine = lambda value: isinstance(value, Policy) or getattr(value, "__module__", "") == policies.__name__
     own = {name for name, value in vars(policies).items() if mine(value) and not name.startswith("_")}
     assert own == set(policies.__all__) == set(dir(policies)) and policies.__all__ == PUBLIC_NAMES
-
-
-def test_a_predicate_needs_no_hash() -> None:
-    class Larger:
-        def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            return args[0] > 1
-
-        def __eq__(self, other: Any) -> bool:
-            return isinstance(other, Larger)
-
-    assert {policies.save_if(Larger()), policies.save_if(Larger())} == {policies.save_if(Larger())}
-    assert policies.save_if(functools.partial(large)).verdict_for(MM) is None
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------------
@@ -147,10 +131,7 @@ def test_a_predicate_needs_no_hash() -> None:
         (policies.save_matmuls_without_batch_dims, (MM,)),
         (policies.save_convolutions, (CONV,)),
         (attention, (SDPA, FLEX)),
-        (policies.save_collectives, ()),
         (policies.save_ops(RELU, aten.bmm), (BMM, RELU)),
-        (NAMED, ()),
-        (policies.save_anything_except_these_names("q"), (MM, BMM, RELU, CONV, SDPA, FLEX)),
     ],
     ids=name_of,
 )
@@ -278,10 +259,6 @@ def test_another_conflict_raises_when_it_occurs() -> None:
     )
     remedied = (matmuls & ~by_name) | by_name
     assert judge(remedied, MM, "q") is OFFLOAD and judge(remedied, MM) is SAVE
-    offloads = policies.save_if(lambda ctx, op, *args, **kwargs: True) | offload(large)
-    assert judge(offloads, MM, args=(1,)) is SAVE
-    with pytest.raises(PolicyError, match=r"offloaded by q = policies\.offload\(policies\.save_if\(large\)\)"):
-        judge(offloads, MM, args=(11,))
 
 
 @pytest.mark.parametrize(
@@ -290,18 +267,10 @@ def test_another_conflict_raises_when_it_occurs() -> None:
         (NOTHING, False, False, True),
         (EVERYTHING, False, True, False),
         (offload(EVERYTHING), False, False, False),
-        (matmuls, False, False, False),
-        (as_policy([]), False, False, True),
         (as_policy(large), False, False, False),
         (NAMED, True, False, False),
-        (only(), False, False, True),
         (policies.save_any_names_but_these("*"), False, False, True),
-        (policies.save_anything_except_these_names("q"), True, False, False),
         (policies.save_anything_except_these_names(), False, True, False),
-        (~policies.save_any_names_but_these() & matmuls, True, False, False),
-        (PAIR, True, False, False),
-        (~NAMED, True, False, False),
-        (~NOTHING, False, True, False),
         (~offload(EVERYTHING), False, False, True),
         (EVERYTHING | matmuls, False, True, False),
         (NOTHING & matmuls, False, False, True),
@@ -366,21 +335,16 @@ of_jax.__name__, of_jax.__module__ = "dots_saveable", "jax._src.ad_checkpoint"
         ("64 MiB", r"write `policies\.budget\('64 MiB'\)`"),
         (True, "got True"),
         (CheckpointPolicy.MUST_SAVE, "CheckpointPolicy.MUST_SAVE"),
-        ({}, "got {}"),
-        (Policy, "got <class"),
         (torch.nn.Linear(1, 1), "got Linear"),
         (policies.save_ops, r"call it, as in `policies\.save_ops\(\.\.\.\)`"),
         (functools.partial(policies.save_only_these_names, "q"), r"call it, as in `policies\.save_only"),
         (functools.partial(create_selective_checkpoint_contexts, large), "without create_selective"),
         (MM, r"write `policies\.save_ops\("),
-        (aten.mm, r"write `policies\.save_ops\("),
         (twice, r"write `policies\.save_ops\("),
         (torch.mm, "doesn't accept"),
         (lambda ctx, op: True, "doesn't accept"),
-        (lambda op, **kwargs: True, "doesn't accept"),
         (of_jax, r"JAX's .* Did you mean policies\.dots_saveable\?"),
         ([matmuls], r"combine them by `p \| q`"),
-        (["q"], r"no operator 'q'.*save_only_these_names"),
         ([3], r"save_ops takes operators such as torch\.ops\.aten\.mm, got 3"),
     ],
     ids=name_of,
@@ -426,18 +390,14 @@ def test_arguments_are_checked(make: Callable, says: str) -> None:
         ("mm", "Did you mean 'aten.mm'"),
         ("aten.mm.nope", r"overloads of aten\.mm are default, out"),
         ("nowhere::nothing", r"no operator 'nowhere::nothing'\. Operators are written"),
-        ("", "no operator ''"),
         ("aten.linear", r"aten\.linear is a composite.*policies\.save_matmuls"),
-        (aten.linear.default, r"aten\.linear\.default is a composite.*policies\.save_matmuls"),
         (aten.scaled_dot_product_attention, r"policies\.save_attention"),
-        (aten.conv2d, r"policies\.save_convolutions"),
         (aten.softmax, r"Use 'aten\._softmax'"),
         (aten.cdist, r"composite.*checkpoint_name"),
         (torch.mm, r"Did you mean torch\.ops\.aten\.mm\?"),
         (F.linear, r"aten\.linear is a composite.*policies\.save_matmuls"),
         (torch.nn.Linear, r"takes operators such as .*, got <class"),
         ("aten.view", r"only returns views.*checkpoint_name"),
-        (aten.transpose.int, r"only returns views.*checkpoint_name"),
         ("aten.squeeze_", r"only returns views.*checkpoint_name"),
     ],
     ids=name_of,
@@ -448,12 +408,7 @@ def test_operators_that_save_ops_rejects(op: Any, says: str) -> None:
             policies.save_ops(*ops)
 
 
-def test_a_list_may_contain_operators_that_only_return_views() -> None:
-    for op in ("aten.view", aten.transpose.int, "aten.squeeze_"):
-        assert as_policy([op, "aten.mm"]).verdict_for(MM) is SAVE and as_policy([op]).verdict_for(MM) is RECOMPUTE
-
-
-def test_a_packet_stands_for_the_overloads_that_reach_a_policy() -> None:
+def test_a_list_stands_for_the_overloads_that_reach_a_policy_and_may_contain_views() -> None:
     assert as_policy([aten.mm]) == as_policy([getattr(aten.mm, name) for name in aten.mm.overloads()])
-    sums = as_policy(["aten.sum"])
-    assert judge(sums, aten.sum.dim_IntList) is SAVE and judge(sums, aten.sum.int) is RECOMPUTE
+    sums = as_policy(["aten.sum", "aten.view", aten.transpose.int])
+    assert [sums.verdict_for(op) for op in (aten.sum.dim_IntList, aten.sum.int, MM)] == [SAVE, RECOMPUTE, RECOMPUTE]

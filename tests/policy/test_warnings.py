@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import assert_same, rand
 from torch import Tensor, nn
-from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.func import grad, jvp, vmap
 
 from remat import RematWarning, checkpoint_name, disable_remat, policies, remat
 from remat import sequential as in_regions
@@ -97,11 +95,8 @@ def test_another_call_that_matches_before_the_first_backward_prevents_the_warnin
 
 TRANSFORMS: dict[str, Callable[[Callable], Callable[[Tensor], Any]]] = {
     "grad": lambda fn: grad(lambda x: fn(x).sum()),
-    "vjp": lambda fn: lambda x: vjp(fn, x)[1](x),
     "vmap(grad)": lambda fn: vmap(grad(lambda x: fn(x).sum())),
     "grad(vmap)": lambda fn: grad(lambda x: vmap(fn)(x).sum()),
-    "jacrev": lambda fn: jacrev(fn),
-    "jvp(grad)": lambda fn: lambda x: jvp(grad(lambda x: fn(x).sum()), (x,), (x,)),
     "create_graph": lambda fn: lambda x: torch.autograd.grad(fn(x.requires_grad_()).sum(), x, create_graph=True),
     "grad inside": lambda fn: remat(lambda x: grad(lambda x: fn(x).sum())(x)),
 }
@@ -114,17 +109,6 @@ def test_transforms_warn_once(name: str) -> None:
     assert len(said(lambda: TRANSFORMS[name](fn)(x))) == 1
     assert not said(lambda: TRANSFORMS[name](fn)(x)) and not said(backward(fn, rand(3, 3)))
     assert not said(lambda: TRANSFORMS[name](remat(new(), policy=EXP))(x))
-
-
-def test_a_backward_in_another_thread_warns() -> None:
-    out = remat(new(), policy=NEVER)(rand(3)).sum()
-
-    def run() -> None:
-        thread = threading.Thread(target=out.backward)
-        thread.start()
-        thread.join()
-
-    assert len(said(run)) == 1
 
 
 def test_a_warning_turned_into_an_error_leaves_all_state_as_it_was() -> None:
@@ -151,10 +135,7 @@ def is_exp(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 ANY = policies.save_any_names_but_these()
 POLICIES: list[tuple[Any, int]] = [
     (policies.save_matmuls | policies.save_attention, 1),
-    (policies.offload(policies.save_matmuls), 1),
-    (policies.save_matmuls & ANY, 1),
     (~policies.save_ops("aten.sin", "aten.exp"), 1),
-    (["aten.mm"], 1),
     (never, 1),
     (policies.save_if(never) | policies.save_matmuls, 1),
     (EXP | policies.save_matmuls, 0),
@@ -163,7 +144,6 @@ POLICIES: list[tuple[Any, int]] = [
     (is_exp, 0),
     (~policies.save_matmuls, 0),
     (policies.everything_saveable, 0),
-    (None, 0),
     ([], 0),
     (policies.save_only_these_names("h"), 0),
     (policies.save_any_names_but_these("h"), 0),
@@ -235,17 +215,8 @@ def test_the_warning_of_a_name_is_at_the_line_of_the_call(way: int) -> None:
 # --- one policy for several functions ---------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.act(self.first(x)))
-
-
 def model() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(3)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)))
 
 
 def wrapped(policy: Any) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -256,30 +227,10 @@ def wrapped(policy: Any) -> Iterator[Callable[[Tensor], Tensor]]:
     yield checkpoint_wrapper(model(), policy=policy)
     yield lambda x: checkpoint(model(), x, policy=policy)
     yield lambda x: checkpoint_sequential(model(), 2, x, policy=policy)
-    yield pickle.loads(pickle.dumps(apply(model(), Block, policy=policy)))
+    yield pickle.loads(pickle.dumps(apply(model(), nn.Linear, policy=policy)))
 
 
-@pytest.mark.parametrize("policy, count", [(NEVER, 1), (policies.save_matmuls, 0)])
+@pytest.mark.parametrize("policy, count", [(NEVER, 1), (policies.save_matmuls, 0), (HIDDEN, 1)])
 def test_modules_that_share_a_policy_cause_one_warning(policy: Any, count: int) -> None:
     for call in wrapped(policy):
-        assert len(said(backward(call, torch.ones(2, 4)))) == count
-
-
-def test_modules_that_share_a_policy_of_names_cause_one_warning() -> None:
-    whole = apply(model(), Block, policy=HIDDEN)
-    assert len(said(lambda: whole(torch.ones(2, 4)), UNNAMED)) == 1
-    fn = pickle.loads(pickle.dumps(remat(F.gelu, policy=HIDDEN)))
-    assert len(said(lambda: fn(torch.ones(3)), UNNAMED)) == 1
-
-
-def test_a_training_step_warns_once() -> None:
-    layers = [Block() for _ in range(2)]
-
-    def step() -> None:
-        x = torch.ones(2, 4)
-        for layer in layers:
-            x = checkpoint(layer, x, policy=NEVER)
-        x.sum().backward()
-
-    assert len(said(step)) == 2  # a policy for each call
-    assert not said(step)
+        assert len(said(backward(call, torch.ones(2, 4)), UNNAMED if policy is HIDDEN else UNMATCHED)) == count

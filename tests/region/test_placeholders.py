@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import ctypes
 import pickle
 import queue
@@ -18,7 +17,6 @@ from cases import assert_same, rand
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad
-from torch.utils.dlpack import to_dlpack
 
 from benchmarks.measure import PeakMemory
 from remat import checkpoint_name, policies, remat
@@ -67,8 +65,6 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
     "data_ptr": lambda s: at(s.data_ptr()) + at(s[1].data_ptr()),
     "storage": lambda s: at(s.untyped_storage().data_ptr()) + s.untyped_storage().tolist()[3] / 10,
     "torch.tensor of numbers": lambda s: torch.tensor([s.sum(), s[0, 1]], dtype=s.dtype).sum(),
-    "torch.tensor of rows": lambda s: torch.tensor([list(row) for row in s], dtype=s.dtype).sum(),
-    "torch.as_tensor": lambda s: torch.as_tensor([s.sum(), s[0, 1]]).sum(),
     "new_tensor": lambda s: s.new_tensor([s.sum(), s[0, 1]]).sum(),
     "a Parameter": lambda s: torch.nn.Parameter(s).detach().clone(),
     "an operation in a thread": in_a_thread(lambda s: (s * 2).sum().detach()),
@@ -77,13 +73,9 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
     "numpy in a thread": in_a_thread(lambda s: float(np.sum(s.detach().numpy()))),
     # of one that has none
     "numpy": lambda s: torch.from_numpy(s.detach().view(2, 8).t().numpy().copy()).reshape(N, N),
-    "numpy, forced": lambda s: torch.from_numpy(s.data.numpy(force=True).copy()),
     "a NumPy function": lambda s: float(np.sum(np.asarray(s.detach().unbind()[1]))),
     "from_dlpack": lambda s: torch.from_dlpack(s.detach()).clone(),
-    "to_dlpack": lambda s: torch.from_dlpack(to_dlpack(s.detach())).clone(),
-    "copy": lambda s: copy.deepcopy(s.detach()),
     "pickle": lambda s: pickle.loads(pickle.dumps(s.detach())),
-    "set_": lambda s: torch.from_numpy(torch.empty(0, dtype=s.dtype).set_(s.detach()).numpy().copy()),
 }
 SOURCES: dict[str, Callable[[Tensor], Tensor]] = {
     "differentiated": lambda x: (x * 3).abs(),

@@ -107,21 +107,6 @@ def dead_write(policy: Any, x: Tensor, w: Tensor) -> Tensor:
     return e.sin() @ (e @ b)
 
 
-def several_results(policy: Any, x: Tensor, w: Tensor) -> Tensor:
-    h = (x.max(0, keepdim=True).values * x).sin() @ x
-    return h.sin() @ h
-
-
-def written_part(policy: Any, x: Tensor, w: Tensor) -> Tensor:
-    def inner(x: Tensor, w: Tensor) -> Tensor:
-        h = (x @ w).clone()
-        h[0] = w[1]
-        return h.sin() @ h
-
-    y = remat(inner, policy=policies.save_only_these_names("a"))(x.sin(), w.sin())
-    return (y + x).sin() @ y.t()
-
-
 def dead_region(policy: Any, x: Tensor, w: Tensor) -> Tensor:
     """Values that are computed but not needed keep the values that they were computed from alive."""
 
@@ -149,8 +134,6 @@ PROGRAMS: dict[str, tuple[Program, list[Tensor]]] = {
     "transformer": (transformer, [rand(5, 8)]),
     "transformer of regions": (transformer_of_regions, [rand(5, 8)]),
     "dead write": (dead_write, SQUARE),
-    "several results": (several_results, SQUARE),
-    "written part": (written_part, SQUARE),
     "dead region": (dead_region, SQUARE),
 }
 
