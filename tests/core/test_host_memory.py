@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -73,29 +74,20 @@ def test_a_tensor_that_is_not_on_a_device_is_not_copied(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("make", [lambda: leaf(2, 3), lambda: torch.nn.Parameter(torch.ones(2, 3))])
 def test_a_tensor_is_copied_out_and_back_once(make: Callable, far: Copies) -> None:
     x = make()
-    kept = Offloaded(x)
+    kept, expected = Offloaded(x), x.detach().clone()
+    x.detach().zero_()  # does not reach the copy
     assert (kept.nbytes, kept.shape, kept.dtype, kept.device) == (24, x.shape, x.dtype, x.device)
     assert len(far.out) == 1 and not far.back
     got = kept.get()
     kept.prefetch()
     assert got is kept.get() and got is not x and type(got) is Tensor and not got.requires_grad
-    assert_same(got, x.detach())
+    assert_same(got, expected)
     assert far.taken() == [0]
-    kept.release()
-    assert kept.get() is not got
-    assert far.taken() == [0] and len(far.out) == 1
-
-
-def test_changes_do_not_reach_the_copy(far: Copies) -> None:
-    x = torch.arange(4.0)
-    kept = Offloaded(x)
-    x.zero_()
-    got = kept.get()
-    assert_same(got, torch.arange(4.0))
-    got.mul_(torch.ones(4, requires_grad=True))  # it is neither a leaf that requires grad, nor a view made without grad
+    got.mul_(torch.ones(3, requires_grad=True))  # it is neither a leaf that requires grad, nor a view made without grad
     got.detach().zero_()
     kept.release()
-    assert_same(kept.get(), torch.arange(4.0))
+    assert_same(kept.get(), expected)
+    assert far.taken() == [0] and len(far.out) == 1
 
 
 BASE = torch.arange(120.0).view(2, 3, 4, 5)
@@ -172,15 +164,6 @@ def test_levels_and_tangents_are_not_copied(far: Copies) -> None:
         taken.append(Offloaded(fwAD.make_dual(plain, plain)).get())
         assert fwAD.unpack_dual(taken[1]).tangent is None
     assert_same(taken, [plain, plain])
-
-
-def test_the_source_is_released(far: Copies) -> None:
-    for width in (8, 4):
-        x = torch.randn(8, 8)[:, :width]
-        storage, kept = weakref.ref(x.untyped_storage()), Offloaded(x)
-        assert storage() is not None
-        del x
-        assert storage() is None and kept.shape == (8, width)
 
 
 # --- groups, in the order of a backward pass ------------------------------------------------------------------------
@@ -283,19 +266,14 @@ def test_a_prefetch_may_run_out_of_memory(far: Copies, monkeypatch: pytest.Monke
 
 
 def test_a_failed_pass_releases_its_copies(far: Copies) -> None:
-    x, fails = leaf(8), [True]
-
-    def hook(grad: Tensor) -> None:
-        if fails:
-            raise ValueError("in the backward")
-
+    x = leaf(8)
     middle, _ = regions(x, 1)
-    middle.register_hook(hook)
+    hook = middle.register_hook(lambda grad: [][0])
     loss, _ = regions(middle, 1)
-    with pytest.raises(ValueError, match="in the backward"):
+    with pytest.raises(IndexError):
         torch.autograd.grad(loss, x, retain_graph=True)
     assert far.taken() and far.on_device() == 0
-    fails.clear()
+    hook.remove()
     torch.autograd.grad(loss, x)
     assert sorted(far.taken()) == [0, 1, 2, 3]
 
@@ -308,54 +286,43 @@ def test_nothing_is_kept_alive(far: Copies) -> None:
     assert far.on_host() == 6 and far.on_device() == 0 and all(ref() is not None for ref in refs)
     del loss, groups
     assert far.on_host() == 0 and all(ref() is None for ref in refs) and not len(thread_groups)
+    x = torch.randn(8, 8)[:, :4]
+    source, kept = weakref.ref(x.untyped_storage()), Offloaded(x)
+    del x
+    assert source() is None and kept.shape == (8, 4)
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
 
 
-def in_threads(*jobs: Callable[[], Any]) -> None:
-    errors = []
-
-    def run(job: Callable[[], Any]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
 def test_threads_get_one_copy(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
-    to_device, start, got = host_memory._to_device, threading.Barrier(4), list[list[Tensor]]()
+    to_device, start = host_memory._to_device, threading.Barrier(4)
 
     def slow(*args: Any) -> Any:
         threading.Event().wait(0.001)
         return to_device(*args)
 
-    def read() -> None:
+    def read(_: int) -> list[Tensor]:
         start.wait()
-        got.append([each.get() for each in kept])
+        return [each.get() for each in kept]
 
     monkeypatch.setattr(host_memory, "_to_device", slow)
     kept = [Offloaded(torch.randn(8)) for _ in range(50)]
-    in_threads(*[read] * 4)
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(read, range(4)))
     assert sorted(far.taken()) == list(range(50))
     assert all(a is b for row in got for a, b in zip(row, got[0]))
 
 
 def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
-    x, other = leaf(8), list[Tensor]()
+    x = leaf(8)
     first, _ = regions(x, 1)
-    in_threads(lambda: other.append(regions(x, 1)[0]))
+    with ThreadPoolExecutor(1) as pool:
+        other, _ = pool.submit(regions, x, 1).result()
     second, _ = regions(x, 1)
     second.backward()
     assert set(far.taken()) == {4, 5, 0, 1}
-    other[0].backward()
+    other.backward()
     assert set(far.taken()) == {2, 3} and first.requires_grad
 
 
@@ -529,7 +496,7 @@ LONG = 10**9  # cycles: the device is busy for about half a second
 
 
 @cuda
-def test_copies_run_concurrently_with_the_computation_and_after_a_late_producer() -> None:
+def test_copies_run_beside_the_computation_and_after_a_late_producer() -> None:
     x = torch.randn(MIB, device=DEVICE)
     kept = Offloaded(x)
     for event in (lambda: kept._copied, lambda: kept._arrival.done):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,22 +84,6 @@ noise.register_autograd(lambda ctx, g: g)
 def add_to(x: Tensor, y: Tensor) -> Tensor:
     x.add_(y)
     return y * 2
-
-
-class Exponential(torch.autograd.Function):
-    """Goes through NumPy, names a value, saves inputs, outputs and attributes of the context."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        y = named(torch.from_numpy(np.exp(scale * x.detach().numpy())) * 1)
-        ctx.save_for_backward(x, y)
-        ctx.scale, ctx.kept = scale, [x.detach() * 2]
-        return y, x * 2
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple:
-        x, y = ctx.saved_tensors
-        return g * y * ctx.scale + h * ctx.kept[0] / x, None
 
 
 def conjugate_named(z: Tensor) -> Tensor:
@@ -189,11 +172,6 @@ def custom_operator(x: Tensor) -> Tensor:
     return (named(x * b).exp().clamp(max=9) * y).sin()
 
 
-def custom_function(x: Tensor) -> Tensor:
-    a, b = Exponential.apply((x * 0.5).sin(), 1.5)
-    return (a * b).sin() * a
-
-
 def sparse(x: Tensor) -> Tensor:
     return (x * 1).to_sparse().to_dense().mul(2).sin() @ W
 
@@ -226,13 +204,6 @@ def gathered(x: Tensor) -> Tensor:
 def step(x: Tensor) -> Tensor:
     """A gradient step."""
     return x - 0.1 * grad(lambda z: z.square().sum())(x)
-
-
-def step_by_autograd(x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        z = x if x.requires_grad else x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(z.square().sum(), z, create_graph=True)
-    return x - 0.1 * slope
 
 
 def normalized(inner: Fn) -> Fn:
@@ -282,7 +253,6 @@ MORE = (
     square(noise_that_is_saved_early, **ALONE, random=True),
     square(partly_without_grad, vmap=False),
     square(custom_operator, vmap=False),
-    square(custom_function, **ALONE),
     square(sparse, vmap=False, jvp=False, double=False),
     square(checkpointed_inside, **ALONE),
     square(ranges),
@@ -290,7 +260,6 @@ MORE = (
     square(lambda x: (grad(lambda t: (t.sin() * t).sum())(named(x * 0.5)) * 2).sin(), "grad inside"),
     square(lambda x: (jvp(lambda t: (named(t.exp()) * t).sin(), (x * 0.5,), (x,))[1] * 2).sin(), "jvp inside"),
     square(normalized(step), "layer norm after a step"),
-    square(normalized(step_by_autograd), "layer norm after a step by autograd", **ALONE),
     square(gradient_of_a_forward_derivative, **ALONE),
     square(lambda x: REGION(noisy(REGION(x.cos()))).sin(), "a region that starts again", random=True, vmap=False),
     square(lambda x: (x.sin() - 0.1 * grad(lambda z: LOOSE(z).sum())(x)) @ W, "grad of a region", vmap=False),

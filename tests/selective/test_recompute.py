@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, linearize, vmap
-from torch.profiler import record_function
 
 from benchmarks.measure import count_ops, gc_disabled, leaked_bytes, peak_bytes
 from remat import (
@@ -87,14 +85,6 @@ def one_of_two_equal_values_changed(x: Tensor) -> Tensor:
     return made["changed"].sin() * made["same"].exp().sin() * made["same"]
 
 
-def buffers_swapped(x: Tensor) -> Tensor:
-    a, b = x.detach() * 2, x.detach() * 2
-    if is_recomputing():
-        a, b = b, a
-    a.add_(1)
-    return (x * a).sin() * (x * b).exp().clamp(max=9)
-
-
 def operand_of_a_late_one_cleared(x: Tensor) -> Tensor:
     a = x.detach() * 2
     late = a.sin()
@@ -113,14 +103,6 @@ def cached_constant(x: Tensor) -> Tensor:
     return ((x * CACHE["a"]).sin() * b).exp()
 
 
-def cached_for_a_key(x: Tensor) -> Tensor:
-    """With calls for other keys in between, the cache has another entry by the time of the recompute."""
-    key = x.shape[0]
-    if CACHE.get("key") != key:
-        CACHE["key"], CACHE["v"] = key, torch.arange(4.0) * key
-    return (x.sin() * CACHE["v"]).exp()
-
-
 @functools.lru_cache(maxsize=1)
 def table(count: int) -> Tensor:
     return (torch.arange(count, dtype=torch.float64) * 2).cos()
@@ -130,12 +112,17 @@ def cached_by_a_function(x: Tensor) -> Tensor:
     return (named(x.sin() * table(len(x))[:, None]) * 2).exp()
 
 
-OTHERWISE = [other_order, one_of_two_equal_values_changed, buffers_swapped, operand_of_a_late_one_cleared]
-CACHED = [cached_constant, cached_for_a_key, cached_by_a_function]
+OTHERWISE = [
+    other_order,
+    one_of_two_equal_values_changed,
+    operand_of_a_late_one_cleared,
+    cached_constant,
+    cached_by_a_function,
+]
 
 
 @EVERY_POLICY
-@pytest.mark.parametrize("fn", [*OTHERWISE, *CACHED], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", OTHERWISE, ids=lambda fn: fn.__name__)
 def test_the_gradient_is_right_or_an_error(fn: Fn, policy: str) -> None:
     def run(fn: Fn) -> tuple:
         CACHE.clear()
@@ -146,7 +133,7 @@ def test_the_gradient_is_right_or_an_error(fn: Fn, policy: str) -> None:
     try:
         found = run(remat(fn, policy=POLICIES[policy]))
     except (RecomputeMismatchError, MutationError):
-        assert fn in (buffers_swapped, operand_of_a_late_one_cleared, cached_for_a_key)
+        assert fn is operand_of_a_late_one_cleared
     else:
         assert_same(found, run(fn))
 
@@ -326,54 +313,8 @@ def test_an_exception_leaves_no_trace(when: str, policy: str) -> None:
     assert_same(torch.autograd.grad(value, x)[0], gradients(fn)[1])
 
 
-@EVERY_POLICY
-def test_threads(policy: str) -> None:
-    """Regions in several threads at once, and one graph with backward passes in several threads."""
-    region, found, x = remat(block, policy=POLICIES[policy]), [], rand(4, 4)
-    value = total(region(x))
-
-    def work() -> None:
-        for _ in range(3):
-            found.append(grad(lambda x: total(region(x)))(x.detach()))
-            found.extend(torch.autograd.grad(value, x, retain_graph=True))
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_same(found, [gradients(block)[1]] * 18)
-
-
-def test_ranges_that_start_outside_or_do_not_end() -> None:
-    """They can't be compared, and are new in each run; they change nothing that is saved."""
-
-    def run(wrap: Fn, ranges: bool = True) -> tuple:
-        outside = record_function("outside")
-        outside.__enter__()
-
-        def fn(x: Tensor) -> Tensor:
-            y = (x @ W).sin()
-            if ranges and not is_recomputing():
-                outside.__exit__(None, None, None)
-                record_function("never ended").__enter__()
-            return (y @ W).sin()
-
-        x = rand(4, 4)
-        out = wrap(fn)(x).sum()
-        return count_ops(torch.autograd.grad, out, x)["aten.mm"], gradients(wrap(fn))
-
-    for policy in (MATMULS, EVERYTHING, policies.offload(MATMULS)):
-        for debug in (False, True):
-            found = run(functools.partial(remat, policy=policy, debug=debug))
-            assert_same(found, run(lambda fn: fn, ranges=False))
-
-
-@pytest.mark.parametrize("trace", [lambda fn, x: linearize(fn, x)[1](x), torch.fx.experimental.proxy_tensor.make_fx])
-def test_a_region_that_traces_a_function_is_refused(trace: Fn) -> None:
-    def fn(x: Tensor) -> Tensor:
-        return linearize(torch.sin, x @ W)[1](x)
-
+def test_a_region_that_traces_a_function_is_refused() -> None:
+    fn = lambda x: linearize(torch.sin, x @ W)[1](x)
     with pytest.raises(RematError, match=r"traces a function, by torch\.func\.linearize or make_fx.*leave out the pol"):
         remat(fn, policy=MATMULS)(rand(4, 4))
 

@@ -194,28 +194,6 @@ def test_only_the_results_of_the_operation_are_saved(cls: type, each: int, polic
     assert kept - least == 4 * 4 * 4 * 8  # not the values inside it
 
 
-def test_mixed_with_plain_tensors() -> None:
-    """With plain parameters a later call can follow the record of the last one."""
-    b = rand(4, 4, seed=2)
-
-    def mixed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        y = (b @ b).sin()
-        for _ in range(3):
-            x, y = (x @ w).sin(), (y @ b).sin()
-        return x.sum(), y.sum()
-
-    def run(fn: Callable) -> tuple:
-        args = leaves(Batched)
-        x, y = fn(*args)
-        with OpCounter() as counter:
-            grads = *torch.autograd.grad(x, args), *torch.autograd.grad(y, b)
-        return [unwrapped(g) for g in grads], counter["aten.mm"] + counter["aten.bmm"]
-
-    region = remat(mixed, policy=OPS)
-    for _ in range(4):
-        assert_same(run(region), run(mixed))
-
-
 def changed_in_place(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
     y.mul_(2)
