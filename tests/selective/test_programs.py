@@ -362,19 +362,17 @@ def test_higher_orders(case: Case, policy: str) -> None:
 # --- torch.func -------------------------------------------------------------------------------------------------------
 
 
-def pairs(args: tuple) -> tuple:
-    return tuple(torch.stack([t, t.cos()]) for t in args)
+def stacked(t: Tensor) -> Tensor:
+    return torch.stack([t, t.cos()])
 
 
 def first_mapped(transform: Callable[[tuple], Callable], args: tuple) -> Any:
     """A transform of functions in which only the first argument has a batch dimension."""
-    dims = (0,) + (None,) * (len(args) - 1)
-    return transform(dims)(torch.stack([args[0], args[0].cos()]), *args[1:])
+    return transform((0,) + (None,) * (len(args) - 1))(stacked(args[0]), *args[1:])
 
 
 TRANSFORMS: dict[str, Callable[[Fn, tuple, tuple], Any]] = {
-    "grad": lambda f, args, n: grad(f, n)(*args),
-    "vmap, grad": lambda f, args, n: vmap(grad(f, n), randomness="different")(*pairs(args)),
+    "vmap, grad": lambda f, args, n: vmap(grad(f, n), randomness="different")(*map(stacked, args)),
     "vmap, grad, shared": lambda f, args, n: first_mapped(lambda dims: vmap(grad(f, n), dims, randomness="same"), args),
     "grad, vmap": lambda f, args, n: first_mapped(
         lambda dims: grad(lambda *a: vmap(f, dims, randomness="different")(*a).sum(), n), args
