@@ -122,8 +122,7 @@ def test_a_skipped_value_that_is_stored_is_computed(make: Callable[[Tensor], Any
     assert_same([*log], [log[0]] * 4)
 
 
-@pytest.mark.parametrize("transform", [False, True])
-def test_an_error_after_a_read_does_not_hide_the_read(transform: bool) -> None:
+def test_an_error_after_a_read_does_not_hide_the_read() -> None:
     def fn(x: Tensor) -> Tensor:
         h, skipped = checkpoint_name(x.sin(), "h"), (x * 3).abs()
         try:
@@ -132,12 +131,9 @@ def test_an_error_after_a_read_does_not_hide_the_read(transform: bool) -> None:
             raise ValueError("user code replaces the exception") from None
         return ((h * 2).exp() * number).sin()
 
-    region = remat(fn, policy=NAMES)
-    if transform:
-        x = rand(N, N, grad=False)
-        assert_same(grad(lambda x: region(x).sum())(x), grad(lambda x: fn(x).sum())(x))
-    else:
-        assert_same(derivatives(region), derivatives(fn))
+    region, x = remat(fn, policy=NAMES), rand(N, N, grad=False)
+    assert_same(derivatives(region), derivatives(fn))
+    assert_same(grad(lambda x: region(x).sum())(x), grad(lambda x: fn(x).sum())(x))
 
 
 def test_large_placeholders_share_memory() -> None:
@@ -157,9 +153,8 @@ def test_large_placeholders_share_memory() -> None:
 
 def test_placeholders_of_other_sizes() -> None:
     def fn(x: Tensor) -> Tensor:
-        small, large = [x[:64] + 1, x.tanh()], torch.cat([x, x + 1])
-        part = torch.ops.aten.as_strided(large * 2, (3,), (1,), 256 * 256 + 5)
-        return checkpoint_name(x * 2 + part[0] + small[0].sum() + large.sum(), "h").sin().exp().sin()
+        part, whole = x[:64] + 1, torch.cat([x, x + 1])
+        return checkpoint_name(x * 2 + part.sum() + whole.sum(), "h").sin().exp().sin()
 
     region, x = remat(fn, policy=NAMES), torch.ones(256, 256, requires_grad=True)
     assert_same(torch.autograd.grad(region(x).sum(), x), torch.autograd.grad(fn(x).sum(), x))

@@ -210,18 +210,6 @@ def test_later_calls_take_no_more_memory() -> None:
         assert max(peaks) == peaks[0] and len(set(held)) == 1
 
 
-def test_named_values_that_only_named_values_read_are_not_saved() -> None:
-    def fn(x: Tensor) -> Tensor:
-        for _ in range(20):
-            x = checkpoint_name(x + 1, "a")
-        return checkpoint_name(x.exp(), "b").sin()
-
-    x, region = rand(64, 64), remat(fn, policy=NAMES)
-    for _ in range(2):
-        assert peak_bytes(region, x) <= 4 * x.nbytes and held_bytes(region, x) == 2 * x.nbytes
-        assert run(region, x)[1]["aten.add"] == 0
-
-
 def test_dynamo_compiles_nothing_in_a_region_with_a_policy() -> None:
     compiled: list[Any] = []
 

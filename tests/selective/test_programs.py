@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case, assert_same, module, orders_of, rand, scalar, tensors, total
+from cases import CASES, Case, assert_same, module, orders_of, rand, scalar, total
 from cases import tensor_leaves as leaves_of
 from random_programs.toolbox import chosen
 from torch import Tensor, nn
@@ -41,19 +41,21 @@ def filled_memory() -> Iterator[None]:
 
 # --- policies ---------------------------------------------------------------------------------------------------------
 
-ODD = "sin mul add_ copy_ clone bernoulli_ uniform_ native_dropout zeros_like empty_like empty lift_fresh _conj t_"
-ODD_OPS = as_policy([f"aten.{name}" for name in ODD.split()])  # including operations that return views
+
+def operators(names: str) -> policies.Policy:
+    return as_policy([f"aten.{name}" for name in names.split()])  # which may return views
+
+
+ODD = operators("sin mul add_ copy_ clone bernoulli_ uniform_ native_dropout zeros_like empty_like empty lift_fresh t_")
 NAMES = policies.save_only_these_names("h", "a*")
 POLICIES = {
     "nothing": policies.nothing_saveable,
     "everything": policies.everything_saveable,
     "matmuls": policies.save_matmuls,
     "attention, convolutions": policies.save_attention | policies.save_convolutions,
-    "odd": ODD_OPS,
-    "not odd": ~ODD_OPS,
-    "in place": policies.save_ops(
-        *(f"aten.{op}" for op in ["mul_", "bitwise_and_", "relu_", "rrelu_with_noise", "exp_", "tanh_"])
-    ),
+    "odd": ODD,
+    "not odd": ~ODD,
+    "in place": operators("mul_ bitwise_and_ relu_ rrelu_with_noise exp_ tanh_"),
     "names": NAMES,
     "all but names": policies.save_anything_except_these_names("h"),
     "not named matmuls": policies.save_matmuls & ~NAMES,
@@ -86,23 +88,9 @@ def add_to(x: Tensor, y: Tensor) -> Tensor:
     return y * 2
 
 
-def conjugate_named(z: Tensor) -> Tensor:
-    h = z.exp()
-    named(h.conj())
-    return (h * 2).sin().abs()
-
-
-def in_place_through_a_conjugate(z: Tensor) -> Tensor:
-    h = z @ COMPLEX
-    g = h * 1
-    h.conj().mul_(2 + 1j)
-    return (g.sin() * h.sin()).abs()
-
-
-def in_place_through_another_dtype(x: Tensor) -> Tensor:
-    h = x @ W
-    h.detach().view(torch.int64).bitwise_and_(-2)
-    return (named(h) * 1).sin()
+def then(*steps: Any) -> Any:
+    """The last of these values, which are computed one after another."""
+    return steps[-1]
 
 
 def in_place_chain(x: Tensor) -> Tensor:
@@ -138,12 +126,6 @@ def overwritten_again_and_again(x: Tensor) -> Tensor:
     return t.sin() * u + s.detach()
 
 
-def transposed_in_place(x: Tensor) -> Tensor:
-    stacked = torch.stack([x.sin(), x.cos()])
-    stacked.transpose_(0, 1)
-    return stacked.exp()
-
-
 def constants(x: Tensor) -> Tensor:
     a, b = torch.tensor([2.0, 3, 4, 5]).double(), torch.tensor([5.0, 7, 1, 1]).double()
     return ((x * a).sin() * named(b * 1)).exp() * torch.arange(4.0).double()
@@ -153,10 +135,6 @@ def random_numbers(x: Tensor) -> Tensor:
     h = named(noise(x * 2).exp())
     mask = torch.bernoulli(torch.full((4, 4), 0.5, dtype=x.dtype))
     return (F.dropout(x * 3, 0.5) * h * mask + torch.rand(4, 4, dtype=x.dtype)).sin()
-
-
-def noise_that_is_saved_early(x: Tensor) -> Tensor:
-    return F.rrelu(x * 2, 0.1, 0.3, training=True).sin()
 
 
 def partly_without_grad(x: Tensor) -> Tensor:
@@ -172,14 +150,6 @@ def custom_operator(x: Tensor) -> Tensor:
     return (named(x * b).exp().clamp(max=9) * y).sin()
 
 
-def sparse(x: Tensor) -> Tensor:
-    return (x * 1).to_sparse().to_dense().mul(2).sin() @ W
-
-
-def checkpointed_inside(x: Tensor) -> Tensor:
-    return checkpoint(lambda t: (t.sin() @ W).exp(), x.cos(), use_reentrant=False).sin()
-
-
 def ranges(x: Tensor) -> Tensor:
     with record_function("a"):
         y = (x @ W).sin()
@@ -192,13 +162,8 @@ def gathered(x: Tensor) -> Tensor:
     y = (x @ W).sin()
     whole = torch.empty(4, 4, dtype=x.dtype)
     torch.distributed.all_gather_into_tensor(whole, y.detach(), async_op=True).wait()
-    torch.distributed.barrier()
-    everywhere = y.detach().clone()
-    torch.distributed.all_reduce(everywhere)
+    torch.distributed.all_reduce(everywhere := y.detach().clone())
     return (y @ W).sin() * whole * everywhere
-
-
-# Functions that differentiate.
 
 
 def step(x: Tensor) -> Tensor:
@@ -206,19 +171,15 @@ def step(x: Tensor) -> Tensor:
     return x - 0.1 * grad(lambda z: z.square().sum())(x)
 
 
-def normalized(inner: Fn) -> Fn:
-    """Autograd saves mean and variance as results of the norm, which no operation reads before the backward."""
-    return lambda x: (layer_norm(inner(x)) @ W).sin()
-
-
-def layer_norm(x: Tensor) -> Tensor:
+def norm(x: Tensor) -> Tensor:
+    """Autograd saves its mean and variance, which no operation reads before the backward."""
     return F.layer_norm(x, (N,), WEIGHT, BIAS)
 
 
 def gradient_of_a_forward_derivative(x: Tensor) -> Tensor:
     """Forward mode makes zeros that have no memory."""
     z = x if x.requires_grad else x.detach().requires_grad_()
-    tangent = jvp(lambda q: layer_norm(q @ W).sin(), (z,), (torch.ones_like(z),))[1]
+    tangent = jvp(lambda q: norm(q @ W).sin(), (z,), (torch.ones_like(z),))[1]
     return torch.autograd.grad(tangent.sum(), z, create_graph=True)[0]
 
 
@@ -230,36 +191,40 @@ REGION, LOOSE = remat(lambda z: step(torch.tanh(noisy(z)))), remat(lambda z: (z 
 GRU = module(lambda: nn.GRU(N, N, 2, dropout=0.3))
 
 
-def square(fn: Fn, name: str | None = None, **flags: bool) -> Case:
-    return Case(name or fn.__name__, fn, tensors((N, N)), **flags)
-
-
-def of_complex(fn: Fn, **flags: bool) -> Case:
-    return Case(fn.__name__, fn, lambda: (rand(N, N, dtype=torch.complex128),), jvp=False, **flags)
+def square(fn: Fn, name: str | None = None, dtype: torch.dtype = torch.float64, **flags: bool) -> Case:
+    return Case(name or fn.__name__, fn, lambda: (rand(N, N, dtype=dtype),), **flags)
 
 
 ALONE = {"func": False, "jvp": False, "vmap": False}
+OF_COMPLEX: Any = {"dtype": torch.complex128, "jvp": False}
 MORE = (
-    of_complex(conjugate_named),
-    of_complex(in_place_through_a_conjugate),
-    square(in_place_through_another_dtype),
+    square(lambda z: then(h := z.exp(), named(h.conj()), (h * 2).sin().abs()), "conjugate named", **OF_COMPLEX),
+    square(
+        lambda z: then(h := z @ COMPLEX, g := h * 1, h.conj().mul_(2 + 1j), (g.sin() * h.sin()).abs()),
+        "in place through a conjugate",
+        **OF_COMPLEX,
+    ),
+    square(
+        lambda x: then(h := x @ W, h.detach().view(torch.int64).bitwise_and_(-2), (named(h) * 1).sin()),
+        "in place through another dtype",
+    ),
+    square(lambda x: then(s := torch.stack([x.sin(), x.cos()]), s.transpose_(0, 1), s.exp()), "transposed in place"),
     square(in_place_chain),
     square(residual_stream_in_place),
     square(overwritten_after_it_was_saved, vmap=False),
     square(overwritten_again_and_again),
-    square(transposed_in_place),
     square(constants),
     square(random_numbers, **ALONE, random=True),
-    square(noise_that_is_saved_early, **ALONE, random=True),
+    square(lambda x: F.rrelu(x * 2, 0.1, 0.3, training=True).sin(), "noise that is saved early", **ALONE, random=True),
     square(partly_without_grad, vmap=False),
     square(custom_operator, vmap=False),
-    square(sparse, vmap=False, jvp=False, double=False),
-    square(checkpointed_inside, **ALONE),
+    square(lambda x: (x * 1).to_sparse().to_dense().mul(2).sin() @ W, "sparse", vmap=False, jvp=False, double=False),
+    square(lambda x: checkpoint(lambda t: (t @ W).exp(), x.cos(), use_reentrant=False), "checkpointed inside", **ALONE),
     square(ranges),
     square(gathered, **ALONE),
     square(lambda x: (grad(lambda t: (t.sin() * t).sum())(named(x * 0.5)) * 2).sin(), "grad inside"),
     square(lambda x: (jvp(lambda t: (named(t.exp()) * t).sin(), (x * 0.5,), (x,))[1] * 2).sin(), "jvp inside"),
-    square(normalized(step), "layer norm after a step"),
+    square(lambda x: (norm(step(x)) @ W).sin(), "norm after a step"),
     square(gradient_of_a_forward_derivative, **ALONE),
     square(lambda x: REGION(noisy(REGION(x.cos()))).sin(), "a region that starts again", random=True, vmap=False),
     square(lambda x: (x.sin() - 0.1 * grad(lambda z: LOOSE(z).sum())(x)) @ W, "grad of a region", vmap=False),
@@ -291,9 +256,7 @@ def derived(fn: Fn, args: tuple) -> Any:
     return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True) if inputs else value
 
 
-def under_hooks(
-    fn: Fn, args: tuple, pack: Callable = lambda t: (t,), unpack: Callable = lambda packed: packed[0]
-) -> Any:
+def under_hooks(fn: Fn, args: tuple, pack: Callable, unpack: Callable) -> Any:
     with saved_tensors_hooks(pack, unpack):
         return fn(*args)
 
@@ -305,7 +268,7 @@ AROUND: dict[str, Callable[[Fn, Wrap], Fn]] = {
     "in a region with a policy": lambda fn, wrap: wrap(lambda *args: fn(*args), policy=policies.save_if(chosen(11))),
     "before an operation": lambda fn, wrap: wrap(lambda *args: total(fn(*args)).sin(), policy=SINE),
     "in a region that saves everything": lambda fn, wrap: wrap(lambda *a: total(fn(*a)).sin(), policy=EVERYTHING),
-    "under hooks": lambda fn, wrap: lambda *args: under_hooks(fn, args),
+    "under hooks": lambda fn, wrap: lambda *args: under_hooks(fn, args, lambda t: (t,), lambda packed: packed[0]),
     "under hooks that copy": lambda fn, wrap: lambda *args: under_hooks(fn, args, torch.clone, lambda t: t),
     "in torch's checkpoint": lambda fn, wrap: lambda *args: checkpoint(fn, *args, use_reentrant=False),
     "differentiated": lambda fn, wrap: wrap(lambda *args: derived(fn, args)),
@@ -334,7 +297,7 @@ def observed(case: Case, around: Callable, wrap: Callable, orders: int = 1, **op
 
 def ways(case: Case) -> list[str]:
     """What plain torch can do with a case. Its checkpoint changes statistics twice, and torch.func refuses hooks."""
-    hooks = not any(part in case.name for part in DERIVING) and case.name != "noise_that_is_saved_early"
+    hooks = not any(part in case.name for part in DERIVING) and case.name != "noise that is saved early"
     excluded = {"hooks": not hooks, "torch's": case.stateful or not hooks, "differentiated": not case.double}
     return [name for name in AROUND if not any(no and word in name for word, no in excluded.items())]
 

