@@ -1,0 +1,464 @@
+"""Tensors in host memory: how often and when they are copied, and that they and their copies are freed.
+
+Without a CUDA device, tensors of the CPU are treated as tensors of a device (``far``), and streams only record what is
+asked of them. The simulated device (tests/device) finds races.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+from accelerator import DEVICE, backend
+from cases import assert_same
+from host_copies import Copies
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat import checkpoint_name, policies, remat
+from remat._core import host_memory
+from remat._core.host_memory import Group, Offloaded
+
+MIB = 2**20
+pytestmark = pytest.mark.usefixtures("collector_off")
+cuda = pytest.mark.cuda
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def regions(x: Tensor, count: int, steps: int = 1, unpack: Callable = Offloaded.get) -> tuple[Tensor, list[Group]]:
+    """``count`` regions one after another, each a group of ``2 * steps`` saved tensors."""
+    groups = []
+    for _ in range(count):
+        group = Group()
+        with saved_tensors_hooks(lambda t, group=group: Offloaded(t.detach(), group), unpack):
+            for _ in range(steps):
+                x = x.sin().exp()
+        groups.append(group)
+    return x.sum(), groups
+
+
+def plainly(x: Tensor, count: int) -> Tensor:
+    y = x
+    for _ in range(count):
+        y = y.sin().exp()
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+# --- one tensor -----------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_is_not_on_a_device_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Copies(monkeypatch)
+    x, meta = leaf(3), torch.ones(3, device="meta")
+    kept = Offloaded(x)
+    kept.prefetch()
+    assert kept.get() is x
+    kept.release()
+    kept.settle()
+    assert kept.get() is x and Offloaded(meta).get() is meta
+    remat(chain, policy=offload(policies.save_matmuls))(leaf(4, 4), leaf(4, 4)).sum().backward()
+    assert (kept.nbytes, kept.shape, kept.dtype, kept.device) == (12, x.shape, x.dtype, x.device)
+    assert not copies.out and not copies.back
+
+
+@pytest.mark.parametrize("make", [lambda: leaf(2, 3), lambda: torch.nn.Parameter(torch.ones(2, 3))])
+def test_a_tensor_is_copied_out_and_back_once(make: Callable, far: Copies) -> None:
+    x = make()
+    kept, expected = Offloaded(x), x.detach().clone()
+    x.detach().zero_()  # does not reach the copy
+    assert (kept.nbytes, kept.shape, kept.dtype, kept.device) == (24, x.shape, x.dtype, x.device)
+    assert len(far.out) == 1 and not far.back
+    got = kept.get()
+    kept.prefetch()
+    assert got is kept.get() and got is not x and type(got) is Tensor and not got.requires_grad
+    assert_same(got, expected)
+    assert far.taken() == [0]
+    got.mul_(torch.ones(3, requires_grad=True))  # it is neither a leaf that requires grad, nor a view made without grad
+    got.detach().zero_()
+    kept.release()
+    assert_same(kept.get(), expected)
+    assert far.taken() == [0] and len(far.out) == 1
+
+
+BASE = torch.arange(120.0).view(2, 3, 4, 5)
+Layouts = dict[str, Callable[[Tensor], Tensor]]
+DENSE: Layouts = {
+    "scalar": lambda x: x[1, 2, 3, 4],
+    "empty": lambda x: x[:0],
+    "transposed": lambda x: x.permute(2, 0, 3, 1),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "slice": lambda x: x[1],
+}
+OVERLAPPING: Layouts = {
+    "expanded": lambda x: x[0, 0, 0].expand(7, 2, 5),
+    "windows": lambda x: x.view(-1)[4:40].unfold(0, 8, 2),
+}
+OTHERS: Layouts = {
+    "transposed steps": lambda x: x[:, :, :, 1:3].permute(3, 0, 2, 1),
+    "expanded steps": lambda x: x[0, 0, 0, ::4].expand(2, 2),
+    "conjugate": lambda x: torch.view_as_complex(x.view(60, 2)).conj(),
+    "negative": lambda x: torch._neg_view(x),
+    "float8": lambda x: x.to(torch.float8_e4m3fn),
+}
+LAYOUTS = {**DENSE, **OVERLAPPING, **OTHERS}
+
+
+def assert_kept(name: str, device: str) -> None:
+    tensor = LAYOUTS[name](BASE.to(device))
+    kept = Offloaded(tensor)
+    assert kept._host.device.type == "cpu" and (kept._host.is_pinned() or device == "cpu" or not kept.nbytes)
+    for _ in range(2):
+        got = kept.get()
+        assert torch.equal(got.cpu(), tensor.cpu())
+        assert (got.dtype, got.shape, got.device) == (tensor.dtype, tensor.shape, tensor.device)
+        assert got.storage_offset() == 0 and not got._is_view()
+        assert name in OTHERS or got.stride() == tensor.stride()
+        assert kept.nbytes == got.untyped_storage().nbytes() <= tensor.nbytes
+        assert name not in OVERLAPPING or kept.nbytes < tensor.nbytes
+        kept.release()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_copy_has_the_layout_without_gaps(name: str, far: Copies) -> None:
+    assert_kept(name, "cpu")
+
+
+@cuda
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_on_a_device(name: str) -> None:
+    assert_kept(name, DEVICE)
+
+
+class Special(Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_tensor_that_is_more_than_memory_is_not_copied(far: Copies) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    for tensor in (torch.eye(3).to_sparse(), quantized, torch.ones(3).as_subclass(Special)):
+        assert Offloaded(tensor).get() is tensor and not far.out
+
+
+def test_levels_and_tangents_are_not_copied(far: Copies) -> None:
+    plain, taken = torch.arange(3.0), list[Tensor]()
+
+    def fn(x: Tensor) -> Tensor:
+        assert Offloaded(x).get() is x and not far.out
+        taken.append(Offloaded(plain).get())
+        return x.sin()
+
+    torch.func.grad(fn)(torch.tensor(1.0))
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(taken[0])
+    with fwAD.dual_level():
+        taken.append(Offloaded(fwAD.make_dual(plain, plain)).get())
+        assert fwAD.unpack_dual(taken[1]).tangent is None
+    assert_same(taken, [plain, plain])
+
+
+# --- groups, in the order of a backward pass ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_a_read_copies_back_its_group_and_the_one_before(retain_graph: bool, far: Copies) -> None:
+    reads: list[list[int]] = []
+    live: list[int] = []
+
+    def noted(kept: Offloaded) -> Tensor:
+        got = kept.get()
+        reads.append(far.taken())
+        live.append(far.on_device())
+        return got
+
+    x = leaf(8)
+    loss, _ = regions(x, 4, unpack=noted)
+    assert len(far.out) == 8 and not far.back
+    for _ in range(1 + retain_graph):
+        reads.clear()
+        live.clear()
+        assert_same(torch.autograd.grad(loss, x, retain_graph=retain_graph)[0], plainly(x, 4))
+        assert reads == [[7, 6, 4, 5], [], [2, 3], [], [0, 1], [], [], []]  # of each region, `exp` is read first
+        assert max(live) == 4 and far.on_device() == 0
+    assert far.on_host() == (8 if retain_graph else 0)
+
+
+def test_a_tensor_that_is_released_in_a_pass_is_not_copied_back_again(far: Copies) -> None:
+    x = leaf(8)
+    loss, _ = regions(x, 1, 2, unpack=lambda kept: (kept.get(), kept.release())[0])
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert sorted(far.taken()) == [0, 1, 2, 3]
+    with saved_tensors_hooks(lambda t: Offloaded(t.detach()), Offloaded.get):  # each is a group of its own
+        loss = x.sin().exp().sum()
+    loss.backward()
+    assert far.taken() == [5, 4]
+
+
+def test_freed_groups_are_skipped(far: Copies) -> None:
+    x = leaf(8)
+    first, groups = regions(x, 1)
+    second, more = regions(x, 2)
+    third, _ = regions(x, 1)
+    del second, more[1:]  # one of these two groups still has a reference, but no tensors
+    third.backward()
+    assert far.taken() == [7, 6, 0, 1]
+    assert more and groups and first.requires_grad
+
+
+def test_a_group_that_was_only_prefetched_is_released_when_the_pass_ends(far: Copies) -> None:
+    middle, _ = regions(leaf(8), 1)
+    loss, _ = regions(middle.detach().requires_grad_(), 1)
+    loss.backward()
+    assert set(far.taken()) == {0, 1, 2, 3}
+    assert far.on_device() == 0 and far.on_host() == 2
+    middle.backward()
+    assert set(far.taken()) == {0, 1}
+
+
+def test_a_pass_that_retains_its_graph_does_not_affect_other_groups(far: Copies) -> None:
+    x = leaf(8)
+    loss, _ = regions(x, 2)
+    other = Offloaded(x)
+    other.prefetch()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert far.on_device() == 1
+    other.get()
+    assert far.taken().count(4) == 1
+
+
+def test_outside_of_a_pass_nothing_else_is_copied_back(far: Copies) -> None:
+    x = leaf(8)
+    first, second = Group(), Group()
+    before, kept, other = (Offloaded(x.detach(), group) for group in (first, second, second))
+    kept.get()
+    assert far.taken() == [1]
+    second.prefetch()
+    assert far.taken() == [2]
+    other.get()
+    assert far.taken() == [] and far.on_device() == 2
+    second.clear()
+    assert far.on_device() == 0 and before.shape == x.shape
+
+
+def test_a_prefetch_may_run_out_of_memory(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(8)
+    loss, _ = regions(x, 2)
+    to_device, calls = host_memory._to_device, []
+
+    def short(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) in (2, 3):
+            raise torch.OutOfMemoryError("no memory")
+        return to_device(*args)
+
+    monkeypatch.setattr(host_memory, "_to_device", short)
+    assert_same(torch.autograd.grad(loss, x)[0], plainly(x, 2))
+    assert sorted(far.back) == [0, 1, 2, 3] and len(calls) == 6
+
+
+def test_a_failed_pass_releases_its_copies(far: Copies) -> None:
+    x = leaf(8)
+    middle, _ = regions(x, 1)
+    hook = middle.register_hook(lambda grad: [][0])
+    loss, _ = regions(middle, 1)
+    with pytest.raises(IndexError):
+        torch.autograd.grad(loss, x, retain_graph=True)
+    assert far.taken() and far.on_device() == 0
+    hook.remove()
+    torch.autograd.grad(loss, x)
+    assert sorted(far.taken()) == [0, 1, 2, 3]
+
+
+def test_nothing_is_kept_alive(far: Copies) -> None:
+    x = leaf(8)
+    loss, groups = regions(x, 3)
+    refs, thread_groups = [weakref.ref(group) for group in groups], groups[0]._siblings
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert far.on_host() == 6 and far.on_device() == 0 and all(ref() is not None for ref in refs)
+    del loss, groups
+    assert far.on_host() == 0 and all(ref() is None for ref in refs) and not len(thread_groups)
+    x = torch.randn(8, 8)[:, :4]
+    source, kept = weakref.ref(x.untyped_storage()), Offloaded(x)
+    del x
+    assert source() is None and kept.shape == (8, 4)
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
+    x = leaf(8)
+    first, _ = regions(x, 1)
+    with ThreadPoolExecutor(1) as pool:
+        other, _ = pool.submit(regions, x, 1).result()
+    second, _ = regions(x, 1)
+    second.backward()
+    assert set(far.taken()) == {4, 5, 0, 1}
+    other.backward()
+    assert set(far.taken()) == {2, 3} and first.requires_grad
+
+
+# --- streams, without a device --------------------------------------------------------------------------------------
+
+
+class Event(str):
+    log: list[str]
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self}")
+
+
+class Stream:
+    """Records what it is asked to do."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def record_event(self) -> Event:
+        event = Event(f"{self.name}'s copy {len(self.log)}")
+        event.log = self.log
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.log.append(f"{self.name} waits for {stream.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"copy on {self.name}")
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of streams, in order. Copies run at once."""
+    log: list[str] = []
+    names, main, empty = iter(["out", "back"]), Stream(log, "main"), torch.empty
+    monkeypatch.setattr(host_memory, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(host_memory, "has_streams", lambda device: True)
+    monkeypatch.setattr(host_memory, "_sides", {})
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream(log, next(names)))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+    used = lambda tensor, stream: log.append(f"{stream.name} uses memory of {tuple(tensor.shape)}")
+    monkeypatch.setattr(Tensor, "record_stream", used)
+    return log
+
+
+def taken(log: list[str]) -> list[str]:
+    """The entries since the last call."""
+    found = [*log]
+    log.clear()
+    return found
+
+
+OUT = ["out waits for main", "copy on out", "out uses memory of (4,)"]
+BACK = ["back waits for main", "back waits for out's copy 3", "copy on back"]
+
+
+def test_copies_wait_for_the_work_before_them_and_their_readers_for_the_copies(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Offloaded(torch.ones(8)[::2])  # of the temporary without gaps
+    assert taken(log) == OUT
+    kept.settle()
+    assert taken(log) == ["main waits for out's copy 3"]
+    kept.prefetch()
+    assert taken(log) == BACK
+    got = kept.get()
+    assert taken(log) == ["main waits for back's copy 3"]
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream(log, "other"))
+    assert_same(kept.get(), torch.ones(4))
+    assert taken(log) == ["other waits for back's copy 3", "other uses memory of (4,)"]
+    kept.release()  # otherwise the memory of a copy that was not read could be used before the copy ends
+    assert taken(log) == ["main waits for back's copy 3"] and got.shape == (4,)
+
+
+@pytest.mark.parametrize("limit, late", [(100, 0), (40, 3), (0, 4)])
+def test_the_caller_waits_when_too_much_is_in_flight(
+    limit: int, late: int, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "IN_FLIGHT_BYTES", limit)
+    kept = [Offloaded(torch.ones(4)) for _ in range(5)]  # 16 bytes each
+    assert len([entry for entry in log if entry.startswith("host waits")]) == late and kept  # never for the latest
+
+
+# --- on a device ----------------------------------------------------------------------------------------------------
+
+LONG = 10**9  # cycles: the device is busy for about half a second
+
+
+@cuda
+def test_copies_run_beside_the_computation_and_after_a_late_producer() -> None:
+    x = torch.randn(MIB, device=DEVICE)
+    kept = Offloaded(x)
+    for event in (lambda: kept._copied, lambda: kept._arrival.done):
+        backend._sleep(LONG)
+        busy = backend.current_stream().record_event()
+        event().synchronize()
+        assert not busy.query()
+        backend.synchronize()
+        kept.prefetch()
+    assert_same(kept.get(), x)
+    backend._sleep(LONG)
+    x.fill_(3)
+    late = Offloaded(x)
+    del x
+    other = torch.zeros(MIB, device=DEVICE)  # not in the memory that is still to be copied
+    assert_same(late.get(), torch.full_like(other, 3))
+
+
+@cuda
+@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("limit", [8 * MIB, 512 * MIB])
+def test_gradients_and_peak_on_a_device(limit: int, retain_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "IN_FLIGHT_BYTES", limit)
+    x = torch.randn(MIB, device=DEVICE, requires_grad=True)  # 4 MiB
+    expected = plainly(x, 16)
+    for _ in range(2):
+        backend.synchronize()
+        backend.reset_peak_memory_stats()
+        before = backend.memory_allocated()
+        backend._sleep(LONG // 10)  # the caller is far ahead of the device
+        loss, _ = regions(x, 8, steps=2)
+        assert backend.memory_allocated() - before < 4 * MIB  # none of the 32 tensors
+        for _ in range(2 if retain_graph else 1):
+            found = torch.autograd.grad(loss, x, retain_graph=retain_graph)[0]
+            peak = backend.max_memory_allocated() - before
+            assert_same(found, expected)
+            assert peak < 20 * 4 * MIB  # two groups of four, and the operands of the computation
+
+
+# --- with a policy ----------------------------------------------------------------------------------------------------
+
+
+def chain(x: Tensor, w: Tensor) -> Tensor:
+    for i in range(3):
+        x = checkpoint_name(torch.sin(x @ w), f"h{i}")
+    return x.sin()
+
+
+only, offload = policies.save_only_these_names, policies.offload
+OFFLOADING = {offload(policies.save_matmuls): 3, only("h0") | offload(only("h1", "h2")): 2}
+
+
+@pytest.mark.parametrize("policy", OFFLOADING, ids=repr)
+def test_each_value_is_copied_out_once_and_back_once_per_pass(policy: Any, far: Copies) -> None:
+    args = leaf(4, 4), leaf(4, 4)
+    out, count = remat(chain, policy=policy)(*args).sum(), OFFLOADING[policy]
+    assert (len(far.out), far.on_host(), far.taken()) == (count, count, [])
+    for retain in (True, True, False):
+        assert_same(torch.autograd.grad(out, args, retain_graph=retain), torch.autograd.grad(chain(*args).sum(), args))
+        assert sorted(far.taken()) == list(range(count))
+    del out
+    assert far.on_host() == 0 and far.on_device() == 0

@@ -1,0 +1,225 @@
+"""What one call of a region records for the next: it makes them faster, and changes no result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same, default_dtype, rand
+from torch import Tensor
+
+from benchmarks.measure import OpCounter, held_bytes, peak_bytes
+from remat import checkpoint_name, policies, remat
+from remat._core import known
+
+MATMULS, NAMES = policies.save_matmuls, policies.save_only_these_names("a", "b")
+POLICIES: dict[str, Any] = {
+    "matmuls": MATMULS,
+    "names": NAMES,
+    "names and matmuls": NAMES | policies.save_ops("aten.mm"),
+    "everything": policies.everything_saveable,
+    "everything but": policies.save_anything_except_these_names("b"),
+    "a predicate": policies.save_if(lambda ctx, op, *args, **kwargs: op is torch.ops.aten.mm.default),
+    "offloaded": policies.offload(MATMULS),
+}
+VIEWS = {"aten.detach", "aten.t", "aten.view", "aten.alias"}
+pytestmark = [pytest.mark.filterwarnings("ignore:The policy"), pytest.mark.usefixtures("collector_off")]
+
+
+def forget() -> None:
+    """Clear everything that is recorded for functions."""
+    known._of_codes.clear()
+    known._of_functions.clear()
+
+
+def remembered() -> int:
+    """The number of recorded programs."""
+    return sum(len(each.programs) for _, each in known._of_codes.values())
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> Iterator[None]:
+    """Clears the records, as functions of tests share their code."""
+    forget()
+    yield
+    forget()
+
+
+def run(fn: Callable, *args: Any) -> tuple[list[Tensor], Counter[str]]:
+    """The result and the gradients of a call, and the operations of its backward, without views."""
+    tensors = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+    out = fn(*args)
+    with OpCounter() as counter:
+        grads = torch.autograd.grad(out.sum(), tensors, allow_unused=True)
+    return [out, *(g for g in grads if g is not None)], Counter(
+        {name: count for name, count in counter.counts.items() if count and name not in VIEWS}
+    )
+
+
+def check(fn: Callable, policy: str, calls: list[tuple]) -> None:
+    """Each call has the result of the plain function, and recomputes as much as without records."""
+    expected = []
+    for args in calls:
+        forget()
+        expected.append(run(remat(fn, policy=POLICIES[policy]), *args)[1])
+    forget()
+    region = remat(fn, policy=POLICIES[policy])
+    for args, counts in zip(calls, expected):
+        values, again = run(region, *args)
+        assert_same(values, run(fn, *args)[0])
+        assert again == counts
+
+
+# --- calls that are the same as the last one, then differ -------------------------------------------------------------
+
+
+def layers(x: Tensor, w: Tensor) -> Tensor:
+    h = checkpoint_name(torch.tanh(x @ w), "a")
+    h = checkpoint_name(torch.sin(h @ w.t()), "b") * 2.0
+    return torch.cos(h + x).exp()
+
+
+def around(x: Tensor, w: Tensor) -> Tensor:
+    """Reads more of a storage than its argument covers."""
+    whole = x.as_strided((4, 4), (4, 1), 0)
+    return torch.tanh(torch.tanh(whole @ w) @ x @ w)
+
+
+X, W, TURNED = rand(4, 4), rand(4, 4, seed=1), rand(4, 4, seed=2, grad=False).t().requires_grad_()
+UPPER, LOWER = (part.requires_grad_() for part in rand(8, 4, seed=3, grad=False).split(4))
+FLOATS = rand(4, 4, dtype=torch.float32), rand(4, 4, seed=1, dtype=torch.float32)
+INPUTS: dict[str, tuple[Callable, list[tuple]]] = {
+    "sizes": (layers, [(X, W), (rand(2, 4), W)]),
+    "strides and dtypes": (layers, [(X, W), (TURNED, W), (X, TURNED), FLOATS]),
+    "tensors that share memory": (layers, [(X, W), (W, X), (X, X), (UPPER, W), (LOWER, W), (UPPER, LOWER)]),
+    "what is differentiated": (layers, [(X, W), (X.detach(), W), (X, W.detach())]),
+    "storage offset": (around, [(UPPER.detach(), W), (LOWER.detach(), W)]),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_that_differ(name: str, policy: str) -> None:
+    fn, kinds = INPUTS[name]
+    check(fn, policy, [args for kind in (*kinds, *kinds) for args in [kind] * 2])
+
+
+def part_without_grad(x: Tensor, w: Tensor, flag: bool) -> Tensor:
+    with torch.set_grad_enabled(flag):
+        y = torch.sin(x @ w)
+    return torch.tanh(y * (x @ w)).sin()
+
+
+def named_or_other(x: Tensor, w: Tensor, flag: bool) -> Tensor:
+    y, z = torch.tanh(x @ w), torch.sin(w @ x)
+    checkpoint_name(y if flag else z, "a")
+    return torch.exp(y @ z) * y * z
+
+
+def row_changed(x: Tensor, w: Tensor, flag: bool) -> Tensor:
+    h = x @ w
+    before, rows = h.t(), h.unbind(0)
+    if flag:
+        h[0].mul_(2.0)
+    return torch.tanh(before @ w) * torch.tanh(h.t() @ w) + rows[0].detach() + torch.exp(h.view(4, 4))
+
+
+def transposed_in_place(x: Tensor, w: Tensor, flag: bool) -> Tensor:
+    h = x @ w
+    if flag:
+        h.t_()
+    return torch.tanh(h).sin() @ h
+
+
+BRANCHES: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
+    "operation": lambda x, w, flag: torch.tanh(x @ w).sin() if flag else torch.sigmoid(x @ w).sin(),
+    "argument": lambda x, w, flag: torch.tanh(x @ w if flag else w @ x).sin(),
+    "constant": lambda x, w, flag: torch.tanh(x @ w * (2.0 if flag else 3.0)).sin(),
+    "sign of zero": lambda x, w, flag: torch.tanh(x @ w + (0.0 if flag else -0.0)).sin(),
+    "int for a bool": lambda x, w, flag: torch.tanh(torch.add(x @ w, 1 if flag else True)).sin(),
+    "keyword": lambda x, w, flag: torch.add(x @ w, w, alpha=2 if flag else 3).sin().exp(),
+    "length": lambda x, w, flag: torch.tanh(torch.tanh(x @ w) @ w) if flag else torch.tanh(x @ w),
+    "view": lambda x, w, flag: torch.tanh(x @ (w.t() if flag else w)).sin(),
+    "slice": lambda x, w, flag: (lambda h: (h[flag : flag + 2] @ w).sin() @ h[:, : 3 - flag].exp())(torch.tanh(x @ w)),
+    "without grad": part_without_grad,
+    "name": lambda x, w, flag: (checkpoint_name(torch.tanh(x @ w), "a" if flag else "other") @ w).sin(),
+    "value with the name": named_or_other,
+    "written constant": lambda x, w, flag: torch.tanh(x @ w).mul(2).add_(1 if flag else 2).sin().exp(),
+    "written or new": lambda x, w, flag: ((x @ w).mul_(2) if flag else (x @ w).mul(2)).exp(),
+    "written through a view": row_changed,
+    "reshaped in place": transposed_in_place,
+    "detached": lambda x, w, flag: ((x @ w).detach() if flag else x @ w).sin() * (x @ w).exp(),
+    "several results": lambda x, w, flag: torch.cat([x @ w, torch.stack((x, w)).sum(0)][:: 1 if flag else -1]).sin(),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_branches_that_differ(branch: str, policy: str) -> None:
+    check(BRANCHES[branch], policy, [(X, W, flag) for flag in (True, True, True, False, False, True, False)])
+
+
+def test_the_default_dtype_differs() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w).to(torch.float64) * (torch.arange(3) / 2).double().sum()
+
+    region, args = remat(fn, policy=MATMULS), (rand(3, 3), rand(3, 3, seed=1))
+    for dtype in (torch.float32, torch.float32, torch.float64, torch.float32):
+        with default_dtype(dtype):
+            assert_same(run(region, *args)[0], run(fn, *args)[0])
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_opaque_arguments_is_not_remembered() -> None:
+    def fn(x: Tensor, generator: torch.Generator | None) -> Tensor:
+        return torch.sin(x) * torch.rand(3, generator=generator)
+
+    for generator, count in ((torch.Generator(), 0), (None, 1)):
+        run(remat(fn, policy=MATMULS), rand(3), generator)
+        assert remembered() == count
+
+
+def test_one_program_is_remembered_for_each_of_a_few_policies() -> None:
+    for factor in range(20):
+        run(remat(lambda x, factor: torch.sin(x) * factor, policy=MATMULS), rand(3), float(factor))
+    assert remembered() == 1
+    for i in range(20):
+        fn = remat(lambda x: torch.sin(x) * 2, policy=policies.save_only_these_names(str(i)))
+        run(fn, rand(3))
+    assert 2 < remembered() <= 17
+
+
+def test_later_calls_take_no_more_memory() -> None:
+    x, ws = rand(64, 64), [rand(64, 64, seed=i) for i in range(8)]
+
+    def chain(x: Tensor, *ws: Tensor) -> Tensor:
+        for w in ws:
+            x = checkpoint_name(torch.tanh(x @ w), "a").sin()
+        return x
+
+    for policy in ("matmuls", "names", "names and matmuls"):
+        forget()
+        region = remat(chain, policy=POLICIES[policy])
+        peaks = [peak_bytes(lambda: region(x, *ws).sum()) for _ in range(3)]
+        held = [held_bytes(region, x, *ws) for _ in range(3)]
+        assert max(peaks) == peaks[0] and len(set(held)) == 1
+
+
+def test_dynamo_compiles_nothing_in_a_region_with_a_policy() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    inner = torch.compile(lambda x: x.sin() * 2, backend=backend)
+    fn = lambda x, w: torch.tanh(inner(x @ w))
+    values, _ = run(remat(fn, policy=MATMULS), X, W)
+    assert not compiled  # under a dispatch mode Dynamo is skipped; here it could only compile the mode itself
+    assert_same(values, run(fn, X, W)[0])

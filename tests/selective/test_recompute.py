@@ -1,0 +1,356 @@
+"""What a recompute under a policy restores, skips, runs or refuses, what it leaves behind, and its memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import assert_same, rand, total
+from host_copies import Copies
+from random_programs.toolbox import chosen
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad, jvp, linearize, vmap
+
+from benchmarks.measure import count_ops, gc_disabled, leaked_bytes, peak_bytes
+from remat import (
+    MutationError,
+    RecomputeMismatchError,
+    RematError,
+    checkpoint_name,
+    is_recomputing,
+    policies,
+    remat,
+)
+
+Fn = Callable[..., Any]
+aten = torch.ops.aten
+W = rand(4, 4, seed=77, grad=False) / 2
+MATMULS, EVERYTHING, SINE = policies.save_matmuls, policies.everything_saveable, policies.save_ops("aten.sin")
+POLICIES: dict[str, Any] = {
+    "everything": EVERYTHING,
+    "matmuls": MATMULS,
+    "not sines": ~policies.save_ops("aten.sin", "aten.mul"),
+    "copies": ["aten.clone", "aten.mul", "aten.cos", "aten.exp", "aten.lift_fresh", "aten.detach"],
+    "names": policies.save_only_these_names("h"),
+    "answers": policies.save_if(chosen(4, 5)),
+    "offloaded": policies.offload(MATMULS | SINE),
+}
+EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
+pytestmark = pytest.mark.filterwarnings("ignore:The policy")
+
+
+def named(t: Tensor) -> Tensor:
+    return checkpoint_name(t, "h")
+
+
+def gradients(fn: Fn, x: Tensor | None = None) -> tuple:
+    """The result and the gradient, with equal random numbers."""
+    torch.manual_seed(1)
+    leaf = rand(4, 4) if x is None else x.detach().clone().requires_grad_()
+    out = total(fn(leaf))
+    return out.detach(), *torch.autograd.grad(out, leaf)
+
+
+def block(x: Tensor) -> Tensor:
+    h = named((x @ W).exp().clamp(max=5))
+    return (h * 2).sin() @ x * h
+
+
+# --- functions that do something else in the recompute ----------------------------------------------------------------
+
+
+def other_order(x: Tensor) -> Tensor:
+    steps = [lambda x: x @ W, lambda x: x @ W.T]
+    a, b = (step(x) for step in (reversed(steps) if is_recomputing() else steps))
+    a, b = (b, a) if is_recomputing() else (a, b)
+    return (a.sin() * b.exp()).cos() * a
+
+
+def one_of_two_equal_values_changed(x: Tensor) -> Tensor:
+    """A recompute can mistake one for the other: both have the same values until one is changed."""
+    h, made = x.sin(), {}
+    for name in ("changed", "same") if is_recomputing() else ("same", "changed"):
+        made[name] = h.clone()
+        if name == "changed":
+            made[name].mul_(2)
+    return made["changed"].sin() * made["same"].exp().sin() * made["same"]
+
+
+def operand_of_a_late_one_cleared(x: Tensor) -> Tensor:
+    a = x.detach() * 2
+    late = a.sin()
+    if is_recomputing():
+        a.zero_()
+    return (named((x * 3).exp().clamp(max=9)) * 2).sin() * late * late
+
+
+CACHE: dict[str, Any] = {}
+
+
+def cached_constant(x: Tensor) -> Tensor:
+    if "a" not in CACHE:
+        CACHE["a"] = torch.tensor([2.0, 3, 4, 5], dtype=x.dtype)
+    b = torch.tensor([5.0, 7, 1, 1], dtype=x.dtype)
+    return ((x * CACHE["a"]).sin() * b).exp()
+
+
+OTHERWISE = [other_order, one_of_two_equal_values_changed, operand_of_a_late_one_cleared, cached_constant]
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("fn", OTHERWISE, ids=lambda fn: fn.__name__)
+def test_the_gradient_is_right_or_an_error(fn: Fn, policy: str) -> None:
+    def run(fn: Fn) -> tuple:
+        CACHE.clear()
+        return gradients(lambda x: fn(x).sum() + fn(x[:3]).sum()), fn(rand(4, 4))
+
+    try:
+        found = run(remat(fn, policy=POLICIES[policy]))
+    except (RecomputeMismatchError, MutationError):
+        assert fn is operand_of_a_late_one_cleared
+    else:
+        assert_same(found, run(fn))
+
+
+def test_a_write_that_the_first_run_did_not_make_is_an_error() -> None:
+    def fn(x: Tensor) -> Tensor:
+        a, b = x.detach() * 2, x.detach() * 3
+        a, b = (b, a) if is_recomputing() else (a, b)
+        a.add_(1)
+        return (x * a).sin() * (x * b).exp().clamp(max=9)
+
+    out = remat(fn, policy=lambda ctx, op, *args, **kwargs: op is aten.mul.Tensor)(rand(4, 4)).sum()
+    with pytest.raises(RecomputeMismatchError, match="changed a tensor in place in the recompute, but not in its fir"):
+        out.backward()
+
+
+# --- values that are changed later ------------------------------------------------------------------------------------
+
+
+def gradients_under(pack: Fn, unpack: Fn, f: Fn, x: Tensor) -> tuple:
+    with saved_tensors_hooks(pack, unpack):
+        return gradients(f, x)
+
+
+WAYS: dict[str, Callable[[Fn, Tensor], Any]] = {
+    "autograd": gradients,
+    "hooks": functools.partial(gradients_under, lambda t: (t,), lambda packed: packed[0]),
+    "hooks that copy": functools.partial(gradients_under, torch.clone, lambda t: t),
+    "grad": lambda f, x: grad(f)(x),
+    "grad of grad": lambda f, x: grad(lambda x: grad(f)(x).sin().sum())(x),
+    "jvp of grad": lambda f, x: jvp(grad(f), (x,), (x.cos(),)),
+    "vmap of jvp of grad": lambda f, x: vmap(lambda x: jvp(grad(f), (x,), (x.cos(),)))(x),
+}
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(4, 4), (2, 4, 4)])  # a product of three dimensions has its own version counter
+def test_a_saved_value_that_is_changed_later_is_recomputed(shape: tuple, way: str, policy: str) -> None:
+    def run(wrap: Fn) -> Any:
+        region = wrap(lambda x: (y := x.sin() @ W, y.relu() * 2 + y))
+
+        def f(x: Tensor) -> Tensor:
+            y, z = region(x)
+            return (y.neg_() * z * z).sum()
+
+        return WAYS[way](f, rand(*shape, grad=False))
+
+    assert_same(run(functools.partial(remat, policy=POLICIES[policy])), run(lambda fn: fn), exact=False)
+
+
+def product_and_sine(x: Tensor) -> tuple[Tensor, Tensor]:
+    h = x @ W
+    return h, h.sin()
+
+
+def test_an_error_for_a_saved_value_that_is_changed_later_names_the_operation() -> None:
+    h, out = remat(product_and_sine, policy=MATMULS)(rand(4, 4))
+    with torch.no_grad():
+        h.zero_()
+    line = product_and_sine.__code__.co_firstlineno + 1
+    with pytest.raises(MutationError, match=rf"output of aten\.mm\.default at .*:{line} \(product_and_sine\)"):
+        out.sum().backward()
+
+
+def test_an_offloaded_value_may_be_changed_later(far: Copies) -> None:
+    x = rand(4, 4)
+    h, out = remat(product_and_sine, policy=policies.offload(MATMULS))(x)
+    with torch.no_grad():
+        h.zero_()
+    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(product_and_sine(x)[1].sum(), x))
+
+
+# --- operations that a recompute skips --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_saved_batch_norm_is_skipped_despite_its_statistics(read: bool) -> None:
+    """It writes running statistics, which nothing else in the region reads."""
+
+    def fn(x: Tensor, layer: nn.Module) -> Tensor:
+        out = layer(x.sin()).relu()
+        return out * layer.running_mean.sum() + layer(x.cos()).exp() if read else out
+
+    def run(wrap: Fn) -> tuple:
+        layer, x = nn.BatchNorm1d(4, dtype=torch.float64), rand(4, 4)
+        region = wrap(lambda x: fn(x, layer))
+        for _ in range(2):
+            found = torch.autograd.grad(region(x).sum(), [x, *layer.parameters()])
+        out = region(x).sum()
+        counts = count_ops(torch.autograd.grad, out, x)
+        return [*found, *(b.clone() for b in layer.buffers())], counts["aten.native_batch_norm"]
+
+    for policy in (policies.save_ops("aten.native_batch_norm"), EVERYTHING, None):
+        found, count = run(functools.partial(remat, policy=policy))
+        assert_same(found, run(lambda fn: fn)[0])
+        assert count == 0 or policy is None or read
+
+
+@pytest.mark.parametrize("like", [torch.zeros_like, lambda t: torch.empty_like(t).fill_(2.0), lambda t: t.new_ones(4)])
+def test_operands_of_operations_that_read_no_data_are_skipped(like: Callable[[Tensor], Tensor]) -> None:
+    fn = lambda x: ((like(x @ W) + x.cos()) * x).sin()
+    x = rand(4, 4)
+    out = remat(fn, policy=policies.save_ops("aten.exp", "aten.sin"))(x).sum()
+    assert count_ops(lambda: torch.autograd.grad(out, x, retain_graph=True))["aten.mm"] == 0
+    assert_same(torch.autograd.grad(out, x), torch.autograd.grad(fn(x).sum(), x))
+
+
+def test_a_predicate_is_called_once_and_again_for_a_name() -> None:
+    asked: list[str] = []
+
+    def products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        asked.append(f"{op} {tuple(args[0].shape)}")
+        return args[0].shape[0] > 1
+
+    def fn(x: Tensor) -> Tensor:
+        return (named(torch.empty(4, 4, dtype=x.dtype).copy_(x).t() * 2) + 1).sin().clone()
+
+    seen = policies.save_only_these_names("h") & policies.save_if(products)
+    assert_same(gradients(remat(fn, policy=seen)), gradients(fn))
+    assert asked == ["aten.mul.Tensor (4, 4)"]
+    gradients(remat(fn, policy=products))
+    calls = ["aten.copy_.default", "aten.mul.Tensor", "aten.add.Tensor", "aten.sin.default", "aten.clone.default"]
+    assert asked[1:] == [f"{call} (4, 4)" for call in calls]  # not for views, nor for memory without values
+
+
+# --- errors, threads, objects -----------------------------------------------------------------------------------------
+
+
+class Interrupt(BaseException):
+    """An exception that user code doesn't catch."""
+
+
+def surroundings() -> tuple:
+    modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+    return modes, torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_exception_leaves_no_trace(when: str, policy: str) -> None:
+    failing, before = [True], surroundings()  # a list, as variables are restored for a recompute
+
+    def fn(x: Tensor) -> Tensor:
+        h = block(x)
+        if failing[0] and is_recomputing() == (when == "backward"):
+            raise Interrupt
+        return F.dropout(h * 2, 0.3).sin() * h.exp().clamp(max=2)
+
+    def swallow(run: Callable) -> None:
+        with pytest.raises(Interrupt) if when == "forward" else suppress(Interrupt):  # saved values may suffice
+            run()
+
+    region, x = remat(fn, policy=POLICIES[policy]), rand(4, 4)
+    for run in (lambda: gradients(region), lambda: grad(lambda x: region(x).sum())(x.detach())):
+        swallow(run)
+        assert surroundings() == before
+        with gc_disabled():
+            assert leaked_bytes(swallow, run) == 0
+    failing[0] = when == "backward"
+    torch.manual_seed(1)
+    value = total(region(x))
+    with suppress(Interrupt):
+        torch.autograd.grad(value, x, retain_graph=True)
+    failing[0] = False
+    assert_same(torch.autograd.grad(value, x)[0], gradients(fn)[1])
+
+
+def test_a_region_that_traces_a_function_is_refused() -> None:
+    fn = lambda x: linearize(torch.sin, x @ W)[1](x)
+    with pytest.raises(RematError, match=r"traces a function, by torch\.func\.linearize or make_fx.*leave out the pol"):
+        remat(fn, policy=MATMULS)(rand(4, 4))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@EVERY_POLICY
+def test_everything_is_freed_and_the_peak_is_no_higher(policy: str) -> None:
+    x = torch.ones(64, 64, dtype=torch.float64) / 64
+
+    def plain(x: Tensor, y: Tensor) -> Tensor:
+        h = named((x @ y).exp())
+        return (h * 2).sin() @ y * h
+
+    def forward(fn: Fn) -> Tensor:
+        y = x.clone().requires_grad_()
+        return fn(fn(fn(y, y), y), y).sum()
+
+    region = remat(plain, policy=POLICIES[policy])
+    for run in (forward, lambda fn: forward(fn).backward(), lambda fn: grad(lambda y: fn(y, y).sum())(x)):
+        run(region)
+        assert leaked_bytes(lambda: run(region) is None) == 0
+        inputs = 2 * x.nbytes if policy == "everything" else 0
+        assert peak_bytes(run, region) <= peak_bytes(run, plain) + inputs + 4096
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("outer", [None, SINE], ids=repr)
+def test_regions_in_regions_are_freed(outer: Any, policy: str) -> None:
+    """Also where the recompute of the outer region ends while the inner one decides what to save."""
+
+    def inner(x: Tensor) -> Tensor:
+        h = x * 1
+        for _ in range(3):
+            h += named((h * 2) @ W)
+        return h.sin()
+
+    region = remat(inner, policy=POLICIES[policy])
+    for around in (lambda x: region(x), lambda x: region(x).sin()):
+        fn = remat(around, policy=outer)
+        gradients(fn)  # its records may stay
+        assert leaked_bytes(gradients, fn) == 0
+
+
+@pytest.mark.parametrize("policy", [policies.save_ops("aten.add"), ~policies.save_ops("aten.mul")], ids=repr)
+def test_the_forward_releases_values_that_will_not_be_needed(policy: Any) -> None:
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(100):
+            x = (x + 1) * 2
+        return x
+
+    x = rand(16, 16)
+    assert peak_bytes(remat(fn, policy=policy), x) < 20 * x.nbytes
+
+
+def test_values_that_only_the_recompute_reads_are_released_in_the_last_pass() -> None:
+    ws = [rand(64, 64, seed=i) for i in range(8)]
+
+    def fn(x: Tensor) -> Tensor:
+        for w in ws:
+            x = ((x @ w) + 1).sin()  # the sum is recomputed from the product
+        return x.sum()
+
+    x, region = rand(64, 64), remat(fn, policy=MATMULS)
+    once, again = (
+        peak_bytes(lambda retain=retain: torch.autograd.grad(region(x), (x, *ws), retain_graph=retain))
+        for retain in (False, True)
+    )
+    assert again - once >= 4 * x.nbytes
