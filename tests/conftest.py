@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch._dynamo  # an import in a test would leave its frames, and their tensors, in reference cycles
 from host_copies import Copies
+from torch._dynamo.utils import counters
 
 from benchmarks.measure import gc_disabled
 from remat._core import host_memory
@@ -102,6 +103,18 @@ def _frozen() -> None:
 def seed() -> None:
     """The same random numbers in every test, whatever tests ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Start with an empty cache of Dynamo, and check that saved-tensor hooks are still enabled at the end."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    torch._dynamo.reset()
+    assert enabled
 
 
 @pytest.fixture(scope="module")

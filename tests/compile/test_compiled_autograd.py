@@ -14,6 +14,8 @@ from torch import Tensor
 
 from remat import RecomputeMismatchError, is_recomputing, policies, remat
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 RUNS: list[bool] = []  # which runs of `block` recompute
 INSIDE: list[weakref.ref] = []  # values inside of the runs
 

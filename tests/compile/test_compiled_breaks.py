@@ -19,6 +19,8 @@ import remat
 from benchmarks.measure import count_ops
 from remat import MutationError, checkpoint_name, compat, disable_remat, is_recomputing, policies
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 W = torch.linspace(-1, 1, 9).view(3, 3)
 X = torch.linspace(-1, 1, 12).view(4, 3)
 RUNS: list[bool] = []  # which runs of a region recompute, where Python executes them

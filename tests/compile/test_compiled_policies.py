@@ -14,6 +14,8 @@ from torch import Tensor
 from benchmarks.measure import count_ops, held_bytes
 from remat import checkpoint_name, policies, remat
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LARGE = 64 * 128 * 4  # the bytes of a value named "h"
 
 

@@ -24,6 +24,8 @@ import remat
 from remat import compat, disable_remat, is_disabled, is_recomputing, policies
 from remat._compile import lowering
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 
 def compiled(f: Callable, **options: Any) -> Callable:
     return torch.compile(f, backend="aot_eager", **{"fullgraph": True, **options})

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from remat import checkpoint_name, compat, disable_remat, policies, remat
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 NEW = torch.__version__ >= "2.12"  # older Dynamo does not pass a policy on
 
 

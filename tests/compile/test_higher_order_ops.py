@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import checkpoint_name, policies, remat
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 COND = torch.ops.higher_order.cond
 
 

@@ -16,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from remat import policies, remat
 from remat.nn import apply
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 programs = pytest.mark.parametrize("make", [make for make, _ in PROGRAMS.values()], ids=PROGRAMS)
 close = torch.testing.assert_close
 

@@ -152,7 +152,9 @@ def test_what_cannot_be_wrapped_is_an_error(call: Callable, kind: type, text: st
 # --- metadata and copies ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fn", [work, Works.method, OBJECT.method, Works.of_class, OBJECT, SHIFTED], ids=repr)
+@pytest.mark.parametrize(
+    "fn", [work, Works.method, OBJECT.method, Works.of_class, OBJECT, SHIFTED], ids=lambda fn: type(fn).__name__
+)
 def test_a_wrapper_has_the_metadata_of_the_callable(fn: Callable) -> None:
     f = remat(fn)
     for name in ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__"):
