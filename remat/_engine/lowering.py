@@ -42,7 +42,7 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
     try:
         region.open(around=around)
         run = FirstRun(recorder_for(region))
-        saver = Saver(region, operands, region.captured_inputs, around.hooks, run, options.read_inside)
+        saver = Saver(region, operands, region.inputs.captured, around.hooks, run, options.read_inside)
         try:
             return saver.run(region.first, args, kwargs)
         except RuntimeError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._core import private
-from .._core.lines import Line, warn
+from .._core.lines import warn
 from .._core.tensors import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from .._engine.frame import in_batched_backward, outside_of_batched_backward
 from .._engine.lowering import Saver
@@ -44,7 +44,7 @@ class Call:
 
     def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
         """Guard the operands of the first run, as its ``inputs``, which may be leaves in place of operands."""
-        self.operands, self.guards = operands, Guards(inputs, names(root))
+        self.operands, self.guards = operands, Guards(inputs, root.inputs.name)
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, checked for changes, and as they were before the region changed them."""
@@ -78,11 +78,6 @@ class Tape:
 
     def serves(self, pullback: Pullback) -> bool:
         return pullback.inner is self.region and all(t.requires_grad for t in pullback.heads(self.inputs))
-
-
-def names(root: Any) -> Callable[[int], str]:
-    """The names in errors of the operands of a region and of its transforms."""
-    return lambda i: root.name(i) if i < root.arity else f"the derivative of {root.name(i % max(root.arity, 1))}"
 
 
 def is_followed_by_autograd(operands: Tensors) -> bool:
@@ -180,7 +175,7 @@ def is_refused_change(error: RuntimeError) -> bool:
 def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     check_hooks_are_allowed()
     run = FirstRun(call.recorder, call.watch)
-    saver = _saver(region, call.guards, region.root.captured_inputs, run, region.root.options.read_inside)
+    saver = _saver(region, call.guards, region.root.inputs.captured, run, region.root.options.read_inside)
     try:
         return saver.run(region.run, inputs)
     except RuntimeError as error:
@@ -194,7 +189,7 @@ def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     if call.recorder is not None:
         call.recorder.recording.has_slots = False
     outs = region.run(inputs, FirstRun(call.recorder, call.watch))
-    close(call.guards, root.captured_inputs)
+    close(call.guards, root.inputs.captured)
     if call.recorder is not None:
         root.record = call.recorder.close(outs)
     return outs
@@ -210,7 +205,7 @@ def _saver(region: Any, operands: Guards, captured_inputs: Guards, run: Run, rea
 def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
     if recorded and not (dual and region.uses_func):
         saver = _saver(
-            region, Guards(operands, names(region.root)), NO_GUARDS, Recompute(region.root), read_inside=True
+            region, Guards(operands, region.root.inputs.name), NO_GUARDS, Recompute(region.root), read_inside=True
         )
         return saver.run(region.run, operands)
     pullback = region.inner if isinstance(region, BatchedPullback) else region
@@ -218,7 +213,7 @@ def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: boo
         count = len(pullback.needs)
         return region.linearize(operands[:count], Recompute(region.root), call.tape)(operands[count:])
     if region.root.options.debug and region.root.known.is_new_warning(UNCOMPARED):
-        warn(UNCOMPARED, Line(region.root.code, region.root.number))
+        warn(UNCOMPARED, region.root.line)
     with hooks_hidden():
         return region.run(operands, Recompute(region.root))
 

@@ -46,7 +46,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             try:
                 outs = _first_run(region, shared)
                 if outs is not None:
-                    return region.outputs.build(outs, region.operands())
+                    return region.outputs.build(outs, region.inputs.operands())
             except Exception as error:
                 if "INTERNAL ASSERT" in str(error) and shared.watch is not None:
                     shared.watch.check_captured()  # torch has met a wrapper that it can't place
@@ -55,7 +55,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                 region.uses_func = True
             with own_work():
                 shared.guards.roll_back()
-                drop_gradient_hooks((*shared.operands, *region.operands()), first_hook)
+                drop_gradient_hooks((*shared.operands, *region.inputs.operands()), first_hook)
                 region.restart()
     except Exception as error:
         raise with_region(error, region, recomputing=False)  # noqa: B904
@@ -65,7 +65,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
 
 def _first_run(region: Region, shared: Call) -> list[torch.Tensor] | None:
     """The new tensors of a first run, or None if the region must start again."""
-    mapped, operands = region.mapped, region.operands()
+    mapped, operands = region.mapped, region.inputs.operands()
     with own_work():
         if state.watch is not None:
             state.watch.reads(operands)

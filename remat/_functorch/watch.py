@@ -42,7 +42,7 @@ class Watch(TorchFunctionMode):
         self.suspects: list[weakref.ref] = []  # made inside, or captured
         # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
         self.wrappers: set[int] = set()
-        operands = region.operands()
+        operands = region.inputs.operands()
         while operands := list(filter(private.is_wrapped, operands)):
             self.wrappers.update(map(id, operands))
             operands = list(map(private.unwrap_once, operands))
@@ -99,7 +99,7 @@ class Watch(TorchFunctionMode):
         """Whether the operands are followed by more than the innermost ``grad`` level, which is all that is visible."""
         kinds = self.region.kinds
         top = len(kinds) - kinds[::-1].index(private.GRAD)
-        operands = self.region.operands()
+        operands = self.region.inputs.operands()
         return any(is_followed_below(top, t) or t.requires_grad != is_in_graph(t) for t in operands)
 
     # --- captured tensors -----------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ class Watch(TorchFunctionMode):
         region, kinds = self.region, self.region.kinds
         if kinds and private.GRAD not in kinds and private.JVP not in kinds:
             return  # a tensor stored under vmap has no use without remat either
-        known = set(map(id, (*outs, *region.operands())))
-        values = [*region.arguments.searched(), *without_plain(value for _, value in region.outputs.entries)]
+        known = set(map(id, (*outs, *region.inputs.operands())))
+        values = [*region.inputs.arguments.searched(), *without_plain(value for _, value in region.outputs.entries)]
         for path, value in find(region.fn, *values).tensors:
             lost = isinstance(value, torch.Tensor) and id(value) not in known and self._has_lost(value)
             if lost and not _is_made_anew(path):

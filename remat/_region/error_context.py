@@ -7,7 +7,6 @@ import re
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from .._core.lines import Line
 from .._core.ranges import name_of
 from ..errors import CaptureError, MutationError, RecomputeMismatchError
 
@@ -20,7 +19,7 @@ def with_region(error: E, region: Any, recomputing: bool = True) -> E:
     ``recomputing``: the user's function was being recomputed, so an error that it raised gets a note.
     """
     root = region.root
-    where = f"{_name(root)} called at {Line(root.code, root.number)}"
+    where = f"{_name(root)} called at {root.line}"
     if isinstance(error, (CaptureError, MutationError, RecomputeMismatchError)) and error.region is None:
         error.region = where
         text = _ARGUMENT.sub(lambda found: _argument(root.fn, found), str(error))

@@ -118,7 +118,7 @@ def recorder_for(region: Any) -> Recorder | None:
     if own.is_budget and (outer or region.around.region is not None or in_torch_checkpoint()):
         own = as_policy(None)  # in a recompute of the enclosing region it might choose something else
     policy = within(outer[-1] if outer else None, own)
-    tensors = *region.operands(), *region.captured_inputs.tensors
+    tensors = *region.inputs.operands(), *region.inputs.captured.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
         return None
     return Recorder(Recording(policy, region.known, own, region.options.warned))

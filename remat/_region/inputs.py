@@ -1,0 +1,180 @@
+"""The inputs of a region: the tensors that its runs get from outside.
+
+These are its *operands*, the tensor leaves of the arguments and, under torch.func, captured tensors that a transform
+follows; and all other captured tensors, which the region itself saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from .._captured.captured import Captured, Path, find
+from .._captured.variables import Variables, bound
+from .._core.state import unseen
+from .._core.tensors import is_left_from_vmap
+from .arguments import Arguments
+from .guards import NO_GUARDS, Guards, Stale
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Inputs:
+    """The inputs of one call. Errors name an operand by ``name(i)``."""
+
+    __slots__ = (
+        "_bindings", "_found", "_ids", "_same", "_twice", "_variables", "arguments", "captured", "captured_operands",
+        "tensors",
+    )  # fmt: skip
+
+    def __init__(self, arguments: Arguments, tensors: list) -> None:
+        self.arguments, self.tensors = arguments, tensors
+        self._found: Captured | None = None  # what the function captures
+        self._variables: Sequence[Variables] = ()  # the variables that it reads
+        # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
+        self.captured: Guards = NO_GUARDS  # captured tensors that are not operands
+        self.captured_operands: Tensors = ()  # captured tensors that are operands
+        self._ids: Sequence[int] = ()  # the ids of the tensors in `captured`, by which variables refer to them
+        self._bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured operand -> path, index of the operand
+        self._same: Sequence[tuple[int, int]] = ()  # positions in [*operands, *captured] of tensors that are one
+        self._twice: Collection[int] = ()  # operands that are another operand or a captured tensor below the levels
+
+    def find(self, fn: Callable, follow: Callable[[torch.Tensor], bool] | None) -> list[torch.Generator]:
+        """Find what the function captures, as it is now, and return all random generators.
+
+        Captured tensors for which ``follow`` is true become operands.
+        """
+        if self._found is None:
+            self._found = find(fn, *self.arguments.searched())
+            self._variables = self._found.variables
+        captured: dict[int, tuple[Path, torch.Tensor]] = {}
+        bindings: dict[int, tuple[Path, int]] = {}
+        generators, operands = self.arguments.generators(), list[torch.Tensor]()
+        index = {id(t): i for i, t in enumerate(self.tensors)} if follow else {}
+        for path, value in self._found.tensors:
+            if not isinstance(value, torch.Tensor):
+                generators.append(value)
+            elif is_left_from_vmap(value):
+                continue  # a module has stored it, as its last activation
+            elif follow is not None and (id(value) in index or follow(value)):
+                if id(value) not in index:
+                    index[id(value)] = len(self.tensors) + len(operands)
+                    operands.append(value)
+                bindings.setdefault(id(value), (path, index[id(value)]))
+            else:
+                captured.setdefault(id(value), (path, value))
+        self._bindings, self.captured_operands = bindings, operands
+        if captured:
+            paths, tensors = zip(*captured.values())
+            self._ids = list(captured)
+            self.captured = Guards(tensors, lambda i: f"captured {paths[i]}", self._found.buffers)
+            self.captured.watch_gradients()
+            self._same = _same(self.operands(), tensors)
+        return generators
+
+    def operands(self) -> list[torch.Tensor]:
+        """Return the operands that the caller of the region passed."""
+        return [*self.tensors, *self.captured_operands]
+
+    def with_captured(self, operands: Tensors) -> list[torch.Tensor]:
+        """Return these operands and the captured tensors."""
+        return [*operands, *(tensor for tensor in self.captured.tensors if tensor is not None)]
+
+    def release(self) -> None:
+        """Release the operands, which the recompute gets from its caller, and the captured tensors."""
+        self.tensors, self.captured_operands = [], []
+        if self._found is not None:
+            self._found.release()
+            self._found = None
+
+    def roll_back(self) -> None:
+        """Undo the effects of an abandoned first run on captured tensors and variables."""
+        self.captured.roll_back()
+        bound(self._variables, self._found_tensors()).put()
+
+    def name(self, i: int) -> str:
+        """The name of the i-th operand in errors; larger numbers are those of the operands' derivatives."""
+        count = len(self.arguments.positions)
+        if i < count:
+            return self.arguments.name(i)
+        captured = {index: f"captured {path}" for path, index in self._bindings.values()}
+        count = max([count, *(index + 1 for index in captured)])
+        return captured[i] if i < count else f"the derivative of {self.name(i % count)}"
+
+    # --- for a run ----------------------------------------------------------------------------------------------------
+
+    def apart_first(self, operands: Tensors) -> Tensors:
+        """Return the operands of a first run below all levels, different tensors where the caller's are different."""
+        self._twice = self._twice_below(operands, self.operands())
+        return _apart(operands, self._twice)
+
+    def apart_again(self, operands: Tensors) -> Tensors:
+        """Return the operands of a recompute, different tensors where those of the first run were."""
+        if not (self._twice or self.captured):
+            return operands
+        return _apart(operands, {*self._twice, *self._twice_below(operands, operands)})
+
+    def _twice_below(self, operands: Tensors, given: Tensors) -> list[int]:
+        """The operands that are an earlier operand or a captured tensor, though those ``given`` to the call were not.
+
+        A torch.func level may have hidden that two tensors are one.
+        """
+        first: dict[int, Any] = dict.fromkeys(map(id, self.captured.tensors))
+        known = {i for i, _ in self._same}
+        pairs = enumerate(zip(operands, given))
+        found = [i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer]
+        return [i for i in found if i not in known]
+
+    def bound_first(self, operands: Tensors) -> AbstractContextManager:
+        """Within, variables of captured operands have these values, for a first run."""
+        if not self._bindings:
+            return nullcontext()
+        return bound(self._variables, {**self._found_tensors(), **self._followed(operands)}, keep_changes=True)
+
+    def again(self, operands: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the operands and the captured tensors of a recompute. Those that were one tensor are one again."""
+        captured = self.captured.captured_again()
+        if not self._same:
+            return operands, captured
+        tensors = [*operands, *captured]
+        for i, first in self._same:
+            tensors[i] = tensors[first]
+        return tensors[: len(operands)], tensors[len(operands) :]
+
+    def bound_again(self, operands: Tensors, captured: Tensors) -> AbstractContextManager:
+        """Within, variables have the values of the first run, with these tensors, for a recompute."""
+        return bound(self._variables, {**self._followed(operands), **dict(zip(self._ids, captured))})
+
+    def watched(self) -> AbstractContextManager:
+        """Within, reads of captured tensors that were changed since are errors."""
+        stale = self.captured.stale()
+        return Stale(stale) if stale else nullcontext()
+
+    def _followed(self, operands: Tensors) -> dict[int, torch.Tensor]:
+        return {key: operands[i] for key, (_, i) in self._bindings.items()}
+
+    def _found_tensors(self) -> dict[int, torch.Tensor]:
+        assert self._found is not None
+        return {id(tensor): tensor for _, tensor in self._found.tensors}
+
+
+def _same(given: Tensors, captured: Tensors) -> list[tuple[int, int]]:
+    """Pairs of positions in ``[*given, *captured]`` that are one tensor.
+
+    The second position is the first captured one, the first a given one or a later captured one.
+    """
+    first: dict[int, int] = {}
+    places = [(i, first.setdefault(id(tensor), i)) for i, tensor in enumerate(captured, len(given))]
+    twice = [(i, j) for i, j in places if i != j]
+    return twice + [(i, first[id(tensor)]) for i, tensor in enumerate(given) if id(tensor) in first]
+
+
+def _apart(operands: Tensors, which: Collection[int]) -> Tensors:
+    """The operands, those in ``which`` as views, so that autograd distinguishes them."""
+    if not which:
+        return operands
+    with unseen():
+        return [t[...] if i in which else t for i, t in enumerate(operands)]
