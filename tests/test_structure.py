@@ -22,13 +22,11 @@ PACKAGES = [f"_{name}" for name in ORDER.split(", ")]
 
 
 def imported(name: str, path: Path) -> set[str]:
-    """The modules of the package that a module imports, also inside functions, but not for types only."""
+    """The modules of the package that a module imports, also inside functions and for types only."""
     inside = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return
         if isinstance(node, ast.ImportFrom):
             above = inside.split(".")[: inside.count(".") + 2 - node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])

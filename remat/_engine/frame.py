@@ -8,7 +8,6 @@ Ownership is one-way, so reference counts alone free everything: autograd's node
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,51 +37,7 @@ from .._region.turns import turn
 from .._selective.replay import Attempt
 from ..errors import MutationError, RecomputeMismatchError
 from .operation_log import OpLog
-
-
-class Slot:
-    """The placeholder of one saved tensor. It owns the value only while a backward pass needs it."""
-
-    __slots__ = ("__weakref__", "fingerprint", "first", "value", "version")
-    source: Any = None  # set only in regions with a policy, like ``residual``
-    residual: Any = None
-
-    # No ``__init__``, as a region makes many slots.
-    fingerprint: Any  # what a recompute is compared with
-    first: tuple[weakref.ref, int] | None  # the saved tensor and its version, see ``watch``
-    value: torch.Tensor | None
-    version: int
-
-    def watch(self, tensor: torch.Tensor, check: str) -> None:
-        """Watch a tensor that requires no grad for changes: it may be a captured tensor that the search didn't find."""
-        self.fingerprint = look_at(tensor, check)
-        self.first = weakref.ref(tensor), private.version(tensor)
-
-    def has_changed(self) -> bool:
-        """Whether the saved tensor is still alive and was changed in place. Without remat autograd raises then."""
-        assert self.first is not None
-        ref, version = self.first
-        tensor = ref()
-        return tensor is not None and private.version(tensor) != version
-
-
-class RecordedSlot(Slot):
-    """A slot of a region with a policy."""
-
-    __slots__ = ("residual", "source")
-
-    def __init__(self) -> None:
-        self.source: Any = None  # which value it is, in the record of the first run
-        self.residual: Any = None  # the residual, if that value is saved
-
-
-def reference(slot: Slot | None) -> Callable[[], Slot | None]:
-    """A weak reference to a slot; a dead one if there is no slot."""
-    return _dead if slot is None else weakref.ref(slot)
-
-
-def _dead() -> None:
-    return None
+from .slots import Slot, Slots
 
 
 class Stop(BaseException):
@@ -93,31 +48,8 @@ class Frame:
     """What a region's first run leaves for backward passes: its slots, and everything that is needed to fill them."""
 
     __slots__ = (
-        "__weakref__",
-        "captured_inputs",
-        "check",
-        "inside",
-        "lock",
-        "log",
-        "look",
-        "mixed",
-        "modes",
-        "noted",
-        "one_output",
-        "open",
-        "operands",
-        "options",
-        "outer",
-        "policies",
-        "policy",
-        "read_inside",
-        "read_once",
-        "record",
-        "refs",
-        "region",
-        "slots",
-        "stopped",
-        "streams",
+        "__weakref__", "captured_inputs", "inside", "log", "modes", "open", "operands", "outer", "policies", "policy",
+        "read_inside", "record", "region", "slots", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -128,39 +60,42 @@ class Frame:
         outer: tuple | None,
         policy: Policy | None,
         read_inside: bool,
+        log: OpLog | None,
     ) -> None:
         self.region = region
         self.operands = operands
         self.captured_inputs = captured_inputs
-        self.options = options = region.root.options
         self.outer = outer  # the hooks around the region, to which operands and captured tensors were handed
+        self.policy, self.policies = policy, state.policies  # its own policy, and those of the regions around it
         self.read_inside = read_inside  # backward passes inside read slots, which own their values in the first run
-        self.slots: list[Slot | None] = []  # one for each tensor that autograd saved, None where it needs no slot
-        self.refs: list[Callable[[], Any]] = []  # weak references to the slots before those, which only nodes own
-        self.read_once = False  # the slots were filled for one pass, which reads each of them once
-        self.check = options.determinism_check
-        self.look = LOOKS[self.check]
-        self.lock = threading.RLock()
-        self.open = True
-        self.one_output = False
+        self.slots = Slots()
+        self.open = True  # in the first run
         self.inside = False  # a backward pass ran inside the region's forward
         self.streams = current_streams()
-        self.mixed = False  # a recompute has used other streams too
-        self.stopped = False  # the last recompute stopped early, as soon as all slots were filled
         self.modes = modes_that_see() > 0
-        self.log = OpLog() if options.debug else None
-        self.policies = state.policies
-        self.policy = policy
+        self.log = log
         self.record: Any = None  # of the first run under the policy, once that run has ended
-        self.noted = read_inside or policy is not None
 
     def close(self) -> None:
         """End the first run."""
         self.open = False
         if self.read_inside:
-            self.clear()
+            self.slots.clear()
         close(self.operands, self.captured_inputs)
         self.captured_inputs.forget_histories()
+
+    def remember(self, record: Any) -> None:
+        """Set the record of the first run."""
+        self.record = record
+
+    def clear(self) -> None:
+        """Release the values that were filled in for a backward pass and not read."""
+        self.slots.clear()
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether slots may own values in the first run."""
+        return self.read_inside or self.policy is not None
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
@@ -168,7 +103,7 @@ class Frame:
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Slot):
             value = packed.value
-            if value is not None and self.read_once and packed.first is None and raw_version(value) == packed.version:
+            if value is not None and self.slots.once and packed.first is None and raw_version(value) == packed.version:
                 return value
         elif type(packed) is Guard and packed.packed is None and not self.open:
             tensor = packed.tensor
@@ -204,10 +139,10 @@ class Frame:
             group.take(packed)
         if value is None:
             value = self._as_reader(self._filled, packed)
-        if self.stopped and private.fills_what_it_saves():
-            packed.value = None
+        if self.slots.stopped and private.fills_what_it_saves():
+            packed.empty()
             value = self._as_reader(self._filled, packed, True)
-        if self.mixed:
+        if self.slots.mixed:
             make_readable(value, self.streams)
         if private.version(value) != packed.version or (packed.first and packed.has_changed()):
             raise MutationError(
@@ -225,6 +160,7 @@ class Frame:
         """Note that a backward pass runs before the first run has ended, here and in outer regions."""
         if not self.inside:
             self.inside = True
+            self.captured_inputs.note_inner_backward()
             if (around := of_region(self.outer)) is not None:
                 around.on_inner_backward()
 
@@ -238,19 +174,20 @@ class Frame:
 
     def _filled(self, wanted: Slot, to_the_end: bool = False) -> torch.Tensor:
         """Recompute the region. Outside of a backward pass only the wanted slot is filled, and emptied at once."""
-        with turn(), self.lock:
+        slots = self.slots
+        with turn(), slots.lock:
             value = wanted.value
             if value is not None:
                 return value  # another thread has recomputed it
             running = current_scope()
-            self._release()
-            alive = [ref() for ref in self.refs]
+            slots.let_go()
+            alive = slots.alive()
             if running is None:
                 alive = [slot if slot is wanted else None for slot in alive]
             elif self.policy is not None:
                 alive = [None if slot and slot.residual else slot for slot in alive]
-            self.read_once = running is not None and not private.graph_task_keeps_graph() and current_group() is None
-            filler = Filler(self, alive, to_the_end, self.read_once and self._is_last())
+            once = running is not None and not private.graph_task_keeps_graph() and current_group() is None
+            filler = Filler(self, alive, to_the_end, once and self._is_last())
             try:
                 filler.run()
                 value = wanted.value
@@ -261,12 +198,12 @@ class Frame:
                     error.logs = self.log.texts()
                 raise
             finally:
+                slots.are_filled(once, filler.stopped, filler.mixed)
                 filler.release()
-            self.read_once &= not self.mixed
             if value is None:
                 return self._filled(wanted, to_the_end)  # another thread has released the value meanwhile
             if running is None:
-                wanted.value = None
+                wanted.empty()
             else:
                 running.frames.append(weakref.ref(self))
             return value
@@ -276,28 +213,13 @@ class Frame:
 
         False inside an outer region, where each recompute must do the same.
         """
-        if self.record is None or self.record.saved_values.in_region or self.inside or not self.one_output:
+        record = self.record
+        if record is None or record.saved_values.in_region or self.inside or not record.one_output:
             return False
-        if self.record.saved_values.nbytes <= LEFT_ALONE_BYTES:
+        if record.saved_values.nbytes <= LEFT_ALONE_BYTES:
             return False
         inputs = *self.operands.tensors, *self.captured_inputs.tensors
         return all(t is not None and (not is_in_graph(t) or _is_reached(t)) for t in inputs)
-
-    def _release(self) -> None:
-        """Drop the references to slots: from now on a slot lives as long as the node of autograd that saved it."""
-        self.refs += map(reference, self.slots)
-        self.slots.clear()
-
-    def clear(self) -> None:
-        """Release the values that were filled in for a backward pass and not read."""
-        if not self.lock.acquire(blocking=False):
-            return  # another pass fills the slots, and clears them at its end; it may be waiting for this thread
-        try:
-            for ref in self.refs:
-                if slot := ref():
-                    slot.value = None
-        finally:
-            self.lock.release()
 
 
 LEFT_ALONE_BYTES = 4096  # so little is not worth a query of autograd, which takes 20 us for each input
@@ -317,7 +239,7 @@ class Filler(RegionHooks):
     """One recompute of a region: hooks that count the tensors that autograd saves, and put them into the live slots."""
 
     __slots__ = (
-        "attempt", "difference", "frame", "is_last", "last_slot", "look", "rest", "root", "slots",
+        "attempt", "check", "difference", "frame", "is_last", "last_slot", "look", "mixed", "options", "rest", "slots",
         "stopped", "to_the_end",
     )  # fmt: skip
 
@@ -325,17 +247,18 @@ class Filler(RegionHooks):
         self.frame = frame
         self.to_the_end = to_the_end  # without early stop: an operation may save a tensor before it fills it
         self.is_last = last  # there will be no other recompute
-        self.root = frame.region.root
-        self.look = frame.look
+        self.options = options = frame.region.root.options
+        self.check = "none" if frame.open else options.determinism_check  # how the ends of the runs are compared
+        self.look = LOOKS[options.determinism_check]
         self.slots = slots
         self.rest: Any = iter(slots)
         self.attempt = Run()
-        self.stopped = False
+        self.stopped = False  # as soon as all slots were filled
+        self.mixed = frame.slots.mixed  # this recompute or one before it has used other streams
         self.difference: str | None = None
         self.last_slot = next(filter(None, reversed(slots)))
 
     def run(self) -> None:
-        self.frame.stopped = False
         contexts = shields(self.frame)
         before = torch.is_grad_enabled()
         logs = [log for log in state.logs if log.noting]  # of unfinished runs, which must not record this recompute
@@ -356,26 +279,24 @@ class Filler(RegionHooks):
 
     def _run(self) -> None:
         """Recompute the region; if that reads a value that it skipped, recompute all of it."""
-        if not self._attempt(whole=not self.frame.options.may_skip):
+        if not self._attempt(whole=not self.options.may_skip):
             self.go_back(0)
             self.stopped, self.difference = False, None
             self._attempt(whole=True)
 
     def _attempt(self, whole: bool) -> bool:
         """Recompute the region once; return False if that has to be repeated in full."""
-        frame, root = self.frame, self.root
-        frame.captured_inputs.accumulated |= frame.inside
+        frame = self.frame
         with own_work():
             operands = frame.operands.again()
         result = None
         self.attempt = run = self._run_by_plan(whole)
-        run.log = None if frame.log is None else frame.log.compared()
         policies = frame.policies
         if frame.open and frame.policy is not None:  # there is no replay yet that adds it for inner regions
             policies = (*policies, frame.policy)
         first_hook = RemovableHandle.next_id
-        below = self._pack_below_levels if root.kinds else self.pack
-        private.push_hooks(self._pack_and_report if frame.noted else below, _identity)
+        below = self._pack_below_levels if frame.region.root.kinds else self.pack
+        private.push_hooks(self._pack_and_report if frame.is_noted else below, _identity)
         try:
             with as_in_forward(policies, filling=frame.open):
                 result = frame.region.call_again(operands, run)
@@ -395,17 +316,18 @@ class Filler(RegionHooks):
 
     def _run_by_plan(self, whole: bool) -> Run:
         """The run of a recompute; it executes everything where the first run left no record."""
-        frame, record = self.frame, self.root.record
+        frame, record = self.frame, self.frame.region.root.record
+        log = None if frame.log is None else frame.log.compared()
         if record is None:
-            return Run()
+            return Run(log)
         plan = None
         if not whole:  # the slots of a frame without a record are those of another derivative
             plan = record.plan() if frame.record is None else record.plan(slot for slot in self.slots if slot)
-        return Attempt(record, plan, self.is_last and not self.to_the_end)
+        return Attempt(record, plan, self.is_last and not self.to_the_end, log)
 
     def release(self) -> None:
         """Drop all references: a container may still lead to a node of the recompute, which owns its pack hook."""
-        del self.attempt, self.frame, self.root, self.slots, self.rest, self.last_slot
+        del self.attempt, self.frame, self.slots, self.rest, self.last_slot
 
     @property
     def count(self) -> int:
@@ -423,16 +345,15 @@ class Filler(RegionHooks):
                 self._check_more()
             return tensor if tensor.is_leaf else alias(tensor)
         value = alias(tensor) if modes_that_see() else tensor.detach()
-        if self.frame.streams and not self.frame.mixed:
-            self.frame.mixed = is_on_another(tensor.device, self.frame.streams)
+        if self.frame.streams and not self.mixed:
+            self.mixed = is_on_another(tensor.device, self.frame.streams)
         try:
             now = self.look(tensor)
         except RuntimeError:  # an inference tensor
-            now = look_at(value, self.frame.check)
+            now = look_at(value, self.options.determinism_check)
         if now != slot.fingerprint:
             self._compare(slot, now)
-        slot.version = now[4]
-        slot.value = value  # last, as another thread may be waiting for it
+        slot.fill(value, now[4])
         if slot is self.last_slot:
             self._end()
         return value
@@ -455,12 +376,12 @@ class Filler(RegionHooks):
     def _check_more(self) -> None:
         if self.stopped or (self.frame.open and self.to_the_end):  # the first run has come no further
             self._stop()
-        if self.frame.check != "none" and not self.frame.open:
+        if self.check != "none":
             raise RecomputeMismatchError(self._too_many())
 
     def _compare(self, slot: Slot, now: tuple) -> None:
         before, index = slot.fingerprint, self.count - 1
-        previous = self.frame.refs[index - 1]() if index else None
+        previous = self.frame.slots.at(index - 1) if index else None
         if previous is not None and may_be_unset(before, previous.fingerprint[3]):
             before, now = before[:6], now[:6]  # without checksums
         if is_other(before, now):
@@ -474,18 +395,18 @@ class Filler(RegionHooks):
             raise RecomputeMismatchError(self.difference)
         # After the last operation user code may call `record_stream` or let streams wait for each other, so a recompute
         # on several streams doesn't stop early. In the middle of a first run it does: the first run came no further.
-        if not self.to_the_end and ((self.frame.options.early_stop and not self.frame.mixed) or self.frame.open):
+        if not self.to_the_end and ((self.options.early_stop and not self.mixed) or self.frame.open):
             self._stop()
 
     def _stop(self) -> None:
-        self.stopped = self.frame.stopped = True
+        self.stopped = True
         self.rest = iter(())
         raise Stop
 
     def _check_end(self, result: Any, log: Any) -> None:
         if log is not None:
             log.check_end()
-        if self.frame.check == "none" or self.frame.open:
+        if self.check == "none":
             return
         if self.difference is not None:
             raise RecomputeMismatchError(self.difference)
@@ -507,7 +428,7 @@ class Filler(RegionHooks):
 
     @property
     def _advice(self) -> str:
-        return _ADVICE if self.root.options.debug else f"{_ADVICE} {_DEBUG}"
+        return _ADVICE if self.options.debug else f"{_ADVICE} {_DEBUG}"
 
     def too_few(self) -> str:
         return (

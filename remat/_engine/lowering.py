@@ -19,12 +19,15 @@ from .._core.tensors import bare
 from .._region.arguments import take_apart
 from .._region.around import Around, RegionHooks, of_region
 from .._region.error_context import with_region
+from .._region.fingerprints import LOOKS, look_at
 from .._region.guards import Guard, Guards, Held, View
 from .._region.hooks import Packed, hooks_allowed, is_hooks_refusal
 from .._region.options import Options
 from .._region.region import FirstRun, Region, Run
 from .._selective.recorder import recorder_for
-from .frame import Frame, RecordedSlot, Slot, reference
+from .frame import Frame
+from .operation_log import log_for
+from .slots import RecordedSlot, Slot
 
 
 def call(fn: Callable, options: Options, known: Known, around: Around, args: Any, kwargs: dict) -> Any:
@@ -41,7 +44,7 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
     region = Region(fn, arguments, tensors, options, known, around)
     try:
         region.open(around=around)
-        run = FirstRun(recorder_for(region))
+        run = FirstRun(recorder_for(region), log=log_for(options))
         saver = Saver(region, operands, region.inputs.captured, around.hooks, run, options.read_inside)
         try:
             return saver.run(region.first, args, kwargs)
@@ -60,7 +63,7 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
 class Saver(RegionHooks):
     """The hooks of a first run: they make a slot of a new frame for each tensor that a recompute has to provide."""
 
-    __slots__ = ("_known", "_look", "_recording", "_run", "_slot", "_slots", "_start", "frame")
+    __slots__ = ("_check", "_known", "_look", "_recording", "_run", "_slot", "_slots", "_start", "frame")
 
     def __init__(
         self,
@@ -74,26 +77,26 @@ class Saver(RegionHooks):
         self._run = run
         self._recording = None if run.recorder is None else run.recorder.recording
         policy = None if self._recording is None else self._recording.verdicts.policy
-        self.frame = frame = Frame(region, operands, captured_inputs, outer, policy, read_inside)
+        self.frame = frame = Frame(region, operands, captured_inputs, outer, policy, read_inside, run.log)
         self._start = private.next_sequence_number()
-        self._slot: Callable[[], Slot] = Slot if self._recording is None else RecordedSlot
-        self._look, self._slots = frame.look, frame.slots
+        self._slot: Callable[[Any], Slot] = Slot if self._recording is None else RecordedSlot
+        self._check = region.root.options.determinism_check
+        self._look, self._slots = LOOKS[self._check], frame.slots.new
         self._known: dict[int, Guard] = {id(guard.tensor): guard for guard in (*captured_inputs, *operands)}
 
     def run(self, call: Callable, *args: Any) -> Any:
         """Execute the region for the first time, by ``call(*args, run)``."""
         frame, run = self.frame, self._run
         root, recording = frame.region.root, self._recording
-        if frame.outer is None and frame.options.offload_inputs and not root.kinds:
+        if frame.outer is None and root.options.offload_inputs and not root.kinds:
             frame.operands.offload()  # not under torch.func, whose levels own their inputs
         if recording is not None:
             recording.saved_values.hooks = frame.outer
             recording.saved_values.in_region = root.around is not None and root.around.region is not None
-        run.log = frame.log
         with hooks_allowed(even_if_disabled=root.ran):
             below = self._pack_below_levels if root.kinds else self.pack
             unpack = frame.unpack if recording is None else frame.unpack_under_policy
-            private.push_hooks(self._pack_and_note if frame.noted else below, unpack)
+            private.push_hooks(self._pack_and_note if frame.is_noted else below, unpack)
             try:
                 result = call(*args, run)
             finally:
@@ -102,8 +105,8 @@ class Saver(RegionHooks):
         frame.close()
         if run.recorder is not None:
             outputs = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor)]
-            frame.record = root.record = run.recorder.close(outputs)
-            frame.one_output = sum(tensor.requires_grad for tensor in outputs) == 1
+            root.remember(run.recorder.close(outputs))
+            frame.remember(root.record)
         return result
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -117,12 +120,11 @@ class Saver(RegionHooks):
             if held is not None:
                 self._slots.append(None)
                 return held
-        slot = self._slot()
-        slot.first = slot.value = None
         if node is None and not tensor.requires_grad:
-            slot.watch(tensor, self.frame.check)
+            slot = self._slot(look_at(tensor, self._check))
+            slot.watch(tensor)
         else:
-            slot.fingerprint = self._look(tensor)
+            slot = self._slot(self._look(tensor))
         self._slots.append(slot)
         return slot
 
@@ -145,15 +147,15 @@ class Saver(RegionHooks):
             return Held(bare(tensor))
         with own_work():
             packed = self.pack(tensor)
-        slot = self._slots.pop()
-        self.frame.refs.append(reference(slot))
+        slot = self._slots[-1]
+        self.frame.slots.let_go()
         if slot is None:
             return packed
         if recording is not None:
             recording.saved(tensor, slot)
         if self.frame.read_inside:
-            slot.value = alias(tensor)
-            slot.version = private.version(slot.value)
+            value = alias(tensor)
+            slot.fill(value, private.version(value))
         return slot
 
     def _held(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Held | Packed | None:
@@ -182,12 +184,10 @@ class Saver(RegionHooks):
 
     @property
     def count(self) -> int:
-        return len(self.frame.refs) + len(self._slots)
+        return len(self.frame.slots)
 
     def go_back(self, count: int) -> None:
-        refs = self.frame.refs
-        del self._slots[max(0, count - len(refs)) :]
-        del refs[count:]
+        self.frame.slots.go_back(count)
 
     def on_inner_backward(self) -> None:
         self.frame.on_inner_backward()

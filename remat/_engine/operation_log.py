@@ -78,6 +78,11 @@ class OpLog(DispatchMode):
         return [*map(str, self.entries)], [*map(str, self.recomputed)]
 
 
+def log_for(options: Any) -> OpLog | None:
+    """Return the log of a first run, for ``debug=True``."""
+    return OpLog() if options.debug else None
+
+
 class ComparedLog(OpLog):
     """The operations of a recompute, each compared with that of the first run.
 

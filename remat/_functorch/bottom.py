@@ -17,6 +17,7 @@ from .._core.lines import warn
 from .._core.tensors import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from .._engine.frame import in_batched_backward, outside_of_batched_backward
 from .._engine.lowering import Saver
+from .._engine.operation_log import log_for
 from .._region.around import Around
 from .._region.guards import NO_GUARDS, Guards, close
 from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, hooks_hidden
@@ -174,8 +175,9 @@ def is_refused_change(error: RuntimeError) -> bool:
 
 def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     check_hooks_are_allowed()
-    run = FirstRun(call.recorder, call.watch)
-    saver = _saver(region, call.guards, region.root.inputs.captured, run, region.root.options.read_inside)
+    options = region.root.options
+    run = FirstRun(call.recorder, call.watch, log_for(options))
+    saver = _saver(region, call.guards, region.root.inputs.captured, run, options.read_inside)
     try:
         return saver.run(region.run, inputs)
     except RuntimeError as error:
@@ -191,7 +193,7 @@ def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     outs = region.run(inputs, FirstRun(call.recorder, call.watch))
     close(call.guards, root.inputs.captured)
     if call.recorder is not None:
-        root.record = call.recorder.close(outs)
+        root.remember(call.recorder.close(outs))
     return outs
 
 
@@ -204,9 +206,9 @@ def _saver(region: Any, operands: Guards, captured_inputs: Guards, run: Run, rea
 
 def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
     if recorded and not (dual and region.uses_func):
-        saver = _saver(
-            region, Guards(operands, region.root.inputs.name), NO_GUARDS, Recompute(region.root), read_inside=True
-        )
+        root = region.root
+        run = Recompute(root, log_for(root.options))
+        saver = _saver(region, Guards(operands, root.inputs.name), NO_GUARDS, run, read_inside=True)
         return saver.run(region.run, operands)
     pullback = region.inner if isinstance(region, BatchedPullback) else region
     if call.tape is not None and isinstance(pullback, Pullback) and call.tape.serves(pullback):

@@ -236,6 +236,10 @@ class Guards(list[Guard]):
         """Note the gradients now, so that ``close`` can set ``accumulated``."""
         self._grads = self._gradients()
 
+    def note_inner_backward(self) -> None:
+        """Note that a backward pass ran inside the region."""
+        self.accumulated = True
+
     def _gradients(self) -> list[tuple[int, int]]:
         """The identity and version of each leaf's ``.grad``."""
         grads = (t.grad for t in self.tensors if t.requires_grad and t.is_leaf)

@@ -36,8 +36,8 @@ class Run:
     watch: Any = None  # sees the torch functions that a first run under torch.func calls
     must_restart = False  # it has read a value that it skips
 
-    def __init__(self) -> None:
-        self.log: Any = None  # the operation log of ``debug=True``
+    def __init__(self, log: Any = None) -> None:
+        self.log = log  # the operation log of ``debug=True``
 
     def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the dispatch mode for the run, or None. ``inputs`` come from outside of the region."""
@@ -57,8 +57,8 @@ class FirstRun(Run):
 
     __slots__ = ("recorder", "watch")
 
-    def __init__(self, recorder: Any, watch: Any = None) -> None:
-        super().__init__()
+    def __init__(self, recorder: Any, watch: Any = None, log: Any = None) -> None:
+        super().__init__(log)
         self.recorder, self.watch = recorder, watch
 
     def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
@@ -180,6 +180,10 @@ class Region:
             mode = run.mode(inputs.with_captured(operands))
             result = self._called(*inputs.arguments.filled(operands), mode, run.log, again=False)
         return self.outputs.record(result, operands)
+
+    def remember(self, record: Any) -> None:
+        """Set the record of the first run under a policy."""
+        self.record = record
 
     def restart(self) -> None:
         """Undo the effects of a first run that was abandoned, so that it can start again."""

@@ -22,6 +22,7 @@ class Record:
         self.log = recording.log
         self.program = recording.program()
         self._has_slots = recording.has_slots
+        self.one_output = sum(tensor.requires_grad for _, tensor in results) == 1
         self._end = len(self.program.steps)
         self._wanted = [*recording.saves.above]  # the values that autograd saved: a full recompute makes them
         self._unmatched = unmatched(recording)

@@ -220,8 +220,8 @@ class Attempt(Run):
 
     __slots__ = ("last", "plan", "record", "replay", "whole")
 
-    def __init__(self, record: Record, plan: Plan | None = None, last: bool = False) -> None:
-        super().__init__()
+    def __init__(self, record: Record, plan: Plan | None = None, last: bool = False, log: Any = None) -> None:
+        super().__init__(log)
         self.record = record
         self.plan = record.whole_plan() if plan is None else plan
         self.whole = plan is None  # it skips no step
@@ -246,8 +246,8 @@ class Recompute(Run):
 
     __slots__ = ("root",)
 
-    def __init__(self, root: Any) -> None:
-        super().__init__()
+    def __init__(self, root: Any, log: Any = None) -> None:
+        super().__init__(log)
         self.root = root
 
     def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], T]) -> T:
@@ -257,8 +257,8 @@ class Recompute(Run):
         around = Around()
         # If the region overwrites its operands, a second attempt would get operands that the first has changed.
         changes = not record.program.overwritten.isdisjoint(record.inputs[: len(all_parts([*operands]))])
-        attempt = Attempt(record, record.plan() if self.root.options.may_skip and not changes else None)
-        attempt.log = self.log
+        plan = record.plan() if self.root.options.may_skip and not changes else None
+        attempt = Attempt(record, plan, log=self.log)
         try:
             result = go(attempt)
             if not attempt.must_restart and not attempt.escaped(result):
@@ -268,6 +268,4 @@ class Recompute(Run):
             if not attempt.must_restart:
                 raise
         around.undo()
-        attempt = Attempt(record)
-        attempt.log = self.log
-        return go(attempt)
+        return go(Attempt(record, log=self.log))

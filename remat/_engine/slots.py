@@ -1,0 +1,111 @@
+"""Slots: what autograd saves in place of the tensors that a recompute has to provide."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._core import private
+
+
+class Slot:
+    """The placeholder of one saved tensor. It owns the value only while a backward pass needs it."""
+
+    __slots__ = ("__weakref__", "fingerprint", "first", "value", "version")
+    source: Any = None  # set only in regions with a policy, like ``residual``
+    residual: Any = None
+
+    def __init__(self, fingerprint: Any) -> None:
+        self.fingerprint = fingerprint  # what a recompute is compared with
+        self.first: tuple[weakref.ref, int] | None = None  # the saved tensor and its version, see ``watch``
+        self.value: torch.Tensor | None = None
+        self.version = 0  # of the value
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Watch a tensor that requires no grad for changes: it may be a captured tensor that the search didn't find."""
+        self.first = weakref.ref(tensor), private.version(tensor)
+
+    def has_changed(self) -> bool:
+        """Whether the saved tensor is still alive and was changed in place. Without remat autograd raises then."""
+        assert self.first is not None
+        ref, version = self.first
+        tensor = ref()
+        return tensor is not None and private.version(tensor) != version
+
+    def fill(self, value: torch.Tensor, version: int) -> None:
+        """Set the value."""
+        self.version = version
+        self.value = value  # last, as another thread may be waiting for it
+
+    def empty(self) -> None:
+        """Release the value."""
+        self.value = None
+
+
+class RecordedSlot(Slot):
+    """A slot of a region with a policy."""
+
+    __slots__ = ("residual", "source")
+
+    def __init__(self, fingerprint: Any) -> None:
+        super().__init__(fingerprint)
+        self.source: Any = None  # which value it is, in the record of the first run
+        self.residual: Any = None  # the residual, if that value is saved
+
+
+class Slots:
+    """The slots of a frame, one for each tensor that autograd saved in the first run, None where it needs no slot."""
+
+    __slots__ = ("_refs", "lock", "mixed", "new", "once", "stopped")
+
+    def __init__(self) -> None:
+        self.new: list[Slot | None] = []  # the last ones
+        self._refs: list[Callable[[], Slot | None]] = []  # weak references to those before, which only nodes own
+        self.lock = threading.RLock()  # of the thread that fills them
+        self.once = False  # the values are for one pass, which reads each of them once
+        self.stopped = False  # the recompute that made the values stopped as soon as all slots were filled
+        self.mixed = False  # a recompute has used other streams than the first run
+
+    def __len__(self) -> int:
+        return len(self._refs) + len(self.new)
+
+    def go_back(self, count: int) -> None:
+        """Forget all slots after the first ``count``."""
+        del self.new[max(0, count - len(self._refs)) :]
+        del self._refs[count:]
+
+    def let_go(self) -> None:
+        """Drop the references to slots: from now on a slot lives as long as the node of autograd that saved it."""
+        self._refs += [_dead if slot is None else weakref.ref(slot) for slot in self.new]
+        self.new.clear()
+
+    def alive(self) -> list[Slot | None]:
+        """Return the slots that nodes own, None for others."""
+        return [ref() for ref in self._refs]
+
+    def at(self, index: int) -> Slot | None:
+        """Return one of the slots, or None if it was freed."""
+        return self._refs[index]()
+
+    def are_filled(self, once: bool, stopped: bool, mixed: bool) -> None:
+        """Note how a recompute has made the values."""
+        self.once, self.stopped, self.mixed = once and not mixed, stopped, mixed
+
+    def clear(self) -> None:
+        """Release the values that were filled in for a backward pass and not read."""
+        if not self.lock.acquire(blocking=False):
+            return  # another pass fills the slots, and clears them at its end; it may be waiting for this thread
+        try:
+            for slot in self.alive():
+                if slot is not None:
+                    slot.empty()
+        finally:
+            self.lock.release()
+
+
+def _dead() -> None:
+    """A reference to no slot."""
