@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from inspect import ismemberdescriptor
 from itertools import islice
 from operator import is_
@@ -54,12 +54,8 @@ class Root(Path):
 _SHOWN = {type(None), bool, int, float, str, bytes}
 
 
-_ENTRIES = 4096  # code that is made at run time must not stay alive for ever
-
 # pytest is in the list because it rewrites the assertions of test modules into calls of its own.
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "functorch", "numpy", "optree", "pluggy", "pytest", "remat", "torch"}
-# Keyed by id, because code is hashed by its contents, which is slow. The entry keeps the code alive, and the id valid.
-_codes: dict[int, tuple[CodeType, tuple[str, ...] | None]] = {}
 
 
 T = TypeVar("T")
@@ -88,37 +84,23 @@ def is_library(module: Any) -> bool:
 
 def names_of(fn: FunctionType) -> tuple[str, ...] | None:
     """The names in the code of a function, nested functions included; None for a library's function."""
-    code = fn.__code__
-    known = _codes.get(id(code))
-    if known is not None:
-        return known[1]
-    if len(_codes) >= _ENTRIES:
-        _codes.clear()
     module = str(fn.__globals__.get("__name__"))
     # Doctests run in a copy of their module's globals, and are not a library's code.
-    library = is_library(module) and vars(sys.modules.get(module, sys)) is fn.__globals__
-    names = None if library else tuple(dict.fromkeys(_names(code)))
-    _codes[id(code)] = code, names
-    return names
+    if is_library(module) and vars(sys.modules.get(module, sys)) is fn.__globals__:
+        return None
+    return _names(fn.__code__)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _names(const)
+@functools.lru_cache(4096)  # code that is made at run time must not stay alive for ever
+def _names(code: CodeType) -> tuple[str, ...]:
+    nested = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return tuple(dict.fromkeys([*code.co_names, *nested]))
 
 
 @ByClass
 def is_sharded(cls: Any) -> bool:
     """Whether FSDP manages the modules below in each run: it frees and replaces their parameters."""
     return any(base.__module__.startswith("torch.distributed.fsdp") for base in cls.__mro__)
-
-
-@ByClass
-def may_add(cls: Any) -> bool:
-    """Whether code may add parameters, buffers or modules to a module that has none: not to torch's own modules."""
-    return not is_library(cls.__module__) or issubclass(cls, _CONTAINERS)
 
 
 def called(cls: Any, name: str) -> Any:
@@ -146,9 +128,6 @@ def slots(cls: Any) -> list[Any]:
     ]
 
 
-_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList, nn.Sequential)
-
-
 _BUDGET = 100_000  # objects visited per call
 _LIMIT = 10_000  # containers with more entries are data, not state
 _STATE = 1_000  # containers up to this length are state even if plain, and their contents are recorded
@@ -162,7 +141,7 @@ Visit = Callable[["Captured", Any, Path], object]
 class Captured:
     """The result of a search, the nearest values first. A tensor that two variables hold is listed with both paths."""
 
-    def __init__(self, roots: Sequence[Any] = ()) -> None:
+    def __init__(self, roots: Sequence[Any]) -> None:
         self.tensors: list[tuple[Path, Any]] = []  # and generators
         self.buffers: set[int] = set()  # the ids of those that are buffers of modules
         self.variables: list[Variables] = []
@@ -290,7 +269,7 @@ class Captured:
             if isinstance(entries, dict) and id(entries) not in self._seen and not (sharded and name == "_parameters"):
                 self._seen.add(id(entries))
                 items = copy_dict(entries)
-                if not sharded and (items or may_add[cls]):
+                if not sharded:
                     self.note(Entries, entries, items, whole=True)
                 if not sharded and items and name != "_modules":
                     of_tensors = list(map(attributes, items.values()))
