@@ -1,4 +1,4 @@
-"""Ambient state: random generators and settings. A recompute sees them as the first run did, and then restores them.
+"""Ambient state: random generators, settings and cached weights, restored for a recompute and put back afterwards.
 
 The generators are those of every device in use, those that the caller names, and Python's and NumPy's global ones.
 """
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from .._core import private
 from .._core.devices import current_device, is_capturing
 from .._core.tensors import bytes_of
 from ..errors import RematError
 from .generators import global_generators, with_state
-from .settings import read_settings, set_cached_weights, settings
+from .settings import read_settings, settings
 
 
 class Ambient:
@@ -24,7 +25,7 @@ class Ambient:
     Generators are read and set without the dispatcher, so torch.func levels and modes have no effect on it.
     """
 
-    __slots__ = ("_devices", "_generators", "_preserves", "_settings", "_states")
+    __slots__ = ("_devices", "_generators", "_preserves", "_settings", "_states", "_weights")
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any], preserve_rng_state: bool) -> None:
         """Record the current state. Of `devices` only generators of backends that have been initialized are included.
@@ -33,6 +34,7 @@ class Ambient:
             RematError: a CUDA graph is being captured, so a generator's state can't be set.
         """
         self._settings = read_settings()
+        self._weights = private.cached_weights()  # of ``torch.nn.utils.parametrize.cached()``
         self._devices: tuple[torch.device, ...] = ()
         self._generators: tuple[Any, ...] = ()
         self._states: list[tuple[Any, Any]] = []  # all generators, with their states
@@ -66,11 +68,11 @@ class Ambient:
 
     def rewind(self) -> None:
         """Restore what a run changes: the generators and the cached weights."""
-        set_cached_weights(self._settings[0])
         self._set(self._settings)
 
     def _set(self, now: list[Any]) -> None:
         """Set the captured state; ``now`` are the current settings."""
+        private.set_cached_weights(*self._weights)
         values = zip(settings(), now, self._settings, strict=True)
         changes = [(put, new) for (_, put), old, new in values if old != new]
         _call_all(iter([*changes, *((each.set_state, state) for each, state in self._states)]))

@@ -1,7 +1,7 @@
 """The settings that a recompute restores: how each is read, and how it is set.
 
-They are autocast, grad mode, default dtype and device, attention kernels, deterministic algorithms, the precision of
-matrix products, and the weights in the cache of ``torch.nn.utils.parametrize.cached()``.
+They are autocast, grad mode, default dtype and device, attention kernels, deterministic algorithms, and the precision
+of matrix products.
 """
 
 from __future__ import annotations
@@ -15,26 +15,6 @@ from torch.backends import cuda as sdpa
 
 from .._core import private
 from .._core.devices import accelerator, current_device, set_current_device
-
-
-class CachedWeights:
-    """The cache of ``parametrize.cached()``: the weights so far, and how often the context is entered."""
-
-    def __init__(self, depth: int, weights: dict) -> None:
-        self.depth, self.weights = depth, weights
-
-
-def cached_weights() -> CachedWeights | None:
-    """The cache now; None outside of the context."""
-    depth, weights = private.cached_weights()
-    return CachedWeights(depth, dict(weights)) if depth else None
-
-
-def set_cached_weights(value: CachedWeights | None) -> None:
-    """Restore the cache."""
-    if value is not None or private.cached_weights()[0]:
-        private.set_cached_weights(*((value.depth, dict(value.weights)) if value is not None else (0, {})))
-
 
 _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
 
@@ -90,9 +70,8 @@ _SDPA_SETTERS = (
 
 @cache
 def settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The functions that read and set each setting. The first setting is the cached weights."""
+    """The functions that read and set each setting."""
     found: list[tuple[Any, Any]] = [
-        (cached_weights, set_cached_weights),
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
         (_device_modes, _set_device_modes),

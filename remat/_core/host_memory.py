@@ -13,6 +13,7 @@ Ownership is one-way, reader -> tensor -> group. Groups refer to their tensors, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -212,14 +213,7 @@ class _Side:
             late.synchronize()
 
 
-_sides: dict[torch.device, _Side] = {}
-
-
-def _side(device: torch.device) -> _Side:
-    with _lock:
-        if device not in _sides:
-            _sides[device] = _Side(device)
-        return _sides[device]
+_side = functools.cache(_Side)
 
 
 def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:

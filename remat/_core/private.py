@@ -238,12 +238,12 @@ def checkpoint_switches() -> dict[str, bool]:
 
 
 def cached_weights() -> tuple[int, dict]:
-    """The depth of ``parametrize.cached()``, and the weights in its cache; there is no public getter."""
-    return _parametrize._cache_enabled, _parametrize._cache
+    """The depth of ``parametrize.cached()``, and a copy of its cache of weights; there is no public getter."""
+    return _parametrize._cache_enabled, dict(_parametrize._cache)
 
 
 def set_cached_weights(depth: int, weights: dict) -> None:
-    _parametrize._cache_enabled, _parametrize._cache = depth, weights
+    _parametrize._cache_enabled, _parametrize._cache = depth, dict(weights)
 
 
 # Types registered only with torch's pytree, such as Hugging Face's outputs, with the functions that flatten them.
