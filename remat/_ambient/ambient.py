@@ -25,7 +25,7 @@ class Ambient:
     Generators are read and set without the dispatcher, so torch.func levels and modes have no effect on it.
     """
 
-    __slots__ = ("_devices", "_generators", "_preserves", "_settings", "_states", "_weights")
+    __slots__ = ("_devices", "_every", "_generators", "_preserves", "_settings", "_states", "_weights")
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any], preserve_rng_state: bool) -> None:
         """Record the current state. Of `devices` only generators of backends that have been initialized are included.
@@ -37,15 +37,16 @@ class Ambient:
         self._weights = private.cached_weights()  # of ``torch.nn.utils.parametrize.cached()``
         self._devices: tuple[torch.device, ...] = ()
         self._generators: tuple[Any, ...] = ()
-        self._states: list[tuple[Any, Any]] = []  # all generators, with their states
+        self._every: tuple[Any, ...] = ()  # all generators whose states are recorded
+        self._states: tuple[Any, ...] = ()
         self._preserves = preserve_rng_state
         if preserve_rng_state:
             if is_capturing():
                 raise RematError(_IN_A_GRAPH)
             self._devices = (*devices, *current_device())  # another device may be current in the backward
             self._generators = tuple(map(with_state, generators))
-            every = global_generators(self._devices) + self._generators
-            self._states = [(each, each.get_state()) for each in every]
+            self._every = global_generators(self._devices) + self._generators
+            self._states = tuple([each.get_state() for each in self._every])
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -63,8 +64,8 @@ class Ambient:
 
     def moved(self) -> bool:
         """Whether a torch generator has drawn numbers since."""
-        states = [(each.get_state(), state) for each, state in self._states if isinstance(state, torch.Tensor)]
-        return any(now is not state and bytes_of(now) != bytes_of(state) for now, state in states)
+        states = [(each, state) for each, state in zip(self._every, self._states) if isinstance(state, torch.Tensor)]
+        return any(bytes_of(each.get_state()) != bytes_of(state) for each, state in states)
 
     def rewind(self) -> None:
         """Restore what a run changes: the generators and the cached weights."""
@@ -75,7 +76,7 @@ class Ambient:
         private.set_cached_weights(*self._weights)
         values = zip(settings(), now, self._settings, strict=True)
         changes = [(put, new) for (_, put), old, new in values if old != new]
-        _call_all(iter([*changes, *((each.set_state, state) for each, state in self._states)]))
+        _call_all(iter([*changes, *((each.set_state, state) for each, state in zip(self._every, self._states))]))
 
 
 def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:

@@ -52,8 +52,6 @@ class Root(Path):
 
 
 _SHOWN = {type(None), bool, int, float, str, bytes}
-
-
 # pytest is in the list because it rewrites the assertions of test modules into calls of its own.
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "functorch", "numpy", "optree", "pluggy", "pytest", "remat", "torch"}
 
@@ -308,27 +306,20 @@ class Captured:
 
     # --- containers -------------------------------------------------------------------------------------------------
 
-    def of_dict(self, value: dict[Any, Any], path: Path) -> None:
+    def container(self, value: Any, path: Path) -> None:
+        """The visit of a dict or list."""
         if size(value) > _STATE and not _is_looked_into(value):
             return
-        items = copy_dict(value)
-        self._container(value, items, path.owned or _holds_a_tensor(items), path)
-
-    def of_list(self, value: list[Any], path: Path) -> None:
-        if size(value) > _STATE and not _is_looked_into(value):
-            return
-        self._container(value, dict(enumerate(list.copy(value))), path.owned, path)
-
-    def _container(self, value: Any, items: dict[Any, Any], whole: bool, path: Path) -> None:
+        is_dict = isinstance(value, dict)
+        items = copy_dict(value) if is_dict else dict(enumerate(list.copy(value)))
         if (copy := self._copies.get(id(value))) is not None:
+            whole = path.owned or (is_dict and _holds_a_tensor(items))
             copy.fill(value, {key: self._frozen(item) for key, item in items.items()}, whole)
         for key, item in items.items() if _is_looked_into(items) else ():
             self.see(item, path.item(key))
         if type(value) not in COPIED:
-            if isinstance(value, dict) and not is_library(type(value).__module__):
-                self.note(Entries, value, items, whole=True)
-            elif isinstance(value, list):
-                self.note(Items, value, items, whole=True)
+            if not is_dict or not is_library(type(value).__module__):
+                self.note(Entries if is_dict else Items, value, items, whole=True)
             self.instance(value, path)
 
     def of_tuple(self, value: tuple[Any, ...], path: Path) -> None:
@@ -375,13 +366,13 @@ _BASES: dict[type, Visit] = {
     MethodType: Captured.method,
     functools.partial: Captured.partial,
     nn.Module: Captured.module,
-    dict: Captured.of_dict,
-    list: Captured.of_list,
+    dict: Captured.container,
+    list: Captured.container,
     tuple: Captured.of_tuple,
     SimpleNamespace: Captured.instance,
 }
 _NEVER = (type, ModuleType, set, frozenset)
-_DATA = (Captured.tensor, Captured.of_dict, Captured.of_list, Captured.of_tuple)
+_DATA = (Captured.tensor, Captured.container, Captured.of_tuple)
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # its modules have no state but FSDP's own
 _BASE_STATE = frozenset(vars(nn.Module()))  # visited by name, or not read by a forward
 _CONTENTS: Any = CellType.__dict__["cell_contents"]

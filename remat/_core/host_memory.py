@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -114,7 +115,7 @@ class Group:
     def __init__(self) -> None:
         self.members: list[weakref.ref[Offloaded]] = []
         self._number = next(_numbers)
-        self._siblings = _thread.groups
+        self._siblings: Any = vars(_thread).setdefault("groups", weakref.WeakValueDictionary())
         self._siblings[self._number] = self
         self._reached_in: Callable[[], Pass | None] = lambda: None
 
@@ -155,15 +156,8 @@ class Group:
         return [member for ref in list(self.members) if (member := ref()) is not None]
 
 
-class _Thread(threading.local):
-    """The groups that were made in a thread, in order."""
-
-    def __init__(self) -> None:
-        self.groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-
-
 _numbers = itertools.count()
-_thread = _Thread()
+_thread = threading.local()  # its groups, in the order in which they were made
 
 
 # --- the copies -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine 
 # The values that torch accepts, and remat's; each with the option of `remat.remat` that it means.
 _CHECKS = {"default": "metadata", "none": "none", "metadata": "metadata", "values": "values"}
 
-
 P = ParamSpec("P")
 R = TypeVar("R")
 TorchsCheck = Literal["default", "metadata", "values", "none"]

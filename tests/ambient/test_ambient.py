@@ -92,12 +92,12 @@ def test_states_are_restored_in_each_other() -> None:
 
 
 def test_a_state_is_shared_until_numbers_are_drawn() -> None:
-    states = [dict(capture()._states) for _ in range(2)]
+    states = [dict(zip(each._every, each._states)) for each in (capture(), capture())]
     host = [each for each in states[0] if isinstance(each, HostGenerator)]
     assert len(host) == 3 and all(states[0][each] is states[1][each] for each in host)
     draw_all()
     assert not any(each.get_state() is states[0][each] for each in host)
-    names = [generator_name(each) for each, _ in capture([torch.Generator()])._states]
+    names = [generator_name(each) for each in capture([torch.Generator()])._every]
     assert names == ["torch's generator of the CPU", "Python's random", "NumPy's random", "torch's generator of cpu"]
 
 
@@ -237,7 +237,7 @@ def test_states_are_plain_under_modes_and_transforms(around: Callable) -> None:
         return x.sum()
 
     around(f)
-    state = found[0]._states[0][1]
+    state = found[0]._states[0]
     assert type(state) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(state)
     torch.rand(1)
     with found[0].restored():
