@@ -227,11 +227,7 @@ def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
 
 
 def _to_device(
-    host: torch.Tensor,
-    copied: torch.Event | None,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    device: torch.device,
+    host: torch.Tensor, copied: torch.Event | None, shape: Sequence[int], stride: Sequence[int], device: torch.device
 ) -> _Arrival:
     """Start to copy ``host`` to a new tensor on the device."""
     tensor = torch.empty_strided(shape, stride, dtype=host.dtype, device=device)

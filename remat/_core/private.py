@@ -76,8 +76,7 @@ hooks_enable = torch._C._autograd._saved_tensors_hooks_enable
 # --- the running backward -----------------------------------------------------------------------------------------
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
 set_grad_enabled = torch._C._set_grad_enabled  # for each recompute; the public ones take as long as an operation
-# In a retained graph nodes don't release their saved tensors.
-graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # nodes don't release tensors then
 current_node = torch._C._current_autograd_node
 will_execute_node = torch._C._will_engine_execute_node  # a pass may be for some inputs only
 graph_exec_group = torch._C._get_graph_exec_group  # the ``GraphExecGroup`` in whose scope a backward runs
@@ -142,21 +141,18 @@ unwrap_batched, wrap_batched = torch._C._functorch._unwrap_batched, torch._C._fu
 vmap_level = _vmap.vmap_increment_nesting
 grad_level = _eager_transforms.grad_increment_nesting
 allow_requires_grad = _eager_transforms.enable_inplace_requires_grad  # for inputs that torch.func differentiates
-# One Function node at one level, not at all of them.
-SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction  # a node at one level, not at all of them
 custom_function_call = torch.autograd.function.custom_function_call  # what ``Function.apply`` calls under transforms
 single_level_functions_allowed = _functorch_utils.enable_single_level_autograd_function
 # The backward that torch.func.grad runs itself: its graph is not reachable (see ``_functorch/proof.py``).
 func_grad_engine_call = _eager_transforms._autograd_grad
 engine_call = torch.autograd.graph._engine_run_backward
-# The number of the next node. Nodes with smaller numbers are older than a region that starts now.
-next_sequence_number = torch._C._autograd._get_sequence_nr
+next_sequence_number = torch._C._autograd._get_sequence_nr  # older nodes have smaller numbers
 
 
 def fills_what_it_saves() -> bool:
     """Whether the current node's operation saves a tensor before it fills it. Only one such operation is known."""
-    node = torch._C._current_autograd_node()
-    return type(node).__name__.startswith("RreluWithNoise")
+    return type(current_node()).__name__.startswith("RreluWithNoise")
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:

@@ -112,12 +112,11 @@ def _kind(spec: TreeSpec) -> str:
     if spec.type is None:
         return "a single value"
     article = "an" if spec.type.__name__[0] in "aeiouAEIOU" else "a"
-    entries, most = spec.entries(), 8
-    if entries == list(range(len(entries))):
-        return f"{article} {spec.type.__name__} of {len(entries)}"
-    steps = _steps(spec)
-    more = [f"and {len(steps) - most} more"] if len(steps) > most else []
-    return f"{article} {spec.type.__name__} with {', '.join(steps[:most] + more)}"
+    count, steps = spec.num_children, _steps(spec)
+    if spec.entries() == list(range(count)):
+        return f"{article} {spec.type.__name__} of {count}"
+    more = [f"and {count - 8} more"] if count > 8 else []
+    return f"{article} {spec.type.__name__} with {', '.join(steps[:8] + more)}"
 
 
 def _steps(spec: TreeSpec) -> list[str]:
@@ -160,8 +159,7 @@ class _TorchEntry(optree.PyTreeEntry):
 
 
 def _torch_node(cls: type) -> Node | None:
-    node = TORCH_NODES.get(cls)
-    if node is None:
+    if (node := TORCH_NODES.get(cls)) is None:
         return None
 
     def take(obj: Any) -> tuple[Iterable[Any], Any, Iterable[Any]]:
