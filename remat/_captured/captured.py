@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .._ambient.generators import is_generator
 from .._core.trees import attributes, contents, copy_dict, size
-from .variables import COPIED, Copy, Descriptors, Entries, InDicts, Items, PartialArgs, TensorId, Variables, in_dicts
+from .variables import COPIED, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables
 
 
 class Path:
@@ -52,7 +52,7 @@ class Root(Path):
 
 
 _SHOWN = {type(None), bool, int, float, str, bytes}
-# pytest is in the list because it rewrites the assertions of test modules into calls of its own.
+# With pytest, as it rewrites the assertions of test modules into calls of its own.
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "functorch", "numpy", "optree", "pluggy", "pytest", "remat", "torch"}
 
 
@@ -269,9 +269,8 @@ class Captured:
                 items = copy_dict(entries)
                 if not sharded:
                     self.note(Entries, entries, items, whole=True)
-                if not sharded and items and name != "_modules":
-                    of_tensors = list(map(attributes, items.values()))
-                    self.note(InDicts, of_tensors, in_dicts(of_tensors), whole=True)
+                for own in map(attributes, items.values()) if not sharded and name != "_modules" else ():
+                    self.note(Entries, own, own, whole=True)
                 if name == "_buffers":
                     self.buffers.update(map(id, items.values()))
                 for key, value in items.items():
