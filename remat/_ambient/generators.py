@@ -8,9 +8,8 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,24 +21,19 @@ from .._core.tensors import bytes_of
 
 def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
     """The generators of the host, the accelerator's devices, and `devices`, if their backend is initialized."""
-    found = _host_generators("numpy" in sys.modules)
-    if devices := devices + accelerator():
-        found += tuple(_device_generators(devices))
-    return found
+    numpy = (_NUMPY,) if "numpy" in sys.modules else ()
+    return *_HOST, *numpy, *_device_generators(devices + accelerator())
 
 
-@cache
-def _host_generators(with_numpy: bool) -> tuple[Any, ...]:
-    return (_Torch(), _Python(), _NumPy()) if with_numpy else (_Torch(), _Python())
+class HostGenerator:
+    """A global generator of the host. Regions share its state, of up to 30 KB, until numbers are drawn.
 
+    ``read`` returns a key that identifies the state, and the state.
+    """
 
-class HostGenerator(ABC):
-    """A global generator of the host. Regions share its state, of up to 30 KB, until numbers are drawn."""
-
-    name = "torch's generator of the CPU"
-
-    def __init__(self) -> None:
-        self._key: Any = None  # identifies the last state
+    def __init__(self, name: str, read: Callable[[], tuple[Any, Any]], write: Callable[[Any], object]) -> None:
+        self.name, self._read, self._write = name, read, write
+        self._key: Any = None  # of the last state
         self._state: Any = None
 
     def get_state(self) -> Any:
@@ -48,33 +42,20 @@ class HostGenerator(ABC):
             self._key, self._state = key, state
         return self._state
 
-    @abstractmethod
-    def _read(self) -> tuple[Any, Any]:
-        """Return a key that identifies the state, and the state."""
-
-    @abstractmethod
     def set_state(self, state: Any) -> None:
         """Restore a state."""
+        if self.get_state() is not state:
+            self._write(state)
 
 
-class _Torch(HostGenerator):
-    def _read(self) -> tuple[Any, Any]:
-        state = torch.default_generator.get_state()
-        return bytes_of(state), state
-
-    def set_state(self, state: Any) -> None:
-        torch.default_generator.set_state(state)
+def _read_torch() -> tuple[Any, Any]:
+    state = torch.default_generator.get_state()
+    return bytes_of(state), state
 
 
-class _Python(HostGenerator):
-    name = "Python's random"
-
-    def _read(self) -> tuple[Any, Any]:
-        state = random.getstate()
-        return (state[1][-5:], state[2]), state  # 4 of its 624 words and the position; a stored normal variate
-
-    def set_state(self, state: Any) -> None:
-        random.setstate(state)
+def _read_python() -> tuple[Any, Any]:
+    state = random.getstate()
+    return (state[1][-5:], state[2]), state  # 4 of its 624 words and the position; a stored normal variate
 
 
 class _NumPy(HostGenerator):
@@ -83,14 +64,12 @@ class _NumPy(HostGenerator):
     NumPy also stores one of each pair of normal variates. If it had one at these bits, they don't identify the state.
     """
 
-    name = "NumPy's random"
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("NumPy's random", self._read_numpy, lambda state: sys.modules["numpy"].random.set_state(state))
         self._bits: bytes | None = None
         self._had_half = False
 
-    def _read(self) -> tuple[Any, Any]:
+    def _read_numpy(self) -> tuple[Any, Any]:
         bits = _numpy_bits()
         known = bits is not None and bits == self._bits
         if known and not self._had_half:
@@ -101,9 +80,12 @@ class _NumPy(HostGenerator):
         self._bits = bits
         return (object() if bits is None else (bits, half and state["gauss"])), state
 
-    def set_state(self, state: Any) -> None:
-        if self.get_state() is not state:
-            sys.modules["numpy"].random.set_state(state)
+
+_HOST = (
+    HostGenerator("torch's generator of the CPU", _read_torch, torch.default_generator.set_state),
+    HostGenerator("Python's random", _read_python, random.setstate),
+)
+_NUMPY = _NumPy()
 
 
 def _numpy_bits() -> bytes | None:

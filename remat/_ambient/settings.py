@@ -1,12 +1,11 @@
 """The settings that a recompute restores: how each is read, and how it is set.
 
-They are autocast, grad mode, default dtype and device, attention kernels, deterministic algorithms, the precision of
-matrix products, and the weights in the cache of ``torch.nn.utils.parametrize.cached()``.
+They are autocast, grad mode, default dtype and device, attention kernels, deterministic algorithms, and the precision
+of matrix products.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -16,26 +15,6 @@ from torch.backends import cuda as sdpa
 
 from .._core import private
 from .._core.devices import accelerator, current_device, set_current_device
-
-
-class CachedWeights:
-    """The cache of ``parametrize.cached()``: the weights so far, and how often the context is entered."""
-
-    def __init__(self, depth: int, weights: dict) -> None:
-        self.depth, self.weights = depth, weights
-
-
-def cached_weights() -> CachedWeights | None:
-    """The cache now; None outside of the context."""
-    depth, weights = private.cached_weights()
-    return CachedWeights(depth, dict(weights)) if depth else None
-
-
-def set_cached_weights(value: CachedWeights | None) -> None:
-    """Restore the cache."""
-    if value is not None or private.cached_weights()[0]:
-        private.set_cached_weights(*((value.depth, dict(value.weights)) if value is not None else (0, {})))
-
 
 _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
 
@@ -90,10 +69,9 @@ _SDPA_SETTERS = (
 
 
 @cache
-def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], Any], ...]]:
-    """The functions that read the settings, and the functions that set them."""
-    settings: list[tuple[Any, Any]] = [
-        (cached_weights, set_cached_weights),
+def settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """The functions that read and set each setting."""
+    found: list[tuple[Any, Any]] = [
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
         (_device_modes, _set_device_modes),
@@ -103,39 +81,17 @@ def _settings() -> tuple[tuple[Callable[[], Any], ...], tuple[Callable[[Any], An
         (private.float32_precision, _set_float32_precision),
         *zip(private.sdpa_enabled, _SDPA_SETTERS, strict=True),
     ]
-    autocast = (
-        (torch.is_autocast_enabled, torch.set_autocast_enabled),
-        (torch.get_autocast_dtype, torch.set_autocast_dtype),
-    )
     if accelerator():
-        settings.append((current_device, set_current_device))
+        found.append((current_device, set_current_device))
     for kind in ("cpu", *(device.type for device in accelerator())):
         if torch.amp.is_autocast_available(kind):
-            settings += [(partial(get, kind), partial(put, kind)) for get, put in autocast]
-    gets, puts = zip(*settings)
-    return gets, puts
-
-
-_last: list[Any] = []
-_call: Any = getattr(operator, "call", operator.methodcaller("__call__"))  # not in Python 3.10
+            found += [
+                (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)),
+                (partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)),
+            ]
+    return found
 
 
 def read_settings() -> list[Any]:
     """Return the values of all settings, in a fixed order."""
-    global _last
-    settings, last = list(map(_call, _settings()[0])), _last
-    if settings == last:  # settings seldom change, so most regions share one list
-        return last
-    if weights(settings) is None:  # else the weights would be kept alive
-        _last = settings
-    return settings
-
-
-def setters() -> tuple[Callable[[Any], Any], ...]:
-    """Return the functions that set the settings, in the same order."""
-    return _settings()[1]
-
-
-def weights(settings: list[Any]) -> CachedWeights | None:
-    """The cached weights in a list of settings."""
-    return settings[0]
+    return [get() for get, _ in settings()]

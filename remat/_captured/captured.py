@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from inspect import ismemberdescriptor
 from itertools import islice
 from operator import is_
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .._ambient.generators import is_generator
 from .._core.trees import attributes, contents, copy_dict, size
-from .variables import COPIED, Copy, Descriptors, Entries, InDicts, Items, PartialArgs, TensorId, Variables, in_dicts
+from .variables import COPIED, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables
 
 
 class Path:
@@ -52,14 +52,8 @@ class Root(Path):
 
 
 _SHOWN = {type(None), bool, int, float, str, bytes}
-
-
-_ENTRIES = 4096  # code that is made at run time must not stay alive for ever
-
-# pytest is in the list because it rewrites the assertions of test modules into calls of its own.
+# With pytest, as it rewrites the assertions of test modules into calls of its own.
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "functorch", "numpy", "optree", "pluggy", "pytest", "remat", "torch"}
-# Keyed by id, because code is hashed by its contents, which is slow. The entry keeps the code alive, and the id valid.
-_codes: dict[int, tuple[CodeType, tuple[str, ...] | None]] = {}
 
 
 T = TypeVar("T")
@@ -88,37 +82,23 @@ def is_library(module: Any) -> bool:
 
 def names_of(fn: FunctionType) -> tuple[str, ...] | None:
     """The names in the code of a function, nested functions included; None for a library's function."""
-    code = fn.__code__
-    known = _codes.get(id(code))
-    if known is not None:
-        return known[1]
-    if len(_codes) >= _ENTRIES:
-        _codes.clear()
     module = str(fn.__globals__.get("__name__"))
     # Doctests run in a copy of their module's globals, and are not a library's code.
-    library = is_library(module) and vars(sys.modules.get(module, sys)) is fn.__globals__
-    names = None if library else tuple(dict.fromkeys(_names(code)))
-    _codes[id(code)] = code, names
-    return names
+    if is_library(module) and vars(sys.modules.get(module, sys)) is fn.__globals__:
+        return None
+    return _names(fn.__code__)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _names(const)
+@functools.lru_cache(4096)  # code that is made at run time must not stay alive for ever
+def _names(code: CodeType) -> tuple[str, ...]:
+    nested = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return tuple(dict.fromkeys([*code.co_names, *nested]))
 
 
 @ByClass
 def is_sharded(cls: Any) -> bool:
     """Whether FSDP manages the modules below in each run: it frees and replaces their parameters."""
     return any(base.__module__.startswith("torch.distributed.fsdp") for base in cls.__mro__)
-
-
-@ByClass
-def may_add(cls: Any) -> bool:
-    """Whether code may add parameters, buffers or modules to a module that has none: not to torch's own modules."""
-    return not is_library(cls.__module__) or issubclass(cls, _CONTAINERS)
 
 
 def called(cls: Any, name: str) -> Any:
@@ -146,9 +126,6 @@ def slots(cls: Any) -> list[Any]:
     ]
 
 
-_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList, nn.Sequential)
-
-
 _BUDGET = 100_000  # objects visited per call
 _LIMIT = 10_000  # containers with more entries are data, not state
 _STATE = 1_000  # containers up to this length are state even if plain, and their contents are recorded
@@ -162,7 +139,7 @@ Visit = Callable[["Captured", Any, Path], object]
 class Captured:
     """The result of a search, the nearest values first. A tensor that two variables hold is listed with both paths."""
 
-    def __init__(self, roots: Sequence[Any] = ()) -> None:
+    def __init__(self, roots: Sequence[Any]) -> None:
         self.tensors: list[tuple[Path, Any]] = []  # and generators
         self.buffers: set[int] = set()  # the ids of those that are buffers of modules
         self.variables: list[Variables] = []
@@ -290,11 +267,10 @@ class Captured:
             if isinstance(entries, dict) and id(entries) not in self._seen and not (sharded and name == "_parameters"):
                 self._seen.add(id(entries))
                 items = copy_dict(entries)
-                if not sharded and (items or may_add[cls]):
+                if not sharded:
                     self.note(Entries, entries, items, whole=True)
-                if not sharded and items and name != "_modules":
-                    of_tensors = list(map(attributes, items.values()))
-                    self.note(InDicts, of_tensors, in_dicts(of_tensors), whole=True)
+                for own in map(attributes, items.values()) if not sharded and name != "_modules" else ():
+                    self.note(Entries, own, own, whole=True)
                 if name == "_buffers":
                     self.buffers.update(map(id, items.values()))
                 for key, value in items.items():
@@ -329,27 +305,20 @@ class Captured:
 
     # --- containers -------------------------------------------------------------------------------------------------
 
-    def of_dict(self, value: dict[Any, Any], path: Path) -> None:
+    def container(self, value: Any, path: Path) -> None:
+        """The visit of a dict or list."""
         if size(value) > _STATE and not _is_looked_into(value):
             return
-        items = copy_dict(value)
-        self._container(value, items, path.owned or _holds_a_tensor(items), path)
-
-    def of_list(self, value: list[Any], path: Path) -> None:
-        if size(value) > _STATE and not _is_looked_into(value):
-            return
-        self._container(value, dict(enumerate(list.copy(value))), path.owned, path)
-
-    def _container(self, value: Any, items: dict[Any, Any], whole: bool, path: Path) -> None:
+        is_dict = isinstance(value, dict)
+        items = copy_dict(value) if is_dict else dict(enumerate(list.copy(value)))
         if (copy := self._copies.get(id(value))) is not None:
+            whole = path.owned or (is_dict and _holds_a_tensor(items))
             copy.fill(value, {key: self._frozen(item) for key, item in items.items()}, whole)
         for key, item in items.items() if _is_looked_into(items) else ():
             self.see(item, path.item(key))
         if type(value) not in COPIED:
-            if isinstance(value, dict) and not is_library(type(value).__module__):
-                self.note(Entries, value, items, whole=True)
-            elif isinstance(value, list):
-                self.note(Items, value, items, whole=True)
+            if not is_dict or not is_library(type(value).__module__):
+                self.note(Entries if is_dict else Items, value, items, whole=True)
             self.instance(value, path)
 
     def of_tuple(self, value: tuple[Any, ...], path: Path) -> None:
@@ -396,13 +365,13 @@ _BASES: dict[type, Visit] = {
     MethodType: Captured.method,
     functools.partial: Captured.partial,
     nn.Module: Captured.module,
-    dict: Captured.of_dict,
-    list: Captured.of_list,
+    dict: Captured.container,
+    list: Captured.container,
     tuple: Captured.of_tuple,
     SimpleNamespace: Captured.instance,
 }
 _NEVER = (type, ModuleType, set, frozenset)
-_DATA = (Captured.tensor, Captured.of_dict, Captured.of_list, Captured.of_tuple)
+_DATA = (Captured.tensor, Captured.container, Captured.of_tuple)
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # its modules have no state but FSDP's own
 _BASE_STATE = frozenset(vars(nn.Module()))  # visited by name, or not read by a forward
 _CONTENTS: Any = CellType.__dict__["cell_contents"]

@@ -78,27 +78,6 @@ class Items(Variables):
         list.__setitem__(self.holder, slice(None), list(values.values()))
 
 
-class InDicts(Variables):
-    """All entries of several dicts that are mostly empty: the attributes of a module's parameters, or its buffers."""
-
-    __slots__ = ()
-
-    def now(self) -> dict[Any, Any]:
-        return in_dicts(self.holder)
-
-    def put(self, values: dict[Any, Any]) -> None:
-        for each in self.holder:
-            each.clear()
-        for (i, name), value in values.items():
-            if value is not MISSING:
-                self.holder[i][name] = value
-
-
-def in_dicts(dicts: list[dict[str, Any]]) -> dict[tuple[int, str], Any]:
-    """The entries of dicts, by the number of the dict and the key."""
-    return {(i, name): value for i, each in enumerate(dicts) for name, value in each.items()}
-
-
 class Descriptors(Variables):
     """Variables that descriptors access: slots, the contents of a closure cell, the defaults of a function."""
 

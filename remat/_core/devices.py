@@ -21,16 +21,6 @@ def accelerator() -> tuple[torch.device, ...]:
     return () if device is None else (device,)
 
 
-def started_devices() -> list[torch.device]:
-    """All devices of the accelerator, if the backend has started."""
-    return [
-        torch.device(device.type, i)
-        for device in accelerator()
-        if has_started(torch.get_device_module(device))
-        for i in range(torch.accelerator.device_count())
-    ]
-
-
 def is_capturing() -> bool:
     """Whether the current stream is being captured in a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -70,7 +60,12 @@ def wait_for_backward_threads(tensors: Iterable[torch.Tensor]) -> None:
 
 def current_streams() -> list[torch.Stream]:
     """The current stream of each device. A region may use other devices than those of its inputs."""
-    return [torch.accelerator.current_stream(device) for device in started_devices()]
+    return [
+        torch.accelerator.current_stream(torch.device(device.type, i))
+        for device in accelerator()
+        if has_started(torch.get_device_module(device))
+        for i in range(torch.accelerator.device_count())
+    ]
 
 
 def streams_for(tensors: Iterable[torch.Tensor]) -> list[torch.Stream]:

@@ -13,12 +13,14 @@ Ownership is one-way, reader -> tensor -> group. Groups refer to their tensors, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -113,7 +115,7 @@ class Group:
     def __init__(self) -> None:
         self.members: list[weakref.ref[Offloaded]] = []
         self._number = next(_numbers)
-        self._siblings = _thread.groups
+        self._siblings: Any = vars(_thread).setdefault("groups", weakref.WeakValueDictionary())
         self._siblings[self._number] = self
         self._reached_in: Callable[[], Pass | None] = lambda: None
 
@@ -154,15 +156,8 @@ class Group:
         return [member for ref in list(self.members) if (member := ref()) is not None]
 
 
-class _Thread(threading.local):
-    """The groups that were made in a thread, in order."""
-
-    def __init__(self) -> None:
-        self.groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-
-
 _numbers = itertools.count()
-_thread = _Thread()
+_thread = threading.local()  # its groups, in the order in which they were made
 
 
 # --- the copies -----------------------------------------------------------------------------------------------------
@@ -212,14 +207,7 @@ class _Side:
             late.synchronize()
 
 
-_sides: dict[torch.device, _Side] = {}
-
-
-def _side(device: torch.device) -> _Side:
-    with _lock:
-        if device not in _sides:
-            _sides[device] = _Side(device)
-        return _sides[device]
+_side = functools.cache(_Side)
 
 
 def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
@@ -239,11 +227,7 @@ def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
 
 
 def _to_device(
-    host: torch.Tensor,
-    copied: torch.Event | None,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    device: torch.device,
+    host: torch.Tensor, copied: torch.Event | None, shape: Sequence[int], stride: Sequence[int], device: torch.device
 ) -> _Arrival:
     """Start to copy ``host`` to a new tensor on the device."""
     tensor = torch.empty_strided(shape, stride, dtype=host.dtype, device=device)

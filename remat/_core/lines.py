@@ -25,8 +25,8 @@ class Line(NamedTuple):
 def user_line(above: int = 1) -> Line:
     """The current line of the user's code, as ``file:line (function)``. The search starts ``above`` frames up."""
     frame: FrameType | None = sys._getframe(above)
-    while frame is not None:  # every region does this, so most frames cost no function call
-        if not (_LIBRARY.get(frame.f_globals.get("__name__", "")) or is_library(frame)):
+    while frame is not None:
+        if not is_library(frame):
             return Line(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return Line(None, 0)
@@ -34,13 +34,8 @@ def user_line(above: int = 1) -> Line:
 
 def is_library(frame: FrameType) -> bool:
     """Whether a frame is of torch, of this package or of the import system, and not of the user's code."""
-    name = frame.f_globals.get("__name__", "")
-    if name not in _LIBRARY:
-        _LIBRARY[name] = name.partition(".")[0] in ("remat", "torch")
-    return _LIBRARY[name] or frame.f_code.co_filename[:7] == "<frozen"
-
-
-_LIBRARY: dict[str, bool] = {}  # by the names of modules
+    library = frame.f_globals.get("__name__", "").partition(".")[0] in ("remat", "torch")
+    return library or frame.f_code.co_filename[:7] == "<frozen"
 
 
 def warn(message: str, line: Line | None = None) -> None:

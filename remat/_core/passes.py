@@ -23,44 +23,37 @@ class Pass:
     callback, and drops it also when the pass fails.
     """
 
-    __slots__ = ("__weakref__", "frames", "reading", "shared", "unpacked")
+    __slots__ = ("__weakref__", "frames", "reading", "unpacked")
 
     def __init__(self) -> None:
         self.frames: list[Callable[[], Any]] = []
-        self.reading: dict[int, tuple[int | None, list[Any]]] = {}
-        self.shared: dict[int, tuple[Any, list[Any]]] = {}
+        self.reading: dict[Any, tuple[Any, list[Any]]] = {}  # the last reader, and what it has read
         self.unpacked: dict[Any, torch.Tensor] = {}
 
     def __call__(self) -> None:
         """The pass has ended; ``__del__`` does the work."""
 
     def __del__(self) -> None:
-        for _, slots in (*self.reading.values(), *self.shared.values()):
+        for _, slots in self.reading.values():
             _drop(slots)
         for ref in self.frames:
-            frame = ref()
-            if frame is not None:
+            if (frame := ref()) is not None:
                 frame.clear()
 
     def read(self, slot: Any, frame: Any, reader: Any) -> None:
         """Note that a slot of ``frame`` was read by a node, or by ``reader``, the frame of an inner region."""
-        if reader is not None:
-            before, slots = self.shared.get(id(frame), (None, []))
-            if before is not reader:
-                _drop(slots)
-                slots = []
-            slots.append(slot)
-            self.shared[id(frame)] = reader, slots
-            return
-        current = private.current_node()
-        node = None if current is None else private.sequence_number(current)
-        thread = threading.get_ident()
-        before, slots = self.reading.get(thread, (None, []))
-        if node is None or node != before:
-            _drop(slots)
-            self.reading[thread] = node, [slot]
+        if reader is None:
+            node = private.current_node()
+            reader = None if node is None else private.sequence_number(node)
+            place: Any = "the pass", threading.get_ident()
         else:
-            slots.append(slot)
+            place = "a frame", id(frame)
+        before, slots = self.reading.get(place, (None, []))
+        if reader is None or reader != before:
+            _drop(slots)
+            slots = []
+        slots.append(slot)
+        self.reading[place] = reader, slots
 
 
 class PassGroup(Pass):
@@ -101,8 +94,7 @@ _groups: weakref.WeakKeyDictionary[Any, PassGroup] = weakref.WeakKeyDictionary()
 
 def current_group() -> PassGroup | None:
     """The passes in the scope of the current ``GraphExecGroup``; None outside of one."""
-    scope = private.graph_exec_group()
-    if scope is None:
+    if (scope := private.graph_exec_group()) is None:
         return None
     return _groups.get(scope) or _groups.setdefault(scope, PassGroup())
 
@@ -114,8 +106,7 @@ def current_scope() -> Pass | None:
 
 def current_pass() -> Pass | None:
     """The backward pass that runs in this thread, if any."""
-    task = private.graph_task_id()
-    if task == -1:
+    if (task := private.graph_task_id()) == -1:
         return None
     found = _passes.get(task)
     if found is None:

@@ -64,7 +64,6 @@ class DispatchMode(PlainDispatchMode):
 
 
 # --- saved-tensor hooks -------------------------------------------------------------------------------------------
-# The public context manager costs two Python objects and four calls per region.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 # A region hands its inputs to the hooks around it (an outer region, ``save_on_cpu``), as autograd does.
@@ -75,16 +74,12 @@ hooks_disable = torch._C._autograd._saved_tensors_hooks_disable
 hooks_enable = torch._C._autograd._saved_tensors_hooks_enable
 
 # --- the running backward -----------------------------------------------------------------------------------------
-# -1 outside of a backward pass: then an unpack is for one reader and stores nothing.
-graph_task_id = torch._C._current_graph_task_id
+graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
 set_grad_enabled = torch._C._set_grad_enabled  # for each recompute; the public ones take as long as an operation
-# In a retained graph nodes don't release their saved tensors, so values of slots must be released in another way.
-graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # nodes don't release tensors then
 current_node = torch._C._current_autograd_node
-# Whether the current backward pass, which may be for some inputs only, executes a node.
-will_execute_node = torch._C._will_engine_execute_node
-# The ``GraphExecGroup`` in whose scope a backward runs; torch has this getter for implementations of checkpointing.
-graph_exec_group = torch._C._get_graph_exec_group
+will_execute_node = torch._C._will_engine_execute_node  # a pass may be for some inputs only
+graph_exec_group = torch._C._get_graph_exec_group  # the ``GraphExecGroup`` in whose scope a backward runs
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -106,12 +101,9 @@ def version(tensor: torch.Tensor) -> int:
 
 NO_VERSION = -1
 raw_version = attrgetter("_version")  # for many tensors, without a Python frame for each; inference tensors raise
-# The base of a view, as a saved view of a region's input needs no recompute; and the node that made a tensor.
-origin = attrgetter("_base", "grad_fn")
+origin = attrgetter("_base", "grad_fn")  # the base of a view, and the node that made a tensor
 saved_look = attrgetter("dtype", "shape", "device", "grad_fn.__class__", "_version")  # all in one call
-
-
-# Both return how many ``torch.autograd.grad(..., is_grads_batched=True)`` run, which forbid random operations.
+# How many ``torch.autograd.grad(..., is_grads_batched=True)`` run, which forbid random operations.
 increment_batched_depth = torch._C._vmapmode_increment_nesting
 decrement_batched_depth = torch._C._vmapmode_decrement_nesting
 
@@ -149,21 +141,18 @@ unwrap_batched, wrap_batched = torch._C._functorch._unwrap_batched, torch._C._fu
 vmap_level = _vmap.vmap_increment_nesting
 grad_level = _eager_transforms.grad_increment_nesting
 allow_requires_grad = _eager_transforms.enable_inplace_requires_grad  # for inputs that torch.func differentiates
-# One Function node at one level, not at all of them: what torch uses for its own Functions under torch.func.
-SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction  # a node at one level, not at all of them
 custom_function_call = torch.autograd.function.custom_function_call  # what ``Function.apply`` calls under transforms
 single_level_functions_allowed = _functorch_utils.enable_single_level_autograd_function
 # The backward that torch.func.grad runs itself: its graph is not reachable (see ``_functorch/proof.py``).
 func_grad_engine_call = _eager_transforms._autograd_grad
 engine_call = torch.autograd.graph._engine_run_backward
-# The number of the next node. Nodes with smaller numbers are older than a region that starts now.
-next_sequence_number = torch._C._autograd._get_sequence_nr
+next_sequence_number = torch._C._autograd._get_sequence_nr  # older nodes have smaller numbers
 
 
 def fills_what_it_saves() -> bool:
     """Whether the current node's operation saves a tensor before it fills it. Only one such operation is known."""
-    node = torch._C._current_autograd_node()
-    return type(node).__name__.startswith("RreluWithNoise")
+    return type(current_node()).__name__.startswith("RreluWithNoise")
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
@@ -201,8 +190,6 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 # The two modes of torch's selective checkpoint, which contain the user's policy.
 SelectiveModes = _checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode
-
-
 module_calls = {torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__}  # in stacks
 original_checkpoint = _checkpoint.checkpoint  # ``remat.compat.install`` may replace the public name
 
@@ -235,15 +222,13 @@ def checkpoint_switches() -> dict[str, bool]:
 
 
 # --- modules ------------------------------------------------------------------------------------------------------
+def cached_weights() -> tuple[int, tuple]:
+    """The depth of ``parametrize.cached()``, and the entries of its cache of weights; there is no public getter."""
+    return _parametrize._cache_enabled, tuple(_parametrize._cache.items())
 
 
-def cached_weights() -> tuple[int, dict]:
-    """The depth of ``parametrize.cached()``, and the weights in its cache; there is no public getter."""
-    return _parametrize._cache_enabled, _parametrize._cache
-
-
-def set_cached_weights(depth: int, weights: dict) -> None:
-    _parametrize._cache_enabled, _parametrize._cache = depth, weights
+def set_cached_weights(depth: int, entries: tuple) -> None:
+    _parametrize._cache_enabled, _parametrize._cache = depth, dict(entries)
 
 
 # Types registered only with torch's pytree, such as Hugging Face's outputs, with the functions that flatten them.
@@ -262,8 +247,6 @@ sdpa_enabled = (
 )
 # The order in which attention kernels are tried; the only public setter is `sdpa_kernel(..., set_priority=True)`.
 sdpa_priority, set_sdpa_priority = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
-
-
 # The setting of ``torch.set_float32_matmul_precision``, read from one of the two places that it sets, in which all its
 # values differ. The public getter takes 18 us to raise an error where newer setters are in use.
 float32_precision = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
@@ -350,11 +333,10 @@ def graph_break(reason: str) -> None:
 
 
 def traced_function() -> tuple[torch.fx.Graph, list[torch.fx.GraphModule], list[int], torch.fx.Graph]:
-    """What Dynamo traces now for an operator.
+    """What Dynamo traces now for an operator, with fake tensors on the nodes.
 
-    Returns:
-        The graph of the operator's function, the functions that operators in it call, the first versions of its
-        tensor inputs, and the whole graph. Nodes have fake tensors.
+    These are the graph of the operator's function, the functions that operators in it call, the first versions of its
+    tensor inputs, and the whole graph.
     """
     output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
     tracer = output.current_tracer

@@ -24,13 +24,8 @@ def is_plain(tensor: Any) -> bool:
 
 
 def all_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The plain tensors below all levels that these tensors are made of, most often the tensors themselves."""
-    if _PLAIN.issuperset(map(type, tensors)) and True not in map(private.is_wrapped, tensors):
-        return tensors
+    """The plain tensors below all levels that these tensors are made of."""
     return [part for tensor in tensors for part in parts(tensor)]
-
-
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def parts(tensor: Any) -> list[torch.Tensor]:

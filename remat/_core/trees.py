@@ -112,12 +112,11 @@ def _kind(spec: TreeSpec) -> str:
     if spec.type is None:
         return "a single value"
     article = "an" if spec.type.__name__[0] in "aeiouAEIOU" else "a"
-    entries, most = spec.entries(), 8
-    if entries == list(range(len(entries))):
-        return f"{article} {spec.type.__name__} of {len(entries)}"
-    steps = _steps(spec)
-    more = [f"and {len(steps) - most} more"] if len(steps) > most else []
-    return f"{article} {spec.type.__name__} with {', '.join(steps[:most] + more)}"
+    count, steps = spec.num_children, _steps(spec)
+    if spec.entries() == list(range(count)):
+        return f"{article} {spec.type.__name__} of {count}"
+    more = [f"and {count - 8} more"] if count > 8 else []
+    return f"{article} {spec.type.__name__} with {', '.join(steps[:8] + more)}"
 
 
 def _steps(spec: TreeSpec) -> list[str]:
@@ -144,18 +143,12 @@ def _is_node(cls: Any) -> bool:
         return False
     if optree.register_pytree_node.get(cls, namespace=_NAMESPACE) is not None:
         return True  # another thread was faster
-    node = _node(cls)
+    # All attributes of a dataclass count: torch's `register_dataclass` may leave out some that the first run sees.
+    node = _dataclass(cls) or _torch_node(cls)
     if node is not None:
         take, put, entry = node
         optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
     return node is not None
-
-
-def _node(cls: type) -> Node | None:
-    registered, attributes = _torch_node(cls), _dataclass(cls)
-    if registered is None or attributes is None:
-        return registered or attributes
-    return _torch_dataclass(registered, attributes)
 
 
 class _TorchEntry(optree.PyTreeEntry):
@@ -166,8 +159,7 @@ class _TorchEntry(optree.PyTreeEntry):
 
 
 def _torch_node(cls: type) -> Node | None:
-    node = TORCH_NODES.get(cls)
-    if node is None:
+    if (node := TORCH_NODES.get(cls)) is None:
         return None
 
     def take(obj: Any) -> tuple[Iterable[Any], Any, Iterable[Any]]:
@@ -225,33 +217,6 @@ def _dataclass(cls: type) -> Node | None:
         return obj
 
     return take, put, optree.GetAttrEntry
-
-
-def _torch_dataclass(registered: Node, attributes: Node) -> Node:
-    """The node of a dataclass that is registered with torch, whose children may be only some of its attributes.
-
-    torch's ``register_dataclass`` leaves out ``drop_field_names`` and fields that aren't arguments of ``__init__``, but
-    the first run sees them. So all attributes are children then, except for None, which torch leaves out too.
-    """
-    take_registered, put_registered, _ = registered
-    take_attributes, put_attributes, _ = attributes
-
-    def take(obj: Any) -> tuple[Iterable[Any], Any, Iterable[Any]]:
-        children, context, keys = take_registered(obj)
-        values, names, _ = take_attributes(obj)
-        if not {*map(id, children)} <= {*map(id, values)}:
-            return children, (None, context), keys
-        given = {name: value for name, value in zip(names, values) if value is not None}
-        return given.values(), (names, tuple(given)), [f".{name}" for name in given]
-
-    def put(context: Any, children: Iterable[Any]) -> Any:
-        names, rest = context
-        if names is None:
-            return put_registered(rest, children)
-        given = dict(zip(rest, children, strict=True))
-        return put_attributes(names, map(given.get, names))
-
-    return take, put, _TorchEntry
 
 
 # The most frequent types of leaves that contain no tensor.

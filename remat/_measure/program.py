@@ -67,7 +67,7 @@ def preserved(found: Captured, arguments: Sequence[torch.Tensor]) -> Iterator[Ov
     values = [value for _, value in found.tensors]
     tensors = list({id(t): t for t in [*arguments, *values] if isinstance(t, torch.Tensor)}.values())
     generators = [value for value in values if not isinstance(value, torch.Tensor)]
-    ambient = Ambient.capture({t.device for t in tensors}, generators, True)
+    ambient = Ambient({t.device for t in tensors}, generators, True)
     by_id = {id(tensor): tensor for tensor in tensors}
     with ExitStack() as stack:  # if one can't be restored, the others still are
         stack.enter_context(ambient.restored())

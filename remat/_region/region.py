@@ -112,7 +112,7 @@ class Region:
         devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         if around is not None:
             around.take_captured(inputs.captured)
-        self.ambient = Ambient.capture(devices, generators, self.options.preserve_rng_state)
+        self.ambient = Ambient(devices, generators, self.options.preserve_rng_state)
 
     def forget(self) -> None:
         """Release what only the first run needs."""

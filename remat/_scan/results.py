@@ -127,7 +127,7 @@ def empty_results(step: Callable, carry: Trees, xs: Any) -> Any:
         inputs = [torch.empty(kind.shape, dtype=kind.dtype, device=kind.device) for kind in carry.kinds]
         entries = [torch.empty(leaf.shape[1:], dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
     x = None if spec is None else trees.unflatten(spec, entries)
-    captured, generators = find(step), Ambient.capture((), [], True)
+    captured, generators = find(step), Ambient((), [], True)
     tensors = {id(tensor): tensor for _, tensor in captured.tensors}
     try:
         # Regions around must not see this run.

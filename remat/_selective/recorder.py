@@ -46,7 +46,7 @@ class Recorder(RegionMode):
             with without_torch_function():
                 recording.before_writing(facts, args, kwargs)
                 if facts.foreign and not is_capturing():
-                    generators = Ambient.capture({t.device for t in tensors((args, kwargs))}, [], True)
+                    generators = Ambient({t.device for t in tensors((args, kwargs))}, [], True)
         result = func(*args, **kwargs)
         if generators is not None and generators.moved():
             recording.log.drawing.add(facts)

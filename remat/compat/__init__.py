@@ -33,27 +33,9 @@ from ._wrapper import (
 )
 
 __all__ = [
-    "SAC_IGNORED_OPS",
-    "CheckpointError",
-    "CheckpointPolicy",
-    "DefaultDeviceType",
-    "GraphExecGroup",
-    "SelectiveCheckpointContext",
-    "apply_activation_checkpointing",
-    "check_backward_validity",
-    "checkpoint",
-    "checkpoint_sequential",
-    "checkpoint_wrapper",
-    "create_selective_checkpoint_contexts",
-    "detach_variable",
-    "disable_checkpointing",
-    "get_device_states",
-    "install",
-    "is_checkpointing",
-    "is_recomputing",
-    "noop_context_fn",
-    "set_checkpoint_debug_enabled",
-    "set_checkpoint_early_stop",
-    "set_device_states",
-    "uninstall",
-]
+    "SAC_IGNORED_OPS", "CheckpointError", "CheckpointPolicy", "DefaultDeviceType", "GraphExecGroup",
+    "SelectiveCheckpointContext", "apply_activation_checkpointing", "check_backward_validity", "checkpoint",
+    "checkpoint_sequential", "checkpoint_wrapper", "create_selective_checkpoint_contexts", "detach_variable",
+    "disable_checkpointing", "get_device_states", "install", "is_checkpointing", "is_recomputing", "noop_context_fn",
+    "set_checkpoint_debug_enabled", "set_checkpoint_early_stop", "set_device_states", "uninstall",
+]  # fmt: skip

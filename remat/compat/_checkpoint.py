@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
@@ -22,7 +22,6 @@ _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine 
 
 # The values that torch accepts, and remat's; each with the option of `remat.remat` that it means.
 _CHECKS = {"default": "metadata", "none": "none", "metadata": "metadata", "values": "values"}
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -122,62 +121,43 @@ def checkpoint(
             "respect_saved_tensors_hooks=False is not supported: saved-tensor hooks around a region get what its "
             "policy saves. Remove the option, and call the regions that the hooks must not see outside of the hooks."
         )
-    settings = _Settings(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, policy)
+    _check_reentrant(use_reentrant)
+    if determinism_check not in _CHECKS:
+        raise ValueError(
+            f"determinism_check must be one of {', '.join(map(repr, _CHECKS))}; got {determinism_check!r}."
+        )
+    options = checked_options(
+        policy, bool(preserve_rng_state), _CHECKS[determinism_check], bool(early_stop), bool(debug)
+    )
     if function is not None or args:
-        return _call(function, settings, args, kwargs)
+        return _call(function, options, context_fn, args, kwargs)
     if kwargs:
         raise ValueError(f"checkpoint has no option {', '.join(kwargs)}. Without a function it takes only options.")
-    return functools.partial(_decorated, settings)
+    return functools.partial(_decorated, options, context_fn)
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """The options of torch's function."""
-
-    use_reentrant: Any
-    preserve_rng_state: Any
-    context_fn: Any
-    determinism_check: Any
-    debug: Any
-    early_stop: Any
-    policy: Any
-
-
-def _decorated(settings: _Settings, function: Callable) -> Callable:
+def _decorated(options: Options, context_fn: Callable, function: Callable) -> Callable:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return _call(function, settings, args, kwargs)
+        return _call(function, options, context_fn, args, kwargs)
 
     return functools.update_wrapper(checkpointed, function, updated=())
 
 
 @private.skipped_unless_inlined  # as calls of rematerialized functions
-def _call(function: Any, settings: _Settings, args: tuple, kwargs: dict) -> Any:
-    options = _options(function, settings)
-    if torch.compiler.is_compiling():
-        return _compiled(function, settings, options, args, kwargs)
-    if settings.context_fn is not noop_context_fn:
-        options = _with_contexts(options, Contexts(settings.context_fn()))
+def _call(function: Any, options: Options, context_fn: Callable, args: tuple, kwargs: dict) -> Any:
+    if torch.compiler.is_compiling():  # Dynamo can't trace the checks for all kinds of callables
+        given: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
+        if context_fn is not noop_context_fn:  # compiled code takes only a selective one, as in torch
+            if options.policy is not None:
+                raise ValueError(_TWO_POLICIES)
+            given["context_fn"] = context_fn
+        return compiled.checkpoint(function, args, kwargs, options, given)
+    if not callable(function):
+        raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
+    check_returns(function)
+    if context_fn is not noop_context_fn:
+        options = _with_contexts(options, Contexts(context_fn()))
     return _function.call(function, options, known_of(function), args, kwargs)
-
-
-def _options(function: Callable, settings: _Settings) -> Options:
-    """The options of a region, without those that come from ``context_fn``."""
-    if not torch.compiler.is_compiling():  # Dynamo can't trace it for all kinds of callables
-        if not callable(function):
-            raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
-        check_returns(function)
-    _check_reentrant(settings.use_reentrant)
-    if settings.determinism_check not in _CHECKS:
-        raise ValueError(
-            f"determinism_check must be one of {', '.join(map(repr, _CHECKS))}; got {settings.determinism_check!r}."
-        )
-    return checked_options(
-        settings.policy,
-        bool(settings.preserve_rng_state),
-        _CHECKS[settings.determinism_check],
-        bool(settings.early_stop),
-        bool(settings.debug),
-    )
 
 
 def _with_contexts(options: Options, contexts: Contexts) -> Options:
@@ -203,15 +183,6 @@ def _check_reentrant(use_reentrant: Any) -> None:
             "backward pass of its own, so torch.autograd.grad, torch.func, and tensors in keyword arguments or "
             "containers fail with it. Pass use_reentrant=False, which supports all that the reentrant variant supports."
         )
-
-
-def _compiled(function: Callable, settings: _Settings, options: Options, args: tuple, kwargs: dict) -> Any:
-    given: dict[str, Any] = {"preserve_rng_state": settings.preserve_rng_state}
-    if settings.context_fn is not noop_context_fn:  # compiled code takes only a selective one, as in torch
-        if settings.policy is not None:
-            raise ValueError(_TWO_POLICIES)
-        given["context_fn"] = settings.context_fn
-    return compiled.checkpoint(function, args, kwargs, options, given)
 
 
 def checkpoint_sequential(

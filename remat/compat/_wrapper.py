@@ -20,7 +20,6 @@ from .._region.options import checked_options
 from ._checkpoint import checkpoint
 
 __all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
-
 M = TypeVar("M", bound=torch.nn.Module)
 
 

@@ -44,7 +44,7 @@ def draw_all() -> list[Any]:
 
 
 def capture(held: Any = (), preserve: bool = True, devices: Any = (CPU,)) -> Ambient:
-    return Ambient.capture(devices, held, preserve)
+    return Ambient(devices, held, preserve)
 
 
 @pytest.fixture(autouse=True)
@@ -92,12 +92,12 @@ def test_states_are_restored_in_each_other() -> None:
 
 
 def test_a_state_is_shared_until_numbers_are_drawn() -> None:
-    states = [dict(capture()._pairs()) for _ in range(2)]
+    states = [dict(zip(each._every, each._states)) for each in (capture(), capture())]
     host = [each for each in states[0] if isinstance(each, HostGenerator)]
     assert len(host) == 3 and all(states[0][each] is states[1][each] for each in host)
     draw_all()
     assert not any(each.get_state() is states[0][each] for each in host)
-    names = [generator_name(each) for each, _ in capture([torch.Generator()])._pairs()]
+    names = [generator_name(each) for each in capture([torch.Generator()])._every]
     assert names == ["torch's generator of the CPU", "Python's random", "NumPy's random", "torch's generator of cpu"]
 
 
@@ -398,9 +398,11 @@ def test_all_is_put_back_if_a_generator_cannot_be_set() -> None:
 
 
 def test_all_is_put_back_if_a_setting_cannot_be_set() -> None:
-    gets, puts = settings_module._settings()
-    settings = (gets[0], lambda: object(), *gets[1:]), (puts[0], Broken().set_state, *puts[1:])
-    with mock.patch.object(settings_module, "_settings", lambda: settings):
+    first, *others = settings_module.settings()
+    changed = [first, (object, Broken().set_state), *others]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (settings_module, ambient_module):
+            patch.setattr(module, "settings", lambda: changed)
         with default_dtype(torch.float64), torch.autocast("cpu"):
             ambient = capture()
         state, before = torch.default_generator.get_state(), observed()

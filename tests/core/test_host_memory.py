@@ -6,6 +6,7 @@ asked of them. The simulated device (tests/device) finds races.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -346,7 +347,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names, main, empty = iter(["out", "back"]), Stream(log, "main"), torch.empty
     monkeypatch.setattr(host_memory, "in_host_memory", lambda tensor: False)
     monkeypatch.setattr(host_memory, "has_streams", lambda device: True)
-    monkeypatch.setattr(host_memory, "_sides", {})
+    monkeypatch.setattr(host_memory, "_side", functools.cache(host_memory._Side))
     monkeypatch.setattr(torch, "Stream", lambda device: Stream(log, next(names)))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: main)
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))

