@@ -130,7 +130,8 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
     root = region.root
     inference = any(t.is_inference() for t in operands)  # autograd can't record inference tensors
     follows = wanted is not None and any(wanted) and not inference
-    fits = _tape_fits(region)
+    # Whether one graph has the gradients that each of the levels needs.
+    fits = not any(isinstance(step, Batched) and step.sums for step in steps(region))
     inputs = operands
     if follows and fits:  # operands that autograd itself follows, below all levels, stay as they are
         cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
@@ -145,7 +146,7 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
         else:
             call.recorder = None  # nothing is differentiated
             outs = _first_without_hooks(region, inputs, call)
-    if follows and fits and not any(isinstance(step, Jvp) for step in _steps(region)):  # a Jvp returns tangents too
+    if follows and fits and not any(isinstance(step, Jvp) for step in steps(region)):  # a Jvp returns tangents too
         call.depends = [t.requires_grad for t in outs]
     if recorded or not follows:
         return outs
@@ -156,16 +157,11 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
     return list(map(detached, outs))
 
 
-def _steps(region: Any) -> Iterator[Any]:
+def steps(region: Any) -> Iterator[Any]:
     """The transforms of the region, the last one first."""
     while region is not region.root:
         yield region
         region = region.inner
-
-
-def _tape_fits(region: Any) -> bool:
-    """Whether one graph has the gradients that each of the levels needs."""
-    return not any(isinstance(step, Batched) and step.sums for step in _steps(region))
 
 
 def is_refused_change(error: RuntimeError) -> bool:

@@ -42,8 +42,8 @@ class Derived(ABC):
 
     @property
     def uses_func(self) -> bool:
-        """Whether it calls ``torch.func.vjp``, which can't run under saved-tensor hooks."""
-        return self.inner.uses_func
+        """Whether it calls ``torch.func.vjp``, which can't run under saved-tensor hooks: a pullback at a level does."""
+        return self.inner.uses_func or (self.inner.is_pullback and not self.is_pullback)
 
 
 class Graded(Derived):
@@ -86,10 +86,6 @@ class Jvp(Derived):
         super().__init__(inner)
         self.mask = mask
         self.out_mask: list[bool] = []  # which outputs have a tangent, found by the first run
-
-    @property
-    def uses_func(self) -> bool:
-        return self.inner.uses_func or self.inner.is_pullback
 
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         primals = list(operands[: len(self.mask)])
@@ -239,10 +235,6 @@ class Batched(Derived):
         self.sums = sums  # a level above follows an operand without a batch dimension: its gradient must not be summed
         self.out_dims: list[int | None] = []  # found by running
 
-    @property
-    def uses_func(self) -> bool:
-        return self.inner.uses_func or self.inner.is_pullback
-
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         return self._mapped(lambda inputs: self.inner.run(inputs, run), operands, self.in_dims)
 
@@ -260,10 +252,6 @@ class BatchedPullback(Batched):
     __slots__ = ()
 
     is_pullback = True
-
-    @property
-    def uses_func(self) -> bool:
-        return self.inner.uses_func
 
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         count = len(self.inner.needs)

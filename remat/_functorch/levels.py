@@ -41,9 +41,6 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> 
     return call.bottom(region, operands, call, wanted)
 
 
-# --- vmap -----------------------------------------------------------------------------------------------------------
-
-
 def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
     level, randomness = interpreter.level(), interpreter.randomness()
     pairs = [private.unwrap_batched(t, level) for t in operands]
@@ -71,9 +68,6 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
 
-# --- jvp ------------------------------------------------------------------------------------------------------------
-
-
 def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
     level = interpreter.level()
     duals = [fwAD.unpack_dual(t) if private.level_of(t) == level else (t, None) for t in operands]
@@ -97,9 +91,6 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
         fwAD.make_dual(without_overlap(t), next(rest)) if moves else t
         for t, moves in zip(wrapped[:count], moved.out_mask)
     ]
-
-
-# --- grad -----------------------------------------------------------------------------------------------------------
 
 
 def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
@@ -184,9 +175,6 @@ class RegionNode(private.SingleLevelFunction):
         return None, None, None, None, *grads
 
 
-# --- below all levels -----------------------------------------------------------------------------------------------
-
-
 class PlainNode(torch.autograd.Function):
     """A region in plain autograd that calls torch.func, so it can't run under saved-tensor hooks. Saves operands."""
 
@@ -210,9 +198,6 @@ class PlainNode(torch.autograd.Function):
         except MutationError as error:
             raise with_region(error, ctx.region, recomputing=False)  # noqa: B904
         return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
-
-
-# --- the backward ---------------------------------------------------------------------------------------------------
 
 
 def pull_back(
