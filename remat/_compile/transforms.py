@@ -23,7 +23,7 @@ from .._core.facts import facts_of, mapped, tensors
 from .._core.known import Known
 from .._core.tensors import as_leaf, is_recorded
 from .._functorch import lowering as functorch
-from .._functorch.bottom import CHANGES, Call, is_refused_change
+from .._functorch.bottom import CHANGES, Call, is_refused_change, steps
 from .._functorch.derived import Pullback, Tensors
 from .._functorch.levels import apply
 from .._policy.judge import question
@@ -157,18 +157,9 @@ def _first(run: Callable, operands: Tensors, wanted: Sequence[bool]) -> list:
 
 def _again(region: Any, operands: Tensors) -> list:
     """A recompute, on operands that depend on the cotangents."""
-    count = _primals(region, len(operands))
+    count = next((len(step.needs) for step in steps(region) if isinstance(step, Pullback)), len(operands))
     before = region.root.before(operands[:count])
     return region.run([*after(before, operands[count:]), *operands[count:]], Run())
-
-
-def _primals(region: Any, count: int) -> int:
-    """The number of operands of a recompute before the cotangents."""
-    while region is not region.root:
-        if isinstance(region, Pullback):
-            return len(region.needs)
-        region = region.inner
-    return count
 
 
 def after(tensors: Tensors, others: Tensors) -> list[torch.Tensor]:

@@ -84,12 +84,14 @@ def checked_length(xs: Any, length: Any) -> int:
         ValueError: the number is unknown, negative, or differs from the length of a tensor in ``xs``.
     """
     if length is not None:
-        length = _integer(length)
-    leaves, spec = ([], None) if xs is None else trees.flatten(xs)
+        if isinstance(length, (bool, torch.Tensor)) or not hasattr(length, "__index__"):
+            raise TypeError(f"length must be an integer, got {shown(length)}.")
+        length = index(length)  # NumPy's integers are accepted too
+    leaves, spec = trees.flatten(() if xs is None else xs)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             got = "a tensor without dimensions" if isinstance(leaf, torch.Tensor) else repr(leaf)
-            raise TypeError(f"{_name(spec, i)} must be a tensor of shape [length, ...], got {got}.")
+            raise TypeError(f"{trees.paths(spec, 'xs')[i]} must be a tensor of shape [length, ...], got {got}.")
     lengths = [len(leaf) for leaf in leaves]
     if length is None:
         if not lengths:
@@ -98,19 +100,9 @@ def checked_length(xs: Any, length: Any) -> int:
     for i, each in enumerate(lengths):
         if each != length:
             raise ValueError(
-                f"{_name(spec, i)} has {each} entries, but there are {length} steps: the numbers must be equal."
+                f"{trees.paths(spec, 'xs')[i]} has {each} entries, but there are {length} steps: the numbers must be "
+                f"equal."
             )
     if length < 0:
         raise ValueError(f"The number of steps must not be negative, got {length}.")
     return length
-
-
-def _integer(length: Any) -> int:
-    """Return an integer as an int; NumPy's are accepted too."""
-    if not isinstance(length, (bool, torch.Tensor)) and hasattr(length, "__index__"):
-        return index(length)
-    raise TypeError(f"length must be an integer, got {shown(length)}.")
-
-
-def _name(spec: Any, i: int) -> str:
-    return trees.paths(spec, "xs")[i]
