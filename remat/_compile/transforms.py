@@ -275,7 +275,6 @@ class TracedRegion:
     """One call of a graph, with the interface of a ``Region`` that the rules of the levels use."""
 
     is_pullback = uses_func = ran = graded = False
-    mapped = True  # the randomness mode of a ``vmap`` level applies even if no operand is batched
 
     def __init__(self, graph: GraphModule, saved: SavedValues, kinds: tuple, args: tuple) -> None:
         self.graph, self.saved, self.kinds = graph, saved, kinds

@@ -45,14 +45,9 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     level, randomness = interpreter.level(), interpreter.randomness()
     pairs = [private.unwrap_batched(t, level) for t in operands]
     values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
-    ran = region.root.ran
-    if all(dim is None for dim in dims) and not region.root.mapped:
+    if randomness == "same" and all(dim is None for dim in dims):  # other modes apply even if no operand is batched
         with interpreter.lower():
-            outs = apply(region, operands, call, wanted)
-        if not ran and randomness != "same" and region.root.ambient.moved():
-            # The randomness mode of a ``vmap`` level applies even if no operand is batched.
-            region.root.mapped = True
-        return outs
+            return apply(region, operands, call, wanted)
     if isinstance(region, Pullback):
         size = interpreter.batch_size()
         batched, values = batched_pullback(region, values, dims, size, randomness, call.batched.get(region.inner))

@@ -65,13 +65,11 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
 
 def _first_run(region: Region, shared: Call) -> list[torch.Tensor] | None:
     """The new tensors of a first run, or None if the region must start again."""
-    mapped, operands = region.mapped, region.inputs.operands()
+    operands = region.inputs.operands()
     with own_work():
         if state.watch is not None:
             state.watch.reads(operands)
         outs = apply(region, operands, shared)
-        if region.mapped is not mapped:
-            return None
         if shared.watch.needs_levels:
             region.graded = region.known.graded = True
             return None
