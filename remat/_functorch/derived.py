@@ -99,15 +99,9 @@ class Jvp(Derived):
             self.out_mask = self.out_mask or [is_differentiable(t) and is_dual(t) for t in outs]
             return [*outs, duals[0].new_zeros(())]  # torch.func.jvp wants at least one output
 
-        heads = tuple(without_overlap(primals[i]) for i in moving)
+        heads = tuple(primals[i] for i in moving)
         outs, tangents = torch.func.jvp(at, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
-
-
-def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
-    """A primal that is not expanded: ``make_dual`` gives the tangent the primal's strides, which must not overlap."""
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
-    return tensor.contiguous() if expanded else tensor
 
 
 T = TypeVar("T")

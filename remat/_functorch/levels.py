@@ -21,7 +21,7 @@ from .._core.tensors import is_differentiable, is_dual
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
 from .bottom import Call, has_dual, is_followed_by_autograd, run_in_node
-from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, without_overlap
+from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback
 from .proof import graph_is_unreachable
 
 Wanted = Sequence[bool] | None
@@ -82,10 +82,7 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
     count = len(moved.out_mask)
     wrapped = _wrapped(outs, level)
     rest = iter(wrapped[count:])
-    return [
-        fwAD.make_dual(without_overlap(t), next(rest)) if moves else t
-        for t, moves in zip(wrapped[:count], moved.out_mask)
-    ]
+    return [fwAD.make_dual(t, next(rest)) if moves else t for t, moves in zip(wrapped[:count], moved.out_mask)]
 
 
 def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
