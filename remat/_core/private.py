@@ -153,7 +153,7 @@ allow_requires_grad = _eager_transforms.enable_inplace_requires_grad  # for inpu
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 custom_function_call = torch.autograd.function.custom_function_call  # what ``Function.apply`` calls under transforms
 single_level_functions_allowed = _functorch_utils.enable_single_level_autograd_function
-# The backward that torch.func.grad runs itself: its graph is not reachable (see ``_functorch/proof.py``).
+# The backward that torch.func.grad runs itself: its graph is not reachable (see ``_functorch/levels.py``).
 func_grad_engine_call = _eager_transforms._autograd_grad
 engine_call = torch.autograd.graph._engine_run_backward
 # The number of the next node. Nodes with smaller numbers are older than a region that starts now.

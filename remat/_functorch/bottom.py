@@ -107,9 +107,8 @@ def run_in_node(region: Any, operands: Tensors, call: Call) -> list:
         with _recompute(root), hooks_hidden():
             return region.run(_leaves(call.guarded(operands)), Recompute(root))
     call.guard(root, operands, operands)
-    inputs = _leaves(operands)
     call.watch = Watch(root, plain_too=True, recorded=True)
-    return _first_without_hooks(region, inputs, call)
+    return _first_without_hooks(region, _leaves(operands), call)
 
 
 def _leaves(operands: Tensors) -> list[torch.Tensor]:
@@ -173,9 +172,8 @@ def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     check_hooks_are_allowed()
     options = region.root.options
     run = FirstRun(call.recorder, call.watch, log_for(options))
-    saver = _saver(region, call.guards, region.root.inputs.captured, run, options.read_inside)
     try:
-        return saver.run(region.run, inputs)
+        return _run(region, inputs, call.guards, region.root.inputs.captured, run, options.read_inside)
     except RuntimeError as error:
         if is_refused_change(error):
             raise MutationError(CHANGES) from error
@@ -193,19 +191,19 @@ def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     return outs
 
 
-def _saver(region: Any, operands: Guards, captured_inputs: Guards, run: Run, read_inside: bool = False) -> Saver:
+def _run(region: Any, inputs: Tensors, operands: Guards, captured: Guards, run: Run, read_inside: bool) -> list:
+    """Run a region under the saved-tensor hooks of the engine."""
     around = Around()
     around.take(operands)
-    around.take_captured(captured_inputs)
-    return Saver(region, operands, captured_inputs, around.hooks, run, read_inside)
+    around.take_captured(captured)
+    return Saver(region, operands, captured, around.hooks, run, read_inside).run(region.run, inputs)
 
 
 def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
     if recorded and not (dual and region.uses_func):
         root = region.root
-        run = Recompute(root, log_for(root.options))
-        saver = _saver(region, Guards(operands, root.inputs.name), NO_GUARDS, run, read_inside=True)
-        return saver.run(region.run, operands)
+        guards, run = Guards(operands, root.inputs.name), Recompute(root, log_for(root.options))
+        return _run(region, operands, guards, NO_GUARDS, run, read_inside=True)
     pullback = region.inner if isinstance(region, BatchedPullback) else region
     if call.tape is not None and isinstance(pullback, Pullback) and call.tape.serves(pullback):
         count = len(pullback.needs)

@@ -40,7 +40,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
     try:
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
-                region.open(follow=is_followed)
+                region.open(follow=_is_followed)
             shared = Call(recorder_for(region), run_at_bottom)
             try:
                 outs = _first_run(region, shared)
@@ -61,13 +61,17 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
         region.forget()
 
 
+def _is_followed(tensor: torch.Tensor) -> bool:
+    """Whether some transform or autograd follows a captured tensor, so that it must be an operand."""
+    return tensor.requires_grad or private.is_wrapped(tensor)
+
+
 def _first_run(region: Region, shared: Call) -> list[torch.Tensor] | None:
     """The new tensors of a first run, or None if the region must start again."""
-    operands = region.inputs.operands()
     with own_work():
         if state.watch is not None:
-            state.watch.reads(operands)
-        outs = apply(region, operands, shared)
+            state.watch.reads(region.inputs.operands())
+        outs = apply(region, region.inputs.operands(), shared)
         if shared.watch.needs_levels:
             region.graded = region.known.graded = True
             return None
@@ -82,8 +86,3 @@ _CACHED = (
     "A region under torch.func is called within `parametrize.cached()`, whose cache would lose the derivatives of the "
     "weights that the region computes. Leave out the cache."
 )
-
-
-def is_followed(tensor: torch.Tensor) -> bool:
-    """Whether some transform or autograd follows a captured tensor, so that it must be an operand."""
-    return tensor.requires_grad or private.is_wrapped(tensor)
