@@ -29,7 +29,7 @@ _NAMES = "remat.names"  # the key of the names in a node's ``meta``
 def judge(policy: Policy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """The policy's decision about an operation of the trace, as torch's policy functions return it."""
     for node, verdict in judge_named(policy, op, args):
-        for each in (node, *results_of(node)):
+        for each in (node, *(user for user in node.users if user.target is operator.getitem)):
             each.meta["recompute"] = _tag(verdict)
     if facts_of(op).views:  # to recompute a view costs nothing, and to save it would save its base
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -62,11 +62,6 @@ def maker(node: Any) -> Any:
             return node
         node = node.args[0]
     return None
-
-
-def results_of(node: Any) -> list[Any]:
-    """The nodes of the results of an operation that has several."""
-    return [user for user in node.users if user.target is operator.getitem]
 
 
 _TRANSFORM = (

@@ -29,10 +29,10 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
     The outermost region decides for everything inside it, so inner regions are inlined.
     """
     if options.determinism_check != "metadata" or options.debug or not options.early_stop:
-        warn_of_ignored_options()
+        warn_once(_IGNORED_OPTIONS)
     policy = options.policy
     if isinstance(policy, Policy) and policy.is_budget:
-        warn_of_ignored_budget()
+        warn_once(_IGNORED_BUDGET)
         policy = None
     if guarded.disabled or guarded.traced is not None or private.exporting() or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
@@ -58,26 +58,19 @@ def _or_break(result: Any) -> Any:
     return result
 
 
+_IGNORED_OPTIONS = (
+    "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: the region's "
+    "graph is recomputed as it was traced."
+)
+_IGNORED_BUDGET = (
+    "A region with a budget saves nothing under torch.compile: a budget chooses what to save after a first run, and "
+    "compiled code is traced before that. Use another policy, or set the compiler's own `activation_memory_budget`, "
+    "which applies to the whole graph."
+)
+
+
 @private.constant  # so that it is called while Dynamo traces
-def warn_of_ignored_options() -> bool:
-    """Warn, once, about options that have no effect in compiled code."""
-    return _warn_once(
-        "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: the "
-        "region's graph is recomputed as it was traced."
-    )
-
-
-@private.constant
-def warn_of_ignored_budget() -> bool:
-    """Warn, once, that a region with a budget saves nothing."""
-    return _warn_once(
-        "A region with a budget saves nothing under torch.compile: a budget chooses what to save after a first run, "
-        "and compiled code is traced before that. Use another policy, or set the compiler's own "
-        "`activation_memory_budget`, which applies to the whole graph."
-    )
-
-
-def _warn_once(message: str) -> bool:
+def warn_once(message: str) -> bool:
     if message not in _warned:
         _warned.add(message)
         warn(message)

@@ -8,7 +8,6 @@ the first run, where its values would live until the backward.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial, reduce
@@ -23,7 +22,7 @@ from .._core.facts import facts_of, mapped, tensors
 from .._core.known import Known
 from .._core.tensors import as_leaf, is_recorded
 from .._functorch import lowering as functorch
-from .._functorch.bottom import CHANGES, Call, is_refused_change
+from .._functorch.bottom import CHANGES, Call, is_refused_change, steps
 from .._functorch.derived import Pullback, Tensors
 from .._functorch.levels import apply
 from .._policy.judge import question
@@ -36,91 +35,69 @@ from ..errors import MutationError
 from .graphs import judge, judge_named, nodes
 
 
-class SavedValues:
-    """The values of a graph's first run that a policy saves, those of random operations and of higher-order operators.
-
-    Calls are identified by the graph's nodes: the n-th call of an operation by a node is the same in each run.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.values: dict[Hashable, tuple[Any, list]] = {}  # of a call: its result, and the tensors that it wrote to
-
-    def run(self, graph: GraphModule, args: Any, again: bool) -> Any:
-        """The graph's result, from these arguments."""
-        with torch.fx.traceback.preserve_node_meta(), (_Recompute if again else _FirstRun)(self) as calls:
-            return _Nodes(graph, calls).run(*args)
-
-
 class _Nodes(Interpreter):
-    """Runs a graph, and sets the current node of a mode."""
+    """Runs a graph, and tells the mode its nodes."""
 
     def __init__(self, graph: GraphModule, calls: _Calls) -> None:
         super().__init__(graph)
         self.calls = calls
 
     def run_node(self, n: Any) -> Any:
-        self.calls.node, self.calls.count = n.name, Counter()
+        self.calls.begin(n)
         return super().run_node(n)
 
 
 class _Calls(private.DispatchMode):
-    """A mode that sees the operations of one run."""
+    """A mode that sees the operations of one run: the first saves ``values``, a recompute returns them.
 
-    def __init__(self, saved: SavedValues) -> None:
+    They are the values that a policy saves, those of random operations and of higher-order operators. Calls are
+    identified by the graph's nodes: the n-th call of an operation by a node is the same in each run.
+    """
+
+    def __init__(self, policy: Policy, values: dict[Hashable, tuple[Any, list]], again: bool) -> None:
         super().__init__()
-        self.saved = saved
-        self.node = ""
-        self.count: Counter = Counter()
+        self.policy = policy
+        self.values = values  # of a call: its result, and the tensors that it wrote to
+        self.again = again
+        self.made: dict[Any, tuple[Hashable, Any]] = {}  # in a first run, by nodes of the trace, for names
+        self.begin(None)
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         return True
 
-    def key(self, op: Any) -> Hashable:
-        self.count[op] += 1
-        return self.node, op, self.count[op]
-
-
-class _FirstRun(_Calls):
-    """The mode of a first run, which saves values."""
-
-    def __init__(self, saved: SavedValues) -> None:
-        super().__init__(saved)
-        self.made: dict[Any, tuple[Hashable, Any]] = {}  # by nodes of the trace, for names
+    def begin(self, node: Any) -> None:
+        self.node, self.count = node, Counter[Any]()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs, key, facts = kwargs or {}, self.key(op), facts_of(op)
-        policy, values = self.saved.policy, self.saved.values
-        for node, verdict in judge_named(policy, op, args):
+        self.count[op] += 1
+        call = self.recompute if self.again else self.first
+        return call((self.node, op, self.count[op]), op, args, kwargs or {})
+
+    def first(self, key: Hashable, op: Any, args: tuple, kwargs: dict) -> Any:
+        for node, verdict in judge_named(self.policy, op, args):
             if node in self.made:
                 self.save(self.made[node], verdict)
-        result = op(*args, **kwargs)
+        result, facts = op(*args, **kwargs), facts_of(op)
         written = facts.written(args, kwargs)
         if isinstance(op, private.HigherOrderOperator) or facts.draws(args, kwargs):
             new = None if any(result is each for each in written) else result
-            values[key] = mapped(private.value_now, (new, written))
+            self.values[key] = mapped(private.value_now, (new, written))
         elif not (facts.views or written) and (found := tensors(result)):
-            node = private.traced_node(found[0])
-            made = self.made[node] = key, mapped(private.value_now, (result, []))
-            self.save(made, policy.judge(*question(op, args, kwargs, result), frozenset()))
+            made = self.made[private.traced_node(found[0])] = key, mapped(private.value_now, (result, []))
+            self.save(made, self.policy.judge(*question(op, args, kwargs, result), frozenset()))
         return result
 
     def save(self, made: tuple[Hashable, Any], verdict: Verdict) -> None:
         key, value = made
         if verdict is RECOMPUTE:
-            self.saved.values.pop(key, None)
+            self.values.pop(key, None)
         else:
-            self.saved.values[key] = value
+            self.values[key] = value
 
-
-class _Recompute(_Calls):
-    """The mode of a recompute, which returns saved values."""
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs, found = kwargs or {}, self.saved.values.get(self.key(op))
-        if found is None:
+    def recompute(self, key: Hashable, op: Any, args: tuple, kwargs: dict) -> Any:
+        if key not in self.values:
             return op(*args, **kwargs)
-        result, written = mapped(private.holding, found)
+        result, written = mapped(private.holding, self.values[key])
         own = facts_of(op).written(args, kwargs)
         for tensor, value in zip(own, written):
             tensor.copy_(value)
@@ -133,42 +110,25 @@ def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[b
     run = partial(_again, region) if root.ran else partial(region.run, run=Run())
     recorded = torch.is_grad_enabled() and any(map(is_recorded, operands))
     if recorded and not region.uses_func:
-        run = partial(_checkpointed, run, root.saved.policy)
+        run = partial(_checkpointed, run, root.policy)
     if root.ran:
         return run(operands)
     before = list(map(private.value_now, operands))
-    outs = _first(run, operands, () if recorded else wanted or ())
-    now = map(private.value_now, operands)
-    root.changed = {i: old for i, (old, new) in enumerate(zip(before, now)) if old is not new}
-    if any(is_recorded(operands[i]) for i in root.changed):
-        raise MutationError(CHANGES)
+    if recorded or not any(wanted or ()):
+        outs = run(operands)
+    else:  # with grad mode the same kernels are chosen as in a recompute, which is differentiated
+        with torch.enable_grad():
+            outs = run([as_leaf(t) if each else t for t, each in zip(operands, wanted or ())])
+        outs = [t.detach() for t in outs]
+    root.note_changes(operands, before)
     return outs
-
-
-def _first(run: Callable, operands: Tensors, wanted: Sequence[bool]) -> list:
-    """A first run; operands in ``wanted`` are cut from their history."""
-    if not any(wanted):
-        return run(operands)
-    # With grad mode the same kernels are chosen as in a recompute, which is differentiated.
-    with torch.enable_grad():
-        outs = run([as_leaf(t) if each else t for t, each in zip(operands, wanted)])
-    return [t.detach() for t in outs]
 
 
 def _again(region: Any, operands: Tensors) -> list:
     """A recompute, on operands that depend on the cotangents."""
-    count = _primals(region, len(operands))
+    count = next((len(step.needs) for step in steps(region) if isinstance(step, Pullback)), len(operands))
     before = region.root.before(operands[:count])
     return region.run([*after(before, operands[count:]), *operands[count:]], Run())
-
-
-def _primals(region: Any, count: int) -> int:
-    """The number of operands of a recompute before the cotangents."""
-    while region is not region.root:
-        if isinstance(region, Pullback):
-            return len(region.needs)
-        region = region.inner
-    return count
 
 
 def after(tensors: Tensors, others: Tensors) -> list[torch.Tensor]:
@@ -208,7 +168,7 @@ def call(fn: Callable, args: tuple, kwargs: dict, policy: Any, context_fn: Any =
         private.graph_break("The policy of a region in a torch.func transform is created in compiled code.")
     if number == _INLINE:
         return fn(*args, **kwargs)
-    return private.lifted(functools.partial(_lowered, number), lambda *inputs: fn(*inputs, **kwargs), *args)
+    return private.lifted(partial(_lowered, number), lambda *inputs: fn(*inputs, **kwargs), *args)
 
 
 _policies: list[Policy] = [as_policy(None)]  # of compiled code, which refers to them by number
@@ -234,7 +194,7 @@ def _number(policy: Any, context_fn: Any) -> int:
 
 def _lowered(number: int, graph: GraphModule) -> Callable:
     """The function that AOT autograd calls, of the graph that Dynamo has lifted."""
-    return functools.partial(_run_safely, _policies[number], graph)
+    return partial(_run_safely, _policies[number], graph)
 
 
 def _run_safely(policy: Policy, graph: GraphModule, *args: Any) -> Any:
@@ -252,10 +212,9 @@ def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
     if private.JVP in kinds or _has_levels(graph) or (len(kinds) > 1 and any(map(_acts_on_one_level, nodes(graph)))):
         return _inlined(graph, args)
     if not private.functionalizing():  # a backend runs Dynamo's trace as it is
-        return functorch.call(
-            Interpreter(graph).run, Options(policy=policy, determinism_check="none"), Known(), args, {}
-        )
-    region = TracedRegion(graph, SavedValues(policy), kinds, args)
+        options = Options(policy=policy, determinism_check="none")
+        return functorch.call(Interpreter(graph).run, options, Known(), args, {})
+    region = TracedRegion(graph, policy, kinds, args)
     try:
         outs = apply(region, region.operands, Call(None, run_at_bottom))
     except RuntimeError as error:
@@ -284,19 +243,26 @@ class TracedRegion:
     """One call of a graph, with the interface of a ``Region`` that the rules of the levels use."""
 
     is_pullback = uses_func = ran = graded = False
-    mapped = True  # the randomness mode of a ``vmap`` level applies even if no operand is batched
 
-    def __init__(self, graph: GraphModule, saved: SavedValues, kinds: tuple, args: tuple) -> None:
-        self.graph, self.saved, self.kinds = graph, saved, kinds
+    def __init__(self, graph: GraphModule, policy: Policy, kinds: tuple, args: tuple) -> None:
+        self.graph, self.policy, self.kinds = graph, policy, kinds
         self.given, self.operands = take_apart(args, {})
         self.known = Known()
+        self.values: dict[Hashable, tuple[Any, list]] = {}  # saved by the first run
         self.changed: dict[int, Any] = {}  # the old values of operands that the first run has changed
         self.outputs = Outputs(Options(determinism_check="none"))
 
     root = property(lambda self: self)
 
-    def before(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The operands of a recompute, with their values before the first run, which may have changed buffers."""
+    def note_changes(self, operands: Tensors, before: list) -> None:
+        """Note which operands the first run has changed: buffers. One that is differentiated must not change."""
+        now = map(private.value_now, operands)
+        self.changed = {i: old for i, (old, new) in enumerate(zip(before, now)) if old is not new}
+        if any(is_recorded(operands[i]) for i in self.changed):
+            raise MutationError(CHANGES)
+
+    def before(self, operands: Tensors) -> list[torch.Tensor]:
+        """The operands of a recompute, with their values before the first run."""
         changed = self.changed
         return [private.holding(changed[i]) if i in changed else t for i, t in enumerate(operands)]
 
@@ -304,7 +270,8 @@ class TracedRegion:
         """Run the graph, and return the new tensors among the results."""
         args, _ = self.given.filled(operands)
         again, self.ran = self.ran, True
-        result = self.saved.run(self.graph, args, again)
+        with torch.fx.traceback.preserve_node_meta(), _Calls(self.policy, self.values, again) as calls:
+            result = _Nodes(self.graph, calls).run(*args)
         return self.outputs.compare(result, operands) if again else self.outputs.record(result, operands)
 
     call_again = run

@@ -144,7 +144,7 @@ allow_requires_grad = _eager_transforms.enable_inplace_requires_grad  # for inpu
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction  # a node at one level, not at all of them
 custom_function_call = torch.autograd.function.custom_function_call  # what ``Function.apply`` calls under transforms
 single_level_functions_allowed = _functorch_utils.enable_single_level_autograd_function
-# The backward that torch.func.grad runs itself: its graph is not reachable (see ``_functorch/proof.py``).
+# The backward that torch.func.grad runs itself: its graph is not reachable (see ``_functorch/levels.py``).
 func_grad_engine_call = _eager_transforms._autograd_grad
 engine_call = torch.autograd.graph._engine_run_backward
 next_sequence_number = torch._C._autograd._get_sequence_nr  # older nodes have smaller numbers

@@ -107,9 +107,8 @@ def run_in_node(region: Any, operands: Tensors, call: Call) -> list:
         with _recompute(root), hooks_hidden():
             return region.run(_leaves(call.guarded(operands)), Recompute(root))
     call.guard(root, operands, operands)
-    inputs = _leaves(operands)
     call.watch = Watch(root, plain_too=True, recorded=True)
-    return _first_without_hooks(region, inputs, call)
+    return _first_without_hooks(region, _leaves(operands), call)
 
 
 def _leaves(operands: Tensors) -> list[torch.Tensor]:
@@ -130,7 +129,8 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
     root = region.root
     inference = any(t.is_inference() for t in operands)  # autograd can't record inference tensors
     follows = wanted is not None and any(wanted) and not inference
-    fits = _tape_fits(region)
+    # Whether one graph has the gradients that each of the levels needs.
+    fits = not any(isinstance(step, Batched) and step.sums for step in steps(region))
     inputs = operands
     if follows and fits:  # operands that autograd itself follows, below all levels, stay as they are
         cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
@@ -145,7 +145,7 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
         else:
             call.recorder = None  # nothing is differentiated
             outs = _first_without_hooks(region, inputs, call)
-    if follows and fits and not any(isinstance(step, Jvp) for step in _steps(region)):  # a Jvp returns tangents too
+    if follows and fits and not any(isinstance(step, Jvp) for step in steps(region)):  # a Jvp returns tangents too
         call.depends = [t.requires_grad for t in outs]
     if recorded or not follows:
         return outs
@@ -156,16 +156,11 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
     return list(map(detached, outs))
 
 
-def _steps(region: Any) -> Iterator[Any]:
+def steps(region: Any) -> Iterator[Any]:
     """The transforms of the region, the last one first."""
     while region is not region.root:
         yield region
         region = region.inner
-
-
-def _tape_fits(region: Any) -> bool:
-    """Whether one graph has the gradients that each of the levels needs."""
-    return not any(isinstance(step, Batched) and step.sums for step in _steps(region))
 
 
 def is_refused_change(error: RuntimeError) -> bool:
@@ -177,9 +172,8 @@ def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     check_hooks_are_allowed()
     options = region.root.options
     run = FirstRun(call.recorder, call.watch, log_for(options))
-    saver = _saver(region, call.guards, region.root.inputs.captured, run, options.read_inside)
     try:
-        return saver.run(region.run, inputs)
+        return _run(region, inputs, call.guards, region.root.inputs.captured, run, options.read_inside)
     except RuntimeError as error:
         if is_refused_change(error):
             raise MutationError(CHANGES) from error
@@ -197,19 +191,19 @@ def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
     return outs
 
 
-def _saver(region: Any, operands: Guards, captured_inputs: Guards, run: Run, read_inside: bool = False) -> Saver:
+def _run(region: Any, inputs: Tensors, operands: Guards, captured: Guards, run: Run, read_inside: bool) -> list:
+    """Run a region under the saved-tensor hooks of the engine."""
     around = Around()
     around.take(operands)
-    around.take_captured(captured_inputs)
-    return Saver(region, operands, captured_inputs, around.hooks, run, read_inside)
+    around.take_captured(captured)
+    return Saver(region, operands, captured, around.hooks, run, read_inside).run(region.run, inputs)
 
 
 def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
     if recorded and not (dual and region.uses_func):
         root = region.root
-        run = Recompute(root, log_for(root.options))
-        saver = _saver(region, Guards(operands, root.inputs.name), NO_GUARDS, run, read_inside=True)
-        return saver.run(region.run, operands)
+        guards, run = Guards(operands, root.inputs.name), Recompute(root, log_for(root.options))
+        return _run(region, operands, guards, NO_GUARDS, run, read_inside=True)
     pullback = region.inner if isinstance(region, BatchedPullback) else region
     if call.tape is not None and isinstance(pullback, Pullback) and call.tape.serves(pullback):
         count = len(pullback.needs)

@@ -42,8 +42,8 @@ class Derived(ABC):
 
     @property
     def uses_func(self) -> bool:
-        """Whether it calls ``torch.func.vjp``, which can't run under saved-tensor hooks."""
-        return self.inner.uses_func
+        """Whether it calls ``torch.func.vjp``, which can't run under saved-tensor hooks: a pullback at a level does."""
+        return self.inner.uses_func or (self.inner.is_pullback and not self.is_pullback)
 
 
 class Graded(Derived):
@@ -87,10 +87,6 @@ class Jvp(Derived):
         self.mask = mask
         self.out_mask: list[bool] = []  # which outputs have a tangent, found by the first run
 
-    @property
-    def uses_func(self) -> bool:
-        return self.inner.uses_func or self.inner.is_pullback
-
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         primals = list(operands[: len(self.mask)])
         moving = [i for i, moves in enumerate(self.mask) if moves]
@@ -103,15 +99,9 @@ class Jvp(Derived):
             self.out_mask = self.out_mask or [is_differentiable(t) and is_dual(t) for t in outs]
             return [*outs, duals[0].new_zeros(())]  # torch.func.jvp wants at least one output
 
-        heads = tuple(without_overlap(primals[i]) for i in moving)
+        heads = tuple(primals[i] for i in moving)
         outs, tangents = torch.func.jvp(at, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
-
-
-def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
-    """A primal that is not expanded: ``make_dual`` gives the tangent the primal's strides, which must not overlap."""
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
-    return tensor.contiguous() if expanded else tensor
 
 
 T = TypeVar("T")
@@ -239,10 +229,6 @@ class Batched(Derived):
         self.sums = sums  # a level above follows an operand without a batch dimension: its gradient must not be summed
         self.out_dims: list[int | None] = []  # found by running
 
-    @property
-    def uses_func(self) -> bool:
-        return self.inner.uses_func or self.inner.is_pullback
-
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         return self._mapped(lambda inputs: self.inner.run(inputs, run), operands, self.in_dims)
 
@@ -260,10 +246,6 @@ class BatchedPullback(Batched):
     __slots__ = ()
 
     is_pullback = True
-
-    @property
-    def uses_func(self) -> bool:
-        return self.inner.uses_func
 
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         count = len(self.inner.needs)

@@ -8,6 +8,7 @@ itself is such a node in plain autograd too, below all levels.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +17,13 @@ import torch
 import torch.autograd.forward_ad as fwAD
 
 from .._core import private
+from .._core.passes import nearest_engine_call
 from .._core.state import own_work
 from .._core.tensors import is_differentiable, is_dual
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
 from .bottom import Call, has_dual, is_followed_by_autograd, run_in_node
-from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, without_overlap
-from .proof import graph_is_unreachable
+from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback
 
 Wanted = Sequence[bool] | None
 
@@ -41,21 +42,13 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> 
     return call.bottom(region, operands, call, wanted)
 
 
-# --- vmap -----------------------------------------------------------------------------------------------------------
-
-
 def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
     level, randomness = interpreter.level(), interpreter.randomness()
     pairs = [private.unwrap_batched(t, level) for t in operands]
     values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
-    ran = region.root.ran
-    if all(dim is None for dim in dims) and not region.root.mapped:
+    if randomness == "same" and all(dim is None for dim in dims):  # other modes apply even if no operand is batched
         with interpreter.lower():
-            outs = apply(region, operands, call, wanted)
-        if not ran and randomness != "same" and region.root.ambient.moved():
-            # The randomness mode of a ``vmap`` level applies even if no operand is batched.
-            region.root.mapped = True
-        return outs
+            return apply(region, operands, call, wanted)
     if isinstance(region, Pullback):
         size = interpreter.batch_size()
         batched, values = batched_pullback(region, values, dims, size, randomness, call.batched.get(region.inner))
@@ -69,9 +62,6 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     elif wanted is not None:  # a node above refers to the region, so it may need its pullback
         call.batched[region] = batched
     return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
-
-
-# --- jvp ------------------------------------------------------------------------------------------------------------
 
 
 def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
@@ -90,16 +80,9 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
         wanted = [*wanted, *(w for w, moves in zip(wanted, mask) if moves)]
     with private.set_forward_grad_enabled(True), interpreter.lower():
         outs = apply(moved, [*primals, *tangents], call, wanted)
-    count = len(moved.out_mask)
     wrapped = _wrapped(outs, level)
-    rest = iter(wrapped[count:])
-    return [
-        fwAD.make_dual(without_overlap(t), next(rest)) if moves else t
-        for t, moves in zip(wrapped[:count], moved.out_mask)
-    ]
-
-
-# --- grad -----------------------------------------------------------------------------------------------------------
+    rest = iter(wrapped[len(moved.out_mask) :])
+    return [fwAD.make_dual(t, next(rest)) if moves else t for t, moves in zip(wrapped, moved.out_mask)]
 
 
 def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
@@ -171,7 +154,7 @@ class RegionNode(private.SingleLevelFunction):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
         region, call, level, operands = ctx.region, ctx.call, ctx.level, ctx.operands
         needs = ctx.needs_input_grad[4:]
-        if not graph_is_unreachable(level, operands, ctx.thread):
+        if not _graph_is_unreachable(level, operands, ctx.thread):
             grads = pull_back(region, operands, cotangents, needs, call, level)
         else:  # this is the node's only backward, and its level need not record it
             ctx.region = ctx.call = ctx.operands = None
@@ -182,9 +165,6 @@ class RegionNode(private.SingleLevelFunction):
                 grads = pull_back(region, values, below, needs, call, level)
             grads = _wrapped(grads, level)
         return None, None, None, None, *grads
-
-
-# --- below all levels -----------------------------------------------------------------------------------------------
 
 
 class PlainNode(torch.autograd.Function):
@@ -212,7 +192,26 @@ class PlainNode(torch.autograd.Function):
         return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
 
 
-# --- the backward ---------------------------------------------------------------------------------------------------
+def _graph_is_unreachable(level: int, operands: Tensors, thread: int) -> bool:
+    """Whether it is proved that nothing can read the graph that a node's backward would record.
+
+    At a ``grad`` level the backward runs with ``create_graph=True``, and that graph would keep each recompute's inputs
+    alive until the level ends. If torch.func.grad itself runs the backward, it unwraps the results and ends the level,
+    so the graph is not reachable. It must be recorded for a ``vjp`` whose level has ended, and for user code that calls
+    ``torch.autograd.grad`` inside of a transformed function. ``thread`` has run the node's forward.
+    """
+    alive = any(private.level_of(t) == level and not private.is_dead(t) for t in operands)
+    if not alive or not private.transforms_active():
+        return False
+    interpreter = private.top_interpreter()
+    if interpreter.key().value != private.GRAD or interpreter.level() != level:
+        return False
+    call = nearest_engine_call(sys._getframe(1))
+    if call is None and threading.get_ident() != thread:
+        # A device thread: the thread that called the engine waits in that very call.
+        call = nearest_engine_call(sys._current_frames().get(thread))
+    caller = call and call.f_back and call.f_back.f_back
+    return caller is not None and caller.f_code is private.func_grad_engine_call.__code__
 
 
 def pull_back(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from .._core import private
 from .._core.known import Known
@@ -17,7 +16,7 @@ from .._core.state import own_work, state
 from .._region.arguments import take_apart
 from .._region.around import Around
 from .._region.error_context import with_region
-from .._region.hooks import drop_gradient_hooks, is_hooks_refusal
+from .._region.hooks import is_hooks_refusal
 from .._region.options import Options
 from .._region.region import Region
 from .._selective.recorder import recorder_for
@@ -41,8 +40,8 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
     try:
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
-                region.open(follow=is_followed)
-            shared, first_hook = Call(recorder_for(region), run_at_bottom), RemovableHandle.next_id
+                region.open(follow=_is_followed)
+            shared = Call(recorder_for(region), run_at_bottom)
             try:
                 outs = _first_run(region, shared)
                 if outs is not None:
@@ -55,7 +54,6 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                 region.uses_func = True
             with own_work():
                 shared.guards.roll_back()
-                drop_gradient_hooks((*shared.operands, *region.inputs.operands()), first_hook)
                 region.restart()
     except Exception as error:
         raise with_region(error, region, recomputing=False)  # noqa: B904
@@ -63,15 +61,17 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
         region.forget()
 
 
+def _is_followed(tensor: torch.Tensor) -> bool:
+    """Whether some transform or autograd follows a captured tensor, so that it must be an operand."""
+    return tensor.requires_grad or private.is_wrapped(tensor)
+
+
 def _first_run(region: Region, shared: Call) -> list[torch.Tensor] | None:
     """The new tensors of a first run, or None if the region must start again."""
-    mapped, operands = region.mapped, region.inputs.operands()
     with own_work():
         if state.watch is not None:
-            state.watch.reads(operands)
-        outs = apply(region, operands, shared)
-        if region.mapped is not mapped:
-            return None
+            state.watch.reads(region.inputs.operands())
+        outs = apply(region, region.inputs.operands(), shared)
         if shared.watch.needs_levels:
             region.graded = region.known.graded = True
             return None
@@ -86,8 +86,3 @@ _CACHED = (
     "A region under torch.func is called within `parametrize.cached()`, whose cache would lose the derivatives of the "
     "weights that the region computes. Leave out the cache."
 )
-
-
-def is_followed(tensor: torch.Tensor) -> bool:
-    """Whether some transform or autograd follows a captured tensor, so that it must be an operand."""
-    return tensor.requires_grad or private.is_wrapped(tensor)

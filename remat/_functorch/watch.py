@@ -41,11 +41,7 @@ class Watch(TorchFunctionMode):
         self.inside: dict[int, weakref.ref] = {}
         self.suspects: list[weakref.ref] = []  # made inside, or captured
         # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
-        self.wrappers: set[int] = set()
-        operands = region.inputs.operands()
-        while operands := list(filter(private.is_wrapped, operands)):
-            self.wrappers.update(map(id, operands))
-            operands = list(map(private.unwrap_once, operands))
+        self.wrappers = {id(wrapper) for operand in region.inputs.operands() for wrapper in _chain(operand)[:-1]}
 
     def __enter__(self) -> Watch:
         self.outer, state.watch = state.watch, self
@@ -75,8 +71,6 @@ class Watch(TorchFunctionMode):
         """Note tensors that are made inside."""
         self.inside.update(zip(map(id, made), map(weakref.ref, made)))
 
-    # --- acts on one level ----------------------------------------------------------------------------------------
-
     def _check(self, func: Any, args: Sequence[Any]) -> None:
         """Refuse a function that acts on one level only; note one that shows whether levels are missing."""
         kinds, level = self.region.kinds, private.current_level() or 0
@@ -101,8 +95,6 @@ class Watch(TorchFunctionMode):
         top = len(kinds) - kinds[::-1].index(private.GRAD)
         operands = self.region.inputs.operands()
         return any(is_followed_below(top, t) or t.requires_grad != is_in_graph(t) for t in operands)
-
-    # --- captured tensors -----------------------------------------------------------------------------------------
 
     def reads(self, read: Sequence[torch.Tensor]) -> None:
         """Check that no tensor is a captured one that isn't an operand.

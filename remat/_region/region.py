@@ -76,7 +76,7 @@ class Region:
     is_pullback = False
 
     __slots__ = (
-        "ambient", "around", "fn", "graded", "inputs", "kinds", "known", "line", "mapped", "options", "outputs", "ran",
+        "ambient", "around", "fn", "graded", "inputs", "kinds", "known", "line", "options", "outputs", "ran",
         "record", "uses_func",
     )  # fmt: skip
 
@@ -94,7 +94,6 @@ class Region:
         self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
         self.uses_func = False  # its function calls torch.func transforms, so it can't run under saved-tensor hooks
         self.graded = False  # its first run must restore the ``grad`` levels
-        self.mapped = False  # it must run under ``vmap`` levels at which no operand is batched
 
     root = property(lambda self: self)
 

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .._core import trees
+from .._region.fingerprints import fingerprint
 from ..errors import shown
-
-
-class Kind(NamedTuple):
-    """The shape, dtype and device of a leaf."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def __str__(self) -> str:
-        where = "" if self.device.type == "cpu" else f" on {self.device}"
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{where}"
 
 
 class Trees:
@@ -37,7 +26,7 @@ class Trees:
                     f"{self._name(i)} must be a tensor, got {shown(leaf)}. Convert numbers with `torch.as_tensor`, and "
                     f"let the step function capture values that steps don't change."
                 )
-        self.kinds = [_kind(leaf) for leaf in leaves]
+        self.kinds = [fingerprint(leaf, "metadata") for leaf in leaves]
         self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
     def checked(self, tree: Any, number: int) -> list[torch.Tensor]:
@@ -53,7 +42,7 @@ class Trees:
                 f"{trees.describe_difference(self.spec, spec, self.what)} It must not change."
             )
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds)):
-            now = _kind(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            now = fingerprint(leaf, "metadata") if isinstance(leaf, torch.Tensor) else repr(leaf)
             if now != kind:
                 raise ValueError(f"Step {number} changes {self._name(i)} from {kind} to {now}. It must not change.")
         return leaves
@@ -61,9 +50,10 @@ class Trees:
     def _name(self, i: int) -> str:
         return trees.paths(self.spec, self.what)[i]
 
-
-def _kind(leaf: torch.Tensor) -> Kind:
-    return Kind(leaf.shape, leaf.dtype, leaf.device)
+    def empty(self, *length: int) -> Any:
+        """Tensors without values in place of the leaves."""
+        pairs = [(shape, {"dtype": dtype, "device": device}) for dtype, shape, device, *_ in self.kinds]
+        return trees.unflatten(self.spec, [torch.empty((*length, *shape), **options) for shape, options in pairs])
 
 
 def checked_pair(pair: Any, number: int) -> tuple[Any, Any]:
@@ -76,41 +66,30 @@ def checked_pair(pair: Any, number: int) -> tuple[Any, Any]:
     return pair
 
 
-def checked_length(xs: Any, length: Any) -> int:
-    """Return the number of steps.
+def checked_length(leaves: list, spec: Any, length: Any) -> int:
+    """Return the number of steps, for these leaves of ``xs``.
 
     Raises:
         TypeError: ``length`` is not an integer, or a leaf of ``xs`` is not a tensor.
         ValueError: the number is unknown, negative, or differs from the length of a tensor in ``xs``.
     """
     if length is not None:
-        length = _integer(length)
-    leaves, spec = ([], None) if xs is None else trees.flatten(xs)
+        if isinstance(length, (bool, torch.Tensor)) or not hasattr(length, "__index__"):
+            raise TypeError(f"length must be an integer, got {shown(length)}.")
+        length = index(length)  # NumPy's integers are accepted too
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             got = "a tensor without dimensions" if isinstance(leaf, torch.Tensor) else repr(leaf)
-            raise TypeError(f"{_name(spec, i)} must be a tensor of shape [length, ...], got {got}.")
-    lengths = [len(leaf) for leaf in leaves]
-    if length is None:
-        if not lengths:
-            raise ValueError("The number of steps is unknown: pass `length`, or `xs` with at least one tensor.")
-        length = lengths[0]
-    for i, each in enumerate(lengths):
-        if each != length:
+            raise TypeError(f"{trees.paths(spec, 'xs')[i]} must be a tensor of shape [length, ...], got {got}.")
+        if length is None:
+            length = len(leaf)
+        elif len(leaf) != length:
             raise ValueError(
-                f"{_name(spec, i)} has {each} entries, but there are {length} steps: the numbers must be equal."
+                f"{trees.paths(spec, 'xs')[i]} has {len(leaf)} entries, but there are {length} steps: the numbers must "
+                f"be equal."
             )
+    if length is None:
+        raise ValueError("The number of steps is unknown: pass `length`, or `xs` with at least one tensor.")
     if length < 0:
         raise ValueError(f"The number of steps must not be negative, got {length}.")
     return length
-
-
-def _integer(length: Any) -> int:
-    """Return an integer as an int; NumPy's are accepted too."""
-    if not isinstance(length, (bool, torch.Tensor)) and hasattr(length, "__index__"):
-        return index(length)
-    raise TypeError(f"length must be an integer, got {shown(length)}.")
-
-
-def _name(spec: Any, i: int) -> str:
-    return trees.paths(spec, "xs")[i]

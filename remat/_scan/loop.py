@@ -11,7 +11,7 @@ After A. Griewank and A. Walther, "Algorithm 799: revolve", ACM Transactions on 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import comb
@@ -49,12 +49,6 @@ def depth(count: int, spare: int) -> int:
     return repeats
 
 
-def recomputed(count: int, checkpoints: int) -> int:
-    """The number of steps that the backward of a loop of ``count`` steps recomputes: the least possible number."""
-    repeats = depth(count + 1, checkpoints)
-    return repeats * (count + 1) - _reach(checkpoints + 2, repeats - 1)
-
-
 def _first(count: int, spare: int) -> int:
     """The size of the first segment."""
     if spare == 0:
@@ -71,6 +65,7 @@ def _reach(carries: int, repeats: int) -> int:
 __all__ = ["scan"]
 
 C = TypeVar("C")
+Tensors = Sequence[torch.Tensor]
 
 
 @private.never_traced
@@ -140,14 +135,14 @@ def scan(
     if not callable(step):
         raise TypeError(f"step must be a function of a carry and an x, got {shown(step)}.")
     options = replace(checked_options(policy), read_inside=True)  # a step may run a backward pass, inside many regions
-    count = checked_length(xs, length)
-    kinds = Trees(carry, "carry")
-    spare = _spare(checkpoints, count, kinds)
+    leaves, spec = ([], None) if xs is None else trees.flatten(xs)
+    count = checked_length(leaves, spec, length)
+    loop = Loop(step, options, Trees(carry, "carry"), spec, Results(count))
+    spare = _spare(checkpoints, count, loop.carry)
     if count == 0:
-        return carry, empty_results(step, kinds, xs)
+        return carry, empty_results(loop, leaves)
     _check_depth(count, spare, options)
-    loop = Loop(options, kinds, Results(count))
-    last, tokens = _in_regions(step, loop, segments(count + 1, spare), 0, carry, xs)
+    last, tokens = loop.in_regions(segments(count + 1, spare), 0, carry, leaves)
     return last, loop.results.close(tokens)
 
 
@@ -179,46 +174,37 @@ def _check_depth(count: int, spare: int, options: Options) -> None:
 class Loop(NamedTuple):
     """Objects that all segments share."""
 
+    step: Callable
     options: Options
     carry: Trees
+    spec: Any  # of ``xs``; None if there are none
     results: Results
 
+    def call(self, number: int, carry: Any, leaves: Iterable[torch.Tensor]) -> tuple[Any, Any]:
+        """Call step ``number`` with these leaves of ``x``, and check what it returns."""
+        pair = self.step(carry, None if self.spec is None else trees.unflatten(self.spec, leaves))
+        carry, y = checked_pair(pair, number)
+        self.carry.checked(carry, number)
+        return carry, y
 
-def _in_regions(
-    step: Callable, loop: Loop, sizes: Sequence[tuple[int, int]], start: int, carry: Any, xs: Any
-) -> tuple[Any, list]:
-    """Run steps, in a region for each segment. Return the carry after them, and tokens for each ``y``."""
-    known, tokens = known_of(step), list[Any]()
-    for (size, spare), part in zip(sizes, _split(xs, [size for size, _ in sizes])):
-        run = partial(_run, step, loop, size, spare, start)
-        carry, found = call(run, loop.options, known, (carry, part), {})
-        tokens += found
-        start += size
-    return carry, tokens
+    def in_regions(self, sizes: Sequence[tuple[int, int]], start: int, carry: Any, xs: Tensors) -> tuple[Any, list]:
+        """Run steps, in a region for each segment. Return the carry after them, and tokens for each ``y``."""
+        known, tokens = known_of(self.step), list[Any]()
+        for (size, spare), part in zip(sizes, _split(xs, [size for size, _ in sizes])):
+            carry, found = call(partial(self._segment, size, spare, start), self.options, known, (carry, part), {})
+            tokens += found
+            start += size
+        return carry, tokens
+
+    def _segment(self, size: int, spare: int, start: int, carry: Any, xs: Tensors) -> tuple[Any, list]:
+        """Run one segment: its last step itself, the steps before it in inner regions."""
+        first, last = _split(xs, [size - 1, 1]) if size > 1 else ((), xs)
+        carry, tokens = self.in_regions(segments(size, spare), start, carry, first)
+        number = start + size - 1
+        carry, y = self.call(number, carry, [leaf[0] for leaf in last])
+        return carry, [*tokens, self.results.add(number, y)]
 
 
-def _run(step: Callable, loop: Loop, size: int, spare: int, start: int, carry: Any, xs: Any) -> tuple[Any, list]:
-    """Run one segment: its last step itself, the steps before it in inner regions."""
-    first, last = _split(xs, [size - 1, 1]) if size > 1 else (None, xs)
-    carry, tokens = _in_regions(step, loop, segments(size, spare), start, carry, first)
-    number = start + size - 1
-    carry, y = checked_pair(step(carry, _entry(last)), number)
-    loop.carry.checked(carry, number)
-    return carry, [*tokens, loop.results.add(number, y)]
-
-
-def _split(xs: Any, sizes: list[int]) -> list[Any]:
+def _split(xs: Tensors, sizes: list[int]) -> Sequence[Tensors]:
     """Split into the entries for each segment, by a single operation, whose gradient is a single operation too."""
-    if xs is None:
-        return [None] * len(sizes)
-    leaves, spec = trees.flatten(xs)
-    parts = [leaf.split(sizes) for leaf in leaves]
-    return [trees.unflatten(spec, [part[i] for part in parts]) for i in range(len(sizes))]
-
-
-def _entry(xs: Any) -> Any:
-    """Return the only entry."""
-    if xs is None:
-        return None
-    leaves, spec = trees.flatten(xs)
-    return trees.unflatten(spec, [leaf[0] for leaf in leaves])
+    return list(zip(*(leaf.split(sizes) for leaf in xs))) or [()] * len(sizes)

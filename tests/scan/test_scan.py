@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from math import comb
 from typing import Any
 
 import numpy
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import remat
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, peak_bytes
 from remat import policies
-from remat._scan.loop import depth, recomputed, segments
+from remat._scan.loop import depth, segments
 
 Loop = Callable[..., Any]
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -52,6 +53,13 @@ def scan_with(checkpoints: Any, **options: Any) -> Loop:
 
 
 # --- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def recomputed(count: int, checkpoints: int) -> int:
+    """The least number of steps that the backward of a loop of ``count`` steps can recompute."""
+    repeats = depth(count + 1, checkpoints)
+    reach = comb(checkpoints + repeats + 1, checkpoints + 2) if repeats else 0
+    return repeats * (count + 1) - reach
 
 
 def test_the_schedule_recomputes_the_fewest_steps() -> None:
