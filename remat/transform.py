@@ -8,7 +8,6 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from ._core.known import known_of
 from ._function import Remat
 from ._modules.eligible import check_module
 from ._modules.region_class import second_module
@@ -127,4 +126,4 @@ def _wrap(fn: Any, options: Options) -> Any:
     ):
         check_module(fn)
         return second_module(fn, options)
-    return Remat(fn, options, known_of(fn))
+    return Remat(fn, options)
