@@ -60,10 +60,8 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     policy, known = Budget(0, cost), Known()
     subject = Subject(fn, args, kwargs)
     with subject.preserved(), torch.enable_grad():
-        operands = subject.operands()
-        follows = any(tensor.requires_grad for tensor in (*operands, *(t for _, t in subject.captured)))
-        subject.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), operands)
-    if not follows or not known.shared.choices.get(policy):
+        subject.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), subject.operands())
+    if not subject.is_differentiated() or not known.shared.choices.get(policy):
         raise RematError(
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
             "captured tensors, or the function calls torch.func transforms itself."

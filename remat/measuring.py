@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from . import policies as policies_
+from ._budget.model import regions
 from ._core import private
 from ._core.state import disable_remat
 from ._measure.comparison import CheckResult, Difference, compared
-from ._measure.costs import AS_WRITTEN, Costs, Report, Share, distinct, measured
+from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
 from ._measure.program import NOT_DIFFERENTIATED, Program, Subject
 from ._policy.policy import PolicyLike, as_policy
 from ._policy.warnings import silenced
-from ._region.options import override
-from .nn import Where, apply
+from ._region.options import Options, checked_options, override
+from .nn import Where, chosen_modules
 from .transform import remat
 
 __all__ = ["CheckResult", "Costs", "Difference", "Report", "Share", "check", "report"]
@@ -80,13 +82,11 @@ def check(
     """
     _check_call("check", transform=transform, loss=loss)
     program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
-    with_remat = _with_regions(fn, policy, where, determinism_check="values")
-    with with_remat():  # raises if `fn` can't be a region
-        pass
+    called, context = _with_regions(fn, policy, where, determinism_check="values")
     if transform is not None:
         with program.subject.preserved():  # raises here if it is not a transform; later errors are results
             program.transformed(fn)
-    return compared(program, _without_regions(fn), with_remat)
+    return compared(program, called, context)
 
 
 def report(
@@ -147,12 +147,12 @@ def report(
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
     asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
-    plain = measured(program, "without remat", _without_regions(fn))
-    as_written = measured(program, AS_WRITTEN, lambda: nullcontext(fn), plain)
+    plain = measured(program, WITHOUT, fn, disable_remat)
+    as_written = measured(program, AS_WRITTEN, fn, nullcontext, plain)
     rows = distinct([plain, as_written])
     with silenced() if policies is None else nullcontext():  # no warnings about policies that the user did not choose
         found = [
-            measured(program, label, _with_regions(fn, policy, where), plain, policy, under_policy=True)
+            measured(program, label, *_with_regions(fn, policy, where), plain, policy)
             for label, policy in zip(_labels(asked), asked)
         ]
     rows = [*rows, *(distinct(found) if policies is None else found)]
@@ -209,31 +209,18 @@ def _check_call(name: str, **functions: Any) -> None:
         )
 
 
-Way = Callable[[], AbstractContextManager[Any]]
-
-
-def _without_regions(fn: Callable) -> Way:
-    @contextmanager
-    def way() -> Iterator[Callable]:
-        with disable_remat():
-            yield fn
-
-    return way
-
-
-def _with_regions(fn: Any, policy: Any, where: Any, **options: Any) -> Way:
-    """The function as a region, or the model with the regions of ``where``, which are removed in the end."""
-    region = remat(fn, policy=policy) if where is None else None
+def _with_regions(fn: Any, policy: Any, where: Any, **options: Any) -> tuple[Callable, Callable]:
+    """What to call, the function as a region or the model itself, and a context in which its submodules are regions."""
+    called, changed = fn, dict[torch.nn.Module, Options]()
+    if where is None:
+        called = remat(fn, policy=policy)
+    else:
+        shared = checked_options(policy)
+        changed = {module: replace(shared, name=name) for name, module in chosen_modules(fn, where)}
 
     @contextmanager
-    def way() -> Iterator[Any]:
-        classes = [(each, type(each)) for each in fn.modules()] if isinstance(fn, torch.nn.Module) else []
-        try:
-            with override(**options):
-                yield region if where is None else apply(fn, where, policy=policy)
-        finally:
-            for module, cls in classes:
-                if type(module) is not cls:
-                    module.__class__ = cls
+    def context() -> Iterator[None]:
+        with override(**options), regions(changed):
+            yield
 
-    return way
+    return called, context

@@ -93,7 +93,7 @@ def apply(
         >>> model = remat.nn.undo(model)
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
-    for name, module in _checked(model, where):
+    for name, module in chosen_modules(model, where):
         change_in_place(module, replace(options, name=name))
     return model
 
@@ -148,7 +148,7 @@ def budget(
         >>> result.peak <= result.amount < result.without
         True
     """
-    chosen = _checked(model, where)
+    chosen = chosen_modules(model, where)
     return chosen_by_budget(Program(Subject(model, args, kwargs, None, loss), None, loss), chosen, Budget(amount, cost))
 
 
@@ -212,7 +212,7 @@ def _is_types(value: Any) -> bool:
     return isinstance(value, type) or (isinstance(value, tuple) and all(isinstance(t, type) for t in value))
 
 
-def _checked(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Module]]:
+def chosen_modules(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Module]]:
     """Return the chosen modules; raise if there are none or if one can't be a region."""
     chosen = _chosen(model, where)
     if not chosen:

@@ -130,7 +130,7 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
     without = _agreed(trace.peak)
     amount = budget.nbytes(without)
     nothing = Budget(0, budget.cost)
-    with _measured(program) as trace, _regions(dict.fromkeys(names, Options(policy=nothing))):
+    with _measured(program) as trace, regions(dict.fromkeys(names, Options(policy=nothing))):
         for module in names:
             module.register_forward_pre_hook(trace.starts)
             module.register_forward_hook(trace.ends)
@@ -163,7 +163,7 @@ def _fitting(
         if plan in tried:
             break
         tried.append(plan)
-        with _measured(program) as check, _regions(_options(plan, blocks, budget)):
+        with _measured(program) as check, regions(_options(plan, blocks, budget)):
             program.run(program.subject.fn)
         peak = _agreed(check.peak)
         if peak <= amount and _cost(plan) < _cost(best[0]):
@@ -229,7 +229,7 @@ def _measured(program: Program) -> Iterator[_Trace]:
 
 
 @contextmanager
-def _regions(options: Mapping[nn.Module, Options]) -> Iterator[None]:
+def regions(options: Mapping[nn.Module, Options]) -> Iterator[None]:
     """Make these modules regions within the context."""
     before = [(module, type(module), module.__dict__.get(IN_PLACE)) for module in options]
     try:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from .._core.lines import Line, is_library
+from .._core.state import disable_remat
 from .._core.tensors import parts
+from ..errors import shown
 from .origins import tensor_text
 from .program import NOT_DIFFERENTIATED, Overwritten, Program
 
@@ -85,14 +87,14 @@ class Outcome:
     generators: dict[str, bytes]  # their states
 
 
-def compared(program: Program, without: Callable[[], Any], with_remat: Callable[[], Any]) -> CheckResult:
-    """Run the program both ways. Each way is a context manager that yields the function to run."""
+def compared(program: Program, with_regions: Callable, context: Callable[[], Any]) -> CheckResult:
+    """Run the program without regions, and with another function or module in place of its own, in a context."""
     try:
-        expected = _outcome(program, without)
+        expected = _outcome(program)
     except Exception as error:
         return _failure(error, True)
     try:
-        found = _outcome(program, with_remat)
+        found = _outcome(program, with_regions, context)
     except Exception as error:
         return _failure(error, False)
     differences, rounding = _differences(expected, found)
@@ -102,23 +104,23 @@ def compared(program: Program, without: Callable[[], Any], with_remat: Callable[
         "gradient": gradients,
         "changed tensor": len(found.changed),
     }
-    reproducible = not differences or _is_as(expected, program, without)
+    reproducible = not differences or _is_as(expected, program)
     note = "" if program.transform is not None or program.subject.is_differentiated() else NOT_DIFFERENTIATED
     return CheckResult(tuple(differences), reproducible=reproducible, counts=counts, rounding=rounding, note=note)
 
 
-def _is_as(expected: Outcome, program: Program, without: Callable[[], Any]) -> bool:
-    """Whether another run agrees with the expected one."""
+def _is_as(expected: Outcome, program: Program) -> bool:
+    """Whether another run without regions agrees with the expected one."""
     try:
-        return not _differences(expected, _outcome(program, without))[0]
+        return not _differences(expected, _outcome(program))[0]
     except Exception:
         return False
 
 
-def _outcome(program: Program, way: Callable[[], Any]) -> Outcome:
+def _outcome(program: Program, fn: Callable | None = None, context: Callable[[], Any] = disable_remat) -> Outcome:
     subject = program.subject
-    with subject.preserved() as overwritten, way() as fn:
-        results = dict(program.results(fn))
+    with subject.preserved() as overwritten, context():
+        results = dict(program.run(fn or subject.fn, keep=True))
         return Outcome(results, _changed(program, overwritten), subject.generator_states())
 
 
@@ -164,7 +166,7 @@ def _difference(a: Any, b: Any) -> tuple[str, float]:
     """How two values differ (empty if they don't), and their rounding difference relative to the largest number."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or not _equal(a, b):
-            return f"{_short(a)} without remat, {_short(b)} with it", 0.0
+            return f"{shown(a)} without remat, {shown(b)} with it", 0.0
         return "", 0.0
     if tensor_text(a) != tensor_text(b) or a.device != b.device:
         return f"{tensor_text(a)} on {a.device} without remat, {tensor_text(b)} on {b.device} with it", 0.0
@@ -194,10 +196,3 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return tensor_text(value)
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
