@@ -72,7 +72,7 @@ class BlockBudget:
         head = ("block", "saves", "recomputes", "operations saved")
         return "\n".join(
             [
-                *aligned([head, *rows], left=1),
+                *aligned([head, *rows], "<"),
                 f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat, "
                 f"{size_text(self.least)} if nothing is saved",
             ]

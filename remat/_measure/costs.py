@@ -14,9 +14,8 @@ from .._core.amounts import aligned, flops_text, percent_text, size_text
 from .._core.devices import wait_for_backward_threads
 from .._core.facts import flops
 from ..errors import MutationError
-from .listing import of_storage
 from .observer import gc_disabled
-from .origins import ModuleNames, Origins, SavedResidual, any_layer
+from .origins import ModuleNames, Origins, SavedResidual, grouped
 from .program import Program, Subject
 
 WITHOUT, AS_WRITTEN = "without remat", "as written"  # the labels of rows that are not for a policy
@@ -122,14 +121,8 @@ class Costs:
     @property
     def shares(self) -> list[Share]:
         """The saved bytes by module and operation."""
-        groups: dict[tuple, list[SavedResidual]] = {}
-        for row in self.residuals:
-            groups.setdefault((any_layer(row.module), row.op or row.source, row.name), []).append(row)
-        shares = [
-            Share(module, op, name, len(rows), sum(row.nbytes for row in rows))
-            for (module, op, name), rows in groups.items()
-        ]
-        return sorted(shares, key=lambda share: (-share.nbytes, share.module or "", share.op))
+        groups = grouped(self.residuals, lambda row: (row.module, row.op or row.source, row.name))
+        return [Share(m, op, name, len(rows), sum(r.nbytes for r in rows)) for (m, op, name), rows in groups]
 
     def beats(self, other: Costs) -> bool:
         """Whether it has a lower peak or fewer recomputed FLOPs than another one, and is not worse in either."""
@@ -155,7 +148,7 @@ class _Meter(Origins):
         """Record the memory alive now. A transform may call the function more than once: the largest forward counts."""
         if (saved := self.live) > self.saved or not self.forward:
             self.saved, self.forward = saved, len(self.timeline)
-            self.residuals = [of_storage(storage, origin) for storage, origin in self.alive()]
+            self.residuals = self.alive()
 
 
 def measured(
@@ -282,7 +275,7 @@ class Report:
             share = percent_text(row.recomputed_flops, self.plain.flops)
             cells += [flops_text(row.recomputed_flops), share, "*" * (row in best)]
             table.append(cells)
-        lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, left=1)]
+        lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, "<")]
         if best:
             lines.append("* no other row has a lower peak without recomputing more")
         elif self.policies:

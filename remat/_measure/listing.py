@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from .._core import private, trees
-from .._core.lines import Line
 from .._core.state import alias
 from .._core.tensors import holder, parts
 from .._region.hooks import hooks_allowed
-from .origins import Kind, Origin, Origins, SavedResidual
+from .origins import Kind, Origins, SavedResidual
 from .program import Subject
 
 
@@ -59,7 +58,7 @@ class Listing:
             found = list({id(holder(tensor)): tensor for tensor in reversed(found)}.values())[::-1]
             rows = [_row(tensor, origins, known) for tensor in found]
             if not under_hooks:
-                rows += [of_storage(storage, origin) for storage, origin in origins.alive()]
+                rows += origins.alive()
             del graph
         return rows
 
@@ -80,49 +79,24 @@ def _edges(result: Any) -> list[Any]:
     ]
 
 
-Inputs = dict[int, tuple[Kind, str, torch.Tensor]]
+Named = tuple[Kind, str | None, torch.Tensor]
 
 
-def _inputs(names: list[str], operands: list[torch.Tensor], captured: list[tuple[str, torch.Tensor]]) -> Inputs:
+def _inputs(
+    names: list[str], operands: list[torch.Tensor], captured: list[tuple[str, torch.Tensor]]
+) -> dict[int, Named]:
     """The inputs by the id of their storage: the kind, name and tensor of each."""
-    named: list[tuple[Kind, str, torch.Tensor]] = [("argument", name, tensor) for name, tensor in zip(names, operands)]
+    named: list[Named] = [("argument", name, tensor) for name, tensor in zip(names, operands)]
     named += [("captured", name, tensor) for name, tensor in captured]
     return {id(holder(part)): (kind, name, part) for kind, name, t in reversed(named) for part in parts(t)}
 
 
-def _row(tensor: torch.Tensor, origins: Origins, inputs: Inputs) -> SavedResidual:
+def _row(tensor: torch.Tensor, origins: Origins, inputs: dict[int, Named]) -> SavedResidual:
     memory = holder(tensor)
     nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
-    if id(memory) in inputs:
-        return _unmade(*inputs[id(memory)], nbytes)
-    if (origin := origins.origin(memory)) is not None:
-        return of_storage(memory, origin)
-    return _unmade("constant", None, tensor, nbytes)
-
-
-def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor, nbytes: int) -> SavedResidual:
-    """The row of a tensor that no operation has made."""
+    if id(memory) not in inputs and (row := origins.row(memory)) is not None:
+        return row
+    constant: Named = "constant", None, tensor
+    kind, name, tensor = inputs.get(id(memory), constant)
     nowhere = None, None, None, None
     return SavedResidual(kind, None, name, *nowhere, tuple(tensor.shape), tensor.dtype, tensor.device, nbytes)
-
-
-def of_storage(storage: torch.UntypedStorage, origin: Origin) -> SavedResidual:
-    """The row of a storage that an operation has made."""
-    line, name = origin.line, None
-    if origin.names:
-        name, line = ", ".join(origin.names), next(iter(origin.names.values()))
-    return SavedResidual(
-        "named" if name else "output",
-        origin.op,
-        name,
-        *_place(line),
-        origin.module,
-        origin.shape,
-        origin.dtype,
-        storage.device,
-        storage.nbytes(),
-    )
-
-
-def _place(line: Line) -> tuple[str | None, int | None, str | None]:
-    return (None, None, None) if line.code is None else (line.code.co_filename, line.number, line.code.co_name)
