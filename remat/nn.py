@@ -31,14 +31,8 @@ from .errors import shown
 __all__ = ["BlockBudget", "BlockChoice", "apply", "budget", "every", "undo"]
 
 
-def __dir__() -> list[str]:
-    return [*__all__]
-
-
 M = TypeVar("M", bound=torch.nn.Module)
 Types: TypeAlias = type | tuple[type, ...]
-
-
 Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
 
 
@@ -63,11 +57,8 @@ def apply(
         model: the model; it can be chosen itself, as the submodule with the name ``""``.
         where: which submodules: a type or a tuple of types, ``every(n, type)``, or a function that
             gets a submodule's name and the submodule, and returns whether it is chosen.
-        policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
-        preserve_rng_state: make the recompute draw the same random numbers as the forward, as in :func:`remat.remat`.
-        determinism_check: what is compared between the runs, as in :func:`remat.remat`.
-        early_stop: end a recompute as soon as it has what the backward needs.
-        debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
+        policy, preserve_rng_state, determinism_check, early_stop, debug: options of the regions, as in
+            :func:`remat.remat`.
 
     Returns:
         ``model`` itself.
@@ -100,7 +91,7 @@ def apply(
 
 def budget(
     model: torch.nn.Module,
-    where: Types | Every | Callable[[str, torch.nn.Module], bool],
+    where: Where,
     amount: int | str | float,
     *args: Any,
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -227,8 +218,7 @@ def chosen_modules(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.
 
 def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     if not isinstance(model, torch.nn.Module):
-        hint = " For a function use `remat.remat(fn)`." if callable(model) else ""
-        raise TypeError(f"The model must be a torch.nn.Module, got {type(model).__name__}.{hint}")
+        raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
     if isinstance(where, Every):
         return _chosen(model, where.of)[:: where.n]
     if _is_types(where):
@@ -239,12 +229,7 @@ def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
                 f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
             )
         return [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
-    hint = ""
-    if isinstance(where, list):
-        hint = " Give a tuple of types."
-    elif isinstance(where, str):
-        hint = f" For a name give `lambda name, module: name == {where!r}`."
     raise TypeError(
         f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
-        f"submodule; got {shown(where)}.{hint}"
+        f"submodule; got {shown(where)}."
     )

@@ -14,7 +14,7 @@ from .._core.state import disable_remat
 from .._core.tensors import parts
 from ..errors import shown
 from .origins import tensor_text
-from .program import NOT_DIFFERENTIATED, Overwritten, Program
+from .program import NOT_DIFFERENTIATED, Overwritten, Program, Subject
 
 
 @dataclass(frozen=True)
@@ -78,55 +78,44 @@ class CheckResult:
     __repr__ = __str__
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The values of one run, by name."""
-
-    results: dict[str, Any]
-    changed: dict[str, torch.Tensor]
-    generators: dict[str, bytes]  # their states
+class _State(bytes):
+    """The state of a random generator."""
 
 
 def compared(program: Program, with_regions: Callable, context: Callable[[], Any]) -> CheckResult:
     """Run the program without regions, and with another function or module in place of its own, in a context."""
-    try:
-        expected = _outcome(program)
-    except Exception as error:
-        return _failure(error, True)
-    try:
-        found = _outcome(program, with_regions, context)
-    except Exception as error:
-        return _failure(error, False)
-    differences, rounding = _differences(expected, found)
-    gradients = sum(name.startswith("gradient of ") for name in found.results)
-    counts = {
-        "result": len(found.results) - gradients,
-        "gradient": gradients,
-        "changed tensor": len(found.changed),
-    }
-    reproducible = not differences or _is_as(expected, program)
+    runs: list[dict[str, Any]] = []
+    for fn, around in ((program.subject.fn, disable_remat), (with_regions, context)):
+        try:
+            runs.append(_outcome(program, fn, around))
+        except Exception as error:
+            return _failure(error, without=not runs)
+    differences, rounding = _differences(*runs)
+    names = [name for name, value in runs[1].items() if not isinstance(value, _State)]
+    gradients = sum(name.startswith("gradient of ") for name in names)
+    changed = sum(name.endswith(" after the run") for name in names)
+    counts = {"result": len(names) - gradients - changed, "gradient": gradients, "changed tensor": changed}
+    reproducible = True
+    if differences:
+        try:
+            reproducible = not _differences(runs[0], _outcome(program, program.subject.fn, disable_remat))[0]
+        except Exception:
+            reproducible = False
     note = "" if program.transform is not None or program.subject.is_differentiated() else NOT_DIFFERENTIATED
     return CheckResult(tuple(differences), reproducible=reproducible, counts=counts, rounding=rounding, note=note)
 
 
-def _is_as(expected: Outcome, program: Program) -> bool:
-    """Whether another run without regions agrees with the expected one."""
-    try:
-        return not _differences(expected, _outcome(program))[0]
-    except Exception:
-        return False
-
-
-def _outcome(program: Program, fn: Callable | None = None, context: Callable[[], Any] = disable_remat) -> Outcome:
+def _outcome(program: Program, fn: Callable, context: Callable[[], Any]) -> dict[str, Any]:
+    """The values of one run, by name."""
     subject = program.subject
     with subject.preserved() as overwritten, context():
-        results = dict(program.run(fn or subject.fn, keep=True))
-        return Outcome(results, _changed(program, overwritten), subject.generator_states())
+        results = program.run(fn, keep=True)
+        states = {name: _State(state) for name, state in subject.generator_states().items()}
+        return {**dict(results), **_changed(subject, overwritten), **states}
 
 
-def _changed(program: Program, overwritten: Overwritten) -> dict[str, torch.Tensor]:
+def _changed(subject: Subject, overwritten: Overwritten) -> dict[str, torch.Tensor]:
     """Copies of the tensors that the program has changed in place or assigned to its variables."""
-    subject = program.subject
     before = {id(tensor) for _, tensor in subject.captured}
     now = [(f"argument {name}", tensor) for name, tensor in zip(subject.names, subject.tensors)] + subject.read_now()
     return {
@@ -145,54 +134,46 @@ def _failure(error: Exception, without: bool) -> CheckResult:
     return CheckResult(error=error, line=str(lines[-1]) if lines else "", fails_without_remat=without)
 
 
-def _differences(expected: Outcome, found: Outcome) -> tuple[list[Difference], float]:
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[Difference], float]:
     differences, rounding = list[Difference](), 0.0
-    for before, now in ((expected.results, found.results), (expected.changed, found.changed)):
-        for name in {**before, **now}:
-            if name not in before or name not in now:
-                differences.append(Difference(name, f"exists only {'without' if name in before else 'with'} remat"))
-                continue
-            how, part = _difference(before[name], now[name])
-            rounding = max(rounding, part)
-            if how:
-                differences.append(Difference(name, how))
-    for name, state in expected.generators.items():
-        if found.generators.get(name) != state:
-            differences.append(Difference(name, "is in a different state after the run"))
+    for name in {**before, **now}:
+        if name not in before or name not in now:
+            differences.append(Difference(name, f"exists only {'without' if name in before else 'with'} remat"))
+            continue
+        how, part = _difference(before[name], now[name])
+        rounding = max(rounding, part)
+        if how:
+            differences.append(Difference(name, how))
     return differences, rounding
 
 
 def _difference(a: Any, b: Any) -> tuple[str, float]:
     """How two values differ (empty if they don't), and their rounding difference relative to the largest number."""
+    if isinstance(a, _State):
+        return "" if a == b else "is in a different state after the run", 0.0
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or not _equal(a, b):
-            return f"{shown(a)} without remat, {shown(b)} with it", 0.0
-        return "", 0.0
+        # Of objects that aren't plain values only the types are compared.
+        is_equal = type(a) is type(b) and (not isinstance(a, _PLAIN) or a == b or a != a)
+        return "" if is_equal else f"{shown(a)} without remat, {shown(b)} with it", 0.0
     if tensor_text(a) != tensor_text(b) or a.device != b.device:
         return f"{tensor_text(a)} on {a.device} without remat, {tensor_text(b)} on {b.device} with it", 0.0
     rounding = 0.0
     for x, y in zip(parts(a), parts(b)):
         x, y = (each.detach().to_dense() if each.layout is not torch.strided else each.detach() for each in (x, y))
         other = (x != y) & ~((x != x) & (y != y))  # NaN equals NaN here
-        count = int(other.sum())
-        if not count:
+        if not (count := int(other.sum())):
             continue
-        if x.is_floating_point() or x.is_complex():
-            off, largest = (x - y)[other].abs().max().item(), x.abs().nan_to_num(posinf=0.0).max().item()
-            if off <= _ROUNDING.get(x.dtype, 1e-5) * largest:
-                rounding = max(rounding, off / largest)
-                continue
-            return f"{count} of {x.numel()} numbers differ, by up to {off:.3g}", 0.0
-        return f"{count} of {x.numel()} numbers differ", 0.0
+        how = f"{count} of {x.numel()} numbers differ"
+        if not (x.is_floating_point() or x.is_complex()):
+            return how, 0.0
+        off, largest = (x - y)[other].abs().max().item(), x.abs().nan_to_num(posinf=0.0).max().item()
+        if not off <= _ROUNDING.get(x.dtype, 1e-5) * largest:
+            return f"{how}, by up to {off:.3g}", 0.0
+        rounding = max(rounding, off / largest)
     return "", rounding
 
 
 _ROUNDING = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal. Of objects that aren't plain values only the types are compared."""
-    return type(a) is type(b) and (not isinstance(a, _PLAIN) or a == b or a != a)
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)

@@ -54,7 +54,10 @@ class Listing:
                 found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
             else:
                 found = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
-            known = _inputs(subject.names, operands, captured)
+            named: list[tuple[Kind, str, torch.Tensor]]
+            named = [("argument", name, tensor) for name, tensor in zip(subject.names, operands)]
+            named += [("captured", name, tensor) for name, tensor in captured]
+            known = {id(holder(p)): _unmade(kind, name, p) for kind, name, t in reversed(named) for p in parts(t)}
             found = list({id(holder(tensor)): tensor for tensor in reversed(found)}.values())[::-1]
             rows = [_row(tensor, origins, known) for tensor in found]
             if not under_hooks:
@@ -79,24 +82,13 @@ def _edges(result: Any) -> list[Any]:
     ]
 
 
-Named = tuple[Kind, str | None, torch.Tensor]
-
-
-def _inputs(
-    names: list[str], operands: list[torch.Tensor], captured: list[tuple[str, torch.Tensor]]
-) -> dict[int, Named]:
-    """The inputs by the id of their storage: the kind, name and tensor of each."""
-    named: list[Named] = [("argument", name, tensor) for name, tensor in zip(names, operands)]
-    named += [("captured", name, tensor) for name, tensor in captured]
-    return {id(holder(part)): (kind, name, part) for kind, name, t in reversed(named) for part in parts(t)}
-
-
-def _row(tensor: torch.Tensor, origins: Origins, inputs: dict[int, Named]) -> SavedResidual:
+def _row(tensor: torch.Tensor, origins: Origins, inputs: dict[int, SavedResidual]) -> SavedResidual:
     memory = holder(tensor)
+    return inputs.get(id(memory)) or origins.row(memory) or _unmade("constant", None, tensor)
+
+
+def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor) -> SavedResidual:
+    """The row of a tensor that no operation has made."""
+    memory, nowhere = holder(tensor), (None, None, None, None)
     nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
-    if id(memory) not in inputs and (row := origins.row(memory)) is not None:
-        return row
-    constant: Named = "constant", None, tensor
-    kind, name, tensor = inputs.get(id(memory), constant)
-    nowhere = None, None, None, None
     return SavedResidual(kind, None, name, *nowhere, tuple(tensor.shape), tensor.dtype, tensor.device, nbytes)
