@@ -10,7 +10,7 @@ import torch
 from ._budget.curve import Curve, Point, curve_of
 from ._core.known import Known
 from ._function import call
-from ._measure.program import Subject
+from ._measure.program import Program
 from ._policy.policy import Budget
 from ._region.options import Options
 from .errors import RematError
@@ -58,10 +58,10 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         >>> g = remat.remat(f, policy=curve.at("8KiB"))
     """
     policy, known = Budget(0, cost), Known()
-    subject = Subject(fn, args, kwargs)
-    with subject.preserved(), torch.enable_grad():
-        subject.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), subject.operands())
-    if not subject.is_differentiated() or not known.shared.choices.get(policy):
+    program = Program(fn, args, kwargs)
+    with program.preserved(), torch.enable_grad():
+        program.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), program.operands())
+    if not program.is_differentiated() or not known.shared.choices.get(policy):
         raise RematError(
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
             "captured tensors, or the function calls torch.func transforms itself."

@@ -15,7 +15,7 @@ from ._core import private
 from ._core.state import disable_remat
 from ._measure.comparison import CheckResult, Difference, compared
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
-from ._measure.program import NOT_DIFFERENTIATED, Program, Subject
+from ._measure.program import NOT_DIFFERENTIATED, Program
 from ._policy.policy import PolicyLike, as_policy
 from ._policy.warnings import silenced
 from ._region.options import Options, checked_options, override
@@ -81,10 +81,10 @@ def check(
         False
     """
     _check_call("check", transform=transform, loss=loss)
-    program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
+    program = Program(fn, args, kwargs, transform, loss)
     called, context = _with_regions(fn, policy, where, determinism_check="values")
     if transform is not None:
-        with program.subject.preserved():  # raises here if it is not a transform; later errors are results
+        with program.preserved():  # raises here if it is not a transform; later errors are results
             program.transformed(fn)
     return compared(program, called, context)
 
@@ -143,7 +143,7 @@ def report(
         []
     """
     _check_call("report", transform=transform, loss=loss)
-    program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
+    program = Program(fn, args, kwargs, transform, loss)
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
     asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
@@ -158,7 +158,7 @@ def report(
     rows = [*rows, *(distinct(found) if policies is None else found)]
     as_one = found and where is None and isinstance(fn, torch.nn.Module) and any(fn.children())
     note = _AS_ONE if as_one else ""
-    if transform is None and not program.subject.is_differentiated():
+    if transform is None and not program.is_differentiated():
         note = NOT_DIFFERENTIATED
     return Report(_name(fn, transform), _environment(program), tuple(rows), note)
 
@@ -187,7 +187,7 @@ def _name(fn: Any, transform: Any) -> str:
 
 
 def _environment(program: Program) -> dict[str, str]:
-    kinds = sorted({tensor.device.type for tensor in program.subject.inputs()} - {"cpu", "meta"})
+    kinds = sorted({tensor.device.type for tensor in program.inputs()} - {"cpu", "meta"})
     modules = [torch.get_device_module(kind) for kind in kinds]
     names = [
         module.get_device_name() if hasattr(module, "get_device_name") else kind for module, kind in zip(modules, kinds)

@@ -21,7 +21,7 @@ import torch
 
 from ._budget.model import BlockBudget, BlockChoice, chosen_by_budget
 from ._core.signatures import accepts
-from ._measure.program import Program, Subject
+from ._measure.program import Program
 from ._modules.eligible import check_module
 from ._modules.region_class import change_back, change_in_place
 from ._policy.policy import Budget, PolicyLike
@@ -140,7 +140,7 @@ def budget(
         True
     """
     chosen = chosen_modules(model, where)
-    return chosen_by_budget(Program(Subject(model, args, kwargs, None, loss), None, loss), chosen, Budget(amount, cost))
+    return chosen_by_budget(Program(model, args, kwargs, loss=loss), chosen, Budget(amount, cost))
 
 
 def undo(model: M) -> M:

@@ -14,7 +14,7 @@ from .._core.state import disable_remat
 from .._core.tensors import parts
 from ..errors import shown
 from .origins import tensor_text
-from .program import NOT_DIFFERENTIATED, Overwritten, Program, Subject
+from .program import NOT_DIFFERENTIATED, Overwritten, Program
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _State(bytes):
 def compared(program: Program, with_regions: Callable, context: Callable[[], Any]) -> CheckResult:
     """Run the program without regions, and with another function or module in place of its own, in a context."""
     runs: list[dict[str, Any]] = []
-    for fn, around in ((program.subject.fn, disable_remat), (with_regions, context)):
+    for fn, around in ((program.fn, disable_remat), (with_regions, context)):
         try:
             runs.append(_outcome(program, fn, around))
         except Exception as error:
@@ -98,26 +98,25 @@ def compared(program: Program, with_regions: Callable, context: Callable[[], Any
     reproducible = True
     if differences:
         try:
-            reproducible = not _differences(runs[0], _outcome(program, program.subject.fn, disable_remat))[0]
+            reproducible = not _differences(runs[0], _outcome(program, program.fn, disable_remat))[0]
         except Exception:
             reproducible = False
-    note = "" if program.transform is not None or program.subject.is_differentiated() else NOT_DIFFERENTIATED
+    note = "" if program.transform is not None or program.is_differentiated() else NOT_DIFFERENTIATED
     return CheckResult(tuple(differences), reproducible=reproducible, counts=counts, rounding=rounding, note=note)
 
 
 def _outcome(program: Program, fn: Callable, context: Callable[[], Any]) -> dict[str, Any]:
     """The values of one run, by name."""
-    subject = program.subject
-    with subject.preserved() as overwritten, context():
+    with program.preserved() as overwritten, context():
         results = program.run(fn, keep=True)
-        states = {name: _State(state) for name, state in subject.generator_states().items()}
-        return {**dict(results), **_changed(subject, overwritten), **states}
+        states = {name: _State(state) for name, state in program.generator_states().items()}
+        return {**dict(results), **_changed(program, overwritten), **states}
 
 
-def _changed(subject: Subject, overwritten: Overwritten) -> dict[str, torch.Tensor]:
+def _changed(program: Program, overwritten: Overwritten) -> dict[str, torch.Tensor]:
     """Copies of the tensors that the program has changed in place or assigned to its variables."""
-    before = {id(tensor) for _, tensor in subject.captured}
-    now = [(f"argument {name}", tensor) for name, tensor in zip(subject.names, subject.tensors)] + subject.read_now()
+    before = {id(tensor) for _, tensor in program.captured}
+    now = [(f"argument {name}", tensor) for name, tensor in zip(program.names, program.tensors)] + program.read_now()
     return {
         f"{name} after the run": tensor.detach().clone()
         for name, tensor in now

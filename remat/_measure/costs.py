@@ -16,7 +16,7 @@ from .._core.facts import flops
 from ..errors import MutationError
 from .observer import gc_disabled
 from .origins import ModuleNames, Origins, SavedResidual, grouped
-from .program import Program, Subject
+from .program import Program
 
 WITHOUT, AS_WRITTEN = "without remat", "as written"  # the labels of rows that are not for a policy
 _MARKERS = "sovDP^X*"
@@ -179,18 +179,18 @@ def measured(
 
 
 def _metered(program: Program, fn: Callable, context: Callable) -> tuple[_Meter, int | None]:
-    subject, meter = program.subject, _Meter(program.subject.modules)
-    with subject.preserved(), context(), gc_disabled(), _device_peak(subject) as peaks, meter:
+    meter = _Meter(program.modules)
+    with program.preserved(), context(), gc_disabled(), _device_peak(program) as peaks, meter:
         program.run(fn, meter.at_end_of_forward)
     return meter, sum(peaks) if peaks else None
 
 
 @contextmanager
-def _device_peak(subject: Subject) -> Iterator[list[int]]:
+def _device_peak(program: Program) -> Iterator[list[int]]:
     """Yield a list that holds afterwards the peak of each device's allocator."""
-    kinds = {t.device.type for t in subject.inputs()} - {"cpu", "meta"}
+    kinds = {t.device.type for t in program.inputs()} - {"cpu", "meta"}
     devices = [device for kind in kinds if hasattr(device := torch.get_device_module(kind), "reset_peak_memory_stats")]
-    wait_for_backward_threads(subject.inputs())  # they may still hold what an earlier pass has used
+    wait_for_backward_threads(program.inputs())  # they may still hold what an earlier pass has used
     for device in devices:
         device.synchronize()
         device.reset_peak_memory_stats()

@@ -14,7 +14,7 @@ from .._core.state import alias
 from .._core.tensors import holder, parts
 from .._region.hooks import hooks_allowed
 from .origins import Kind, Origins, SavedResidual
-from .program import Subject
+from .program import Program
 
 
 class _Saved:
@@ -32,21 +32,20 @@ class Listing:
     takes_all = True  # regions pass everything that they save to these hooks
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
-        self.subject = Subject(fn, args, kwargs)
+        self.program = Program(fn, args, kwargs)
         self.saved: list[weakref.ref[_Saved]] = []
 
     def run(self, under_hooks: bool) -> list[SavedResidual]:
         """Run the function, and list the tensors that its graph keeps alive."""
-        subject = self.subject
-        captured, cut = subject.cut()
-        operands = subject.operands()
-        with subject.preserved(), cut, hooks_allowed():
-            origins = Origins(subject.modules)
+        captured, cut = self.program.cut()
+        operands = self.program.operands()
+        with self.program.preserved(), cut, hooks_allowed():
+            origins = Origins(self.program.modules)
             if under_hooks:
                 private.push_hooks(self.pack, attrgetter("tensor"))
             try:
                 with torch.enable_grad(), origins:
-                    graph = _edges(subject.call(subject.fn, operands))
+                    graph = _edges(self.program.call(self.program.fn, operands))
             finally:
                 if under_hooks:
                     private.pop_hooks()
@@ -55,7 +54,7 @@ class Listing:
             else:
                 found = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
             named: list[tuple[Kind, str, torch.Tensor]]
-            named = [("argument", name, tensor) for name, tensor in zip(subject.names, operands)]
+            named = [("argument", name, tensor) for name, tensor in zip(self.program.names, operands)]
             named += [("captured", name, tensor) for name, tensor in captured]
             known = {id(holder(p)): _unmade(kind, name, p) for kind, name, t in reversed(named) for p in parts(t)}
             found = list({id(holder(tensor)): tensor for tensor in reversed(found)}.values())[::-1]

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,25 +76,30 @@ def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, gra
 NOT_DIFFERENTIATED = "Nothing was differentiated: no argument or captured tensor requires grad or is floating-point."
 
 
-class Subject:
-    """``fn(*args, **kwargs)``, differentiated by the tensors that require grad; if none does, by all that can."""
+Named = list[tuple[str, Any]]
 
-    def __init__(self, fn: Callable, args: tuple, kwargs: dict, *others: Any) -> None:
+
+class Program:
+    """``fn(*args, **kwargs)`` and its transform, or its derivative by what requires grad; if nothing does, by all."""
+
+    def __init__(
+        self, fn: Callable, args: tuple, kwargs: dict, transform: Callable | None = None, loss: Callable | None = None
+    ) -> None:
         if not callable(fn):
             raise TypeError(
                 f"Give the function or module first and then its arguments, as in `(fn, x)` for `fn(x)`; got "
                 f"{type(fn).__name__}."
             )
-        self.fn = fn
+        self.fn, self.transform, self.loss = fn, transform, loss
         self.arguments, self.tensors = take_apart(args, kwargs)
-        self._roots = [fn, *self.arguments.searched(), *(other for other in others if other is not None)]
+        self._roots = [fn, *self.arguments.searched(), *(each for each in (transform, loss) if each is not None)]
         self._found = find(*self._roots)
         names = _argument_names(fn, trees.paths(self.arguments.spec, ""))
         self.names = [names[i] for i in self.arguments.positions]  # of the tensors
-        found = {
-            id(t): (_readable(path), t) for path, t in reversed(self._found.tensors) if isinstance(t, torch.Tensor)
-        }
-        self.captured: list[tuple[str, torch.Tensor]] = [*reversed(found.values())]
+        found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
+        captured = list(reversed(found.values()))
+        self.captured = [(name, value) for name, value in captured if isinstance(value, torch.Tensor)]
+        self._generators = [(name, value) for name, value in captured if not isinstance(value, torch.Tensor)]
         self.modules = ModuleNames([*_roots(fn, self.arguments.leaves)])
         self.every = not any(tensor.requires_grad for tensor in self.inputs())
 
@@ -120,10 +125,8 @@ class Subject:
     @contextmanager
     def preserved(self) -> Iterator[Overwritten]:
         """A context to run it in, which restores everything that it changes."""
-        values = [value for _, value in self._found.tensors]
-        tensors = list({id(t): t for t in [*self.tensors, *values] if isinstance(t, torch.Tensor)}.values())
-        generators = [value for value in values if not isinstance(value, torch.Tensor)]
-        ambient = Ambient.capture({t.device for t in tensors}, generators, True)
+        tensors = list({id(tensor): tensor for tensor in self.inputs()}.values())
+        ambient = Ambient.capture({t.device for t in tensors}, [each for _, each in self._generators], True)
         with ExitStack() as stack:  # if one can't be restored, the others still are
             stack.enter_context(ambient.restored())
             stack.callback(drop_gradient_hooks, tensors, RemovableHandle.next_id)
@@ -157,13 +160,56 @@ class Subject:
         """The states of the global generators and of those that it captures."""
         devices = tuple({tensor.device for tensor in self.inputs()})
         named = [(generator_name(each), each) for each in global_generators(devices)]
-        named += [
-            (_readable(path), with_state(value))
-            for path, value in self._found.tensors
-            if not isinstance(value, torch.Tensor)
-        ]
+        named += [(name, with_state(each)) for name, each in self._generators]
         states = {name: generator.get_state() for name, generator in named}
         return {n: bytes_of(s) if isinstance(s, torch.Tensor) else pickle.dumps(s) for n, s in states.items()}
+
+    def run(self, fn: Callable, at_end: Callable[[], None] = lambda: None, keep: bool = False) -> Named:
+        """Run the program with ``fn`` in place of its function, and call ``at_end`` at the end of its forward.
+
+        Returns the transform's result, or the gradients. With ``keep`` also the function's own result, before the
+        gradients, which is then alive during the backward.
+        """
+        if self.transform is None:
+            return self._differentiated(fn, at_end, keep)
+        return _leaves(self.call(self.transformed(_notifying(fn, at_end)), self.tensors))
+
+    def transformed(self, fn: Callable) -> Callable:
+        """The transformed function.
+
+        Raises:
+            TypeError: the transform makes no function from ``fn``.
+        """
+        assert self.transform is not None
+        cause = None
+        try:
+            if callable(made := self.transform(fn)):
+                return made
+        except Exception as error:
+            cause = error
+        raise TypeError(
+            "transform must be a function that makes a function from fn, such as `torch.func.grad` (not "
+            "`torch.func.grad(fn)`), or `lambda fn: vmap(grad(fn))`."
+        ) from cause
+
+    def _differentiated(self, fn: Callable, at_end: Callable[[], None], keep: bool) -> Named:
+        captured, cut = self.cut()
+        operands = self.operands()
+        with cut, torch.enable_grad():
+            result = self.call(fn, operands)
+            values = [(name, _detached(value)) for name, value in _leaves(result)] if keep else []
+            value = (self.loss or default_loss)(result)
+            del result
+            at_end()
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                return values
+            named = [(f"argument {name}", tensor) for name, tensor in zip(self.names, operands)]
+            leaves = {id(t): (name, t) for name, t in (*named, *captured) if t.requires_grad}
+            for leaf in _leaves_of_graph(value):
+                leaves.setdefault(id(leaf), (shown(leaf), leaf))
+            names, tensors = zip(*leaves.values())
+            gradients = torch.autograd.grad(value, tensors, allow_unused=True)
+        return values + [(f"gradient of {name}", gradient) for name, gradient in zip(names, gradients)]
 
 
 def _readable(place: Any) -> str:
@@ -205,66 +251,6 @@ def _roots(fn: Any, leaves: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
             yield name, value
         elif isinstance(value, (list, tuple)):
             yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, nn.Module))
-
-
-Named = list[tuple[str, Any]]
-
-
-class Program(NamedTuple):
-    """A function with its arguments, and how it is differentiated."""
-
-    subject: Subject
-    transform: Callable | None
-    loss: Callable | None
-
-    def run(self, fn: Callable, at_end: Callable[[], None] = lambda: None, keep: bool = False) -> Named:
-        """Run the program with ``fn`` in place of its function, and call ``at_end`` at the end of its forward.
-
-        Returns the transform's result, or the gradients. With ``keep`` also the function's own result, before the
-        gradients, which is then alive during the backward.
-        """
-        if self.transform is None:
-            return self._differentiated(fn, at_end, keep)
-        transformed = self.transformed(_notifying(fn, at_end))
-        return _leaves(self.subject.call(transformed, self.subject.tensors))
-
-    def transformed(self, fn: Callable) -> Callable:
-        """The transformed function.
-
-        Raises:
-            TypeError: the transform makes no function from ``fn``.
-        """
-        assert self.transform is not None
-        cause = None
-        try:
-            if callable(made := self.transform(fn)):
-                return made
-        except Exception as error:
-            cause = error
-        raise TypeError(
-            "transform must be a function that makes a function from fn, such as `torch.func.grad` (not "
-            "`torch.func.grad(fn)`), or `lambda fn: vmap(grad(fn))`."
-        ) from cause
-
-    def _differentiated(self, fn: Callable, at_end: Callable[[], None], keep: bool) -> Named:
-        subject = self.subject
-        captured, cut = subject.cut()
-        operands = subject.operands()
-        with cut, torch.enable_grad():
-            result = subject.call(fn, operands)
-            values = [(name, _detached(value)) for name, value in _leaves(result)] if keep else []
-            value = (self.loss or default_loss)(result)
-            del result
-            at_end()
-            if not isinstance(value, torch.Tensor) or not value.requires_grad:
-                return values
-            named = [(f"argument {name}", tensor) for name, tensor in zip(subject.names, operands)]
-            leaves = {id(t): (name, t) for name, t in (*named, *captured) if t.requires_grad}
-            for leaf in _leaves_of_graph(value):
-                leaves.setdefault(id(leaf), (shown(leaf), leaf))
-            names, tensors = zip(*leaves.values())
-            gradients = torch.autograd.grad(value, tensors, allow_unused=True)
-        return values + [(f"gradient of {name}", gradient) for name, gradient in zip(names, gradients)]
 
 
 def default_loss(result: Any) -> Any:
