@@ -43,8 +43,7 @@ def check(
     the tensors that require grad; if none does, with respect to all floating-point arguments.
 
     Args:
-        fn: the function or module. Regions in it are plain calls in the first of the two runs.
-        *args: its arguments, any pytrees.
+        fn, *args: the function or module, and its arguments, any pytrees.
         policy: what the region may save, as in :func:`remat.remat`.
         transform: a transform such as ``torch.func.grad``. If given, ``transform(remat(fn))(*args, **kwargs)`` is
             compared, and no loss is computed.
@@ -101,25 +100,16 @@ def report(
 ) -> Report:
     """Measure what a program saves and recomputes, without rematerialization and under policies.
 
-    Runs ``fn(*args, **kwargs)`` and the backward of a loss: without any region; as it is, if it has regions; and as
-    ``remat(fn, policy=policy)`` for each policy. Gradients, buffers, generators, hooks and the state of modules are
-    restored afterwards. The program is differentiated with respect to the tensors that require grad; if none does,
-    with respect to all floating-point arguments.
-
-    Bytes are bytes of live tensors, counted at each operation. FLOPs are those of matrix products, convolutions and
-    attention. Both are deterministic. On a device, the report also has the peak of its allocator.
+    Runs ``fn(*args, **kwargs)`` and the backward of a loss as :func:`check` does: without any region; as it is, if it
+    has regions; and as ``remat(fn, policy=policy)`` for each policy. Bytes are bytes of live tensors, counted at each
+    operation. FLOPs are those of matrix products, convolutions and attention. Both are deterministic. On a device, the
+    report also has the peak of its allocator.
 
     Args:
-        fn: the function or module.
-        *args: its arguments, any pytrees.
+        fn, *args: the function or module, and its arguments, any pytrees.
         policies: the policies to try, each as in :func:`remat.remat`. By default no policy, attention, matrix
             products, and both; policies with identical costs are listed once.
-        transform: a transform such as ``torch.func.grad``. If given, ``transform(remat(fn))(*args, **kwargs)`` runs,
-            and no loss is computed.
-        loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
-            tensors in the result.
-        where: which submodules of a model are regions, as in :func:`remat.nn.apply`. By default ``fn`` is one region.
-        **kwargs: its keyword arguments. If it has one with the name of an option above, wrap it in a lambda.
+        transform, loss, where, **kwargs: as in :func:`check`.
 
     Returns:
         A report. Its text is a table, and ``plot()`` draws it. ``plain``, ``as_written`` and ``policies`` have the
@@ -164,12 +154,7 @@ def report(
 
 
 _AS_ONE = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
-_USUAL = (
-    None,
-    policies_.save_attention,
-    policies_.save_matmuls,
-    policies_.save_matmuls | policies_.save_attention,
-)
+_USUAL = (None, policies_.save_attention, policies_.save_matmuls, policies_.save_matmuls | policies_.save_attention)
 
 
 def _labels(asked: Sequence[Any]) -> list[str]:

@@ -110,11 +110,9 @@ def budget(
         amount: the highest allowed peak of live tensors between the start of the forward and the end of the backward,
             with the gradients of parameters, without parameters and inputs: a number of bytes, a string such as
             ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization.
-        *args: arguments for the model, as in training.
-        loss: computes a scalar from the model's result. None: the result's ``.loss`` if it has one, otherwise the sum
-            of its floating-point tensors.
+        *args, **kwargs: arguments for the model, as in training.
+        loss: computes a scalar from the model's result, as in :func:`remat.check`.
         cost: the cost of recomputing an operation, as in :func:`remat.policies.budget`.
-        **kwargs: keyword arguments for the model.
 
     Returns:
         A :class:`BlockBudget` with what each block saves, and the measured peaks. Printed it is a table.

@@ -31,12 +31,8 @@ def plot_peaks(axes: Any, points: Sequence[tuple[str, int, int]], best: Sequence
         axes.plot(count, nbytes, marker, markersize=8, fillstyle="none", mew=1.8, clip_on=False, label=label)
     if len(best) > 1:
         axes.plot(*zip(*sorted(best)), "--", drawstyle="steps-post", color="grey", linewidth=1, zorder=1)
-    _from_zero(axes, "FLOPs recomputed", "peak memory")
-    from matplotlib import ticker
-
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(ticker.EngFormatter("FLOP"))
-    _ticks_of_bytes(axes.yaxis)
+    _label(axes, "FLOPs recomputed", "peak memory", axes.yaxis)
+    axes.xaxis.set_major_formatter(lambda count, _: flops_text(int(count)))
     axes.legend()
     return axes
 
@@ -45,8 +41,7 @@ def plot_choices(axes: Any, points: Sequence[tuple[int, float]], unit: str) -> A
     """Draw the cost of choices against the bytes that they save."""
     axes = _axes(axes)
     axes.plot(*zip(*points), "o--", drawstyle="steps-post", linewidth=1, clip_on=False)
-    _from_zero(axes, "memory saved for the backward", f"cost of the recompute{unit}")
-    _ticks_of_bytes(axes.xaxis)
+    _label(axes, "memory saved for the backward", f"cost of the recompute{unit}", axes.xaxis)
     return axes
 
 
@@ -59,18 +54,14 @@ def _axes(axes: Any) -> Any:
     return pyplot.subplots(layout="constrained")[1] if axes is None else axes
 
 
-def _from_zero(axes: Any, x: str, y: str) -> None:
+def _label(axes: Any, x: str, y: str, of_bytes: Any) -> None:
+    """Label both axes, which start at zero. The axis ``of_bytes`` has few ticks, at multiples of a power of two."""
     axes.set(xlabel=x, ylabel=y, xlim=(0, max(1, axes.get_xlim()[1])), ylim=(0, max(1, axes.get_ylim()[1])))
     axes.grid(alpha=0.3)
-
-
-def _ticks_of_bytes(axis: Any) -> None:
-    """At most six steps, each a power of two."""
-    from matplotlib import ticker
-
-    step = 2 ** max(0, math.ceil(math.log2(axis.get_view_interval()[1] / 6)))
-    axis.set_major_locator(ticker.MultipleLocator(step))
-    axis.set_major_formatter(lambda value, _: size_text(int(value)))
+    most = of_bytes.get_view_interval()[1]
+    step = 2 ** max(0, math.ceil(math.log2(most / 6)))
+    of_bytes.set_ticks([*range(0, int(most) + 1, step)])
+    of_bytes.set_major_formatter(lambda nbytes, _: size_text(int(nbytes)))
 
 
 @dataclass(frozen=True)
