@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from remat._measure.observer import FlopCount, Observer, PeakMemory, gc_disabled
+from remat._core.facts import flops
+from remat._measure.observer import Observer, PeakMemory, gc_disabled
 
 __all__ = [
     "OpCounter",
@@ -57,6 +58,17 @@ class OpCounter(Observer):
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         self.counts[str(func.overloadpacket)] += 1
+
+
+class FlopCount(Observer):
+    """Counts the floating-point operations that run while the mode is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        self.flops += flops(func, args, kwargs, result)
 
 
 def peak_bytes(fn: Callable[..., Any], /, *args: Any) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,12 +67,13 @@ def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwar
 class Remat:
     """A rematerialized function: each call of it is a region."""
 
-    def __init__(self, fn: Callable, options: Options, known: Known | None) -> None:
-        if not torch.compiler.is_compiling():  # Dynamo can't trace it for all kinds of callables
-            functools.update_wrapper(self, fn)
+    def __init__(self, fn: Callable, options: Options, known: Known | None = None) -> None:
+        self._known = None  # an object made in a trace remembers nothing
+        if not torch.compiler.is_compiling():
+            functools.update_wrapper(self, fn)  # Dynamo can't trace it for all kinds of callables
+            self._known = known or known_of(fn)
         self._fn = fn
         self._options = options
-        self._known = None if torch.compiler.is_compiling() else known  # an object made in a trace remembers nothing
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return call(self._fn, self._options, self._known, args, kwargs)
@@ -95,25 +96,9 @@ class Remat:
 
     def __reduce__(self) -> Any:
         # A decorated function is pickled by its qualified name, as functions are.
-        module, name = (
-            getattr(self._fn, "__module__", None),
-            getattr(self._fn, "__qualname__", None),
-        )
-        if module and name and "<" not in name and _lookup(module, name) is self:
-            return name
-        return _rebuild, (self._fn, self._options)
-
-    def __deepcopy__(self, memo: dict) -> Remat:
-        fn = copy.deepcopy(self._fn, memo)
-        return Remat(fn, self._options, known_of(fn))
-
-
-def _lookup(module: str, qualname: str) -> Any:
-    try:
-        return functools.reduce(getattr, qualname.split("."), sys.modules[module])
-    except (KeyError, AttributeError):
-        return None
-
-
-def _rebuild(fn: Callable, options: Options) -> Remat:
-    return Remat(fn, options, known_of(fn))
+        module: Any = sys.modules.get(getattr(self._fn, "__module__", None) or "")
+        name = getattr(self._fn, "__qualname__", "")
+        with suppress(AttributeError):
+            if functools.reduce(getattr, name.split("."), module) is self:
+                return name
+        return Remat, (self._fn, self._options)

@@ -37,11 +37,8 @@ def sequential(
             the arguments, each other one the result of the previous one, as one argument.
         segments: the number of regions, of nearly equal length, from 1 to the number of functions. By default the
             square root of that number, rounded, which needs the least memory if all functions need the same.
-        policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
-        preserve_rng_state: make the recompute draw the same random numbers as the forward, as in :func:`remat.remat`.
-        determinism_check: what is compared between the runs, as in :func:`remat.remat`.
-        early_stop: end a recompute as soon as it has what the backward needs.
-        debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
+        policy, preserve_rng_state, determinism_check, early_stop, debug: options of the regions, as in
+            :func:`remat.remat`.
 
     Returns:
         A function. It calls the modules themselves, so their parameters get gradients.

@@ -10,7 +10,7 @@ import torch
 from ._budget.curve import Curve, Point, curve_of
 from ._core.known import Known
 from ._function import call
-from ._measure.program import Subject
+from ._measure.program import Program
 from ._policy.policy import Budget
 from ._region.options import Options
 from .errors import RematError
@@ -26,12 +26,10 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     arguments.
 
     Args:
-        fn: the function or module. Regions in it have no effect.
-        *args: arguments of ``fn``, any pytrees.
+        fn, *args, **kwargs: the function or module, and its arguments, any pytrees. Regions in it have no effect.
         cost: what an operation costs when it is recomputed. ``"roofline"``: microseconds by its FLOPs and the bytes
             that it moves, the same on every run. ``"flops"``: FLOPs of matrix products, convolutions and attention.
             ``"time"``: microseconds as measured. Or a function ``(op, args, kwargs, result)`` that returns a number.
-        **kwargs: keyword arguments of ``fn``.
 
     Returns:
         The curve. It can be printed and drawn (``plot()``). ``points`` has the choices, and ``at("64MiB")`` returns a
@@ -58,12 +56,10 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         >>> g = remat.remat(f, policy=curve.at("8KiB"))
     """
     policy, known = Budget(0, cost), Known()
-    subject = Subject(fn, args, kwargs)
-    with subject.preserved(), torch.enable_grad():
-        operands = subject.operands()
-        follows = any(tensor.requires_grad for tensor in (*operands, *(t for _, t in subject.captured)))
-        subject.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), operands)
-    if not follows or not known.shared.choices.get(policy):
+    program = Program(fn, args, kwargs)
+    with program.preserved(), torch.enable_grad():
+        program.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), program.operands())
+    if not program.is_differentiated() or not known.shared.choices.get(policy):
         raise RematError(
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
             "captured tensors, or the function calls torch.func transforms itself."

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from . import policies as policies_
+from ._budget.model import regions
 from ._core import private
 from ._core.state import disable_remat
 from ._measure.comparison import CheckResult, Difference, compared
-from ._measure.costs import AS_WRITTEN, Costs, Report, Share, distinct, measured
-from ._measure.program import NOT_DIFFERENTIATED, Program, Subject
+from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
+from ._measure.program import NOT_DIFFERENTIATED, Program
 from ._policy.policy import PolicyLike, as_policy
 from ._policy.warnings import silenced
-from ._region.options import override
-from .nn import Where, apply
+from ._region.options import Options, checked_options, override
+from .nn import Where, chosen_modules
 from .transform import remat
 
 __all__ = ["CheckResult", "Costs", "Difference", "Report", "Share", "check", "report"]
@@ -41,8 +43,7 @@ def check(
     the tensors that require grad; if none does, with respect to all floating-point arguments.
 
     Args:
-        fn: the function or module. Regions in it are plain calls in the first of the two runs.
-        *args: its arguments, any pytrees.
+        fn, *args: the function or module, and its arguments, any pytrees.
         policy: what the region may save, as in :func:`remat.remat`.
         transform: a transform such as ``torch.func.grad``. If given, ``transform(remat(fn))(*args, **kwargs)`` is
             compared, and no loss is computed.
@@ -79,14 +80,12 @@ def check(
         False
     """
     _check_call("check", transform=transform, loss=loss)
-    program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
-    with_remat = _with_regions(fn, policy, where, determinism_check="values")
-    with with_remat():  # raises if `fn` can't be a region
-        pass
+    program = Program(fn, args, kwargs, transform, loss)
+    called, context = _with_regions(fn, policy, where, determinism_check="values")
     if transform is not None:
-        with program.subject.preserved():  # raises here if it is not a transform; later errors are results
+        with program.preserved():  # raises here if it is not a transform; later errors are results
             program.transformed(fn)
-    return compared(program, _without_regions(fn), with_remat)
+    return compared(program, called, context)
 
 
 def report(
@@ -101,25 +100,16 @@ def report(
 ) -> Report:
     """Measure what a program saves and recomputes, without rematerialization and under policies.
 
-    Runs ``fn(*args, **kwargs)`` and the backward of a loss: without any region; as it is, if it has regions; and as
-    ``remat(fn, policy=policy)`` for each policy. Gradients, buffers, generators, hooks and the state of modules are
-    restored afterwards. The program is differentiated with respect to the tensors that require grad; if none does,
-    with respect to all floating-point arguments.
-
-    Bytes are bytes of live tensors, counted at each operation. FLOPs are those of matrix products, convolutions and
-    attention. Both are deterministic. On a device, the report also has the peak of its allocator.
+    Runs ``fn(*args, **kwargs)`` and the backward of a loss as :func:`check` does: without any region; as it is, if it
+    has regions; and as ``remat(fn, policy=policy)`` for each policy. Bytes are bytes of live tensors, counted at each
+    operation. FLOPs are those of matrix products, convolutions and attention. Both are deterministic. On a device, the
+    report also has the peak of its allocator.
 
     Args:
-        fn: the function or module.
-        *args: its arguments, any pytrees.
+        fn, *args: the function or module, and its arguments, any pytrees.
         policies: the policies to try, each as in :func:`remat.remat`. By default no policy, attention, matrix
             products, and both; policies with identical costs are listed once.
-        transform: a transform such as ``torch.func.grad``. If given, ``transform(remat(fn))(*args, **kwargs)`` runs,
-            and no loss is computed.
-        loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
-            tensors in the result.
-        where: which submodules of a model are regions, as in :func:`remat.nn.apply`. By default ``fn`` is one region.
-        **kwargs: its keyword arguments. If it has one with the name of an option above, wrap it in a lambda.
+        transform, loss, where, **kwargs: as in :func:`check`.
 
     Returns:
         A report. Its text is a table, and ``plot()`` draws it. ``plain``, ``as_written`` and ``policies`` have the
@@ -143,33 +133,28 @@ def report(
         []
     """
     _check_call("report", transform=transform, loss=loss)
-    program = Program(Subject(fn, args, kwargs, transform, loss), transform, loss)
+    program = Program(fn, args, kwargs, transform, loss)
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
     asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
-    plain = measured(program, "without remat", _without_regions(fn))
-    as_written = measured(program, AS_WRITTEN, lambda: nullcontext(fn), plain)
+    plain = measured(program, WITHOUT, fn, disable_remat)
+    as_written = measured(program, AS_WRITTEN, fn, nullcontext, plain)
     rows = distinct([plain, as_written])
     with silenced() if policies is None else nullcontext():  # no warnings about policies that the user did not choose
         found = [
-            measured(program, label, _with_regions(fn, policy, where), plain, policy, under_policy=True)
+            measured(program, label, *_with_regions(fn, policy, where), plain, policy)
             for label, policy in zip(_labels(asked), asked)
         ]
     rows = [*rows, *(distinct(found) if policies is None else found)]
     as_one = found and where is None and isinstance(fn, torch.nn.Module) and any(fn.children())
     note = _AS_ONE if as_one else ""
-    if transform is None and not program.subject.is_differentiated():
+    if transform is None and not program.is_differentiated():
         note = NOT_DIFFERENTIATED
     return Report(_name(fn, transform), _environment(program), tuple(rows), note)
 
 
 _AS_ONE = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
-_USUAL = (
-    None,
-    policies_.save_attention,
-    policies_.save_matmuls,
-    policies_.save_matmuls | policies_.save_attention,
-)
+_USUAL = (None, policies_.save_attention, policies_.save_matmuls, policies_.save_matmuls | policies_.save_attention)
 
 
 def _labels(asked: Sequence[Any]) -> list[str]:
@@ -187,7 +172,7 @@ def _name(fn: Any, transform: Any) -> str:
 
 
 def _environment(program: Program) -> dict[str, str]:
-    kinds = sorted({tensor.device.type for tensor in program.subject.inputs()} - {"cpu", "meta"})
+    kinds = sorted({tensor.device.type for tensor in program.inputs()} - {"cpu", "meta"})
     modules = [torch.get_device_module(kind) for kind in kinds]
     names = [
         module.get_device_name() if hasattr(module, "get_device_name") else kind for module, kind in zip(modules, kinds)
@@ -209,31 +194,18 @@ def _check_call(name: str, **functions: Any) -> None:
         )
 
 
-Way = Callable[[], AbstractContextManager[Any]]
-
-
-def _without_regions(fn: Callable) -> Way:
-    @contextmanager
-    def way() -> Iterator[Callable]:
-        with disable_remat():
-            yield fn
-
-    return way
-
-
-def _with_regions(fn: Any, policy: Any, where: Any, **options: Any) -> Way:
-    """The function as a region, or the model with the regions of ``where``, which are removed in the end."""
-    region = remat(fn, policy=policy) if where is None else None
+def _with_regions(fn: Any, policy: Any, where: Any, **options: Any) -> tuple[Callable, Callable]:
+    """What to call, the function as a region or the model itself, and a context in which its submodules are regions."""
+    called, changed = fn, dict[torch.nn.Module, Options]()
+    if where is None:
+        called = remat(fn, policy=policy)
+    else:
+        shared = checked_options(policy)
+        changed = {module: replace(shared, name=name) for name, module in chosen_modules(fn, where)}
 
     @contextmanager
-    def way() -> Iterator[Any]:
-        classes = [(each, type(each)) for each in fn.modules()] if isinstance(fn, torch.nn.Module) else []
-        try:
-            with override(**options):
-                yield region if where is None else apply(fn, where, policy=policy)
-        finally:
-            for module, cls in classes:
-                if type(module) is not cls:
-                    module.__class__ = cls
+    def context() -> Iterator[None]:
+        with override(**options), regions(changed):
+            yield
 
-    return way
+    return called, context

@@ -21,7 +21,7 @@ import torch
 
 from ._budget.model import BlockBudget, BlockChoice, chosen_by_budget
 from ._core.signatures import accepts
-from ._measure.program import Program, Subject
+from ._measure.program import Program
 from ._modules.eligible import check_module
 from ._modules.region_class import change_back, change_in_place
 from ._policy.policy import Budget, PolicyLike
@@ -31,14 +31,8 @@ from .errors import shown
 __all__ = ["BlockBudget", "BlockChoice", "apply", "budget", "every", "undo"]
 
 
-def __dir__() -> list[str]:
-    return [*__all__]
-
-
 M = TypeVar("M", bound=torch.nn.Module)
 Types: TypeAlias = type | tuple[type, ...]
-
-
 Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
 
 
@@ -63,11 +57,8 @@ def apply(
         model: the model; it can be chosen itself, as the submodule with the name ``""``.
         where: which submodules: a type or a tuple of types, ``every(n, type)``, or a function that
             gets a submodule's name and the submodule, and returns whether it is chosen.
-        policy: what the regions may save beyond their inputs, as in :func:`remat.remat`.
-        preserve_rng_state: make the recompute draw the same random numbers as the forward, as in :func:`remat.remat`.
-        determinism_check: what is compared between the runs, as in :func:`remat.remat`.
-        early_stop: end a recompute as soon as it has what the backward needs.
-        debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
+        policy, preserve_rng_state, determinism_check, early_stop, debug: options of the regions, as in
+            :func:`remat.remat`.
 
     Returns:
         ``model`` itself.
@@ -93,14 +84,14 @@ def apply(
         >>> model = remat.nn.undo(model)
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
-    for name, module in _checked(model, where):
+    for name, module in chosen_modules(model, where):
         change_in_place(module, replace(options, name=name))
     return model
 
 
 def budget(
     model: torch.nn.Module,
-    where: Types | Every | Callable[[str, torch.nn.Module], bool],
+    where: Where,
     amount: int | str | float,
     *args: Any,
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -119,11 +110,9 @@ def budget(
         amount: the highest allowed peak of live tensors between the start of the forward and the end of the backward,
             with the gradients of parameters, without parameters and inputs: a number of bytes, a string such as
             ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization.
-        *args: arguments for the model, as in training.
-        loss: computes a scalar from the model's result. None: the result's ``.loss`` if it has one, otherwise the sum
-            of its floating-point tensors.
+        *args, **kwargs: arguments for the model, as in training.
+        loss: computes a scalar from the model's result, as in :func:`remat.check`.
         cost: the cost of recomputing an operation, as in :func:`remat.policies.budget`.
-        **kwargs: keyword arguments for the model.
 
     Returns:
         A :class:`BlockBudget` with what each block saves, and the measured peaks. Printed it is a table.
@@ -148,8 +137,8 @@ def budget(
         >>> result.peak <= result.amount < result.without
         True
     """
-    chosen = _checked(model, where)
-    return chosen_by_budget(Program(Subject(model, args, kwargs, None, loss), None, loss), chosen, Budget(amount, cost))
+    chosen = chosen_modules(model, where)
+    return chosen_by_budget(Program(model, args, kwargs, loss=loss), chosen, Budget(amount, cost))
 
 
 def undo(model: M) -> M:
@@ -212,7 +201,7 @@ def _is_types(value: Any) -> bool:
     return isinstance(value, type) or (isinstance(value, tuple) and all(isinstance(t, type) for t in value))
 
 
-def _checked(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Module]]:
+def chosen_modules(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Module]]:
     """Return the chosen modules; raise if there are none or if one can't be a region."""
     chosen = _chosen(model, where)
     if not chosen:
@@ -227,8 +216,7 @@ def _checked(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Mod
 
 def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     if not isinstance(model, torch.nn.Module):
-        hint = " For a function use `remat.remat(fn)`." if callable(model) else ""
-        raise TypeError(f"The model must be a torch.nn.Module, got {type(model).__name__}.{hint}")
+        raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
     if isinstance(where, Every):
         return _chosen(model, where.of)[:: where.n]
     if _is_types(where):
@@ -239,12 +227,7 @@ def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
                 f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
             )
         return [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
-    hint = ""
-    if isinstance(where, list):
-        hint = " Give a tuple of types."
-    elif isinstance(where, str):
-        hint = f" For a name give `lambda name, module: name == {where!r}`."
     raise TypeError(
         f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
-        f"submodule; got {shown(where)}.{hint}"
+        f"submodule; got {shown(where)}."
     )

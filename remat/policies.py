@@ -98,11 +98,7 @@ def save_ops(*ops: Any) -> Policy:
 def save_only_these_names(*names: str) -> Policy:
     """Save the values that ``checkpoint_name`` gave one of these names.
 
-    Args:
-        names: names, in which ``*`` matches any characters.
-
-    Raises:
-        PolicyError: a name is not a string, or is empty.
+    In a name ``*`` matches any characters. Raises ``PolicyError`` if one is empty or not a string.
 
     Example:
         >>> from remat import policies
@@ -115,11 +111,7 @@ def save_only_these_names(*names: str) -> Policy:
 def save_any_names_but_these(*names: str) -> Policy:
     """Save the values that have names, except those with one of these names.
 
-    Args:
-        names: names, in which ``*`` matches any characters.
-
-    Raises:
-        PolicyError: a name is not a string, or is empty.
+    In a name ``*`` matches any characters. Raises ``PolicyError`` if one is empty or not a string.
 
     Example:
         >>> from remat import policies
@@ -132,11 +124,7 @@ def save_any_names_but_these(*names: str) -> Policy:
 def save_anything_except_these_names(*names: str) -> Policy:
     """Save every value, except those with one of these names.
 
-    Args:
-        names: names, in which ``*`` matches any characters.
-
-    Raises:
-        PolicyError: a name is not a string, or is empty.
+    In a name ``*`` matches any characters. Raises ``PolicyError`` if one is empty or not a string.
 
     Example:
         >>> from remat import policies
@@ -200,11 +188,7 @@ def save_and_offload_only_these_names(
 
     It is ``save_only_these_names(...) | offload(save_only_these_names(...))`` with JAX's keywords.
 
-    Args:
-        names_which_can_be_saved: names, in which ``*`` matches any characters.
-        names_which_can_be_offloaded: the same.
-        offload_src: ``"device"``.
-        offload_dst: ``"cpu"``, or ``"pinned_host"``.
+    In a name ``*`` matches any characters. ``offload_dst`` may also be ``"pinned_host"``.
 
     Raises:
         PolicyError: a name is in both lists, is not a string, or is empty; or one of the other arguments is invalid.
@@ -229,12 +213,7 @@ def save_and_offload_only_these_names(
 def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "cpu") -> Policy:
     """Save the results of products with weights in host memory: ``offload(save_matmuls_without_batch_dims)`` in JAX.
 
-    Args:
-        offload_src: ``"device"``.
-        offload_dst: ``"cpu"``, or ``"pinned_host"``.
-
-    Raises:
-        PolicyError: one of the arguments is something else.
+    ``offload_dst`` may also be ``"pinned_host"``. Raises ``PolicyError`` if an argument is something else.
 
     Example:
         >>> from remat import policies
@@ -275,12 +254,7 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
 def save_from_both_policies(p: PolicyLike, q: PolicyLike, /) -> Policy:
     """Save what either of two policies saves: JAX's name for ``p | q``.
 
-    Args:
-        p: a policy, or anything that is accepted as a policy.
-        q: the same.
-
-    Raises:
-        PolicyError: one policy saves a value that the other offloads.
+    Each may be anything that is accepted as a policy. Raises ``PolicyError`` if one saves what the other offloads.
 
     Example:
         >>> from remat import policies

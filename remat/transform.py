@@ -8,7 +8,6 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from ._core.known import known_of
 from ._function import Remat
 from ._modules.eligible import check_module
 from ._modules.region_class import second_module
@@ -108,12 +107,10 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, Policy):
         raise TypeError("The policy is a keyword argument: `remat(fn, policy=...)`.")
     if not callable(fn) and not isinstance(fn, (classmethod, staticmethod)):
-        hint = (
-            "Pass the function, not its result: `remat(fn)(x)`"
-            if isinstance(fn, torch.Tensor)
-            else "Options are keywords: `remat(fn, early_stop=False)`"
+        raise TypeError(
+            f"remat takes a function or another callable, got {type(fn).__name__}. Pass the function, not its result: "
+            f"`remat(fn)(x)`. Options are keywords: `remat(fn, early_stop=False)`."
         )
-        raise TypeError(f"remat takes a function or another callable, got {type(fn).__name__}. {hint}.")
     if not torch.compiler.is_compiling():
         check_returns(fn)  # Dynamo can't trace it
     if isinstance(fn, type):
@@ -127,4 +124,4 @@ def _wrap(fn: Any, options: Options) -> Any:
     ):
         check_module(fn)
         return second_module(fn, options)
-    return Remat(fn, options, known_of(fn))
+    return Remat(fn, options)

@@ -70,13 +70,11 @@ class BlockBudget:
     def __str__(self) -> str:
         rows = [(b.name, size_text(b.nbytes), flops_text(b.flops), f"{len(b.operators)}") for b in self.blocks]
         head = ("block", "saves", "recomputes", "operations saved")
-        return "\n".join(
-            [
-                *aligned([head, *rows], left=1),
-                f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat, "
-                f"{size_text(self.least)} if nothing is saved",
-            ]
+        peak = (
+            f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat, "
+            f"{size_text(self.least)} if nothing is saved"
         )
+        return "\n".join([*aligned([head, *rows], "<"), peak])
 
 
 class _Trace(PeakMemory):
@@ -88,22 +86,20 @@ class _Trace(PeakMemory):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[nn.Module] = []
-        self.count = 0
-        self._backward = False
         self.peaks: dict[tuple[int, bool], int] = {}  # the peak, by the number and whether it is the backward pass
+        self._moment = 0, False
         self._depth = 0
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         super().after(func, args, kwargs, result)
-        moment = self.count, self._backward
-        self.peaks[moment] = max(self.peaks.get(moment, 0), self.total)
+        self.peaks[self._moment] = max(self.peaks.get(self._moment, 0), self.total)
 
     def starts(self, module: nn.Module, args: Any) -> None:
         """Count a call that starts: a forward pre-hook."""
         self._depth += 1
         if self._depth == 1:  # blocks inside of a block are a part of it
             self.calls.append(module)
-            self.count = len(self.calls)
+            self._moment = len(self.calls), self._moment[1]
 
     def ends(self, module: nn.Module, args: Any, result: Any) -> None:
         """Have the backward pass show when it reaches this call: a forward hook."""
@@ -115,7 +111,7 @@ class _Trace(PeakMemory):
                     leaf.register_hook(lambda _: self._in_backward(before))
 
     def _in_backward(self, before: int) -> None:
-        self.count, self._backward = before, True
+        self._moment = before, True
 
 
 def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], budget: Budget) -> BlockBudget:
@@ -125,16 +121,11 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
         RematError: the model needs more than the budget even if the modules save nothing. No module is changed then.
     """
     names = {module: name for name, module in named}
-    with _measured(program) as trace, disable_remat():
-        program.run(program.subject.fn)
-    without = _agreed(trace.peak)
+    with disable_remat():
+        without = _agreed(_measured(program, {}).peak)
     amount = budget.nbytes(without)
     nothing = Budget(0, budget.cost)
-    with _measured(program) as trace, _regions(dict.fromkeys(names, Options(policy=nothing))):
-        for module in names:
-            module.register_forward_pre_hook(trace.starts)
-            module.register_forward_hook(trace.ends)
-        program.run(program.subject.fn)
+    trace = _measured(program, dict.fromkeys(names, Options(policy=nothing)), watch=True)
     least = _agreed(trace.peak)
     if least > amount:
         called = [names[module] for module in trace.calls]
@@ -144,7 +135,10 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
     plan, peak = _fitting(program, trace, blocks, amount, budget)
     for module in names:
         change_in_place(module, _options(plan, blocks, budget).get(module, Options(policy=budget)))
-    saved = [_saved(names[module], blocks[module], choice) for module, choice in plan.items()]
+    saved = []
+    for module, each in plan.items():
+        operators = tuple(blocks[module].operators[i] for i in sorted(each.steps))
+        saved.append(BlockChoice(names[module], each.nbytes, each.cost, each.flops, operators))
     return BlockBudget(amount, peak, least, without, tuple(saved))
 
 
@@ -163,9 +157,7 @@ def _fitting(
         if plan in tried:
             break
         tried.append(plan)
-        with _measured(program) as check, _regions(_options(plan, blocks, budget)):
-            program.run(program.subject.fn)
-        peak = _agreed(check.peak)
+        peak = _agreed(_measured(program, _options(plan, blocks, budget)).peak)
         if peak <= amount and _cost(plan) < _cost(best[0]):
             best = plan, peak
         if abs(amount - peak) < amount / 100 and peak <= amount:
@@ -220,16 +212,19 @@ def _thinned(ways: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]
     return [found[0], *{way[0] // size: way for way in found}.values()]
 
 
-@contextmanager
-def _measured(program: Program) -> Iterator[_Trace]:
-    """Measure the peak memory within the context, and restore at its end what the program has changed."""
+def _measured(program: Program, options: Mapping[nn.Module, Options], watch: bool = False) -> _Trace:
+    """Run the program with these modules as regions, watch their calls, and restore what the program has changed."""
     trace = _Trace()
-    with program.subject.preserved(), gc_disabled(), trace:
-        yield trace
+    with program.preserved(), gc_disabled(), trace, regions(options):
+        for module in options if watch else ():
+            module.register_forward_pre_hook(trace.starts)
+            module.register_forward_hook(trace.ends)
+        program.run(program.fn)
+    return trace
 
 
 @contextmanager
-def _regions(options: Mapping[nn.Module, Options]) -> Iterator[None]:
+def regions(options: Mapping[nn.Module, Options]) -> Iterator[None]:
     """Make these modules regions within the context."""
     before = [(module, type(module), module.__dict__.get(IN_PLACE)) for module in options]
     try:
@@ -249,13 +244,6 @@ def _options(plan: Plan, blocks: Mapping[nn.Module, Tradeoff], budget: Budget) -
         module: Options(policy=Budget(choice.nbytes, budget.cost, Chosen(blocks[module].operators, choice.steps)))
         for module, choice in plan.items()
     }
-
-
-def _saved(name: str, tradeoff: Tradeoff, choice: Choice) -> BlockChoice:
-    operators = tradeoff.operators
-    return BlockChoice(
-        name, choice.nbytes, choice.cost, choice.flops, tuple(operators[i] for i in sorted(choice.steps))
-    )
 
 
 def _too_little(amount: int, least: int, count: int, in_backward: bool, names: Sequence[str]) -> str:

@@ -37,10 +37,11 @@ def parse_amount(amount: Any, whole: int, name: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """The lines of a table. The first ``left`` columns are aligned to the left, the others to the right."""
+def aligned(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
+    """The lines of a table. ``align`` has ``<`` or ``>`` for the first columns; the others are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(f"{c:{'<' if i < left else '>'}{widths[i]}}" for i, c in enumerate(row)).rstrip() for row in rows]
+    columns = list(zip(align.ljust(len(widths), ">"), widths))
+    return ["  ".join(f"{c:{side}{width}}" for c, (side, width) in zip(row, columns)).rstrip() for row in rows]
 
 
 def size_text(nbytes: int) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from .._core.lines import Line, is_library
+from .._core.state import disable_remat
 from .._core.tensors import parts
+from ..errors import shown
 from .origins import tensor_text
 from .program import NOT_DIFFERENTIATED, Overwritten, Program
 
@@ -76,57 +78,45 @@ class CheckResult:
     __repr__ = __str__
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The values of one run, by name."""
-
-    results: dict[str, Any]
-    changed: dict[str, torch.Tensor]
-    generators: dict[str, bytes]  # their states
+class _State(bytes):
+    """The state of a random generator."""
 
 
-def compared(program: Program, without: Callable[[], Any], with_remat: Callable[[], Any]) -> CheckResult:
-    """Run the program both ways. Each way is a context manager that yields the function to run."""
-    try:
-        expected = _outcome(program, without)
-    except Exception as error:
-        return _failure(error, True)
-    try:
-        found = _outcome(program, with_remat)
-    except Exception as error:
-        return _failure(error, False)
-    differences, rounding = _differences(expected, found)
-    gradients = sum(name.startswith("gradient of ") for name in found.results)
-    counts = {
-        "result": len(found.results) - gradients,
-        "gradient": gradients,
-        "changed tensor": len(found.changed),
-    }
-    reproducible = not differences or _is_as(expected, program, without)
-    note = "" if program.transform is not None or program.subject.is_differentiated() else NOT_DIFFERENTIATED
+def compared(program: Program, with_regions: Callable, context: Callable[[], Any]) -> CheckResult:
+    """Run the program without regions, and with another function or module in place of its own, in a context."""
+    runs: list[dict[str, Any]] = []
+    for fn, around in ((program.fn, disable_remat), (with_regions, context)):
+        try:
+            runs.append(_outcome(program, fn, around))
+        except Exception as error:
+            return _failure(error, without=not runs)
+    differences, rounding = _differences(*runs)
+    names = [name for name, value in runs[1].items() if not isinstance(value, _State)]
+    gradients = sum(name.startswith("gradient of ") for name in names)
+    changed = sum(name.endswith(" after the run") for name in names)
+    counts = {"result": len(names) - gradients - changed, "gradient": gradients, "changed tensor": changed}
+    reproducible = True
+    if differences:
+        try:
+            reproducible = not _differences(runs[0], _outcome(program, program.fn, disable_remat))[0]
+        except Exception:
+            reproducible = False
+    note = "" if program.transform is not None or program.is_differentiated() else NOT_DIFFERENTIATED
     return CheckResult(tuple(differences), reproducible=reproducible, counts=counts, rounding=rounding, note=note)
 
 
-def _is_as(expected: Outcome, program: Program, without: Callable[[], Any]) -> bool:
-    """Whether another run agrees with the expected one."""
-    try:
-        return not _differences(expected, _outcome(program, without))[0]
-    except Exception:
-        return False
-
-
-def _outcome(program: Program, way: Callable[[], Any]) -> Outcome:
-    subject = program.subject
-    with subject.preserved() as overwritten, way() as fn:
-        results = dict(program.results(fn))
-        return Outcome(results, _changed(program, overwritten), subject.generator_states())
+def _outcome(program: Program, fn: Callable, context: Callable[[], Any]) -> dict[str, Any]:
+    """The values of one run, by name."""
+    with program.preserved() as overwritten, context():
+        results = program.run(fn, keep=True)
+        states = {name: _State(state) for name, state in program.generator_states().items()}
+        return {**dict(results), **_changed(program, overwritten), **states}
 
 
 def _changed(program: Program, overwritten: Overwritten) -> dict[str, torch.Tensor]:
     """Copies of the tensors that the program has changed in place or assigned to its variables."""
-    subject = program.subject
-    before = {id(tensor) for _, tensor in subject.captured}
-    now = [(f"argument {name}", tensor) for name, tensor in zip(subject.names, subject.tensors)] + subject.read_now()
+    before = {id(tensor) for _, tensor in program.captured}
+    now = [(f"argument {name}", tensor) for name, tensor in zip(program.names, program.tensors)] + program.read_now()
     return {
         f"{name} after the run": tensor.detach().clone()
         for name, tensor in now
@@ -143,61 +133,46 @@ def _failure(error: Exception, without: bool) -> CheckResult:
     return CheckResult(error=error, line=str(lines[-1]) if lines else "", fails_without_remat=without)
 
 
-def _differences(expected: Outcome, found: Outcome) -> tuple[list[Difference], float]:
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[Difference], float]:
     differences, rounding = list[Difference](), 0.0
-    for before, now in ((expected.results, found.results), (expected.changed, found.changed)):
-        for name in {**before, **now}:
-            if name not in before or name not in now:
-                differences.append(Difference(name, f"exists only {'without' if name in before else 'with'} remat"))
-                continue
-            how, part = _difference(before[name], now[name])
-            rounding = max(rounding, part)
-            if how:
-                differences.append(Difference(name, how))
-    for name, state in expected.generators.items():
-        if found.generators.get(name) != state:
-            differences.append(Difference(name, "is in a different state after the run"))
+    for name in {**before, **now}:
+        if name not in before or name not in now:
+            differences.append(Difference(name, f"exists only {'without' if name in before else 'with'} remat"))
+            continue
+        how, part = _difference(before[name], now[name])
+        rounding = max(rounding, part)
+        if how:
+            differences.append(Difference(name, how))
     return differences, rounding
 
 
 def _difference(a: Any, b: Any) -> tuple[str, float]:
     """How two values differ (empty if they don't), and their rounding difference relative to the largest number."""
+    if isinstance(a, _State):
+        return "" if a == b else "is in a different state after the run", 0.0
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or not _equal(a, b):
-            return f"{_short(a)} without remat, {_short(b)} with it", 0.0
-        return "", 0.0
+        # Of objects that aren't plain values only the types are compared.
+        is_equal = type(a) is type(b) and (not isinstance(a, _PLAIN) or a == b or a != a)
+        return "" if is_equal else f"{shown(a)} without remat, {shown(b)} with it", 0.0
     if tensor_text(a) != tensor_text(b) or a.device != b.device:
         return f"{tensor_text(a)} on {a.device} without remat, {tensor_text(b)} on {b.device} with it", 0.0
     rounding = 0.0
     for x, y in zip(parts(a), parts(b)):
         x, y = (each.detach().to_dense() if each.layout is not torch.strided else each.detach() for each in (x, y))
         other = (x != y) & ~((x != x) & (y != y))  # NaN equals NaN here
-        count = int(other.sum())
-        if not count:
+        if not (count := int(other.sum())):
             continue
-        if x.is_floating_point() or x.is_complex():
-            off, largest = (x - y)[other].abs().max().item(), x.abs().nan_to_num(posinf=0.0).max().item()
-            if off <= _ROUNDING.get(x.dtype, 1e-5) * largest:
-                rounding = max(rounding, off / largest)
-                continue
-            return f"{count} of {x.numel()} numbers differ, by up to {off:.3g}", 0.0
-        return f"{count} of {x.numel()} numbers differ", 0.0
+        how = f"{count} of {x.numel()} numbers differ"
+        if not (x.is_floating_point() or x.is_complex()):
+            return how, 0.0
+        off, largest = (x - y)[other].abs().max().item(), x.abs().nan_to_num(posinf=0.0).max().item()
+        if not off <= _ROUNDING.get(x.dtype, 1e-5) * largest:
+            return f"{how}, by up to {off:.3g}", 0.0
+        rounding = max(rounding, off / largest)
     return "", rounding
 
 
 _ROUNDING = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal. Of objects that aren't plain values only the types are compared."""
-    return type(a) is type(b) and (not isinstance(a, _PLAIN) or a == b or a != a)
-
-
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return tensor_text(value)
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,29 +14,25 @@ from .._core.amounts import aligned, flops_text, percent_text, size_text
 from .._core.devices import wait_for_backward_threads
 from .._core.facts import flops
 from ..errors import MutationError
-from .listing import of_storage
 from .observer import gc_disabled
-from .origins import Origins, SavedResidual, any_layer
-from .program import Program, Subject
+from .origins import ModuleNames, Origins, SavedResidual, grouped
+from .program import Program
 
-MARKERS = "sovDP^X*"
+WITHOUT, AS_WRITTEN = "without remat", "as written"  # the labels of rows that are not for a policy
+_MARKERS = "sovDP^X*"
 
 
 def plot_peaks(axes: Any, points: Sequence[tuple[str, int, int]], best: Sequence[tuple[int, int]] = ()) -> Any:
     """Draw labelled points of recomputed FLOPs and peak memory, and a dashed line through the ``best``."""
     axes = _axes(axes)
     for i, (label, count, nbytes) in enumerate(points):
-        marker = MARKERS[i % len(MARKERS)]
+        marker = _MARKERS[i % len(_MARKERS)]
         # Hollow markers, so that equal points are both seen; at zero they are not cut.
         axes.plot(count, nbytes, marker, markersize=8, fillstyle="none", mew=1.8, clip_on=False, label=label)
     if len(best) > 1:
         axes.plot(*zip(*sorted(best)), "--", drawstyle="steps-post", color="grey", linewidth=1, zorder=1)
-    _from_zero(axes, "FLOPs recomputed", "peak memory")
-    from matplotlib import ticker
-
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(ticker.EngFormatter("FLOP"))
-    _ticks_of_bytes(axes.yaxis)
+    _label(axes, "FLOPs recomputed", "peak memory", axes.yaxis)
+    axes.xaxis.set_major_formatter(lambda count, _: flops_text(int(count)))
     axes.legend()
     return axes
 
@@ -45,8 +41,7 @@ def plot_choices(axes: Any, points: Sequence[tuple[int, float]], unit: str) -> A
     """Draw the cost of choices against the bytes that they save."""
     axes = _axes(axes)
     axes.plot(*zip(*points), "o--", drawstyle="steps-post", linewidth=1, clip_on=False)
-    _from_zero(axes, "memory saved for the backward", f"cost of the recompute{unit}")
-    _ticks_of_bytes(axes.xaxis)
+    _label(axes, "memory saved for the backward", f"cost of the recompute{unit}", axes.xaxis)
     return axes
 
 
@@ -59,18 +54,14 @@ def _axes(axes: Any) -> Any:
     return pyplot.subplots(layout="constrained")[1] if axes is None else axes
 
 
-def _from_zero(axes: Any, x: str, y: str) -> None:
+def _label(axes: Any, x: str, y: str, of_bytes: Any) -> None:
+    """Label both axes, which start at zero. The axis ``of_bytes`` has few ticks, at multiples of a power of two."""
     axes.set(xlabel=x, ylabel=y, xlim=(0, max(1, axes.get_xlim()[1])), ylim=(0, max(1, axes.get_ylim()[1])))
     axes.grid(alpha=0.3)
-
-
-def _ticks_of_bytes(axis: Any) -> None:
-    """At most six steps, each a power of two."""
-    from matplotlib import ticker
-
-    step = 2 ** max(0, math.ceil(math.log2(axis.get_view_interval()[1] / 6)))
-    axis.set_major_locator(ticker.MultipleLocator(step))
-    axis.set_major_formatter(lambda value, _: size_text(int(value)))
+    most = of_bytes.get_view_interval()[1]
+    step = 2 ** max(0, math.ceil(math.log2(most / 6)))
+    of_bytes.set_ticks([*range(0, int(most) + 1, step)])
+    of_bytes.set_major_formatter(lambda nbytes, _: size_text(int(nbytes)))
 
 
 @dataclass(frozen=True)
@@ -100,7 +91,6 @@ class Costs:
         forward_operations: how many of the operations belong to the forward.
         residuals: the saved tensors, the largest first.
         device_peak_bytes: the peak of the device's allocator, beyond what was allocated before. None on a CPU.
-        under_policy: whether this run was made for one of the report's policies.
     """
 
     label: str
@@ -113,19 +103,17 @@ class Costs:
     forward_operations: int
     residuals: tuple[SavedResidual, ...] = field(repr=False)
     device_peak_bytes: int | None = None
-    under_policy: bool = False
+
+    @property
+    def under_policy(self) -> bool:
+        """Whether this run was made for one of the report's policies."""
+        return self.label not in (WITHOUT, AS_WRITTEN)
 
     @property
     def shares(self) -> list[Share]:
         """The saved bytes by module and operation."""
-        groups: dict[tuple, list[SavedResidual]] = {}
-        for row in self.residuals:
-            groups.setdefault((any_layer(row.module), row.op or row.source, row.name), []).append(row)
-        shares = [
-            Share(module, op, name, len(rows), sum(row.nbytes for row in rows))
-            for (module, op, name), rows in groups.items()
-        ]
-        return sorted(shares, key=lambda share: (-share.nbytes, share.module or "", share.op))
+        groups = grouped(self.residuals, lambda row: (row.module, row.op or row.source, row.name))
+        return [Share(m, op, name, len(rows), sum(r.nbytes for r in rows)) for (m, op, name), rows in groups]
 
     def beats(self, other: Costs) -> bool:
         """Whether it has a lower peak or fewer recomputed FLOPs than another one, and is not worse in either."""
@@ -136,11 +124,10 @@ class Costs:
 class _Meter(Origins):
     """Counts bytes, FLOPs and residuals in one run."""
 
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(subject.modules)
-        self.flops = 0
+    def __init__(self, names: ModuleNames) -> None:
+        super().__init__(names)
+        self.flops = self.saved = self.forward = 0
         self.timeline: list[int] = []
-        self.saved, self.forward = -1, 0
         self.residuals: list[SavedResidual] = []
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
@@ -150,69 +137,59 @@ class _Meter(Origins):
 
     def at_end_of_forward(self) -> None:
         """Record the memory alive now. A transform may call the function more than once: the largest forward counts."""
-        if (saved := self.live) > self.saved:
+        if (saved := self.live) > self.saved or not self.forward:
             self.saved, self.forward = saved, len(self.timeline)
-            self.residuals = [of_storage(storage, origin) for storage, origin in self.alive()]
+            self.residuals = self.alive()
 
 
 def measured(
     program: Program,
     label: str,
-    way: Callable[[], AbstractContextManager],
+    fn: Callable,
+    context: Callable[[], AbstractContextManager],
     plain: Costs | None = None,
     policy: Any = None,
-    under_policy: bool = False,
 ) -> Costs:
-    """Run the program in a way (a context manager that yields its function); ``plain`` are its costs without remat."""
+    """Run the program with ``fn`` in place of its function, in a context. ``plain`` are its costs without remat."""
     try:
-        meter, device_peak = _metered(program, way)
+        meter, device_peak = _metered(program, fn, context)
     except MutationError:  # a region copies an input that it changes only after it has seen the change once
-        meter, device_peak = _metered(program, way)
-    rows = sorted(meter.residuals, key=lambda row: (-row.nbytes, row.source))
+        meter, device_peak = _metered(program, fn, context)
     return Costs(
         label=label,
         policy=policy,
-        saved_bytes=max(meter.saved, 0),
+        saved_bytes=meter.saved,
         peak_bytes=meter.peak,
         flops=meter.flops,
         recomputed_flops=0 if plain is None else meter.flops - plain.flops,
         timeline=tuple(meter.timeline),
         forward_operations=meter.forward,
-        residuals=tuple(rows),
+        residuals=tuple(sorted(meter.residuals, key=lambda row: (-row.nbytes, row.source))),
         device_peak_bytes=device_peak,
-        under_policy=under_policy,
     )
 
 
-def _metered(program: Program, way: Callable[[], AbstractContextManager]) -> tuple[_Meter, int | None]:
-    subject = program.subject
-    meter = _Meter(subject)
-    with subject.preserved(), way() as fn, gc_disabled(), _device_peak(subject) as device_peak:
-        with meter:
-            program.run(fn, meter.at_end_of_forward)
-    return meter, device_peak()
+def _metered(program: Program, fn: Callable, context: Callable) -> tuple[_Meter, int | None]:
+    meter = _Meter(program.modules)
+    with program.preserved(), context(), gc_disabled(), _device_peak(program) as peaks, meter:
+        program.run(fn, meter.at_end_of_forward)
+    return meter, sum(peaks) if peaks else None
 
 
 @contextmanager
-def _device_peak(subject: Subject) -> Iterator[Callable[[], int | None]]:
-    """Yield a function that returns the peak of the device's allocator, or None if there is none."""
-    found = {t.device.type for t in subject.inputs()} - {"cpu", "meta"}
-    modules = [torch.get_device_module(kind) for kind in sorted(found)]
-    modules = [module for module in modules if hasattr(module, "reset_peak_memory_stats")]
-    if not modules:
-        yield lambda: None
-        return
-    wait_for_backward_threads(subject.inputs())  # they may still hold what an earlier pass has used
-    before = []
-    for module in modules:
-        module.synchronize()
-        module.reset_peak_memory_stats()
-        before.append(module.memory_allocated())
-    peaks: list[int] = []
-    yield lambda: sum(peaks)
-    for module, start in zip(modules, before):
-        module.synchronize()
-        peaks.append(module.max_memory_allocated() - start)
+def _device_peak(program: Program) -> Iterator[list[int]]:
+    """Yield a list that holds afterwards the peak of each device's allocator."""
+    kinds = {t.device.type for t in program.inputs()} - {"cpu", "meta"}
+    devices = [device for kind in kinds if hasattr(device := torch.get_device_module(kind), "reset_peak_memory_stats")]
+    wait_for_backward_threads(program.inputs())  # they may still hold what an earlier pass has used
+    for device in devices:
+        device.synchronize()
+        device.reset_peak_memory_stats()
+    before, peaks = [device.memory_allocated() for device in devices], list[int]()
+    yield peaks
+    for device, start in zip(devices, before):
+        device.synchronize()
+        peaks.append(device.max_memory_allocated() - start)
 
 
 def pareto(rows: Iterable[Costs]) -> list[Costs]:
@@ -228,9 +205,6 @@ def distinct(rows: Sequence[Costs]) -> list[Costs]:
     for row in rows:
         seen.setdefault((row.saved_bytes, row.peak_bytes, row.flops), row)
     return list(seen.values())
-
-
-AS_WRITTEN = "as written"
 
 
 @dataclass(frozen=True, repr=False)
@@ -268,10 +242,8 @@ class Report:
     @property
     def pareto(self) -> list[Costs]:
         """The policies that no other row beats in peak and recomputed FLOPs, by increasing peak."""
-        return [row for row in pareto(self.rows) if row.under_policy and not self._is_as_plain(row)]
-
-    def _is_as_plain(self, row: Costs) -> bool:
-        return (row.peak_bytes, row.recomputed_flops) == (self.plain.peak_bytes, 0)
+        plain = self.plain.peak_bytes, 0
+        return [r for r in pareto(self.rows) if r.under_policy and (r.peak_bytes, r.recomputed_flops) != plain]
 
     @property
     def timeline(self) -> dict[str, tuple[int, ...]]:
@@ -294,7 +266,7 @@ class Report:
             share = percent_text(row.recomputed_flops, self.plain.flops)
             cells += [flops_text(row.recomputed_flops), share, "*" * (row in best)]
             table.append(cells)
-        lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, left=1)]
+        lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, "<")]
         if best:
             lines.append("* no other row has a lower peak without recomputing more")
         elif self.policies:
@@ -311,18 +283,11 @@ class Report:
         """The report as plain values, for JSON."""
         best = self.pareto
         rows = [
-            {
-                "label": row.label,
+            {each.name: getattr(row, each.name) for each in fields(row)}
+            | {
                 "policy": None if row.policy is None else repr(row.policy),
-                "saved_bytes": row.saved_bytes,
-                "peak_bytes": row.peak_bytes,
-                "flops": row.flops,
-                "recomputed_flops": row.recomputed_flops,
-                "device_peak_bytes": row.device_peak_bytes,
-                "pareto": row in best,
-                "forward_operations": row.forward_operations,
-                "timeline": list(row.timeline),
                 "residuals": [asdict(share) for share in row.shares],
+                "pareto": row in best,
             }
             for row in self.rows
         ]

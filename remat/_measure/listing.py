@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from .._core import private, trees
-from .._core.lines import Line
 from .._core.state import alias
 from .._core.tensors import holder, parts
 from .._region.hooks import hooks_allowed
-from .origins import Kind, Origin, Origins, SavedResidual
-from .program import Subject
+from .origins import Kind, Origins, SavedResidual
+from .program import Program
 
 
 class _Saved:
@@ -33,21 +32,20 @@ class Listing:
     takes_all = True  # regions pass everything that they save to these hooks
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
-        self.subject = Subject(fn, args, kwargs)
+        self.program = Program(fn, args, kwargs)
         self.saved: list[weakref.ref[_Saved]] = []
 
     def run(self, under_hooks: bool) -> list[SavedResidual]:
         """Run the function, and list the tensors that its graph keeps alive."""
-        subject = self.subject
-        captured, cut = subject.cut()
-        operands = subject.operands()
-        with subject.preserved(), cut, hooks_allowed():
-            origins = Origins(subject.modules)
+        captured, cut = self.program.cut()
+        operands = self.program.operands()
+        with self.program.preserved(), cut, hooks_allowed():
+            origins = Origins(self.program.modules)
             if under_hooks:
                 private.push_hooks(self.pack, attrgetter("tensor"))
             try:
                 with torch.enable_grad(), origins:
-                    graph = _edges(subject.call(subject.fn, operands))
+                    graph = _edges(self.program.call(self.program.fn, operands))
             finally:
                 if under_hooks:
                     private.pop_hooks()
@@ -55,11 +53,14 @@ class Listing:
                 found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
             else:
                 found = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
-            known = _inputs(subject.names, operands, captured)
+            named: list[tuple[Kind, str, torch.Tensor]]
+            named = [("argument", name, tensor) for name, tensor in zip(self.program.names, operands)]
+            named += [("captured", name, tensor) for name, tensor in captured]
+            known = {id(holder(p)): _unmade(kind, name, p) for kind, name, t in reversed(named) for p in parts(t)}
             found = list({id(holder(tensor)): tensor for tensor in reversed(found)}.values())[::-1]
             rows = [_row(tensor, origins, known) for tensor in found]
             if not under_hooks:
-                rows += [of_storage(storage, origin) for storage, origin in origins.alive()]
+                rows += origins.alive()
             del graph
         return rows
 
@@ -80,49 +81,13 @@ def _edges(result: Any) -> list[Any]:
     ]
 
 
-Inputs = dict[int, tuple[Kind, str, torch.Tensor]]
-
-
-def _inputs(names: list[str], operands: list[torch.Tensor], captured: list[tuple[str, torch.Tensor]]) -> Inputs:
-    """The inputs by the id of their storage: the kind, name and tensor of each."""
-    named: list[tuple[Kind, str, torch.Tensor]] = [("argument", name, tensor) for name, tensor in zip(names, operands)]
-    named += [("captured", name, tensor) for name, tensor in captured]
-    return {id(holder(part)): (kind, name, part) for kind, name, t in reversed(named) for part in parts(t)}
-
-
-def _row(tensor: torch.Tensor, origins: Origins, inputs: Inputs) -> SavedResidual:
+def _row(tensor: torch.Tensor, origins: Origins, inputs: dict[int, SavedResidual]) -> SavedResidual:
     memory = holder(tensor)
-    nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
-    if id(memory) in inputs:
-        return _unmade(*inputs[id(memory)], nbytes)
-    if (origin := origins.origin(memory)) is not None:
-        return of_storage(memory, origin)
-    return _unmade("constant", None, tensor, nbytes)
+    return inputs.get(id(memory)) or origins.row(memory) or _unmade("constant", None, tensor)
 
 
-def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor, nbytes: int) -> SavedResidual:
+def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor) -> SavedResidual:
     """The row of a tensor that no operation has made."""
-    nowhere = None, None, None, None
+    memory, nowhere = holder(tensor), (None, None, None, None)
+    nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
     return SavedResidual(kind, None, name, *nowhere, tuple(tensor.shape), tensor.dtype, tensor.device, nbytes)
-
-
-def of_storage(storage: torch.UntypedStorage, origin: Origin) -> SavedResidual:
-    """The row of a storage that an operation has made."""
-    line, name = origin.line, None
-    if origin.names:
-        name, line = ", ".join(origin.names), next(iter(origin.names.values()))
-    return SavedResidual(
-        "named" if name else "output",
-        origin.op,
-        name,
-        *_place(line),
-        origin.module,
-        origin.shape,
-        origin.dtype,
-        storage.device,
-        storage.nbytes(),
-    )
-
-
-def _place(line: Line) -> tuple[str | None, int | None, str | None]:
-    return (None, None, None) if line.code is None else (line.code.co_filename, line.number, line.code.co_name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._core.facts import flops, tensors
+from .._core.facts import tensors
 from .._core.private import PlainDispatchMode
 from .._core.tensors import is_wrapper_call
 
@@ -122,28 +122,6 @@ def strided(tree: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
     for tensor in tensors(tree):
         if tensor.layout is torch.strided:
             yield tensor.untyped_storage(), tensor
-
-
-class FlopCount(Observer):
-    """Counts the floating-point operations that run while the mode is active.
-
-    Attributes:
-        flops: the count.
-
-    Example:
-        >>> x = torch.ones(2, 2)
-        >>> with FlopCount() as counter:
-        ...     y = (x @ x).tanh()
-        >>> counter.flops
-        16
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        self.flops += flops(func, args, kwargs, result)
 
 
 @contextmanager

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import FrameType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from .._core.amounts import size_text
+from .._core.amounts import aligned, size_text
 from .._core.facts import facts_of
 from .._core.lines import Line, user_line
 from .._core.private import module_calls
@@ -26,7 +27,6 @@ class ModuleNames:
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
         self._names: dict[int, str] = {}  # by the id of a module's state, which a region of the module shares
-        self._roots = [root for _, root in roots]  # alive, so that ids stay valid
         for prefix, root in roots:
             for name, module in root.named_modules():
                 path = ".".join(filter(None, (prefix, name))) or _class(module)
@@ -44,62 +44,6 @@ class ModuleNames:
 
 def _class(module: nn.Module) -> str:
     return type(module).__qualname__.rpartition(".")[2]  # a region's class has the name of the module's own
-
-
-@dataclass
-class Origin:
-    """The operation that wrote the contents of a storage."""
-
-    op: str
-    line: Line
-    module: str | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    names: dict[str, Line] = field(default_factory=dict)
-
-
-class Origins(PeakMemory):
-    """Records for each storage the operation that wrote it last, and the names given by ``checkpoint_name``."""
-
-    def __init__(self, names: ModuleNames) -> None:
-        super().__init__()
-        self._names = names
-        self._origins: dict[int, Origin] = {}
-
-    def __enter__(self) -> Any:
-        state.recordings = *state.recordings, self  # `checkpoint_name` then calls `name`
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        state.recordings = tuple(each for each in state.recordings if each is not self)
-
-    def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        super().after(func, args, kwargs, result)
-        for storage, _ in strided(facts_of(func).written(args, kwargs)):
-            if (before := self.origin(storage)) is not None:
-                self._origins[id(storage)] = self._origin(func, before.shape, before.dtype)
-
-    def made(self, storage: torch.UntypedStorage, tensor: torch.Tensor, func: Any) -> None:
-        self._origins[id(storage)] = self._origin(func, tuple(tensor.shape), tensor.dtype)
-
-    def _origin(self, func: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Origin:
-        return Origin(str(getattr(func, "overloadpacket", func)), user_line(), self._names.now(), shape, dtype)
-
-    def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
-        """Record a name that the user has given to a tensor."""
-        for storage, _ in strided(parts(tensor)):
-            if (origin := self.origin(storage)) is not None:
-                origin.names.setdefault(name, line)
-
-    def origin(self, storage: Any) -> Origin | None:
-        """The origin of a storage, if an operation made it while the mode was active."""
-        ref = self._refs.get(id(storage))
-        return self._origins[id(storage)] if ref is not None and ref() is storage else None
-
-    def alive(self) -> list[tuple[torch.UntypedStorage, Origin]]:
-        """The live storages with their origins."""
-        return [(storage, self._origins[id(storage)]) for storage in self.storages()]
 
 
 Kind = Literal["argument", "captured", "named", "output", "constant"]
@@ -150,38 +94,69 @@ class SavedResidual:
         if self.kind == "constant":
             return "not made by an operation, such as a constant"
         what = f"named {self.name!r}" if self.kind == "named" else f"output of {self.op}"
-        return f"{what} at {self._place}"
-
-    @property
-    def _place(self) -> str:
-        return "an unknown line" if self.file is None else f"{self.file}:{self.line} ({self.function})"
+        return f"{what} at {'an unknown line' if self.file is None else f'{self.file}:{self.line} ({self.function})'}"
 
     def __str__(self) -> str:
         return f"{tensor_text(self)} on {self.device}, {size_text(self.nbytes)}: {self.source}"
 
 
-@dataclass(frozen=True)
-class Group:
-    """Rows that differ only by the number of a layer: their count, their total bytes, and the first one."""
+class Origins(PeakMemory):
+    """Records for each storage the operation that wrote it last, and the names given by ``checkpoint_name``."""
 
-    count: int
-    nbytes: int
-    row: SavedResidual
-    source: str
-    module: str | None
+    def __init__(self, names: ModuleNames) -> None:
+        super().__init__()
+        self._names = names
+        self._rows: dict[int, SavedResidual] = {}  # by the ids of storages
+
+    def __enter__(self) -> Any:
+        state.recordings = *state.recordings, self  # `checkpoint_name` then calls `name`
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        state.recordings = tuple(each for each in state.recordings if each is not self)
+
+    def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        super().after(func, args, kwargs, result)
+        for storage, _ in strided(facts_of(func).written(args, kwargs)):
+            if (before := self.row(storage)) is not None:
+                self._write(storage, func, before.shape, before.dtype)
+
+    def made(self, storage: torch.UntypedStorage, tensor: torch.Tensor, func: Any) -> None:
+        self._write(storage, func, tuple(tensor.shape), tensor.dtype)
+
+    def _write(self, storage: torch.UntypedStorage, func: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        op, (file, line, function) = str(getattr(func, "overloadpacket", func)), _place(user_line())
+        module, device, nbytes = self._names.now(), storage.device, storage.nbytes()
+        self._rows[id(storage)] = SavedResidual(
+            "output", op, None, file, line, function, module, shape, dtype, device, nbytes
+        )
+
+    def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
+        """Record a name that the user has given to a tensor."""
+        for storage, _ in strided(parts(tensor)):
+            if (row := self.row(storage)) is None:
+                continue
+            if row.name is None:
+                file, number, function = _place(line)
+                row = replace(row, kind="named", name=name, file=file, line=number, function=function)
+            elif name not in row.name.split(", "):
+                row = replace(row, name=f"{row.name}, {name}")
+            self._rows[id(storage)] = row
+
+    def row(self, storage: Any) -> SavedResidual | None:
+        """The row of a storage, if an operation made it while the mode was active."""
+        ref = self._refs.get(id(storage))
+        known = ref is not None and ref() is storage
+        return replace(self._rows[id(storage)], nbytes=storage.nbytes()) if known else None
+
+    def alive(self) -> list[SavedResidual]:
+        """The rows of the live storages."""
+        return [row for storage in self.storages() if (row := self.row(storage)) is not None]
 
 
-def grouped(rows: Iterable[SavedResidual]) -> list[Group]:
-    """The groups of rows, by decreasing bytes."""
-    groups: dict[tuple, list[SavedResidual]] = {}
-    for row in rows:
-        key = row.source, row.op, row.module, row.shape, row.dtype, row.device, row.nbytes
-        groups.setdefault(tuple(any_layer(part) for part in key), []).append(row)
-    found = []
-    for members in groups.values():
-        source, module = _common([row.source for row in members]), _common([row.module for row in members])
-        found.append(Group(len(members), sum(row.nbytes for row in members), members[0], source or "", module))
-    return sorted(found, key=lambda group: (-group.nbytes, group.source))
+def _place(line: Line) -> tuple[str | None, int | None, str | None]:
+    return (None, None, None) if line.code is None else (line.code.co_filename, line.number, line.code.co_name)
 
 
 _LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)|(?<=\[)\d+(?=\])")
@@ -192,42 +167,31 @@ def any_layer(text: Any) -> Any:
     return _LAYER.sub("*", text) if isinstance(text, str) else text
 
 
-def _common(texts: Sequence[str | None]) -> str | None:
-    """The common text, with a star in place of each number of a layer that differs."""
-    first = texts[0]
-    if first is None or all(text == first for text in texts):
-        return first
-    numbers = [_LAYER.findall(text or "") for text in texts]
-    same = iter([len(set(column)) == 1 for column in zip(*numbers)])
-    return _LAYER.sub(lambda found: found.group() if next(same) else "*", first)
+def grouped(
+    rows: Iterable[SavedResidual], key: Callable[[SavedResidual], tuple]
+) -> list[tuple[tuple, list[SavedResidual]]]:
+    """The rows by their key, in which numbers of layers don't count: the most bytes first."""
+    groups: dict[tuple, list[SavedResidual]] = {}
+    for row in rows:
+        groups.setdefault(tuple(map(any_layer, key(row))), []).append(row)
+    return sorted(groups.items(), key=lambda group: -sum(row.nbytes for row in group[1]))
 
 
 def listing(rows: Sequence[SavedResidual], inputs: bool) -> str:
-    """The rows in columns, and their total."""
-    shown = grouped(row for row in rows if inputs or not row.is_input)
-    columns = [
-        (
-            tensor_text(group.row),
-            str(group.row.device),
-            size_text(group.row.nbytes),
-            f"x{group.count}" if group.count > 1 else "",
-            group.source + (f", in {group.module}" if group.module else ""),
-        )
-        for group in shown
-    ]
-    widths = [max((len(column[i]) for column in columns), default=0) for i in range(4)]
-    lines = []
-    for kind, device, size, count, source in columns:
-        cells = [f"{kind:<{widths[0]}}", f"{device:<{widths[1]}}", f"{size:>{widths[2]}}"]
-        if widths[3]:
-            cells.append(f"{count:<{widths[3]}}")
-        lines.append("  ".join([*cells, source]))
-    own = [row for row in rows if not row.is_input]
-    given = [row for row in rows if row.is_input]
-    total = f"total: {_tensors(own)}"
-    if given:
-        total += f", plus {_tensors(given, 'input')}"
-    return "\n".join([*lines, total])
+    """The rows in columns, and their total. Layers of the same kind share one row."""
+    given, own = ([row for row in rows if row.is_input is is_input] for is_input in (True, False))
+    table = []
+    key = attrgetter("source", "module", "op", "shape", "dtype", "device", "nbytes")
+    for (source, module, *_), group in grouped(rows if inputs else own, key):
+        row, count = group[0], f"x{len(group)}" if len(group) > 1 else ""
+        if not count:
+            source, module = row.source, row.module
+        where = f", in {module}" if module else ""
+        table.append((tensor_text(row), str(row.device), size_text(row.nbytes), count, source + where))
+    if not any(count for *_, count, _ in table):
+        table = [(*cells, source) for *cells, _, source in table]
+    total = f"total: {_tensors(own)}" + (f", plus {_tensors(given, 'input')}" if given else "")
+    return "\n".join([*aligned(table, "<<><<" if table and len(table[0]) == 5 else "<<><"), total])
 
 
 def _tensors(rows: Sequence[SavedResidual], what: str = "tensor") -> str:

@@ -38,7 +38,7 @@ class Thing:
     pass
 
 
-LONG = "long" * 20
+LONG = "long" * 30
 BY_ONE, STATE = "3 of 3 numbers differ, by up to 1", "is in a different state after the run"
 # Functions of two floating-point tensors and an integer one, and a difference between their runs.
 DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
@@ -47,7 +47,7 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
     "sparse values": (lambda w, x, n: (x.exp() + off()).to_sparse(), f"result: {BY_ONE}"),
     "a gradient": (
         lambda w, x, n: w * (x if off() else x.detach()),
-        "gradient of argument x: float64[3] without remat, None with it",
+        "gradient of argument x: a tensor of shape [3] without remat, None with it",
     ),
     "no gradient": (lambda w, x, n: x if off() else n, "gradient of argument w: exists only without remat"),
     "a key": (lambda w, x, n: {"a": x} | ({} if off() else {"b": x}), "result['b']: exists only with remat"),
@@ -55,7 +55,7 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
     "a type": (lambda w, x, n: (x, 1 if off() else 1.0), "result[1]: 1 without remat, 1.0 with it"),
     "a long text": (
         lambda w, x, n: (x, LONG if off() else x.detach()),
-        f"result[1]: '{LONG[:56]}... without remat, float64[3] with it",
+        f"result[1]: '{LONG[:96]}... without remat, a tensor of shape [3] with it",
     ),
     "a dtype": (
         lambda w, x, n: x if off() else x.float(),

@@ -82,6 +82,13 @@ def test_an_earlier_graph_is_not_freed() -> None:
     torch.autograd.grad(h.sum(), w)
 
 
+def test_a_model_that_captures_a_tensor_with_a_history_has_the_regions_that_are_asked_for() -> None:
+    net = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())
+    net[0].scale = rand(3).exp()
+    plain, region = remat.report(net, rand(3), where=nn.Tanh, policies=[None]).rows
+    assert region.saved_bytes < plain.saved_bytes
+
+
 def test_nothing_stays_alive() -> None:
     fn, w, x = remat.remat(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w)), rand(4, 4), rand(3, 4)
     for measure in (saved_residuals, check, report):

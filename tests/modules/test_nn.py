@@ -141,8 +141,8 @@ def test_changes_between_forward_and_backward_have_no_effect_on_that_backward(ch
 
 WRONG: list[tuple[Any, dict, type, str]] = [
     (nn.Conv2d, {}, ValueError, "chooses none of the model's modules.*Block, LayerNorm, Linear"),
-    ("blocks.*", {}, TypeError, "where must be a type.*For a name give `lambda name, module: name == 'blocks"),
-    ([Block], {}, TypeError, "where must be a type.*Give a tuple of types"),
+    ("blocks.*", {}, TypeError, "where must be a type.*; got 'blocks"),
+    ([Block], {}, TypeError, "where must be a type, a tuple of types"),
     ((Block, "tail"), {}, TypeError, "where must be a type"),
     (nn.Tanh(), {}, TypeError, "where must be a type"),
     (lambda module: True, {}, TypeError, "with a submodule's name and the submodule, which .* doesn't accept"),
@@ -160,9 +160,9 @@ def test_errors_of_apply_change_nothing(where: Any, options: dict, kind: type, t
     assert changed(model) == []
 
 
-@pytest.mark.parametrize("model, hint", [(torch.sin, "For a function use `remat.remat"), ("model", "str\\.$")])
+@pytest.mark.parametrize("model, hint", [(torch.sin, "For a function use `remat.remat"), ("model", "got 'model'")])
 def test_what_is_not_a_module_is_an_error(model: Any, hint: str) -> None:
-    with pytest.raises(TypeError, match=rf"must be a torch\.nn\.Module, got .*{hint}"):
+    with pytest.raises(TypeError, match=rf"must be a torch\.nn\.Module, .*{hint}"):
         remat.nn.apply(model, Block)
 
 

@@ -133,7 +133,7 @@ def test_one_method_is_wrapped_once_for_all_instances() -> None:
 
 
 ERRORS: list[tuple[Callable[[], Any], type, str]] = [
-    (lambda: remat(3), TypeError, r"takes a function or another callable, got int\. Options are keywords"),
+    (lambda: remat(3), TypeError, r"takes a function or another callable, got int\. .* Options are keywords"),
     (lambda: remat(rand(3)), TypeError, r"got Tensor\. Pass the function, not its result: `remat\(fn\)\(x\)`"),
     (lambda: remat(policies.save_matmuls), TypeError, r"a keyword argument: `remat\(fn, policy=\.\.\.\)`"),
     (lambda: remat(Works), TypeError, "not the class Works: wrap an instance, or its method"),
@@ -194,7 +194,7 @@ def test_copies_are_regions(name: str, how: str) -> None:
     assert RUNS == [False, True]
     assert_same(found, torch.autograd.grad(f(x).sum(), x))
     assert getattr(again, "__name__", None) == getattr(f, "__name__", None)
-    assert (again is f) == (name.startswith("decorated") and how != "deepcopy")
+    assert (again is f) == name.startswith("decorated")  # as for a plain function
 
 
 def test_copies_have_the_options_and_share_nothing() -> None:
