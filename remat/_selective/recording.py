@@ -17,7 +17,7 @@ from .._policy.warnings import Warned
 from .choices import Choices
 from .program import Log, Program, Skip, Step
 from .saved import SavedValues, Saves, Source
-from .values import Layout, Storages, is_as_it_lies, template
+from .values import Layout, Storages, is_as_it_lies, place_of, template
 from .verdicts import Verdicts, is_judged
 
 _PROGRAMS = 16  # remembered for one function, one for each of its policies
@@ -116,7 +116,7 @@ class Recording:
         if last is not None and last.is_plain and last.key == key and len(new) == 1:
             under = storages.count, new[0][2], differentiated, grad_mode
             if under == (last.outs[0], last.result.form, last.differentiated, last.grad_mode):
-                storages.add(new[0], storages.number())
+                storages.put(new[0][1], storages.number())
                 storages.tracked.update(last.tracked)
                 return last
         outcome = template(result, new, read)
@@ -129,7 +129,7 @@ class Recording:
         outs, tracked = list[int](), list[int]()
         for each in new:
             value = storages.number()
-            storages.add(each, value)
+            storages.put(each[1], value)
             outs.append(value)
             if differentiated and is_differentiable(each[0]):
                 tracked.append(value)
@@ -154,7 +154,6 @@ class Recording:
             self.saved_values.on_overwrite(value)
             now = storages.number()
             storages.put(holder(tensor), now)
-            storages.forget(tensor)
             outs.append(now)
             if tracked and is_differentiable(tensor):
                 all_tracked.append(now)
@@ -164,8 +163,6 @@ class Recording:
         self.log.views.add(facts)
         if facts.func is _DETACH:
             self.log.exposed.add(self.storages.get(args[0]))
-        if facts.reshapes:
-            self.storages.forget(args[0])
 
     def ran_around(self, facts: Facts, args: tuple, kwargs: dict, result: Any, start: int) -> None:
         """Judge the results of an operation on wrapper subclasses, which has executed the steps since ``start``."""
@@ -192,7 +189,7 @@ class Recording:
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
         log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judge.judges_names
-        value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
+        value, form = (self.storages.find(tensor), place_of(tensor)[1]) if is_plain(tensor) else (None, None)
         if value is not None and form is not None and is_as_it_lies(form):
             allowed = value in self.saved_values
             self.saves.add(slot, Source((value,), Layout(0, form) if allowed or judges_names else None, after))

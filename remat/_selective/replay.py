@@ -52,7 +52,7 @@ class Replay(RegionMode):
                     self.brought[value] = residual.get()
             self.home = streams_for(self.brought.values())  # the streams that they were fetched for
         for value, part in zip(record.inputs, all_parts([*inputs])):
-            self.storages.bind(part, value)
+            self.storages.put(holder(part), value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
@@ -69,7 +69,7 @@ class Replay(RegionMode):
             return self.placeholders.mark(func(*args, **kwargs))
         record, storages = self.record, self.storages
         if (facts.views or facts in record.log.views) and facts not in record.program.makers:
-            if not self.placeholders and not facts.reshapes:
+            if not self.placeholders:
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
@@ -92,10 +92,9 @@ class Replay(RegionMode):
             new, written = storages.new(result), facts.written(args, kwargs)
             outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
             for each, value in zip(new, outs):
-                storages.add(each, value)
+                storages.put(each[1], value)
             for tensor, value in zip(written, outs[len(new) :]):
-                storages.bind(tensor, value)
-                storages.forget(tensor)
+                storages.put(holder(tensor), value)
         return result
 
     def _check_writes(self, written: list[torch.Tensor]) -> None:
@@ -112,8 +111,6 @@ class Replay(RegionMode):
         """Execute an operation that only returned views in the first run. It can be applied to placeholders, too."""
         result = func(*args, **kwargs)
         with without_torch_function():
-            if facts.reshapes:
-                self.storages.forget(args[0])
             if self.storages.new(result):
                 self.placeholders.read(tensors((args, kwargs)))
         return self.placeholders.mark(result)
@@ -183,7 +180,7 @@ class Replay(RegionMode):
                 else:
                     as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
                     self.placeholders.mark_filled(tensor)
-                self.storages.bind(tensor, value)
+                self.storages.put(holder(tensor), value)
         return self.placeholders.mark(self._build(step.result, step, contents, read))
 
     def _build(self, item: Any, step: Step, contents: list, read: list) -> Any:
@@ -193,7 +190,7 @@ class Replay(RegionMode):
                 contents[item.i] = tensor = self.placeholders.placeholder(item)
             else:
                 tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
-            self.storages.add((tensor, tensor.untyped_storage(), item.form), step.outs[item.i])
+            self.storages.put(tensor.untyped_storage(), step.outs[item.i])
             return tensor
         if isinstance(item, Argument):
             return read[item.i]
