@@ -123,7 +123,7 @@ class Recording:
         if self.choices is not None:
             verdict = self.choices.verdict(number, key)
         elif is_judged(outcome, facts):
-            verdict = self.verdicts.on_operation(number, facts, args, kwargs, result)
+            verdict = self.verdicts.on_operation((number,), facts, args, kwargs, result)
         else:
             verdict = None
         outs, tracked = list[int](), list[int]()
@@ -173,7 +173,7 @@ class Recording:
         made = {number for number in made if is_judged(log.steps[number].result, facts)}
         if not made or self.choices is not None:
             return
-        verdict = self.verdicts.on_wrappers(made, facts, args, kwargs, result)
+        verdict = self.verdicts.on_operation(made, facts, args, kwargs, result)
         for number in made if verdict is not None else ():
             log.lines.setdefault(number, user_line())
             log.steps[number] = log.steps[number]._replace(verdict=verdict)
@@ -194,7 +194,7 @@ class Recording:
             allowed = value in self.saved_values
             self.saves.add(slot, Source((value,), Layout(0, form) if allowed or judges_names else None, after))
             if allowed:
-                slot.residual = self.saved_values.save(value, tensor, form)
+                slot.residual = self.saved_values.save(value, tensor)
             if judges_names and value in log.made and len(log.maker(value).outs) > 1:
                 self._siblings[value] = tensor
         else:
