@@ -46,11 +46,6 @@ class Layout(NamedTuple):
     form: tuple
 
     @property
-    def size(self) -> torch.Size:
-        """The sizes."""
-        return self.form[1]
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype."""
         return self.form[3]
