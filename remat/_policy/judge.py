@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from .._core.facts import Facts
-from .policy import Rule, Verdict
+from .policy import Policy, Verdict
 
 Question: TypeAlias = tuple[Any, Any, tuple, dict]  # a predicate's arguments: context, operator, args, kwargs
 
@@ -17,23 +17,15 @@ Question: TypeAlias = tuple[Any, Any, tuple, dict]  # a predicate's arguments: c
 class Judge:
     """A policy together with a cache of its verdicts."""
 
-    def __init__(self, policy: Rule) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.judges_names = policy.judges_names
         self.asks = policy.asks
         # The verdict on every unnamed value that an operator makes, or None if a predicate decides each time.
         self.verdict_for: Callable[[Facts], Verdict | None] = cache(lambda facts: policy.verdict_for(facts.func))
-        self._named: Callable[[Any, frozenset[str]], Verdict]
-        self._named = cache(lambda op, names: policy.judge(None, op, (), {}, names))
-
-    def on(self, question: Question, names: frozenset[str] = frozenset()) -> Verdict:
-        """Return the verdict on a value with these names. Only predicates read the context and the arguments."""
-        if self.asks:
-            return self.policy.judge(*question, names)
-        return self._named(question[1], names)
 
 
-def judge_of(policy: Rule) -> Judge:
+def judge_of(policy: Policy) -> Judge:
     """Return the judge of a policy. It is not cached for predicates, as these may hold references to tensors."""
     return Judge(policy) if policy.asks else _remembered(policy)
 

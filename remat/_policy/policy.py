@@ -36,9 +36,46 @@ Verdicts = frozenset[Verdict]
 Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # calls a predicate, or returns None where it is unknown
 
 
-class Rule(ABC):
-    """The base class of policies: it returns a verdict on every value, and what is certain about all values."""
+def unknown(predicate: Callable) -> None:
+    """Return None, the verdict of any predicate in advance."""
+    return None
 
+
+def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
+    """Call a predicate, which returns a bool or a ``CheckpointPolicy``, and return its verdict.
+
+    Raises:
+        PolicyError: the predicate returns something else.
+    """
+    found = predicate(ctx, op, *args, **kwargs)
+    if isinstance(found, bool):
+        return Verdict.SAVE if found else Verdict.RECOMPUTE
+    if isinstance(found, CheckpointPolicy):  # converted by name, as older versions of torch have no offloading
+        return Verdict[found.name.partition("_")[2].removeprefix("CPU_")]
+    raise PolicyError(
+        f"A predicate must return True, False or a torch.utils.checkpoint.CheckpointPolicy; "
+        f"{getattr(predicate, '__qualname__', predicate)} returned {found!r} for {op}."
+    )
+
+
+class Policy(ABC):
+    """Which values a region may save between its forward and its backward pass. ``remat.policies`` has all policies.
+
+    Policies can be compared, hashed, pickled and copied. Those of ``remat.policies`` print as the expression that
+    creates them. ``p | q`` saves what either policy saves, ``p & q`` what both save (``q`` judges only values that
+    ``p`` saves), and ``~p`` saves what ``p`` does not save. If one side would save a value and the other would offload
+    it, that is an error.
+
+    Example:
+        >>> import torch
+        >>> from remat import policies
+        >>> policies.save_matmuls | policies.save_only_these_names("q", "k*")
+        policies.save_matmuls | policies.save_only_these_names('q', 'k*')
+        >>> ~policies.save_attention & [torch.ops.aten.mm]
+        ~policies.save_attention & policies.save_ops(torch.ops.aten.mm)
+    """
+
+    _binds = 3  # the precedence of its expression
     is_budget = False  # whether a first run, when it ends, chooses the saved steps for later runs of the same program
 
     @abstractmethod
@@ -49,13 +86,11 @@ class Rule(ABC):
     def _possible(self, named: bool) -> Verdicts:
         """Return the verdicts that named values, or unnamed values, may get."""
 
-    def _parts(self) -> tuple[Rule, ...]:
-        """Return the rules that this rule combines."""
+    def _parts(self) -> tuple[Policy, ...]:
+        """Return the policies that this policy combines."""
         return ()
 
-    def judge(
-        self, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str]
-    ) -> Verdict:
+    def judge(self, ctx: Any, op: Any, args: tuple, kwargs: Mapping[str, Any], names: frozenset[str]) -> Verdict:
         """Return the verdict on a value.
 
         Args:
@@ -83,7 +118,7 @@ class Rule(ABC):
 
     @property
     def has_predicate(self) -> bool:
-        """Whether the rule contains a user's function."""
+        """Whether the policy contains a user's function."""
         return any(part.has_predicate for part in self._parts())
 
     @property
@@ -93,7 +128,7 @@ class Rule(ABC):
 
     @property
     def judges_names(self) -> bool:
-        """Whether verdicts may depend on names, even if the rule mentions no name."""
+        """Whether verdicts may depend on names, even if the policy mentions no name."""
         return any(part.judges_names for part in self._parts())
 
     @property
@@ -108,55 +143,13 @@ class Rule(ABC):
 
     @property
     def mentioned_names(self) -> tuple[str, ...]:
-        """The patterns of names that the rule mentions, in order, without duplicates."""
+        """The patterns of names that the policy mentions, in order, without duplicates."""
         return tuple(dict.fromkeys(name for part in self._parts() for name in part.mentioned_names))
 
     @property
     def mentioned_ops(self) -> Collection[Any]:
-        """The operators that the rule mentions, or their names."""
+        """The operators that the policy mentions, or their names."""
         return {op for part in self._parts() for op in part.mentioned_ops}
-
-
-def unknown(predicate: Callable) -> None:
-    """Return None, the verdict of any predicate in advance."""
-    return None
-
-
-def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
-    """Call a predicate, which returns a bool or a ``CheckpointPolicy``, and return its verdict.
-
-    Raises:
-        PolicyError: the predicate returns something else.
-    """
-    found = predicate(ctx, op, *args, **kwargs)
-    if isinstance(found, bool):
-        return Verdict.SAVE if found else Verdict.RECOMPUTE
-    if isinstance(found, CheckpointPolicy):  # converted by name, as older versions of torch have no offloading
-        return Verdict[found.name.partition("_")[2].removeprefix("CPU_")]
-    raise PolicyError(
-        f"A predicate must return True, False or a torch.utils.checkpoint.CheckpointPolicy; "
-        f"{getattr(predicate, '__qualname__', predicate)} returned {found!r} for {op}."
-    )
-
-
-class Policy(Rule):
-    """Which values a region may save between its forward and its backward pass. ``remat.policies`` has all policies.
-
-    Policies can be compared, hashed, pickled and copied. Those of ``remat.policies`` print as the expression that
-    creates them. ``p | q``
-    saves what either policy saves, ``p & q`` what both save (``q`` judges only values that ``p`` saves), and ``~p``
-    saves what ``p`` does not save. If one side would save a value and the other would offload it, that is an error.
-
-    Example:
-        >>> import torch
-        >>> from remat import policies
-        >>> policies.save_matmuls | policies.save_only_these_names("q", "k*")
-        policies.save_matmuls | policies.save_only_these_names('q', 'k*')
-        >>> ~policies.save_attention & [torch.ops.aten.mm]
-        ~policies.save_attention & policies.save_ops(torch.ops.aten.mm)
-    """
-
-    _binds = 3  # the precedence of its expression
 
     def __or__(self, other: PolicyLike) -> Policy:
         return Either(self, as_policy(other))

@@ -82,20 +82,16 @@ class Unmatched:
 def unmatched(recording: Any) -> Unmatched | None:
     """Return the region that has just run, if its own policy judges operators and has matched none of them."""
     verdicts, log = recording.verdicts, recording.log
-    own, warned = verdicts.own, verdicts.warned
+    own, warned, alone = verdicts.own, verdicts.warned, verdicts.own is verdicts.policy
     if warned.operators or own.ignores_operators or not log.steps:
         return None
-    if own.asks:
-        if own is not verdicts.policy:
-            return None  # the outer region's policy may have decided, so that the predicates were not called
-        matches = bool(recording.saved_values.numbers())
-    else:
-        found = [own.verdict_for(step.facts.func) for step in log.steps]
-        for value, names in verdicts.names.items():
-            found.append(own.judge(None, log.maker(value).facts.func, (), {}, frozenset(names)))
-        matches = any(verdict is not Verdict.RECOMPUTE for verdict in found)
-    warned.operators |= matches
-    return None if matches else Unmatched(recording)
+    if own.asks and not alone:
+        return None  # the outer region's policy may have decided, so that the predicates were not called
+    found = set() if own.asks else {own.verdict_for(step.facts.func) for step in log.steps}
+    for value, names in verdicts.names.items() if not own.asks else ():
+        found.add(own.judge(None, log.maker(value).facts.func, (), {}, frozenset(names)))
+    warned.operators = bool(alone and recording.saved_values.numbers()) or not found <= {Verdict.RECOMPUTE}
+    return None if warned.operators else Unmatched(recording)
 
 
 _SHOWN = 8

@@ -67,20 +67,18 @@ class Choices:
         if self._matches:
             self.so_far = self._matches[0][1].steps
         self._matches = [each for each in self._matches if number < len(each[0].keys) and each[0].keys[number] == key]
-        earlier = self._chosen
-        if earlier is not None and earlier.operators[number : number + 1] != (full_name(key[0].func),):
+        earlier, name = self._chosen, full_name(key[0].func)
+        if earlier is not None and earlier.operators[number : number + 1] != (name,):
             self._drop_chosen(earlier)
         chosen = [choice.steps for _, choice in self._matches] + ([] if self._chosen is None else [self._chosen.steps])
         return Verdict.SAVE if any(number in steps for steps in chosen) else None
 
     def steps(self, program: Program) -> frozenset[int] | None:
         """Return the saved steps of the program that has run, or None if the program is new."""
-        keys = tuple([step.key for step in program.steps])
-        known = next((choice for tradeoff, choice in self._matches if tradeoff.keys == keys), None)
-        if known is not None:
-            return known.steps
-        earlier = self._chosen
-        if earlier is not None and len(keys) != len(earlier.operators):
+        for tradeoff, choice in self._matches:
+            if tradeoff.keys == program.keys:
+                return choice.steps
+        if (earlier := self._chosen) is not None and len(program.steps) != len(earlier.operators):
             self._drop_chosen(earlier)
         return None if self._chosen is None else self._chosen.steps
 
@@ -90,9 +88,9 @@ class Choices:
         self.so_far = self.so_far or earlier.steps
         if not self._matches and self._news(f"a choice for {len(earlier.operators)} operations"):
             warn(
-                f"{self._policy!r} was chosen for a different sequence of operations. What is "
-                f"saved is chosen again, for the same number of bytes. Call `remat.pareto` with arguments like those "
-                f"of this call, or use `policies.budget`.",
+                f"{self._policy!r} was chosen for a different sequence of operations. What is saved is chosen again, "
+                f"for the same number of bytes. Call `remat.pareto` with arguments like those of this call, or use "
+                f"`policies.budget`.",
                 user_line(),
             )
 
@@ -107,7 +105,6 @@ class Choices:
 
     def close(self, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> None:
         """Choose what later runs of a new program save, when it has run."""
-        keys = tuple([step.key for step in program.steps])
         problem = self._problem(program, roots, results, lazy)
         try:
             found, is_exact = pareto(problem), True
@@ -116,7 +113,7 @@ class Choices:
         found.append(Choice(0, 0.0, frozenset()))  # fits every budget; a plan may need more bytes than the search found
         options = best_of(_as_planned(each, program, problem, self.flops, lazy) for each in found)
         whole = sum(problem.sizes.get(value, 0) for value in roots)
-        tradeoff = Tradeoff(keys, program.lines, options, is_exact, whole)
+        tradeoff = Tradeoff(program.keys, program.lines, options, is_exact, whole)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
             if self._news("many programs"):

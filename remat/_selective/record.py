@@ -86,16 +86,11 @@ class Record:
             self._unmatched.warn()
             self._unmatched = None
 
-    def plan(self, slots: Iterable[Any] | None = None) -> Plan:
-        """Return the plan of a recompute that fills these slots, or all slots of the first run."""
-        skip = Skip.SAFE if self._has_slots and self._is_lazy else Skip.NONE
-        if slots is None:
-            return self.program.plan(self._wanted, self._end, self.saved_values.available(), skip)
-        sources = [slot.source for slot in slots]
-        end = max((source.after for source in sources), default=0)
-        roots = [value for source in sources for value in source.values]
+    def plan(self, slots: Iterable[Any] | None = None, whole: bool = False) -> Plan:
+        """Return the plan of a recompute that fills these slots, or all slots. If it is ``whole``, it skips no step."""
+        skip = Skip.SAFE if self._has_slots and self._is_lazy and not whole else Skip.NONE
+        roots, end = self._wanted, self._end
+        if slots is not None:
+            sources = [slot.source for slot in slots]
+            roots, end = [v for each in sources for v in each.values], max((each.after for each in sources), default=0)
         return self.program.plan(roots, end, self.saved_values.available(), skip)
-
-    def whole_plan(self) -> Plan:
-        """Return the plan of a recompute of all values that autograd saved, in which no step is skipped."""
-        return self.program.plan(self._wanted, self._end, self.saved_values.available(), Skip.NONE)

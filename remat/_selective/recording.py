@@ -17,7 +17,7 @@ from .._policy.warnings import Warned
 from .choices import Choices
 from .program import Log, Program, Skip, Step
 from .saved import SavedValues, Saves, Source
-from .values import Layout, Storages, is_as_it_lies, template
+from .values import Layout, Storages, is_as_it_lies, place_of, template
 from .verdicts import Verdicts, is_judged
 
 _PROGRAMS = 16  # remembered for one function, one for each of its policies
@@ -71,11 +71,13 @@ class Recording:
     def ran(self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """Record an operation that has run. ``draw`` is its index among those that draw random numbers."""
         number, read = len(self.log.steps), list[torch.Tensor]()
-        step = self._step(facts, args, kwargs, result, draw, read)
-        if step is None:
-            self._made_a_view(facts, args)
-            return
         last = None if self._last is None else self._last.step(number)
+        step = self._step(facts, args, kwargs, result, draw, read, last)
+        if step is None:  # it only made views
+            self.log.views.add(facts)
+            if facts.func is _DETACH:
+                self.log.exposed.add(self.storages.get(args[0]))
+            return
         if step != last:
             self._last = None
         self.log.append(step)
@@ -95,8 +97,13 @@ class Recording:
         if len(self.saved_values.candidates) >= self._enough:
             self._drop_unneeded()
 
-    def _step(self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list) -> Step | None:
-        """Return the step of an operation, or None if it only returned views; add the tensors that it has read."""
+    def _step(
+        self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list, last: Step | None
+    ) -> Step | None:
+        """Return the step of an operation, or None if it only returned views; add the tensors that it has read.
+
+        If the operation equals the step of the ``last`` program at its place, it is that step.
+        """
         storages = self.storages
         new = storages.new(result)
         acts = facts.writes or facts.observes
@@ -111,40 +118,27 @@ class Recording:
         else:
             differentiated = not storages.tracked.isdisjoint(key[-1])
         grad_mode = torch.is_grad_enabled()
-        number = len(self.log.steps)
-        last = None if self._last is None else self._last.step(number)
         if last is not None and last.is_plain and last.key == key and len(new) == 1:
             under = storages.count, new[0][2], differentiated, grad_mode
             if under == (last.outs[0], last.result.form, last.differentiated, last.grad_mode):
-                storages.add(new[0], storages.number())
+                storages.put(new[0][1], storages.number())
                 storages.tracked.update(last.tracked)
                 return last
-        outcome = template(result, new, read)
+        number, outcome, verdict = len(self.log.steps), template(result, new, read), None
         if self.choices is not None:
             verdict = self.choices.verdict(number, key)
         elif is_judged(outcome, facts):
-            verdict = self.verdicts.on_operation(number, facts, args, kwargs, result)
-        else:
-            verdict = None
+            verdict = self.verdicts.on_operation((number,), facts, args, kwargs, result)
         outs, tracked = list[int](), list[int]()
         for each in new:
             value = storages.number()
-            storages.add(each, value)
+            storages.put(each[1], value)
             outs.append(value)
             if differentiated and is_differentiable(each[0]):
                 tracked.append(value)
         overwritten = self._overwrite(facts.written(args, kwargs), differentiated, outs, tracked)
         storages.tracked.update(tracked)
-        return Step(
-            key,
-            tuple(outs),
-            overwritten,
-            tuple(tracked),
-            outcome,
-            differentiated,
-            grad_mode,
-            verdict,
-        )
+        return Step(key, tuple(outs), overwritten, tuple(tracked), outcome, differentiated, grad_mode, verdict)
 
     def _overwrite(self, written: list[torch.Tensor], tracked: bool, outs: list[int], all_tracked: list[int]) -> tuple:
         """Number the new values of storages that an operation wrote to. Return the overwritten values."""
@@ -154,18 +148,10 @@ class Recording:
             self.saved_values.on_overwrite(value)
             now = storages.number()
             storages.put(holder(tensor), now)
-            storages.forget(tensor)
             outs.append(now)
             if tracked and is_differentiable(tensor):
                 all_tracked.append(now)
         return before
-
-    def _made_a_view(self, facts: Facts, args: tuple) -> None:
-        self.log.views.add(facts)
-        if facts.func is _DETACH:
-            self.log.exposed.add(self.storages.get(args[0]))
-        if facts.reshapes:
-            self.storages.forget(args[0])
 
     def ran_around(self, facts: Facts, args: tuple, kwargs: dict, result: Any, start: int) -> None:
         """Judge the results of an operation on wrapper subclasses, which has executed the steps since ``start``."""
@@ -176,7 +162,7 @@ class Recording:
         made = {number for number in made if is_judged(log.steps[number].result, facts)}
         if not made or self.choices is not None:
             return
-        verdict = self.verdicts.on_wrappers(made, facts, args, kwargs, result)
+        verdict = self.verdicts.on_operation(made, facts, args, kwargs, result)
         for number in made if verdict is not None else ():
             log.lines.setdefault(number, user_line())
             log.steps[number] = log.steps[number]._replace(verdict=verdict)
@@ -192,12 +178,12 @@ class Recording:
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
         log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judge.judges_names
-        value, form = self.storages.look(tensor) if is_plain(tensor) else (None, None)
+        value, form = (self.storages.find(tensor), place_of(tensor)[1]) if is_plain(tensor) else (None, None)
         if value is not None and form is not None and is_as_it_lies(form):
             allowed = value in self.saved_values
             self.saves.add(slot, Source((value,), Layout(0, form) if allowed or judges_names else None, after))
             if allowed:
-                slot.residual = self.saved_values.save(value, tensor, form)
+                slot.residual = self.saved_values.save(value, tensor)
             if judges_names and value in log.made and len(log.maker(value).outs) > 1:
                 self._siblings[value] = tensor
         else:

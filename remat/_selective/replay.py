@@ -15,7 +15,7 @@ from .._core.devices import accelerator, make_readable, record_use, streams_for
 from .._core.facts import Facts, facts_of, tensors
 from .._core.private import without_torch_function
 from .._core.state import state, unseen
-from .._core.tensors import all_parts, as_bytes, holder, is_wrapper_call, parts
+from .._core.tensors import all_parts, as_bytes, holder, is_wrapper_call
 from .._region.around import Around
 from .._region.placeholders import Placeholders, Restart
 from .._region.region import Run
@@ -43,16 +43,14 @@ class Replay(RegionMode):
         self.inputs = [holder(part) for part in all_parts([*inputs])]  # alive without the run, so they don't escape
         # The values of the restored steps that must be fetched first.
         self.brought: dict[int, torch.Tensor] = {}
+        restored = [value for number in sorted(plan.restored) for value in record.program.steps[number].outs]
         with without_torch_function():
-            for value in [
-                value for number in sorted(self.plan.restored) for value in record.program.steps[number].outs
-            ]:
-                residual = record.residual(value)
-                if residual is not None and residual.is_elsewhere:
+            for value in restored:
+                if (residual := record.residual(value)) is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
             self.home = streams_for(self.brought.values())  # the streams that they were fetched for
         for value, part in zip(record.inputs, all_parts([*inputs])):
-            self.storages.bind(part, value)
+            self.storages.put(holder(part), value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
@@ -69,7 +67,7 @@ class Replay(RegionMode):
             return self.placeholders.mark(func(*args, **kwargs))
         record, storages = self.record, self.storages
         if (facts.views or facts in record.log.views) and facts not in record.program.makers:
-            if not self.placeholders and not facts.reshapes:
+            if not self.placeholders:
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
@@ -92,10 +90,9 @@ class Replay(RegionMode):
             new, written = storages.new(result), facts.written(args, kwargs)
             outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
             for each, value in zip(new, outs):
-                storages.add(each, value)
+                storages.put(each[1], value)
             for tensor, value in zip(written, outs[len(new) :]):
-                storages.bind(tensor, value)
-                storages.forget(tensor)
+                storages.put(holder(tensor), value)
         return result
 
     def _check_writes(self, written: list[torch.Tensor]) -> None:
@@ -112,8 +109,6 @@ class Replay(RegionMode):
         """Execute an operation that only returned views in the first run. It can be applied to placeholders, too."""
         result = func(*args, **kwargs)
         with without_torch_function():
-            if facts.reshapes:
-                self.storages.forget(args[0])
             if self.storages.new(result):
                 self.placeholders.read(tensors((args, kwargs)))
         return self.placeholders.mark(result)
@@ -141,12 +136,10 @@ class Replay(RegionMode):
 
         The tangents that torch makes have as much as their primals, which may be copies in the recompute.
         """
-        if not step.facts.writes:
-            return True
         written = step.facts.written(args, kwargs)
         for value, tensor in zip(step.outs[len(step.outs) - len(written) :], written):
             content = self.brought.get(value, self.record.residual(value))
-            if content is not None and _nbytes(tensor_of(content)) != _nbytes(tensor):
+            if content is not None and len(as_bytes(tensor_of(content))) != len(as_bytes(tensor)):
                 return False
         return True
 
@@ -155,17 +148,15 @@ class Replay(RegionMode):
         self.has_not_drawn |= step.draws
         saved: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            content: Any = self.brought.pop(value, None)
-            if content is None:
-                content = self.record.residual(value)
-            else:
+            content: Residual | torch.Tensor | None = self.record.residual(value)
+            if value in self.brought:
+                content = self.brought.pop(value)
                 make_readable(content, self.home)
-            if content is not None and value in self.record.program.overwritten:
-                # The region changes the tensor in place later, so it gets a copy.
+            if content is not None and value in self.record.program.overwritten:  # later the region changes it in place
                 content = as_bytes(tensor_of(content)).clone()
-            saved.append(content)
             if content is not None and accelerator():
                 record_use(tensor_of(content))  # its memory may belong to a stream that the recompute doesn't use
+            saved.append(content)
             if self.last:
                 self.record.saved_values.release(value)
         with unseen():
@@ -183,7 +174,7 @@ class Replay(RegionMode):
                 else:
                     as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
                     self.placeholders.mark_filled(tensor)
-                self.storages.bind(tensor, value)
+                self.storages.put(holder(tensor), value)
         return self.placeholders.mark(self._build(step.result, step, contents, read))
 
     def _build(self, item: Any, step: Step, contents: list, read: list) -> Any:
@@ -193,23 +184,13 @@ class Replay(RegionMode):
                 contents[item.i] = tensor = self.placeholders.placeholder(item)
             else:
                 tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
-            self.storages.add((tensor, tensor.untyped_storage(), item.form), step.outs[item.i])
+            self.storages.put(tensor.untyped_storage(), step.outs[item.i])
             return tensor
         if isinstance(item, Argument):
             return read[item.i]
         if type(item) in (tuple, list):
             return type(item)([self._build(part, step, contents, read) for part in item])
         return item
-
-    def escaped(self, result: Any = None) -> bool:
-        """Whether placeholders are still alive when the run has ended, other than those in the ``result``."""
-        with without_torch_function():
-            known = [holder(part) for tensor in tensors(result) for part in parts(tensor)]
-            return self.placeholders.escaped(but=[*known, *self.inputs])
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
 
 
 T = TypeVar("T")
@@ -223,7 +204,7 @@ class Attempt(Run):
     def __init__(self, record: Record, plan: Plan | None = None, last: bool = False, log: Any = None) -> None:
         super().__init__(log)
         self.record = record
-        self.plan = record.whole_plan() if plan is None else plan
+        self.plan = record.plan(whole=True) if plan is None else plan
         self.whole = plan is None  # it skips no step
         self.last = last  # values that are saved only for the recompute can be released as they are restored
         self.replay: Replay | None = None
@@ -238,7 +219,11 @@ class Attempt(Run):
 
     def escaped(self, result: Any = None) -> bool:
         """Whether placeholders of skipped values are still alive, other than those in the result."""
-        return self.replay is not None and self.replay.escaped(result)
+        if self.replay is None:
+            return False
+        with without_torch_function():
+            known = map(holder, all_parts(tensors(result)))
+            return self.replay.placeholders.escaped(but=[*known, *self.replay.inputs])
 
 
 class Recompute(Run):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -40,9 +41,9 @@ class Residual:
         self._offloaded: Offloaded | None = None
         self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors on its storage, unless it is a copy
 
-    def save_here(self, tensor: torch.Tensor, form: tuple | None) -> None:
+    def save_here(self, tensor: torch.Tensor) -> None:
         """Save the value where it is."""
-        self._guard, self._form = alias(tensor), form or form_of(tensor)
+        self._guard, self._form = alias(tensor), form_of(tensor)
         self._versions = [(self._guard, private.version(tensor))]
 
     def watch(self, result: torch.Tensor) -> None:
@@ -56,11 +57,11 @@ class Residual:
         return any(private.version(tensor) != version for tensor, version in self._versions)
 
     def save_elsewhere(
-        self, tensor: torch.Tensor, form: tuple | None, layout: Layout | None, outer: Hooks | None, group: Group | None
+        self, tensor: torch.Tensor, layout: Layout | None, outer: Hooks | None, group: Group | None
     ) -> None:
         """Hand the value to the hooks around the region, or copy it to host memory."""
         if outer is None and host_memory.in_host_memory(tensor):
-            self.save_here(tensor, form)
+            self.save_here(tensor)
             return
         if outer is None and isinstance(tensor, Placeholder):  # skipped by the recompute of an enclosing region
             tensor.check()
@@ -95,9 +96,7 @@ class Residual:
         tensor = self.get()
         if self._bring is None and self._form == layout.form:
             return alias(tensor)
-        if not private.transforms_active():
-            return layout.of(tensor)
-        with private.without_levels():
+        with private.without_levels() if private.transforms_active() else nullcontext():
             return layout.of(tensor)
 
     def get(self) -> torch.Tensor:
@@ -307,19 +306,19 @@ class SavedValues:
 
     # --- saved values -----------------------------------------------------------------------------------------------
 
-    def save(self, value: int, tensor: torch.Tensor, form: tuple | None = None) -> Residual:
-        """Save a value, as long as the returned residual lives. ``tensor`` is on its storage, in this form."""
+    def save(self, value: int, tensor: torch.Tensor) -> Residual:
+        """Save a value, as long as the returned residual lives. ``tensor`` is on its storage."""
         each = self._values[value]
         residual = each.residual()
         if residual is None:
             log = self.log
             residual = Residual(log.maker(value).facts.func, log.lines.get(log.made[value]))
             if self.hooks is None and each.verdict is Verdict.SAVE:
-                residual.save_here(tensor, form)
+                residual.save_here(tensor)
             else:
                 if self.hooks is None and self._group is None:
                     self._group = Group()
-                residual.save_elsewhere(tensor, form, log.layout(value), self.hooks, self._group)
+                residual.save_elsewhere(tensor, log.layout(value), self.hooks, self._group)
             each.owned, each.residual = residual, weakref.ref(residual)
         return residual
 

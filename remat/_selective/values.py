@@ -46,11 +46,6 @@ class Layout(NamedTuple):
     form: tuple
 
     @property
-    def size(self) -> torch.Size:
-        """The sizes."""
-        return self.form[1]
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype."""
         return self.form[3]
@@ -136,18 +131,14 @@ CONSTANT_BYTES = 4096
 
 
 class Storages:
-    """The numbers of the values that storages contain, by weak references.
-
-    The storage and form of each tensor are remembered, as it takes long to find them out.
-    """
+    """The numbers of the values that storages contain, by weak references."""
 
     def __init__(self) -> None:
         self.count = 0  # of values
         # Small values that no seen operation made, by their bytes: a recompute makes equal ones anew.
         self._constants: dict[bytes, int] = {}
         self.tracked: set[int] = set()  # the values that require grad
-        self._homes: dict[int, list] = {}  # by the storage's id: a weak reference to it, and the value's number
-        self._tensors: dict[int, tuple] = {}  # by the tensor's id: a weak reference, home, form, the storage's id
+        self._homes: dict[int, tuple[weakref.ref, int]] = {}  # by the storage's id: the storage, its value's number
 
     def number(self) -> int:
         """Return the number of a new value."""
@@ -158,18 +149,7 @@ class Storages:
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the value in a tensor's storage, or None for an unknown storage."""
-        met = self._met(tensor)
-        home = self._home(holder(tensor)) if met is None else met[1]
-        return None if home is None else home[1]
-
-    def look(self, tensor: torch.Tensor) -> tuple[int | None, tuple | None]:
-        """Return the number of the value in a tensor's storage, or None, and the tensor's form."""
-        met = self._met(tensor)
-        if met is not None:
-            return met[1][1], met[2]
-        storage, form = place_of(tensor)
-        home = self._home(storage)
-        return (None if home is None else home[1]), form
+        return self._in(holder(tensor))
 
     def enter(self, tensor: torch.Tensor) -> int:
         """Return the number of the value in an input's storage. An unknown storage gets a new number."""
@@ -181,7 +161,7 @@ class Storages:
 
     def get(self, tensor: torch.Tensor) -> int:
         """Return the number of the value in a tensor's storage. An unknown storage contains a constant."""
-        return self._meet(tensor)[1][1]
+        return self._meet(tensor)[0]
 
     def values(self) -> list[int]:
         """Return the numbers of the values in all storages that are alive."""
@@ -189,52 +169,26 @@ class Storages:
 
     def is_new(self, storage: Any) -> bool:
         """Whether a storage is unknown."""
-        return self._home(storage) is None
+        return self._in(storage) is None
 
     def new(self, result: Any) -> list[New]:
         """Return the tensors of a result that have new, unknown storages, one for each storage."""
-        if isinstance(result, torch.Tensor):
-            storage, form = place_of(result)
-            return [(result, storage, form)] if self.is_new(storage) else []
         found: dict[int, New] = {}
-        for tensor in tensors(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tensors(result):
             storage, form = place_of(tensor)
             if self.is_new(storage):
                 found.setdefault(id(storage), (tensor, storage, form))
         return [*found.values()]
 
-    def bind(self, tensor: torch.Tensor, number: int) -> None:
-        """Set the number of the value in a tensor's storage, and remember the tensor."""
-        storage, form = place_of(tensor)
-        self.put(storage, number)
-        self._remember(tensor, storage, form)
-
     def put(self, storage: Any, number: int) -> None:
         """Set the number of the value in a storage."""
-        home = self._home(storage)
-        if home is None:
-            self._homes[id(storage)] = [weakref.ref(storage), number]
-        else:
-            home[1] = number
-
-    def add(self, new: New, number: int) -> None:
-        """Add a new storage with the number of its value, and remember the tensor on it."""
-        tensor, storage, form = new
-        key = id(storage)
-        self._homes[key] = home = [weakref.ref(storage), number]
-        if form is not None:
-            self._tensors[id(tensor)] = weakref.ref(tensor), home, form, key
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Forget a tensor whose form may have changed."""
-        self._tensors.pop(id(tensor), None)
+        self._homes[id(storage)] = weakref.ref(storage), number
 
     def copy(self) -> Storages:
-        """Return a copy that can change independently. It remembers no tensors."""
+        """Return a copy that can change independently."""
         found = Storages()
         found.count = self.count
-        found._constants, found.tracked = self._constants.copy(), self.tracked.copy()
-        found._homes = {key: [*home] for key, home in self._homes.items()}
+        found._constants, found.tracked, found._homes = self._constants.copy(), self.tracked.copy(), self._homes.copy()
         return found
 
     def outside(self, known: Collection[int]) -> Storages:
@@ -245,24 +199,17 @@ class Storages:
         }
         return found
 
-    def _home(self, storage: Any) -> list | None:
+    def _in(self, storage: Any) -> int | None:
         home = self._homes.get(id(storage))
-        return home if home is not None and home[0]() is storage else None
+        return home[1] if home is not None and home[0]() is storage else None
 
-    def _met(self, tensor: torch.Tensor) -> tuple | None:
-        """Return what is remembered of a tensor, or None."""
-        met = self._tensors.get(id(tensor))
-        return met if met is not None and met[0]() is tensor and met[3] == id(tensor.untyped_storage()) else None
-
-    def _meet(self, tensor: torch.Tensor) -> tuple:
-        """Return what is remembered of a tensor. An unknown tensor is remembered first."""
-        met = self._tensors.get(id(tensor))
-        if met is not None and met[0]() is tensor and met[3] == id(tensor.untyped_storage()):
-            return met
+    def _meet(self, tensor: torch.Tensor) -> tuple[int, tuple | None]:
+        """Return the number of the value in a tensor's storage, and the tensor's form."""
         storage, form = place_of(tensor)
-        if self._home(storage) is None:
+        number = self._in(storage)
+        if number is None:
             content = _content(tensor)
-            number = None if content is None else self._constants.get(content)
+            number = self._constants.get(content) if content is not None else None
             if number is None:
                 number = self.number()
                 if content is not None:
@@ -270,14 +217,7 @@ class Storages:
             self.put(storage, number)
             if tensor.requires_grad:
                 self.tracked.add(number)
-        return self._remember(tensor, storage, form)
-
-    def _remember(self, tensor: torch.Tensor, storage: Any, form: tuple | None) -> tuple:
-        key = id(storage)
-        met = weakref.ref(tensor), self._homes[key], form, key
-        if form is not None:
-            self._tensors[id(tensor)] = met
-        return met
+        return number, form
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -287,30 +227,22 @@ class Storages:
         The key consists of the operation, its place among the draws, its arguments, and the values that it reads.
         """
         reads: list[int] = []
-        key = [facts, draw, self._pattern(kwargs, reads, read) if kwargs else None]
-        for argument in args:
-            if isinstance(argument, torch.Tensor):
-                met = self._meet(argument)
-                reads.append(met[1][1])
-                read.append(argument)
-                key.append(met[2])
-            else:
-                key.append(self._pattern(argument, reads, read))
-        key.append(tuple(reads))
-        return tuple(key)
+        named = self._pattern(kwargs, reads, read) if kwargs else None
+        patterns = [self._pattern(argument, reads, read) for argument in args]
+        return facts, draw, named, *patterns, tuple(reads)
 
     def _pattern(self, argument: Any, reads: list, read: list) -> Any:
         """Return an argument with forms in place of tensors, which is equal for equal calls."""
+        if isinstance(argument, torch.Tensor):
+            number, form = self._meet(argument)
+            reads.append(number)
+            read.append(argument)
+            return form
         kind = type(argument)
         if kind is int or kind is bool:
             return kind, argument
         if kind is float:
             return argument.hex()  # 0.0 and -0.0 differ, and NaN equals itself
-        if isinstance(argument, torch.Tensor):
-            met = self._meet(argument)
-            reads.append(met[1][1])
-            read.append(argument)
-            return met[2]
         if kind is tuple or kind is list:
             return tuple([self._pattern(item, reads, read) for item in argument])
         if kind is dict:

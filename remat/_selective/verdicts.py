@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .._core.facts import Facts
@@ -34,30 +35,15 @@ class Verdicts:
         """Whether the results of an operation may have to be recomputed."""
         return self.judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
 
-    def on_operation(self, number: int, facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
-        """Return the verdict on the results of an operation, or None if they are recomputed."""
+    def on_operation(self, made: Iterable[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
+        """Return the verdict on an operation whose results these steps have made, or None if they are recomputed."""
         if facts in self.around:
             return None
-        verdict = self.judge.verdict_for(facts)
-        if self.judge.asks:
-            asked = question(facts.func, args, kwargs, result)
-            if self.judge.judges_names:
-                self._questions[number] = asked
-            if verdict is None:
-                verdict = self.judge.on(asked)
+        asked: Question = question(facts.func, args, kwargs, result) if self.judge.asks else (None, facts.func, (), {})
+        if self.judge.judges_names:
+            self._questions.update(dict.fromkeys(made, asked))
+        verdict = self.judge.verdict_for(facts) or self.policy.judge(*asked, frozenset())
         return None if verdict is Verdict.RECOMPUTE else verdict
-
-    def on_wrappers(self, made: set[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
-        """Return the verdict on an operation on wrapper subclasses, whose results these steps have made."""
-        if facts in self.around:
-            return None
-        asked = question(facts.func, args, kwargs, result) if self.judge.asks else (None, facts.func, (), {})
-        verdict = self.judge.verdict_for(facts) or self.judge.on(asked)
-        if verdict is Verdict.RECOMPUTE:
-            return None
-        self.warned.operators |= self.own.verdict_for(facts.func) not in (None, Verdict.RECOMPUTE)
-        self._questions.update(dict.fromkeys(made, asked))
-        return verdict
 
     def on_name(self, value: int, number: int, step: Step, name: str, line: Line) -> Verdict | None:
         """Return the verdict on a value that got a name, or None if its names don't change the verdict."""
@@ -65,7 +51,8 @@ class Verdicts:
         names.setdefault(name, line)
         if not (self.judge.judges_names and is_judged(step.result, step.facts)):
             return None
-        return self.judge.on(self._questions.get(number, (None, step.facts.func, (), {})), frozenset(names))
+        asked: Question = self._questions.get(number, (None, step.facts.func, (), {}))
+        return self.policy.judge(*asked, frozenset(names))
 
     def release(self) -> None:
         """Drop the references to tensors."""

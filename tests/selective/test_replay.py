@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, linearize, vmap
 
-from benchmarks.measure import count_ops, gc_disabled, leaked_bytes, peak_bytes
+from benchmarks.measure import OpCounter, count_ops, gc_disabled, leaked_bytes, peak_bytes
 from remat import (
     MutationError,
     RecomputeMismatchError,
@@ -354,3 +354,40 @@ def test_values_that_only_the_recompute_reads_are_released_in_the_last_pass() ->
         for retain in (False, True)
     )
     assert again - once >= 4 * x.nbytes
+
+
+# --- what isn't recomputed --------------------------------------------------------------------------------------------
+
+
+def ran_in_backward(fn: Fn, *operators: str) -> int:
+    """How often the backward pass of a function runs these operators."""
+    out = fn(rand(2, 2, 4, 4)).sum()
+    with OpCounter() as counter:
+        out.backward()
+    return sum(counter[name] for name in operators)
+
+
+def attends(x: Tensor) -> Tensor:
+    return checkpoint_name(F.scaled_dot_product_attention(x.sin(), x.cos(), x), "h").sin()
+
+
+def normalizes(x: Tensor) -> Tensor:
+    return checkpoint_name(F.layer_norm(x.sin(), (4,)), "h").sin()
+
+
+@pytest.mark.parametrize(
+    ("fn", "operator"),
+    [(attends, "aten._scaled_dot_product_flash_attention_for_cpu"), (normalizes, "aten.native_layer_norm")],
+)
+def test_an_operation_is_not_recomputed_for_its_other_results_if_one_has_a_name(fn: Fn, operator: str) -> None:
+    assert ran_in_backward(remat(fn), operator) == 1
+    assert ran_in_backward(remat(fn, policy=policies.save_only_these_names("h")), operator) == 0
+
+
+def test_a_constant_of_the_region_does_not_hide_what_is_saved() -> None:
+    def fn(x: Tensor) -> Tensor:
+        product = (x * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)) @ x
+        return product.sin()
+
+    plain, saved = ran_in_backward(fn, "aten.bmm"), ran_in_backward(remat(fn, policy=policies.save_matmuls), "aten.bmm")
+    assert (ran_in_backward(remat(fn), "aten.bmm") - plain, saved - plain) == (1, 0)
