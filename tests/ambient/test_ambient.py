@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -109,16 +108,6 @@ def test_only_generators_of_torch_count_as_moved() -> None:
     assert ambient.moved()
 
 
-def test_numpy_may_be_imported_later() -> None:
-    with mock.patch.dict("sys.modules"):
-        del sys.modules["numpy"]
-        ambient = capture()
-    expected = following(capture())
-    with ambient.restored():
-        np.random.rand(1000)
-    assert draw_all() == expected
-
-
 def test_numpy_may_use_another_bit_generator() -> None:
     old, draw = np.random.get_bit_generator(), lambda: (np.random.rand(), np.random.randn())
     np.random.set_bit_generator(np.random.PCG64(3))
@@ -130,21 +119,6 @@ def test_numpy_may_use_another_bit_generator() -> None:
         assert draw() == expected
     finally:
         np.random.set_bit_generator(old)
-
-
-def test_half_a_pair_of_normals_that_numpy_has_stored_is_part_of_its_state() -> None:
-    """The bits of the state are the same without it."""
-    np.random.randn()
-    half, with_half = np.random.get_state(), capture()
-    first = np.random.randn()
-    without = capture()
-    np.random.set_state(half)
-    again = capture()
-    assert np.random.randn() == first
-    after = following(without, np.random.randn)
-    for ambient, expected in ((with_half, first), (again, first), (without, after)):
-        with ambient.restored():
-            assert np.random.randn() == expected
 
 
 def test_devices_without_a_generator_and_backends_that_have_not_started() -> None:
@@ -260,11 +234,6 @@ def default_device(device: Any) -> Any:
     return setting(torch.set_default_device, device, None)
 
 
-def modes() -> list[Any]:
-    """The stack of function modes."""
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
-
-
 def observed() -> Any:
     """The settings that a user's code can observe."""
     one = torch.ones(1, 1, device="cpu")
@@ -323,28 +292,6 @@ def test_settings_then_and_now(one: str, other: str) -> None:
                 raise KeyError
             assert observed() == before
         assert observed() == start
-
-
-@pytest.mark.parametrize("default", [None, "cpu", "meta"])
-@pytest.mark.parametrize("between", [nullcontext, Functions])
-def test_devices_over_a_default_device(default: Any, between: Callable) -> None:
-    """The other function modes stay where they are."""
-    with default_device(default), between():
-        with torch.device("meta"), between():
-            with torch.device("cpu"):
-                inner = capture()
-            ambient, stack = capture(), modes()
-            with inner.restored():
-                assert torch.ones(1).device == CPU
-                assert [m for m in modes() if type(m) is Functions] == [m for m in stack if type(m) is Functions]
-            assert modes() == stack and torch.ones(1).device.type == "meta"
-        stack, device = modes(), torch.ones(1).device.type
-        with ambient.restored():
-            assert torch.ones(1).device.type == "meta"
-            with torch.device("cpu"), inner.restored():
-                assert torch.ones(1).device == CPU
-            assert torch.ones(1).device.type == "meta"
-        assert modes() == stack and torch.ones(1).device.type == device == (default or "cpu")
 
 
 def test_casts_are_not_cached_from_one_run_to_the_next() -> None:

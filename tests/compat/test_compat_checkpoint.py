@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from cases import assert_same, rand, repeated
+from cases import assert_same, rand
 from cases import module as made
 from comparison import OTHER, SAME, TORCH, Fails, Outcome, checkpoints_in_graph, libraries
 from side_by_side import Runs, both, is_torch, values_and_grads
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 import remat.compat
-from benchmarks.measure import PeakMemory, count_ops, gc_disabled, held_bytes, leaked_bytes
+from benchmarks.measure import count_ops, held_bytes, leaked_bytes
 from remat import MutationError, PolicyError, RecomputeMismatchError, policies
 from remat.compat import checkpoint, checkpoint_sequential
 
@@ -92,44 +92,6 @@ def test_without_grad_it_is_a_plain_call_that_enters_no_context(module: Any, off
     with off():
         out = module.checkpoint(deep, rand(3), use_reentrant=False, context_fn=lambda: (context, context))
     assert not out.requires_grad and entered == []
-
-
-def d(fn: Callable) -> Callable:
-    """The derivative by autograd, which can be differentiated again."""
-    return lambda x: torch.autograd.grad(fn(x).sum(), x, create_graph=True)[0]
-
-
-NESTED: dict[str, Callable[[Callable, Callable], Callable]] = {
-    "c c": lambda c, f: c(c(f)),
-    "d c d": lambda c, f: d(c(d(f))),
-    "c d d c": lambda c, f: c(d(d(c(f)))),
-    "d c d c d c": lambda c, f: d(c(d(c(d(c(f)))))),
-    "d c d c(c c)": lambda c, f: d(c(d(c(lambda x: c(torch.cos)(c(f)(x)))))),
-}
-
-
-@compared(exact=False)
-@pytest.mark.parametrize("nested", NESTED)
-def test_regions_in_derivatives_in_regions(call: Callable, nested: str) -> Tensor:
-    return NESTED[nested](lambda f: lambda x: call(f, x), deep)(rand(3)).detach()
-
-
-@pytest.mark.parametrize("retain", [False, True])
-def test_values_are_freed_one_by_one_as_they_are_read(retain: bool) -> None:
-    x, found = rand(1000), []
-    x.grad = torch.zeros_like(x)
-    for module in (torch.utils.checkpoint, remat.compat):
-        live: list[int] = []
-        with gc_disabled(), PeakMemory() as memory:
-            square = lambda x: (y := x.square()).register_hook(lambda _: live.append(memory.live)) and y
-            out = module.checkpoint(repeated(square, 4), x, use_reentrant=False)
-            out.sum().backward(retain_graph=retain)
-        found.append(live)
-    its, ours = found
-    assert ours[0] == its[0] < ours[3]  # the first hook runs before the recompute
-    assert ours[1] > ours[2] > ours[3]
-    # A node of a retained graph may read its value again, so the value is released when another node reads its own.
-    assert all(a <= b + retain * x.nbytes for a, b in zip(ours, its, strict=True))
 
 
 # --- the decorator, and names of parameters ---------------------------------------------------------------------------
@@ -251,25 +213,6 @@ def test_debug_and_its_switch(module: Any, setters: Any) -> None:
     with switch(True):
         assert not detail(module, switch(None)) and detail(module, switch(None), debug=True)
     assert not detail(module)
-
-
-CONTEXTS = lambda: (contextlib.nullcontext(), contextlib.nullcontext())
-
-
-@row("`debug`")
-def test_debug_names_the_line_of_the_first_operation_that_differs() -> None:
-    def again(x: Tensor) -> Tensor:
-        return (x.detach() * 2, deep(x))[1]  # this saves nothing more
-
-    line = inspect.getsourcelines(again)[1] + 1
-    for options in ({"module": torch.utils.checkpoint, "debug": True}, {"module": remat.compat}):
-        gradient(fn=runs_differ(deep, again), **options)
-    with pytest.raises(RecomputeMismatchError, match=rf"aten\.mul[\s\S]*checkpoint\.py:{line} \(again\)") as raised:
-        gradient(remat.compat, runs_differ(deep, again), debug=True, context_fn=CONTEXTS)
-    with pytest.raises(ValueError, match="debug"):
-        gradient(torch.utils.checkpoint, deep, debug=True, context_fn=CONTEXTS)
-    names = [[entry.split(".")[1] for entry in entries] for entries in raised.value.logs]
-    assert names == [["sin", "exp", "sin", "cos"], ["mul"]]
 
 
 def ends_late(x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import functools
 import gc
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -436,22 +435,6 @@ def test_a_second_context_may_swallow_the_exception_that_ends_a_recompute(module
     fails = lambda x: [h := x.sin().exp(), 1 // (not next(runs)), h.sin()][-1]
     with pytest.raises(CheckpointError, match=r"number of tensors|only 2"):
         torch.autograd.grad(in_contexts(module, NOTHING, contextlib.suppress(kind), fails)(x).sum(), x)
-
-
-@both
-@OTHERS
-def test_subclasses_of_torchs_modes_are_treated_as_any_pair(module: Any) -> None:
-    """Their values can be read once, so a second backward fails as in torch."""
-    policy, storage = by(CheckpointPolicy.MUST_SAVE), defaultdict(dict if NEWER else list)
-    library: Any = torch.utils.checkpoint
-    first = type("First", (library._CachingTorchDispatchMode,), {})(policy, storage)
-    again = type("Again", (library._CachedTorchDispatchMode,), {})(policy, storage, False)
-    x, w = arguments()
-    out = in_contexts(module, first, again)(x, w).sum()
-    found = torch.autograd.grad(out, x, retain_graph=True)
-    assert_same(found, torch.autograd.grad(deep(x, w).sum(), x))
-    with pytest.raises(RuntimeError, match="extra time"):
-        torch.autograd.grad(out, x)
 
 
 @both

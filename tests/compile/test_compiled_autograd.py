@@ -83,8 +83,7 @@ def test_gradients_in_a_compiled_and_in_a_later_eager_backward(model: Callable, 
 
 
 @pytest.mark.parametrize(
-    ("policy", "way", "backend"),
-    [(None, by_config, "aot_eager"), (policies.save_matmuls, by_context, "eager")],
+    ("policy", "way", "backend"), [(None, by_config, "aot_eager"), (policies.save_matmuls, by_context, "eager")]
 )
 def test_each_backward_recomputes_once_and_keeps_nothing(policy: Any, way: Callable, backend: str) -> None:
     expected = grads(block, eagerly, 2)

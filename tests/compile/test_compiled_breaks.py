@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -185,18 +184,6 @@ def test_disable_remat_is_active_after_a_break() -> None:
     assert RUNS == [False] * 3
 
 
-def test_a_compiled_function_in_a_region_that_python_runs_stays_compiled() -> None:
-    backend = CompileCounterWithBackend("aot_eager")
-    inner = torch.compile(lambda x: x.sin().exp(), backend=backend)
-
-    def fn(x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return inner(x) * x
-
-    torch.testing.assert_close(value_and_grad(compiled(remat.remat(fn))), value_and_grad(lambda x: x.sin().exp() * x))
-    assert backend.op_count == 2
-
-
 def test_regions_in_a_frame_that_dynamo_skips_are_compiled_by_themselves() -> None:
     class Model(nn.Sequential):
         @torch._dynamo.disable(recursive=False)
@@ -283,13 +270,6 @@ def test_a_branch_that_takes_a_derivative_is_an_error() -> None:
         compiled(remat.remat(in_a_branch))(X.clone().requires_grad_())
 
 
-def test_a_refusal_of_compiled_code_leaves_hooks_enabled() -> None:
-    """Code by the backend "eager" disables saved-tensor hooks, and raises before it enables them again."""
-    step = torch.compile(grad(lambda z: z.sin().sum()), backend="eager")
-    with suppress(Exception):  # Dynamo fails to trace the mode of the region
-        remat.remat(lambda x: x.sin() * step(x))(X.clone().requires_grad_())
-
-
 # --- changes in place -----------------------------------------------------------------------------------------------
 
 
@@ -312,10 +292,8 @@ class Model(nn.Module):
 
 
 class Codebook(Model):
-    copies = True
-
     def part(self, x: Tensor) -> Tensor:
-        c = self.c.clone() if self.copies else self.c
+        c = self.c.clone()
         with torch.no_grad():
             i = torch.cdist(x, c).argmin(1)
         q = c[i]
@@ -324,22 +302,10 @@ class Codebook(Model):
         return (x + (q - x).detach()).sin() * x.cos()
 
 
-class CodebookWithoutCopy(Codebook):
-    copies = False
-
-
 class ReadAfter(Model):
     def part(self, x: Tensor) -> Tensor:
         self.change(x)
         return ((x - self.c).sin() * x).exp()
-
-
-class ViewsChanged(Model):
-    def part(self, x: Tensor) -> Tensor:
-        y = (x * self.c.t().clone().t()).sin().exp()
-        self.c[1:3].copy_(x[:2].detach())
-        self.c[0] = 0.5
-        return y
 
 
 class Argument(Model):
@@ -369,13 +335,10 @@ def with_region(model: Model, policy: Any = None) -> Model:
     return model
 
 
-DEPENDENT = [Codebook, CodebookWithoutCopy, ReadAfter, ViewsChanged, Argument, SpectralNorm]
+DEPENDENT = [Codebook, ReadAfter, Argument, SpectralNorm]
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [*((kind, None) for kind in DEPENDENT), (SpectralNorm, MATMULS)],
-)
+@pytest.mark.parametrize(("kind", "policy"), [*((kind, None) for kind in DEPENDENT), (SpectralNorm, MATMULS)])
 def test_python_runs_a_region_that_depends_on_what_it_changes(kind: type[Model], policy: Any) -> None:
     plain, counter = kind(), CompileCounterWithBackend("aot_eager")
     ours = with_region(deepcopy(plain), policy)

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from cases import assert_same, rand
-from side_by_side import Runs, both, is_torch
+from side_by_side import Runs, both
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-import remat.compat
 from benchmarks.measure import PeakMemory, gc_disabled
 from remat import policies
 from remat import remat as transform
@@ -82,20 +81,6 @@ def test_passes_that_overlap_are_an_error(module: Any, retain: bool) -> None:
     assert_same(gradient(out, x), gradient(deep(x), x))
 
 
-def test_passes_may_have_inputs_in_common() -> None:
-    """Saved inputs need no recompute, so all passes may read them; torch raises an error for that too."""
-    x = rand(3)
-    for module in (torch.utils.checkpoint, remat.compat):
-        out = module.checkpoint(torch.sin, x, use_reentrant=False)
-        with module.GraphExecGroup():
-            found = gradient(out, x, retain_graph=True)
-            if is_torch(module):
-                with pytest.raises(CheckpointError, match="overlap"):
-                    gradient(out, x)
-            else:
-                assert_same(gradient(out, x), found)
-
-
 def shares_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     h = x @ w
     return h.sin().exp(), h.cos().exp()
@@ -112,17 +97,6 @@ def test_values_that_a_policy_saves_can_be_read_by_both() -> None:
         with pytest.raises(CheckpointError, match="need the same value"):
             gradient(first, x)
     assert_same(found, gradients(lambda x: shares_a_product(x, w), x))
-
-
-def test_reading_a_saved_tensor_outside_of_a_pass_releases_nothing() -> None:
-    x, runs = rand(3), Runs(deep)
-    out = checkpoint(runs, x)
-    with GraphExecGroup():
-        looked = out.grad_fn._saved_self
-        found = gradient(out, x)
-    assert torch.equal(looked, x.sin().exp())
-    assert_same(found, gradient(deep(x), x))
-    assert runs.count == 3
 
 
 def live(memory: PeakMemory, x: Tensor) -> int:

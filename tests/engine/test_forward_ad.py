@@ -149,19 +149,13 @@ def captured(wrap: Wrap) -> Callable:
     return lambda x, w: wrap(lambda w: inner(x)(inner(x)(w).sin()) @ x)(w)
 
 
-def captured_with_a_history(wrap: Wrap) -> Callable:
-    return lambda x, w: (lambda h: wrap(lambda w: (w @ h).tanh() * h)(w))((x @ w).sin())
-
-
 REGIONS: dict[str, Callable[[Wrap], Callable]] = {
     "region": lambda wrap: wrap(block),
     "nested": nested,
     "nested, no early stop": partial(nested, early_stop=False),
     "nested, no check": partial(nested, determinism_check="none"),
     "random": lambda wrap: wrap(randomly),
-    "of an intermediate": lambda wrap: (lambda f: lambda x, w: f(f((x @ w).sin(), x.cos()), w))(wrap(block)),
     "captured": captured,
-    "captured with a history": captured_with_a_history,
 }
 
 
@@ -292,14 +286,3 @@ def test_levels_inside_of_regions(program: str, policy: Any) -> None:
 
     assert_same(run(partial(remat, policy=policy)), run(plain), exact=False)
     assert not fwAD._current_level >= 0
-
-
-def test_levels_that_torch_cannot_nest_are_its_error() -> None:
-    """Also where a recompute of an inner region would nest them."""
-    x, w, _ = tensors()
-    out = remat(lambda x, y: moved(remat(block), x.sin(), y.sin()))(x, w)
-    with pytest.raises(RuntimeError, match=NESTED):
-        out.sum().backward()
-    for fn in (block, remat(block)):
-        with pytest.raises(RuntimeError, match=NESTED), fwAD.dual_level():
-            moved(fn, x, w)

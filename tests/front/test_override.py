@@ -248,26 +248,6 @@ def test_wrong_options_are_errors(changes: dict, error: type, text: str) -> None
     assert effect(early) == ""
 
 
-def test_disabled_regions_are_plain_calls_in_the_context_of_the_forward() -> None:
-    found = []
-
-    def fn(x: Tensor) -> Tensor:
-        found.append((is_disabled(), is_recomputing()))
-        return x.sin().exp()
-
-    out = remat.remat(fn)(rand(3)).sum()
-    with disable_remat():
-        out.backward()
-    assert found == [(False, False), (False, True)]
-    found.clear()
-    for outer, inner in ((disable_remat(), override(early_stop=False)), (override(early_stop=False), disable_remat())):
-        with outer, inner:
-            with disable_remat():
-                remat.remat(fn)(rand(3)).sum().backward()
-            assert is_disabled()
-    assert found == [(True, False)] * 2 and not is_disabled()
-
-
 def test_a_compiled_region_keeps_its_own_options() -> None:
     f = torch.compile(remat.remat(dropout), backend="aot_eager", fullgraph=True)
     assert [effect(f), effect(f, override(preserve_rng_state=False))] == ["", ""]

@@ -78,19 +78,6 @@ def test_linearize_inside_a_region_is_refused_with_a_policy(policy: Any) -> None
     both(lambda wrap: linearize(wrap(f), V)[1](V), policy=policy)
 
 
-def test_a_run_that_is_abandoned_leaves_no_record_in_the_outer_region() -> None:
-    """The outer region compares the calls in its runs; in the first one, part of the inner region ran twice."""
-
-    def outer(wrap: Wrap) -> Fn:
-        def call(x: Tensor) -> Tensor:
-            h = x.sin()
-            return vjp(wrap(lambda y: vjp(torch.sin, (h * y).sin())[1](h)[0]), h)[1](h)[0]
-
-        return wrap(call)
-
-    both(lambda wrap: through_autograd(lambda x: (lambda out, pull: out * pull(out)[0])(*vjp(outer(wrap), x)), V))
-
-
 @pytest.mark.parametrize("policy", [None, EVERYTHING], ids=str)
 @pytest.mark.parametrize("transform", ["grad", "vjp", "grad of a region"])
 def test_batched_gradients_of_a_region_that_draws(transform: str, policy: Any) -> None:
@@ -123,14 +110,3 @@ def test_derivatives_that_depend_on_modes(around: str, policy: Any) -> None:
         return through_autograd(wrap(gradient) if around == "a region around" else gradient, rand(3, 3))
 
     both(program, policy=policy)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 6])
-def test_nested_regions_around_a_transform(depth: int) -> None:
-    """All regions are of one function, so the innermost records for all of them that it calls a transform."""
-
-    def nested(wrap: Wrap, depth: int) -> Fn:
-        inner = nested(wrap, depth - 1) if depth else grad(lambda w: (w * w).sin().sum())
-        return (lambda w: wrap(inner)(w)) if depth else inner
-
-    both(lambda wrap: grad(summed(nested(wrap, depth)))(V))

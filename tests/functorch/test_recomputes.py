@@ -10,7 +10,7 @@ import torch
 from both import ALL, ONCE, Fn, V, W, Wrap, X, Y, both, f, forces, plain, squares, summed, through_autograd, vmap
 from cases import rand, repeated
 from torch import Tensor, nn
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp
+from torch.func import grad, grad_and_value, jacfwd, jacrev, jvp, linearize, vjp
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, leaked_bytes, peak_bytes
@@ -72,17 +72,6 @@ def test_a_region_that_draws_random_numbers_runs_once_in_the_forward() -> None:
     for _ in range(2):
         grad(summed(remat(layer)))(X)
     assert runs == [False, True] * 2
-
-
-def test_reading_requires_grad_adds_no_recomputes() -> None:
-    def products(fn: Callable) -> int:
-        region = remat(fn)
-        program = lambda y: through_autograd(lambda x: grad(lambda y: region(x, y).sin().sum())(y), X)
-        program(Y)
-        return count_ops(program, Y)["aten.mm"]
-
-    asks = lambda x, y: ((y @ W).sin() if (x * 1).requires_grad else (y @ W).sin() * x) @ W
-    assert products(asks) == products(lambda x, y: ((y @ W).sin() * x) @ W)
 
 
 @pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), jacrev], ids=["grad", "vmap(grad)", "jacrev"])
@@ -226,26 +215,6 @@ def test_per_sample_gradients(name: str) -> None:
     assert leaked_bytes(program(remat), WEIGHTS, x) == 0
 
 
-def scalar(name: str, wrap: Wrap) -> Callable[[Tensor], Tensor]:
-    return lambda x, *ws: sum(g.sin().sum() for g in tree_leaves(PER_SAMPLE[name][0](wrap)([ws, *WEIGHTS[:1]], x)))
-
-
-DERIVATIVES: dict[str, Callable[[Fn], Any]] = {
-    "grad": lambda f: grad(f, (0, 1, 2))(SAMPLES[:3], *WEIGHTS[1]),
-    "jacfwd": lambda f: jacfwd(f)(SAMPLES[:3], *WEIGHTS[1]),
-    "jvp": lambda f: jvp(f, (SAMPLES[:3], *WEIGHTS[1]), (SAMPLES[3:6], *WEIGHTS[2])),
-    "hessian": lambda f: hessian(f)(SAMPLES[:1], *WEIGHTS[1]),
-    "autograd": lambda f: through_autograd(f, SAMPLES[:3], *WEIGHTS[1]),
-    "vmap": lambda f: vmap(f, (None, 0, 0))(SAMPLES[:3], *(torch.stack([t, t.sin()]) for t in WEIGHTS[1])),
-}
-
-
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-@pytest.mark.parametrize("name", ["by weights", "by input", "grad(vmap)", "norms"])
-def test_derivatives_of_per_sample_gradients(name: str, derivative: str) -> None:
-    both(lambda wrap: DERIVATIVES[derivative](scalar(name, wrap)))
-
-
 @pytest.mark.parametrize("in_dims", [(0, 0, None), (0, None, 0), (None, 0, 0), (None, None, 0), (None, 0, None)])
 def test_some_weights_are_batched_and_some_are_not(in_dims: tuple) -> None:
     batches = SAMPLES[:3], torch.stack([WEIGHTS[0][0]] * 3).cumsum(0), torch.stack([WEIGHTS[0][1]] * 3).cumsum(0)
@@ -257,21 +226,3 @@ def test_some_weights_are_batched_and_some_are_not(in_dims: tuple) -> None:
         return vmap(first, in_dims)(*args), vmap(second, in_dims)(*args)
 
     both(program)
-
-
-@pytest.mark.parametrize("region", [lambda x, w: x.sin(), lambda x, w: (x * w).detach()])
-def test_a_result_that_depends_on_no_parameter_may_be_changed_in_place(region: Callable) -> None:
-    """It requires no grad at the level that differentiates the parameters."""
-
-    def build(wrap: Wrap) -> Callable:
-        def call(w: Tensor, x: Tensor) -> Tensor:
-            y = wrap(region)(x, w) * 1.0
-            first = y[0].sin()
-            y.mul_(0.9)
-            assert not y.requires_grad
-            return (y * w).sum() * first
-
-        return call
-
-    both(lambda wrap: vmap(grad(build(wrap)), (None, 0))(X[0], Y), exact=True)
-    both(lambda wrap: jvp(lambda w: grad(build(wrap))(w, Y[0]), (X[0],), (X[0],)), exact=True)

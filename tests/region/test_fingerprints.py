@@ -12,7 +12,6 @@ from cases import assert_same, rand
 from torch import Tensor, nn
 
 from remat import RecomputeMismatchError, is_recomputing, policies, remat
-from remat._region.fingerprints import may_be_unset
 
 
 @pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=pytest.mark.cuda)])
@@ -156,14 +155,6 @@ def test_values_are_compared_under_transforms_and_of_jagged_tensors() -> None:
         changes = True
         with pytest.raises(RecomputeMismatchError, match="A region's function must be deterministic"):
             take(region)
-
-
-def test_only_workspaces_of_recurrent_networks_may_be_unset() -> None:
-    class MkldnnRnnLayerBackward0:
-        pass
-
-    assert may_be_unset((torch.uint8,), MkldnnRnnLayerBackward0)
-    assert not may_be_unset((torch.float32,), MkldnnRnnLayerBackward0) and not may_be_unset((torch.uint8,), object)
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_ops("aten.mkldnn_rnn_layer")], ids=str)

@@ -22,10 +22,7 @@ from remat import checkpoint_name, policies, remat
 Fn = Callable[..., Any]
 only, aten = policies.save_only_these_names, torch.ops.aten
 MATMULS, EVERY, N = policies.save_matmuls, policies.everything_saveable, only("n")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The policy"),
-    pytest.mark.usefixtures("collector_off"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:The policy"), pytest.mark.usefixtures("collector_off")]
 
 # --- counting --------------------------------------------------------------------------------------------------------
 

@@ -18,15 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, linearize, vmap
 
 from benchmarks.measure import count_ops, gc_disabled, leaked_bytes, peak_bytes
-from remat import (
-    MutationError,
-    RecomputeMismatchError,
-    RematError,
-    checkpoint_name,
-    is_recomputing,
-    policies,
-    remat,
-)
+from remat import MutationError, RecomputeMismatchError, RematError, checkpoint_name, is_recomputing, policies, remat
 
 Fn = Callable[..., Any]
 aten = torch.ops.aten
