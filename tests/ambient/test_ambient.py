@@ -16,14 +16,12 @@ from cases import default_dtype
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import cached
-from torch.overrides import TorchFunctionMode
 
 import remat
 from remat._ambient import ambient as ambient_module
 from remat._ambient import generators
 from remat._ambient import settings as settings_module
 from remat._ambient.ambient import Ambient
-from remat._ambient.generators import HostGenerator, generator_name
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -88,16 +86,6 @@ def test_states_are_restored_in_each_other() -> None:
             torch.rand(1, generator=h)
         assert draw() == second  # the numbers that follow the first ones
     assert draw() == expected and not torch.equal(h.get_state(), other)  # which nobody has named
-
-
-def test_a_state_is_shared_until_numbers_are_drawn() -> None:
-    states = [dict(capture()._pairs()) for _ in range(2)]
-    host = [each for each in states[0] if isinstance(each, HostGenerator)]
-    assert len(host) == 3 and all(states[0][each] is states[1][each] for each in host)
-    draw_all()
-    assert not any(each.get_state() is states[0][each] for each in host)
-    names = [generator_name(each) for each, _ in capture([torch.Generator()])._pairs()]
-    assert names == ["torch's generator of the CPU", "Python's random", "NumPy's random", "torch's generator of cpu"]
 
 
 def test_only_generators_of_torch_count_as_moved() -> None:
@@ -177,47 +165,6 @@ def test_a_capture_of_a_cuda_graph_needs_preserve_rng_state_false(monkeypatch: p
     capture(preserve=False)
 
 
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def within(context: Callable) -> Callable:
-    def run(f: Callable) -> None:
-        with context():
-            f(torch.ones(2))
-
-    return run
-
-
-AROUND: list[Callable] = [
-    *map(within, (Functions, FakeTensorMode, lambda: torch.device("meta"), torch.no_grad, torch.inference_mode)),
-    lambda f: torch.func.grad(f)(torch.ones(2)),
-    lambda f: torch.vmap(torch.func.grad(f), randomness="same")(torch.ones(2, 2)),
-    lambda f: torch.func.functionalize(f)(torch.ones(2)),
-]
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_states_are_plain_under_modes_and_transforms(around: Callable) -> None:
-    torch.rand(1)  # so that the state is read within
-    expected, found = torch.default_generator.get_state(), list[Ambient]()
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        found.append(capture())
-        with found[0].restored():
-            pass
-        found[0].rewind()
-        return x.sum()
-
-    around(f)
-    state = found[0]._states[0]
-    assert type(state) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(state)
-    torch.rand(1)
-    with found[0].restored():
-        assert torch.equal(torch.default_generator.get_state(), expected)
-
-
 cuda = torch.backends.cuda
 
 
@@ -292,18 +239,6 @@ def test_settings_then_and_now(one: str, other: str) -> None:
                 raise KeyError
             assert observed() == before
         assert observed() == start
-
-
-def test_casts_are_not_cached_from_one_run_to_the_next() -> None:
-    w = torch.ones(2, 2, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        ambient = capture()
-    casts = []
-    for _ in range(2):
-        with ambient.restored():
-            casts.append((w @ w).grad_fn.next_functions[0][0])
-    assert casts[0] is not casts[1]
-    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
 
 
 def test_cached_weights_of_parametrizations_are_restored() -> None:

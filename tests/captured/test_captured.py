@@ -168,20 +168,6 @@ def test_libraries_classes_and_sets_are_not_searched(fn: Any) -> None:
     assert find(vjp_of_a_library()).variables == []  # nor are their variables restored
 
 
-def test_parameters_that_fsdp_manages_are_left_to_it() -> None:
-    """It frees and replaces them in each run."""
-    base = type("FSDPModule", (), {"__module__": "torch.distributed.fsdp.any"})
-    module = type("Sharded", (base, nn.Sequential), {})(nn.BatchNorm1d(2))
-    module[0].unsharded, module[0].kept = torch.ones(2), [torch.ones(2)]
-    found = find(module)
-    names = ["self[0].running_mean", "self[0].running_var", "self[0].num_batches_tracked", "self[0].kept[0]"]
-    assert [str(path) for path, _ in found.tensors] == names
-    changed = vars(module[0])["_parameters"]["weight"] = nn.Parameter(torch.zeros(2))
-    changed.count, module[0].momentum = 1, 0.5
-    with run_again(found):
-        assert module[0].weight is changed and changed.count == 1 and module[0].momentum == 0.5
-
-
 def test_a_search_in_cycles_and_deep_and_shared_containers_ends() -> None:
     loop: list[Any] = [torch.ones(2)]
     node = {"loop": (loop,), "w": torch.ones(2)}
@@ -299,18 +285,7 @@ def test_a_run_finds_what_the_first_run_found(name: str) -> None:
     assert identities(fn) == before
 
 
-class Scaled(tuple):
-    scale: int
-
-    def __new__(cls, first: Any, second: Any) -> Any:
-        made = super().__new__(cls, (first, second))
-        made.scale = 3
-        return made
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: Point(torch.ones(2), 1), lambda: torch.ones(2, 2).max(0), lambda: Scaled(torch.ones(2), 1)]
-)
+@pytest.mark.parametrize("make", [lambda: Point(torch.ones(2), 1), lambda: torch.ones(2, 2).max(0)])
 def test_a_tuple_is_rebuilt_as_one_of_its_class(make: Callable) -> None:
     original = make()
     items = [original]
@@ -318,25 +293,7 @@ def test_a_tuple_is_rebuilt_as_one_of_its_class(make: Callable) -> None:
     others = {id(value): torch.zeros(2) for value in tensors(fn)}
     with run_again(find(fn), others):
         assert type(items[0]) is type(original) and items[0][0] is next(iter(others.values()))
-        assert getattr(items[0], "scale", 3) == 3
     assert items[0] is original
-
-
-def test_a_first_run_keeps_its_changes() -> None:
-    holder = Caller()
-    holder.other, holder.items = torch.ones(2), [torch.ones(2)]
-    found, other, instead, new = find(holder), holder.other, torch.zeros(2), torch.zeros(2)
-    ids = {id(value): instead for _, value in found.tensors}
-    with bound(found.variables, ids, keep_changes=True):
-        assert holder.w is instead and holder.other is instead and holder.items[0] is instead
-        holder.w = new
-        holder.items.append(new)
-        holder.late = 1
-    assert holder.w is new and holder.other is other and holder.late == 1
-    assert len(holder.items) == 2 and holder.items[1] is new and holder.items[0] is not instead
-    with run_again(found):
-        holder.w = instead
-    assert holder.w is new
 
 
 def test_variables_are_put_back_if_one_of_them_cannot_be_set() -> None:

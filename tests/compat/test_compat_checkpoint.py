@@ -490,15 +490,6 @@ def test_checkpoint_sequential_of_modules(module: Any, kind: Callable) -> None:
     assert calls == []
 
 
-@both
-@pytest.mark.parametrize("preserve", [None, True, False])
-def test_checkpoint_sequential_takes_preserve_rng_state(module: Any, preserve: bool | None) -> None:
-    options = {} if preserve is None else {"preserve_rng_state": preserve}
-    found = dropped(lambda x: module.checkpoint_sequential([drops, torch.sin], 2, x, use_reentrant=False, **options))
-    expected = dropped(lambda x: drops(x).sin())
-    assert torch.equal(found[2], expected[2]) is torch.equal(found[1][0], expected[1][0]) is (preserve is not False)
-
-
 # Arguments, options, the kind of torch's and of remat's error, and the text of remat's.
 ERRORS: list[tuple[tuple, dict, Any, type, str]] = [
     (([deep], 1), {"early_stop": False}, ValueError, ValueError, "no option early_stop"),
@@ -580,17 +571,6 @@ def test_options_in_compiled_code(options: dict, selective: bool, theirs: bool) 
     for module in (remat.compat, torch.utils.checkpoint)[: 1 + theirs]:
         call = functools.partial(module.checkpoint, block, use_reentrant=False, **options)
         assert checkpoints_in_graph(lambda x, w, call=call: call(x, w), *W) == [selective]
-
-
-@row("`torch.compile`")
-def test_other_forms_and_errors_in_compiled_code() -> None:
-    assert checkpoints_in_graph(checkpoint(use_reentrant=False, **SAVED)(block), *W) == [True]
-    assert checkpoints_in_graph(lambda x, w: checkpoint(lambda x, *, w: block(x, w), x, w=w), *W) == [False]
-    in_row = lambda w: [lambda x: x @ w, torch.sin, lambda x: x @ w, lambda x: x.sin().exp()]
-    assert checkpoints_in_graph(lambda x, w: checkpoint_sequential(in_row(w), 2, x, **SAVED), *W) == [True]
-    for wrong in ({"use_reentrant": True}, {"respect_saved_tensors_hooks": False}, {**SAVED, "context_fn": SELECTIVE}):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError"):
-            checkpoints_in_graph(lambda x, w, wrong=wrong: checkpoint(block, x, w, **wrong), *W)
 
 
 # --- the documentation ------------------------------------------------------------------------------------------------

@@ -109,19 +109,6 @@ def test_a_mismatch_raises_and_restores_all_state() -> None:
     assert_same(grads(remat(block), eagerly), grads(block, eagerly))
 
 
-def test_blocks_are_recomputed_one_after_another() -> None:
-    alive: list[int] = []
-
-    def counted(x: Tensor, w: Tensor) -> Tensor:
-        alive.append(sum(ref() is not None for ref in INSIDE))  # values of the other blocks
-        return block(x, w)
-
-    f = remat(counted)
-    grads(lambda x, w: f(f(x, w), w), by_context)
-    assert RUNS == [False, False, True, True]
-    assert alive == [0] * 4
-
-
 def test_a_compiled_function_around_an_eager_region() -> None:
     """Forward and backward are compiled except for the region, which breaks the graph."""
 

@@ -102,22 +102,6 @@ def made_while_traced(block: Block, policy: Any) -> Callable:
     return lambda x: remat.remat(lambda x: block(x), policy=policy)(x)
 
 
-def decorated_method(block: Block, policy: Any) -> Callable:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = block
-
-        @remat.remat(policy=policy)
-        def step(self, x: Tensor) -> Tensor:
-            return self.block(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.step(x).tanh()
-
-    return Model()
-
-
 def row(block: Block, policy: Any) -> Callable:
     return remat.sequential([torch.tanh, block], 1, policy=policy)
 
@@ -131,7 +115,7 @@ def nested(block: Block, policy: Any) -> Callable:
     return remat.remat(lambda x: region(x.cos()).tanh() * 2, policy=policy)
 
 
-FORMS = [inside_a_model, module, function, made_while_traced, decorated_method, row, as_in_torch, nested]
+FORMS = [inside_a_model, module, function, made_while_traced, row, as_in_torch, nested]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -184,25 +168,6 @@ def test_disable_remat_is_active_after_a_break() -> None:
     assert RUNS == [False] * 3
 
 
-def test_regions_in_a_frame_that_dynamo_skips_are_compiled_by_themselves() -> None:
-    class Model(nn.Sequential):
-        @torch._dynamo.disable(recursive=False)
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self:
-                x = layer(x)
-            return x
-
-    class Layer(nn.Sequential):
-        pass
-
-    backend = CompileCounterWithBackend("aot_eager")
-    model = Model(*(Layer(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)))
-    expected = model(X)
-    remat.nn.apply(model, Layer)
-    torch.testing.assert_close(torch.compile(model, backend=backend)(X), expected)
-    assert regions(backend) == len(backend.graphs) > 0
-
-
 # --- derivatives inside ---------------------------------------------------------------------------------------------
 
 
@@ -225,10 +190,6 @@ def per_sample(x: Tensor) -> Tensor:
 
 def in_a_region(x: Tensor) -> Tensor:
     return remat.remat(lambda z: smooth(by_grad(z)))(x).tanh()
-
-
-def in_a_branch(x: Tensor) -> Tensor:
-    return torch.cond(x.sum() > 0, by_grad, torch.exp, (x,)) * x
 
 
 @pytest.mark.parametrize(
@@ -262,12 +223,6 @@ def test_a_region_that_calls_another_transform_is_compiled(fn: Callable) -> None
     f = torch.compile(remat.remat(fn), backend=counter, fullgraph=True)
     torch.testing.assert_close(value_and_grad(f), value_and_grad(fn))
     assert regions(counter) == 1
-
-
-def test_a_branch_that_takes_a_derivative_is_an_error() -> None:
-    """Dynamo traces no such branch in a region that Python runs. The error leaves hooks enabled."""
-    with pytest.raises(RuntimeError, match="higher order operator"):
-        compiled(remat.remat(in_a_branch))(X.clone().requires_grad_())
 
 
 # --- changes in place -----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Tensors in host memory: how often and when they are copied, and that they and their copies are freed.
 
-Without a CUDA device, tensors of the CPU are treated as tensors of a device (``far``), and streams only record what is
-asked of them. The simulated device (tests/device) finds races.
+Without a CUDA device, tensors of the CPU are treated as tensors of a device without streams (``far``). The simulated
+device (tests/device) finds races.
 """
 
 from __future__ import annotations
@@ -211,20 +211,6 @@ def test_a_group_that_was_only_prefetched_is_released_when_the_pass_ends(far: Co
     assert set(far.taken()) == {0, 1}
 
 
-def test_outside_of_a_pass_nothing_else_is_copied_back(far: Copies) -> None:
-    x = leaf(8)
-    first, second = Group(), Group()
-    before, kept, other = (Offloaded(x.detach(), group) for group in (first, second, second))
-    kept.get()
-    assert far.taken() == [1]
-    second.prefetch()
-    assert far.taken() == [2]
-    other.get()
-    assert far.taken() == [] and far.on_device() == 2
-    second.clear()
-    assert far.on_device() == 0 and before.shape == x.shape
-
-
 def test_a_prefetch_may_run_out_of_memory(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     x = leaf(8)
     loss, _ = regions(x, 2)
@@ -281,9 +267,6 @@ def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
     assert set(far.taken()) == {4, 5, 0, 1}
     other.backward()
     assert set(far.taken()) == {2, 3} and first.requires_grad
-
-
-# --- streams, without a device --------------------------------------------------------------------------------------
 
 
 # --- on a device ----------------------------------------------------------------------------------------------------

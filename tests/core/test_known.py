@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,38 +15,9 @@ import remat
 from remat._core import known, lines
 from remat._core.known import known_of
 
-# All its modules are equal, and have no truth value.
-Equal = type("Equal", (nn.Linear,), {"__eq__": lambda *_: True, "__hash__": lambda self: 1, "__bool__": None})
-MODULE = Equal(2, 2)
-
 
 def wrapped(fn: Any) -> Callable:
     return lambda x: fn(x)
-
-
-PAIRS: dict[str, tuple[Any, Any, bool]] = {  # two functions, and whether they share what is known of their code
-    "functions of one code": (wrapped(1), wrapped(2), True),
-    "wrappers of one code": (wrapped(wrapped(1)), wrapped(wrapped(2)), True),
-    "wrappers of two codes": (wrapped(wrapped(1)), wrapped(lambda x: x), False),
-    "wrappers of one module": (wrapped(MODULE), wrapped(MODULE.forward), True),
-    "wrappers of equal modules": (wrapped(MODULE), wrapped(Equal(2, 2)), False),
-    "partials of one code": (functools.partial(wrapped(1)), functools.partial(wrapped(2)), True),
-    "partials of two codes": (functools.partial(map, (wrapped(1),)), functools.partial(map, (lambda x: x,)), False),
-    "objects": (torch.relu, torch.relu, False),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_functions_share_what_is_known_of_the_code_that_they_run(name: str) -> None:
-    first, second, shared = PAIRS[name]
-    assert (known_of(first).shared is known_of(second).shared) is shared
-    assert known_of(first) is not known_of(second)
-    assert known_of(MODULE) is known_of(MODULE.forward) and (known_of(first) is known_of(first)) is (name != "objects")
-
-
-def test_a_warning_is_new_once_for_each_code() -> None:
-    first, second = (known_of(fn) for fn in [(lambda: lambda x: x)] * 2)
-    assert [first.is_new_warning("a"), second.is_new_warning("a"), second.is_new_warning("b")] == [True, False, True]
 
 
 def test_nothing_that_is_known_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:

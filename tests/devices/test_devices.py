@@ -20,7 +20,7 @@ from torch.func import grad, jvp, vmap
 
 import remat
 from benchmarks.measure import count_ops, peak_bytes
-from remat import RematError, checkpoint_name, policies
+from remat import checkpoint_name, policies
 
 pytestmark = pytest.mark.cuda
 MIB = 2**20
@@ -357,19 +357,6 @@ def test_training(train: Callable, policy: str) -> None:
 
 
 # --- CUDA graphs ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA has graphs")
-def test_a_capture_needs_preserve_rng_state_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, small = leaf(4, 4), torch.ones(4, device=DEVICE)
-    fn = lambda x: (x.sin() * small).exp()
-    expected = torch.autograd.grad(fn(x).sum(), x)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(RematError, match=r"CUDA graph is captured.*`preserve_rng_state=False`"):
-            remat.remat(fn)(x)
-        assert_same(torch.autograd.grad(remat.remat(fn, preserve_rng_state=False)(x).sum(), x), expected)
-    assert_same(torch.autograd.grad(remat.remat(fn)(x).sum(), x), expected)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="the simulated device has no CUDA graphs")

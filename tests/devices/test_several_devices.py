@@ -14,7 +14,7 @@ from accelerator import DEVICE, backend
 from cases import assert_same
 from torch import Tensor, nn
 
-from remat import disable_remat, is_recomputing, override, policies, remat
+from remat import is_recomputing, override, policies, remat
 
 pytestmark = [
     pytest.mark.cuda,
@@ -87,17 +87,6 @@ def test_two_devices_in_one_region(policy: Any) -> None:
     draws_alike(fn, leaf(f"{DEVICE}:0", 4, 4), leaf(f"{DEVICE}:1", 4, 4), policy=policy)
 
 
-def test_a_region_changes_the_current_device() -> None:
-    def fn(x: Tensor) -> Tensor:
-        backend.set_device(1)
-        y = x.sin() * torch.rand(4, device=DEVICE).to(x.device)
-        backend.set_device(0)
-        return y.exp()
-
-    draws_alike(fn, leaf(f"{DEVICE}:0", 4))
-    draws_alike(fn, leaf("cpu", 4))
-
-
 def test_the_current_device_is_restored_after_an_error() -> None:
     def fn(x: Tensor) -> Tensor:
         if next(runs):
@@ -111,30 +100,6 @@ def test_the_current_device_is_restored_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="in the recompute"):
         out.backward()
     assert backend.current_device() == 0
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(f, policy=policies.save_matmuls)])
-def test_a_pipeline(wrap: Callable) -> None:
-    """Interleaved forwards and backwards over two devices: F0 F1 B0 F2 B1 B2."""
-
-    def run(wrap: Callable) -> list[Tensor]:
-        torch.manual_seed(0)
-        weights = [leaf(f"{DEVICE}:{i}", 4, 4) for i in range(2)]
-        inputs = [torch.randn(4, 4).to(f"{DEVICE}:0") for _ in range(3)]
-        outs: dict[int, Tensor] = {}
-
-        def forward(i: int) -> None:
-            x = inputs[i]
-            for weight in weights:
-                x = wrap(lambda x, w: dropped(x @ w))(x.to(weight.device), weight)
-            outs[i] = x.sum()
-
-        for step in ("F0", "F1", "B0", "F2", "B1", "B2"):
-            i = int(step[1])
-            forward(i) if step[0] == "F" else outs.pop(i).backward()
-        return [w.grad for w in weights if w.grad is not None]
-
-    assert_same(run(wrap), run(lambda f: f))
 
 
 # --- two backward threads ---------------------------------------------------------------------------------------------
@@ -275,23 +240,6 @@ class RunsARegion(torch.autograd.Function):
         with torch.enable_grad():
             y = x.detach().requires_grad_()
             return grad * torch.autograd.grad(ctx.region(y).sum(), y)[0], None
-
-
-@pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
-def test_disable_remat_around_a_backward(where: str) -> None:
-    runs: list[bool] = []
-
-    def fn(x: Tensor) -> Tensor:
-        runs.append(is_recomputing())
-        return x.sin().cos()
-
-    x = leaf(where, 4)
-    for disabled in (True, False, True):
-        out = RunsARegion.apply(x, remat(fn)).sum()
-        runs.clear()
-        with disable_remat() if disabled else nullcontext():
-            out.backward()
-        assert runs == ([False] if disabled else [False, True])
 
 
 @pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])

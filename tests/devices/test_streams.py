@@ -208,24 +208,6 @@ def test_a_side_stream_in_a_nested_region(policy: policies.Policy | None) -> Non
     assert_same(torch.autograd.grad(out, x), expected)
 
 
-def test_a_side_stream_that_waits_for_no_other_stream() -> None:
-    """A value that is copied back from the host is ready for the stream that reads it."""
-    side = backend.Stream()
-
-    def fn(x: Tensor) -> Tensor:
-        main = backend.current_stream()
-        with backend.stream(side):
-            y = x.to(DEVICE).sin()
-            z = (y * 2).exp()
-        main.wait_stream(side)
-        z.record_stream(main)
-        return z.cpu()
-
-    x = torch.randn(16, 16, requires_grad=True)
-    expected = torch.autograd.grad(fn(x).sum(), x)
-    assert_same(torch.autograd.grad(remat(fn, policy=SINES)(x).sum(), x), expected)
-
-
 def test_record_stream_does_not_make_a_new_value() -> None:
     def fn(x: Tensor) -> Tensor:
         y = x @ x

@@ -75,9 +75,6 @@ def dropout(x: Tensor) -> Tensor:
     return F.dropout(x.sin(), 0.5).exp()
 
 
-SEEN = {"aten.mul": "compares operations", "checksum": "compares values"}
-
-
 def effect(f: Callable, context: Context = NOTHING) -> str:
     """What is special about the recompute, in the backward of a call of `f` in a context."""
     ENDED.clear()

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, RECOMPUTE, Fn, V, Wrap, X, Y, both, f, forces, rows, squares, summed, through_autograd, vmap
-from cases import rand
+from both import ALL, RECOMPUTE, Fn, V, Wrap, X, Y, both, f, forces, rows, squares, through_autograd, vmap
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp
 
@@ -76,37 +75,3 @@ def test_linearize_inside_a_region_is_refused_with_a_policy(policy: Any) -> None
     # The functional spelling works, as does the policy of a region inside of the traced function.
     both(lambda wrap: grad(squares(wrap(lambda x: jvp(f, (x,), (x,))[1].sin())))(V), policy=policy)
     both(lambda wrap: linearize(wrap(f), V)[1](V), policy=policy)
-
-
-@pytest.mark.parametrize("policy", [None, EVERYTHING], ids=str)
-@pytest.mark.parametrize("transform", ["grad", "vjp", "grad of a region"])
-def test_batched_gradients_of_a_region_that_draws(transform: str, policy: Any) -> None:
-    """Its recompute is part of a batched backward, in which torch raises an error for random numbers."""
-
-    def program(wrap: Wrap) -> Any:
-        noisy = lambda x: x.sin() * torch.rand(4, dtype=x.dtype)
-        inner: dict[str, Fn] = {
-            "grad": lambda x: grad(lambda p: (noisy(p) * x).sum())(x),
-            "vjp": lambda x: vjp(noisy, x)[1](x)[0],
-            "grad of a region": lambda x: grad(lambda p: (wrap(noisy)(p) * x).sum())(x),
-        }
-        x = V.clone().requires_grad_()
-        out = wrap(lambda x: (inner[transform](x) * x).sin())(x)
-        return torch.autograd.grad(out, x, torch.eye(4, dtype=x.dtype), is_grads_batched=True), torch.rand(2)
-
-    both(program, policy=policy)
-
-
-@pytest.mark.parametrize("policy", [None, policies.save_matmuls, EVERYTHING], ids=str)
-@pytest.mark.parametrize("around", ["twice", "a region around", "once"])
-def test_derivatives_that_depend_on_modes(around: str, policy: Any) -> None:
-    """The derivative of ``prod`` uses other operations under a dispatch mode; both runs must use the same ones."""
-
-    def program(wrap: Wrap) -> Any:
-        g = wrap(lambda x: grad(summed(wrap(lambda y: y.prod(0))))(x).sin())
-        if around == "once":
-            return through_autograd(g, rand(3, 3))
-        gradient = lambda x: torch.autograd.grad(g(p := x * 1).sum(), p, create_graph=True)[0]
-        return through_autograd(wrap(gradient) if around == "a region around" else gradient, rand(3, 3))
-
-    both(program, policy=policy)

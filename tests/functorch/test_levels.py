@@ -164,10 +164,6 @@ def test_grad_mode_inside(transform: Callable, fn: Callable) -> None:
     both(lambda wrap: transform(summed(wrap(fn(wrap))))(X))
 
 
-def test_grad_mode_inside_of_compiled_code() -> None:
-    both(lambda wrap: torch.compile(grad(summed(with_grad(wrap))), backend="aot_eager")(X))
-
-
 # --- pullbacks and nested regions -------------------------------------------------------------------------------------
 
 

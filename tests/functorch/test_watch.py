@@ -143,27 +143,6 @@ def test_tensors_made_inside_and_kept_are_not_captured(name: str, policy: Any) -
     assert leaked_bytes(region, X) == 0
 
 
-@pytest.mark.parametrize("policy", [None, EVERYTHING], ids=["no policy", "everything"])
-def test_a_captured_tensor_of_a_level_that_has_ended(policy: Any) -> None:
-    """A buffer that a function under `jvp` has set anew; operations see the tensor that it wraps."""
-
-    def program(wrap: Wrap) -> Any:
-        module = nn.Module()
-        module.scale = torch.full((4,), 0.5, dtype=X.dtype)
-
-        def refreshed(x: Tensor) -> Tensor:
-            module.scale = module.scale * 0.5 + 1
-            return x * module.scale.cos()
-
-        def outer(x: Tensor) -> Tensor:
-            y = jvp(refreshed, (x,), (torch.ones_like(x),))[1]
-            return wrap(lambda x: (x * module.scale).sin())(x) + y
-
-        return through_autograd(wrap(outer), X[0]), module.scale + 0
-
-    both(program, exact=True, policy=policy)
-
-
 # --- stored tensors ---------------------------------------------------------------------------------------------------
 
 

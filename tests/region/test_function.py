@@ -1,9 +1,7 @@
-"""A rematerialized function: its options, kinds, copies and arguments, and where a call of it is a plain call."""
+"""A rematerialized function looks like the function, and some calls of it are plain calls."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import pickle
 import re
 import threading
@@ -16,7 +14,6 @@ from side_by_side import Runs
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks.measure import held_bytes
 from remat import disable_remat, is_recomputing, policies, remat
 
 
@@ -29,49 +26,10 @@ def smooth(x: Tensor) -> Tensor:
     return x.sin().exp().cos()
 
 
-# --- wrong options and functions --------------------------------------------------------------------------------------
-
-
-# --- kinds of functions, and copies of them ---------------------------------------------------------------------------
-
-
 @remat(policy=policies.save_matmuls)
 def decorated(x: Tensor) -> Tensor:
     """The documentation."""
     return smooth(x)
-
-
-class Methods:
-    def __init__(self) -> None:
-        self.scale = torch.full((3,), 2.0, dtype=torch.float64)
-
-    @remat
-    def method(self, x: Tensor) -> Tensor:
-        return smooth(x * self.scale)
-
-    @remat
-    @classmethod
-    def of_class(cls, x: Tensor) -> Tensor:
-        return smooth(x * 2)
-
-    partial = remat(functools.partial(lambda x, n: smooth(x * n), n=2))
-
-
-CALLS: dict[str, Callable] = {
-    "method": Methods().method,
-    "method of the class": functools.partial(Methods.method, Methods()),
-    "class method": Methods.of_class,
-    "partial in a class": Methods().partial,
-    "copied": copy.deepcopy(remat(Methods().method)),
-    "pickled": pickle.loads(pickle.dumps(remat(Methods().of_class))),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_methods_and_copies_are_regions(name: str) -> None:
-    plain, x = lambda x: smooth(x * 2), rand(3)
-    assert_same(backward(CALLS[name]), backward(plain))
-    assert held_bytes(CALLS[name], x) < held_bytes(plain, x)
 
 
 def test_a_rematerialized_function_looks_like_the_function() -> None:
@@ -79,9 +37,6 @@ def test_a_rematerialized_function_looks_like_the_function() -> None:
     assert re.match(r"remat\(<function decorated at .*>, policy=policies.save_matmuls\)", repr(decorated))
     assert pickle.loads(pickle.dumps(decorated)) is decorated
     assert decorated.__code__ is decorated.__wrapped__.__code__
-
-
-# --- where a call is a plain call -------------------------------------------------------------------------------------
 
 
 def test_is_recomputing() -> None:
@@ -122,6 +77,3 @@ def test_a_region_is_inlined_where_make_fx_traces() -> None:
     traced = make_fx(lambda x: torch.autograd.grad(remat(smooth)(x).sum(), x)[0])(x)
     assert_same(traced(x), backward(smooth, x))
     assert [str(node.target) for node in traced.graph.nodes].count("aten.exp.default") == 1
-
-
-# --- arguments --------------------------------------------------------------------------------------------------------

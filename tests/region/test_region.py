@@ -303,23 +303,3 @@ def test_stored_activations_have_their_derivatives_and_do_not_accumulate() -> No
             assert_same(step(region), expected)
             live.append(memory.live)
     assert live[-1] == live[2]
-
-
-@pytest.mark.parametrize("transform", ["inside", "none", "grad", "vmap"])
-def test_activations_that_are_stored_under_vmap(transform: str) -> None:
-    """After `vmap` nothing can read them, and a later region must not either."""
-
-    def run(wrap: Wrap) -> list:
-        torch.manual_seed(0)
-        stores, x = Stores(), rand(3, 32, dtype=torch.float32)
-        if transform == "inside":
-            region = wrap(lambda a: torch.vmap(stores)(torch.stack([a, a.cos()])).sum(0))
-        else:
-            torch.vmap(stores)(torch.ones(7, 3, 32))
-            region = wrap(lambda a: stores.layer(a) * len(vars(stores)))
-        if transform == "grad":
-            return [torch.func.grad(lambda a: region(a).sum())(x.detach()) for _ in range(2)]
-        call = torch.vmap(region) if transform == "vmap" else region
-        return [torch.autograd.grad(call(x).sum(), (x, stores.layer.weight)) for _ in range(2)]
-
-    assert_same(run(remat), run(plain))

@@ -660,18 +660,3 @@ def test_hooks_around_own_what_the_region_saves() -> None:
         del argument
         assert memory.live == x.nbytes + x.nbytes // 4 + w.nbytes // 4
         gradients(out, x, w)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_random_numbers_that_hooks_draw_are_not_those_of_the_region(captured: bool) -> None:
-    x = rand(6)
-    other = x * 2
-
-    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        noise = torch.rand_like(x)
-        return (x * (other if captured else y)).sin() * noise.exp(), noise
-
-    with Hooks(there=lambda tensor: (torch.rand(1), tensor)[1]):
-        out, noise = remat(fn)(x, other)
-    expected = gradients((x * (x * 2)).sin() * noise.exp(), x)
-    torch.testing.assert_close(gradients(out, x), expected)
