@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -51,16 +49,3 @@ class Runs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
         return self.fn(*args, **kwargs)
-
-
-def assert_rows_have_tests(heading: str, rows: dict[str, list[str]], *files: str) -> None:
-    """The table under a heading of docs/how-to/migrating.md has these rows, and each has tests with these names."""
-    here = Path(__file__).parent
-    text = (here.parent / "docs" / "how-to" / "migrating.md").read_text()
-    (section,) = (part for part in text.split("\n## ") if part.startswith(heading))
-    tables = re.findall(r"^\|.*\n\|---.*\n((?:\|.*\n)+)", section + "\n", re.MULTILINE)
-    table = [line.split(" | ")[0].removeprefix("| ") for body in tables for line in body.splitlines()]
-    assert sorted(table) == sorted(rows)
-    tests = "".join(path.read_text() for name in files for path in here.rglob(name))
-    for row, names in rows.items():
-        assert names and all(f"\ndef {name}(" in tests for name in names), row

@@ -104,15 +104,6 @@ def test_all_private_names_exist() -> None:
             find(name)
 
 
-def test_the_search_finds_names() -> None:
-    tree = ast.parse(
-        "import torch\nimport torch._a.b as c\nfrom torch.d import _e as f\nfrom x import _y\n"
-        "torch.nn.g(torch._C._h.i)(1)._j\nc.k._l\nf\nself._m"
-    )
-    found = ["torch._C", "torch._C._h", "torch._C._h.i", "torch._a.b", "torch._a.b.k", "torch._a.b.k._l", "torch.d._e"]
-    assert private_torch_names(tree) == found
-
-
 def test_private_attributes_of_objects_exist() -> None:
     used, aliases = set(), torch_names(SOURCE)[0]
     for node in ast.walk(SOURCE):

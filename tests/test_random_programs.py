@@ -83,49 +83,6 @@ def make():
     return whole, []
 compare(make, 'double', exact=False)
 """,
-    "A recompute inside a traced region made a call that the first one had not made.": """
-def make():
-    w1 = tensor(2)
-    def whole(a, b):
-        @remat
-        def outer(p, q):
-            @remat(policy=~policies.save_ops("aten.add"))
-            def middle(p, q):
-                inner = remat(lambda p, q: q)
-                jacfwd(inner)(q, p)
-                return [b.sin(), b.sin()]
-            return differentiated_again(middle, q, a)
-        return vjp(outer, w1, b)[0]
-    return whole, [w1]
-compare(make, 'two calls', exact=False)
-""",
-    "The log of `debug=True` recorded a recompute of the outer region, which happens only in a first run.": """
-def make():
-    def whole(a, b):
-        @remat
-        def outer(p, q):
-            @remat(debug=True)
-            def middle(p, q):
-                inner = remat(lambda r: differentiated_again(lambda s, t: s * t, b, r))
-                return inner(p) + p.relu()
-            return differentiated_again(middle, p, p)
-        return outer(a, b)
-    return whole, []
-compare(make, 'backward', exact=False)
-""",
-    "Under a dispatch mode, torch crashed where it multiplied the zeros of forward mode, which have no memory.": """
-def make():
-    constant = tensor(4)
-    @remat(policy=policies.budget(0.7))
-    def f1(a, b):
-        t = (a.amax() * constant).squeeze()
-        return F.scaled_dot_product_attention(constant, t, constant[None])[0]
-    f8 = lambda p, q: added(vjp(f1, p, q)[1](p.cos()))
-    f9 = lambda p, q: jvp(lambda p: f8(p, q), (p,), (torch.ones_like(p),))[1]
-    f10 = lambda p, q: added(jvp(f9, (p, q), (q, p.cos())))
-    return lambda p, q: vmap(f10, (0, None))(pair(p), q), []
-compare(make, 'backward')
-""",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -17,14 +16,12 @@ from cases import default_dtype
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import cached
-from torch.overrides import TorchFunctionMode
 
 import remat
 from remat._ambient import ambient as ambient_module
 from remat._ambient import generators
 from remat._ambient import settings as settings_module
 from remat._ambient.ambient import Ambient
-from remat._ambient.generators import HostGenerator, generator_name
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -91,32 +88,12 @@ def test_states_are_restored_in_each_other() -> None:
     assert draw() == expected and not torch.equal(h.get_state(), other)  # which nobody has named
 
 
-def test_a_state_is_shared_until_numbers_are_drawn() -> None:
-    states = [dict(zip(each._every, each._states)) for each in (capture(), capture())]
-    host = [each for each in states[0] if isinstance(each, HostGenerator)]
-    assert len(host) == 3 and all(states[0][each] is states[1][each] for each in host)
-    draw_all()
-    assert not any(each.get_state() is states[0][each] for each in host)
-    names = [generator_name(each) for each in capture([torch.Generator()])._every]
-    assert names == ["torch's generator of the CPU", "Python's random", "NumPy's random", "torch's generator of cpu"]
-
-
 def test_only_generators_of_torch_count_as_moved() -> None:
     ambient = capture()
     random.random(), np.random.rand()
     assert not ambient.moved()
     torch.rand(1)
     assert ambient.moved()
-
-
-def test_numpy_may_be_imported_later() -> None:
-    with mock.patch.dict("sys.modules"):
-        del sys.modules["numpy"]
-        ambient = capture()
-    expected = following(capture())
-    with ambient.restored():
-        np.random.rand(1000)
-    assert draw_all() == expected
 
 
 def test_numpy_may_use_another_bit_generator() -> None:
@@ -130,21 +107,6 @@ def test_numpy_may_use_another_bit_generator() -> None:
         assert draw() == expected
     finally:
         np.random.set_bit_generator(old)
-
-
-def test_half_a_pair_of_normals_that_numpy_has_stored_is_part_of_its_state() -> None:
-    """The bits of the state are the same without it."""
-    np.random.randn()
-    half, with_half = np.random.get_state(), capture()
-    first = np.random.randn()
-    without = capture()
-    np.random.set_state(half)
-    again = capture()
-    assert np.random.randn() == first
-    after = following(without, np.random.randn)
-    for ambient, expected in ((with_half, first), (again, first), (without, after)):
-        with ambient.restored():
-            assert np.random.randn() == expected
 
 
 def test_devices_without_a_generator_and_backends_that_have_not_started() -> None:
@@ -203,47 +165,6 @@ def test_a_capture_of_a_cuda_graph_needs_preserve_rng_state_false(monkeypatch: p
     capture(preserve=False)
 
 
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def within(context: Callable) -> Callable:
-    def run(f: Callable) -> None:
-        with context():
-            f(torch.ones(2))
-
-    return run
-
-
-AROUND: list[Callable] = [
-    *map(within, (Functions, FakeTensorMode, lambda: torch.device("meta"), torch.no_grad, torch.inference_mode)),
-    lambda f: torch.func.grad(f)(torch.ones(2)),
-    lambda f: torch.vmap(torch.func.grad(f), randomness="same")(torch.ones(2, 2)),
-    lambda f: torch.func.functionalize(f)(torch.ones(2)),
-]
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_states_are_plain_under_modes_and_transforms(around: Callable) -> None:
-    torch.rand(1)  # so that the state is read within
-    expected, found = torch.default_generator.get_state(), list[Ambient]()
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        found.append(capture())
-        with found[0].restored():
-            pass
-        found[0].rewind()
-        return x.sum()
-
-    around(f)
-    state = found[0]._states[0]
-    assert type(state) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(state)
-    torch.rand(1)
-    with found[0].restored():
-        assert torch.equal(torch.default_generator.get_state(), expected)
-
-
 cuda = torch.backends.cuda
 
 
@@ -258,11 +179,6 @@ def setting(put: Callable, value: Any, before: Any) -> Iterator[None]:
 
 def default_device(device: Any) -> Any:
     return setting(torch.set_default_device, device, None)
-
-
-def modes() -> list[Any]:
-    """The stack of function modes."""
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
 def observed() -> Any:
@@ -323,40 +239,6 @@ def test_settings_then_and_now(one: str, other: str) -> None:
                 raise KeyError
             assert observed() == before
         assert observed() == start
-
-
-@pytest.mark.parametrize("default", [None, "cpu", "meta"])
-@pytest.mark.parametrize("between", [nullcontext, Functions])
-def test_devices_over_a_default_device(default: Any, between: Callable) -> None:
-    """The other function modes stay where they are."""
-    with default_device(default), between():
-        with torch.device("meta"), between():
-            with torch.device("cpu"):
-                inner = capture()
-            ambient, stack = capture(), modes()
-            with inner.restored():
-                assert torch.ones(1).device == CPU
-                assert [m for m in modes() if type(m) is Functions] == [m for m in stack if type(m) is Functions]
-            assert modes() == stack and torch.ones(1).device.type == "meta"
-        stack, device = modes(), torch.ones(1).device.type
-        with ambient.restored():
-            assert torch.ones(1).device.type == "meta"
-            with torch.device("cpu"), inner.restored():
-                assert torch.ones(1).device == CPU
-            assert torch.ones(1).device.type == "meta"
-        assert modes() == stack and torch.ones(1).device.type == device == (default or "cpu")
-
-
-def test_casts_are_not_cached_from_one_run_to_the_next() -> None:
-    w = torch.ones(2, 2, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        ambient = capture()
-    casts = []
-    for _ in range(2):
-        with ambient.restored():
-            casts.append((w @ w).grad_fn.next_functions[0][0])
-    assert casts[0] is not casts[1]
-    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
 
 
 def test_cached_weights_of_parametrizations_are_restored() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import assert_same, module, run_program
+from cases import assert_same, module
 from test_ambient import SETTINGS, observed
 from torch import Tensor, nn
 
@@ -213,26 +213,3 @@ def test_without_preserve_rng_state_the_recompute_draws_later_numbers(take: Call
     seed()
     assert drawn == [torch.rand(3).tolist() for _ in drawn] and len(drawn) > 1
     assert_same(gradient, take(lambda x: x.sin().exp(), nullcontext, x))
-
-
-def test_a_precision_that_was_set_by_backend_is_left_alone() -> None:
-    """In a process of its own, as the setting can't be undone."""
-    run_program("""
-import torch
-from remat import remat
-
-def run(change):
-    x = torch.ones(3, 3, requires_grad=True)
-    out = remat(lambda x: x.sin().exp() @ x)(x).sum()
-    change()
-    now = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
-    out.backward()
-    assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision) == now
-
-run(lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"))
-torch.backends.fp32_precision = "tf32"
-run(lambda: None)
-run(lambda: setattr(torch.backends, "fp32_precision", "ieee"))
-torch.backends.cuda.matmul.fp32_precision = "none"
-assert torch.backends.cuda.matmul.fp32_precision == "ieee"  # what is inherited is inherited still
-""")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,11 @@ import pytest
 import torch
 from cases import run_program
 
-from benchmarks import compiled, gpu, memory, overhead, policies, speed
+from benchmarks import compiled, gpu, memory, policies, speed
 from benchmarks.layers import arguments, layers, marked_products, marked_tanhs, named_layers
 from benchmarks.measure import count_ops, held_bytes
-from benchmarks.picture import draw
 from benchmarks.policies import Figures, Sizes
-from benchmarks.report import MIB, installed, parse, report
+from benchmarks.report import installed, parse, report
 from benchmarks.wrappers import plain, torch_checkpoint, torch_remat_checkpoint
 from remat import remat
 from remat.policies import save_matmuls, save_only_these_names
@@ -58,54 +56,7 @@ def test_a_block_saves_and_recomputes_no_more_than_its_bounds(case: policies.Cas
         torch.testing.assert_close(step(wrap)(*SIZES.arguments()), step(plain)(*SIZES.arguments()))
 
 
-def test_a_figure_above_its_limit_is_a_failure() -> None:
-    few, many, near, far = Figures(1, 1), Figures(2, 2), 1e-6, 1e-3
-    assert policies.Row("", "", few, few, few).passed and policies.Row("", "", few, None, many).passed
-    for more in (Figures(2, 1), Figures(1, 2)):
-        for torchs, bound in ((few, many), (many, few), (None, few)):
-            row = policies.Row("", "", more, torchs, bound)
-            assert not row.passed and policies.table([row]).endswith("FAIL")
-    rows = [compiled.Row("func.grad", "remat", True, peak, 1.0, limit_bytes=2) for peak in (2, 3)]
-    assert [row.passed for row in rows] == [True, False] and "FAIL" in compiled.table(rows)
-    errors = ((near, near), (far, near), (near, far), (near, float("nan")))
-    assert [gpu.Row("", "", 1, 1.0, 1.0, *each, 1e-4).passed for each in errors] == [True, False, False, False]
-
-
 # --- overhead and speed -----------------------------------------------------------------------------------------------
-
-
-class Held:
-    def __init__(self, size: int) -> None:
-        self.data = bytearray(size)
-
-
-def with_graph_of(make: Callable[[], object]) -> overhead.Overhead:
-    """The overhead of the layers with one more object in their graph."""
-
-    def fn(*args: torch.Tensor) -> torch.Tensor:
-        out = layers(*args)
-        out.grad_fn.metadata["held"] = make()
-        return out
-
-    return overhead.overhead(fn)
-
-
-def test_objects_in_the_graph_count_and_data_of_tensors_does_not() -> None:
-    overhead.overhead(layers)  # fills caches
-    nothing, small, large = overhead.overhead(layers), *(with_graph_of(lambda: Held(size)) for size in (1000, 5000))
-    assert abs(nothing.python_bytes) < 100 and abs(nothing.objects) < 0.1
-    assert large.python_bytes - small.python_bytes == pytest.approx(4000, abs=100)
-    assert small.python_bytes > 1000 and small.objects == pytest.approx(large.objects, abs=0.1) and small.objects > 0.9
-    tensors = [with_graph_of(lambda: torch.zeros(size)).python_bytes for size in (1, 10**5)]
-    assert tensors[0] == pytest.approx(tensors[1], abs=100)
-
-
-def test_the_table_shows_the_overhead_and_a_dash_for_a_missing_library() -> None:
-    row = overhead.CASES[0].measure()
-    assert row.remat.python_bytes > 0 and f"{row.remat.python_bytes:.0f}" in overhead.table([row])
-    some = overhead.Overhead(python_bytes=1234.4, objects=56.0)
-    lines = overhead.table([overhead.Row("none", some, some, None)]).splitlines()
-    assert lines[-1].split() == ["none", "1234", "1234", "-", "56", "56", "-"]
 
 
 def leaves(result: Any) -> list[torch.Tensor]:
@@ -204,35 +155,6 @@ def test_steps_of_a_transformer_have_the_same_results_and_more_memory_if_more_is
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
-
-
-def some_rows() -> list[gpu.Row]:
-    figures = [("plain", "none", 100, 0), ("remat", "full", 40, 1000), ("torch.compile", "compiled", 40, None)]
-    return [gpu.Row(*names, peak * MIB, 1.0, 1.0, 0.0, 0.0, 1e-4, flops) for *names, peak, flops in figures]
-
-
-def test_one_run_writes_table_json_and_a_reproducible_picture_of_every_eager_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr("benchmarks.gpu.measure", lambda options: some_rows())
-    files = [str(tmp_path / "new" / name) for name in ("rows.json", "first.svg", "second.svg")]
-    assert gpu.main(["--device", "cpu", "--layers", "7", "--output", files[0], "--picture", files[1]]) == 0
-    assert "remat: full" in capsys.readouterr().out
-    assert json.loads(Path(files[0]).read_text())["options"]["layers"] == 7
-    text = Path(files[1]).read_text()
-    assert all(f">{word}<" in text for word in ("plain: none", "remat: full", "32 MiB", "FLOPs recomputed"))
-    assert "7 blocks" in text and "compiled" not in text
-    for file in files[1:]:
-        draw(some_rows(), Path(file), "some title")
-    assert Path(files[1]).read_text() == Path(files[2]).read_text()
-
-
-def test_without_a_gpu_there_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("benchmarks.gpu: no GPU") and printed.err.count("\n") == 1
 
 
 @dataclass

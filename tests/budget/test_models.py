@@ -59,17 +59,6 @@ def test_the_peak_is_within_the_budget(part: float, dropout: float) -> None:
     assert str(result).count("\n") == 7 and result.flops == sum(block.flops for block in result.blocks)
 
 
-def test_late_blocks_may_save_more() -> None:
-    model = make()
-    result = budget(model, 0.35, cost="flops")
-    flops = [block.flops for block in result.blocks]
-    uniform = remat.pareto(model[0], BATCH.clone().requires_grad_(), cost="flops")
-    peak_with = lambda policy: step(remat.nn.apply(make(), LAYER, policy=policy))[1]
-    saved = max(p.nbytes for p in uniform.points if peak_with(uniform.at(p.nbytes)) <= result.amount)
-    assert flops[-1] <= flops[0]
-    assert sum(flops) <= 6 * min(p.flops for p in uniform.points if p.nbytes <= saved)
-
-
 def test_blocks_inside_of_a_block_are_a_part_of_it() -> None:
     model = make(3)
     expected, _ = step(model)
@@ -194,13 +183,6 @@ def test_the_plan_is_the_best_one() -> None:
         assert plan is not None and list(plan) == calls
         assert sum(choice.cost for choice in plan.values()) == best_plan(calls, options, peaks, amount)
     assert planned(calls, options, peaks, max(peaks.values()) - 1) is None
-
-
-def test_a_block_that_is_called_twice_counts_twice() -> None:
-    options = {"a": [Choice(0, 10.0, frozenset()), Choice(40, 0.0, frozenset())]}
-    for moment in ((2, False), (1, True)):
-        saved = [planned(["a", "a"], options, {moment: 100}, amount)["a"].nbytes for amount in (179, 180)]
-        assert saved == [0, 40]
 
 
 def test_of_many_ways_some_are_continued(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import functools
 import gc
 import re
@@ -70,10 +69,6 @@ class Caller:
         return PAIR
 
 
-class Wrapped(Caller):
-    __call__ = functools.wraps(uses_global)(functools.partial(print))  # type: ignore[assignment]
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -110,9 +105,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         "self.weight_ih_l0", "self.weight_hh_l0", "self._flat_weights[0]", "self._flat_weights[1]"]),
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False)), [
         "self.parametrizations.weight.original0", "self.parametrizations.weight.original1"]),
-    "wrapped method": (Wrapped, ["self.w", "global 'W'"]),
     "wrapper of a library": (lambda: torch.func.vmap(uses_global), ["global 'W'"]),
-    "many attributes": (lambda: held_by(types.SimpleNamespace(**{f"o{i}": 1 for i in range(99)}, w=W)), ["held.w"]),
     "attribute whose name is no identifier": (lambda: held_by(types.SimpleNamespace(**{"a b": W})), ["held['a b']"]),
 }  # fmt: skip
 
@@ -173,27 +166,6 @@ def vjp_of_a_library() -> Callable:
 def test_libraries_classes_and_sets_are_not_searched(fn: Any) -> None:
     assert tensors(fn) == []
     assert find(vjp_of_a_library()).variables == []  # nor are their variables restored
-
-
-def test_a_doctest_of_a_library_is_no_library() -> None:
-    """Its functions have a copy of the module's globals."""
-    scope = {**vars(doctest), "w": W}
-    exec("def fn(x): return x * w", scope)
-    assert paths(scope["fn"]) == ["global 'w'"]
-
-
-def test_parameters_that_fsdp_manages_are_left_to_it() -> None:
-    """It frees and replaces them in each run."""
-    base = type("FSDPModule", (), {"__module__": "torch.distributed.fsdp.any"})
-    module = type("Sharded", (base, nn.Sequential), {})(nn.BatchNorm1d(2))
-    module[0].unsharded, module[0].kept = torch.ones(2), [torch.ones(2)]
-    found = find(module)
-    names = ["self[0].running_mean", "self[0].running_var", "self[0].num_batches_tracked", "self[0].kept[0]"]
-    assert [str(path) for path, _ in found.tensors] == names
-    changed = vars(module[0])["_parameters"]["weight"] = nn.Parameter(torch.zeros(2))
-    changed.count, module[0].momentum = 1, 0.5
-    with run_again(found):
-        assert module[0].weight is changed and changed.count == 1 and module[0].momentum == 0.5
 
 
 def test_a_search_in_cycles_and_deep_and_shared_containers_ends() -> None:
@@ -274,33 +246,19 @@ def emptied(fn: Any) -> None:
     del fn.__closure__[0].cell_contents
 
 
-def deep() -> Any:
-    return types.SimpleNamespace(config={"scales": [torch.ones(2)]}, layers=(nn.Linear(2, 2), 3), call=held_by(1))
-
-
-def all_replaced(fn: Any) -> None:
-    model = of(fn)
-    model.config["scales"].clear()
-    model.config, model.layers = {"other": []}, (nn.Linear(2, 2), 4)
-    del model.call
-
-
 # A function, and what happens to its variables between the two runs.
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "a slot is deleted": (Slots, lambda slots: delattr(slots, "w")),
     "an attribute is deleted": (Caller, lambda caller: delattr(caller, "w")),
     "a parameter is replaced": (Net, lambda net: setattr(net.layers[0], "weight", nn.Parameter(torch.zeros(2, 2)))),
     "a layer is removed": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda net: net.pop(0)),
-    "a layer is added to none": (nn.Sequential, lambda net: net.append(nn.Linear(2, 2))),
     "defaults are removed": (with_defaults, without_defaults),
     "a dict is cleared": (held(lambda: {"w": torch.ones(2)}), lambda fn: of(fn).clear()),
     "a list gets shorter": (held(lambda: [torch.ones(2), torch.ones(2)]), lambda fn: of(fn).pop()),
     "a list gets longer": (held(lambda: [torch.ones(2)]), lambda fn: of(fn).append(torch.ones(2))),
     "an item is replaced": (held(lambda: [torch.ones(2), 1]), lambda fn: of(fn).__setitem__(0, torch.zeros(2))),
     "a tuple is replaced": (held(lambda: (torch.ones(2), 1)), rebound((torch.zeros(2), 1, 2))),
-    "a named tuple is replaced": (held(lambda: Point(torch.ones(2), [torch.ones(2)])), rebound((1, 2))),
     "a variable is emptied": (held(lambda: torch.ones(2)), emptied),
-    "everything in an object is replaced": (held(deep), all_replaced),
     "a partial gets other arguments": (
         lambda: functools.partial(torch.add, torch.ones(2), alpha=2),
         lambda fn: fn.__setstate__((fn.func, (torch.zeros(2),), {}, {"note": "kept"})),
@@ -327,18 +285,7 @@ def test_a_run_finds_what_the_first_run_found(name: str) -> None:
     assert identities(fn) == before
 
 
-class Scaled(tuple):
-    scale: int
-
-    def __new__(cls, first: Any, second: Any) -> Any:
-        made = super().__new__(cls, (first, second))
-        made.scale = 3
-        return made
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: Point(torch.ones(2), 1), lambda: torch.ones(2, 2).max(0), lambda: Scaled(torch.ones(2), 1)]
-)
+@pytest.mark.parametrize("make", [lambda: Point(torch.ones(2), 1), lambda: torch.ones(2, 2).max(0)])
 def test_a_tuple_is_rebuilt_as_one_of_its_class(make: Callable) -> None:
     original = make()
     items = [original]
@@ -346,37 +293,7 @@ def test_a_tuple_is_rebuilt_as_one_of_its_class(make: Callable) -> None:
     others = {id(value): torch.zeros(2) for value in tensors(fn)}
     with run_again(find(fn), others):
         assert type(items[0]) is type(original) and items[0][0] is next(iter(others.values()))
-        assert getattr(items[0], "scale", 3) == 3
     assert items[0] is original
-
-
-def test_entries_of_a_module_have_their_former_order() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    net.table = OrderedDict(a=1, b=2)
-    found = find(net)
-    layer = vars(net)["_modules"].pop("0")
-    vars(net)["_modules"]["0"] = layer
-    net.table.move_to_end("a")
-    with run_again(found):
-        assert list(net) == [layer, net[-1]] and list(net.table) == ["a", "b"]
-    assert next(iter(net.children())) is not layer and list(net.table) == ["b", "a"]
-
-
-def test_a_first_run_keeps_its_changes() -> None:
-    holder = Caller()
-    holder.other, holder.items = torch.ones(2), [torch.ones(2)]
-    found, other, instead, new = find(holder), holder.other, torch.zeros(2), torch.zeros(2)
-    ids = {id(value): instead for _, value in found.tensors}
-    with bound(found.variables, ids, keep_changes=True):
-        assert holder.w is instead and holder.other is instead and holder.items[0] is instead
-        holder.w = new
-        holder.items.append(new)
-        holder.late = 1
-    assert holder.w is new and holder.other is other and holder.late == 1
-    assert len(holder.items) == 2 and holder.items[1] is new and holder.items[0] is not instead
-    with run_again(found):
-        holder.w = instead
-    assert holder.w is new
 
 
 def test_variables_are_put_back_if_one_of_them_cannot_be_set() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import torch
 from cases import assert_same
 from torch import Tensor, nn
 
-import remat.nn
 from remat import is_recomputing, policies
 from remat import remat as rematerialized
 
@@ -146,11 +144,6 @@ def attributes(module: Any) -> None:
     module.center.late, module.center.shift = 3.0, 4.0
 
 
-@dataclass(slots=True)
-class Slotted:
-    scale: float
-
-
 def of_source(source: str, scope: Callable[[], dict], change: Callable[[dict], object]) -> Callable[[], Program]:
     """The function of a source with these globals."""
 
@@ -194,11 +187,6 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "hooks that count": of_module(nothing, counted),
     "attributes of a parameter and a buffer": of_module(attributes, Scaled),
     "closure": of_closure,
-    "slots": of_source(
-        "def fn(x): return (x * held.scale).sin()",
-        lambda: {"held": Slotted(2.0)},
-        lambda scope: setattr(scope["held"], "scale", 5.0),
-    ),
     "globals": of_source(
         "def fn(x):\n global STEP\n STEP += 1\n return (helper(x) * STEP).sin() * (1 if SHIFT is None else SHIFT)",
         lambda: {"STEP": 3, "SHIFT": None, "helper": torch.sin},
@@ -263,26 +251,6 @@ def test_an_exception_in_a_recompute_leaves_the_state(way: Callable) -> None:
     with pytest.raises(ZeroDivisionError):
         way(rematerialized(fn), X, change)
     assert (module.runs, module.weight.scale) == (5, 7.0) and module.log is log == [1]
-
-
-def test_a_first_run_that_starts_again_has_changed_nothing() -> None:
-    """A function that calls a transform can't run under the hooks of the first attempt."""
-
-    def program(wrap: Wrap) -> Any:
-        layer = Layer()
-        layer.linear = layer.dropout = nn.Identity()
-        fn = lambda x: torch.func.grad(lambda x: layer(x).sum())(x) * x
-        return by_autograd(wrap(fn), X), layer.n
-
-    assert_same(program(rematerialized), program(lambda fn: fn), exact=False)
-
-
-def test_two_regions_count_on_one_parameter() -> None:
-    """The recompute of the second region sees the count of the first one, and both leave the last count."""
-    first, second = counted(), counted()
-    second[0].weight = first[0].weight
-    by_autograd(remat.nn.apply(nn.Sequential(first, second), lambda name, module: name in ("0", "1")), X)
-    assert first[0].weight.calls == 9
 
 
 def test_tensors_in_attributes_of_parameters_are_left_alone() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from cases import assert_same, rand, repeated
+from cases import assert_same, rand
 from cases import module as made
 from comparison import OTHER, SAME, TORCH, Fails, Outcome, checkpoints_in_graph, libraries
 from side_by_side import Runs, both, is_torch, values_and_grads
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 import remat.compat
-from benchmarks.measure import PeakMemory, count_ops, gc_disabled, held_bytes, leaked_bytes
+from benchmarks.measure import count_ops, held_bytes, leaked_bytes
 from remat import MutationError, PolicyError, RecomputeMismatchError, policies
 from remat.compat import checkpoint, checkpoint_sequential
 
@@ -92,44 +92,6 @@ def test_without_grad_it_is_a_plain_call_that_enters_no_context(module: Any, off
     with off():
         out = module.checkpoint(deep, rand(3), use_reentrant=False, context_fn=lambda: (context, context))
     assert not out.requires_grad and entered == []
-
-
-def d(fn: Callable) -> Callable:
-    """The derivative by autograd, which can be differentiated again."""
-    return lambda x: torch.autograd.grad(fn(x).sum(), x, create_graph=True)[0]
-
-
-NESTED: dict[str, Callable[[Callable, Callable], Callable]] = {
-    "c c": lambda c, f: c(c(f)),
-    "d c d": lambda c, f: d(c(d(f))),
-    "c d d c": lambda c, f: c(d(d(c(f)))),
-    "d c d c d c": lambda c, f: d(c(d(c(d(c(f)))))),
-    "d c d c(c c)": lambda c, f: d(c(d(c(lambda x: c(torch.cos)(c(f)(x)))))),
-}
-
-
-@compared(exact=False)
-@pytest.mark.parametrize("nested", NESTED)
-def test_regions_in_derivatives_in_regions(call: Callable, nested: str) -> Tensor:
-    return NESTED[nested](lambda f: lambda x: call(f, x), deep)(rand(3)).detach()
-
-
-@pytest.mark.parametrize("retain", [False, True])
-def test_values_are_freed_one_by_one_as_they_are_read(retain: bool) -> None:
-    x, found = rand(1000), []
-    x.grad = torch.zeros_like(x)
-    for module in (torch.utils.checkpoint, remat.compat):
-        live: list[int] = []
-        with gc_disabled(), PeakMemory() as memory:
-            square = lambda x: (y := x.square()).register_hook(lambda _: live.append(memory.live)) and y
-            out = module.checkpoint(repeated(square, 4), x, use_reentrant=False)
-            out.sum().backward(retain_graph=retain)
-        found.append(live)
-    its, ours = found
-    assert ours[0] == its[0] < ours[3]  # the first hook runs before the recompute
-    assert ours[1] > ours[2] > ours[3]
-    # A node of a retained graph may read its value again, so the value is released when another node reads its own.
-    assert all(a <= b + retain * x.nbytes for a, b in zip(ours, its, strict=True))
 
 
 # --- the decorator, and names of parameters ---------------------------------------------------------------------------
@@ -251,25 +213,6 @@ def test_debug_and_its_switch(module: Any, setters: Any) -> None:
     with switch(True):
         assert not detail(module, switch(None)) and detail(module, switch(None), debug=True)
     assert not detail(module)
-
-
-CONTEXTS = lambda: (contextlib.nullcontext(), contextlib.nullcontext())
-
-
-@row("`debug`")
-def test_debug_names_the_line_of_the_first_operation_that_differs() -> None:
-    def again(x: Tensor) -> Tensor:
-        return (x.detach() * 2, deep(x))[1]  # this saves nothing more
-
-    line = inspect.getsourcelines(again)[1] + 1
-    for options in ({"module": torch.utils.checkpoint, "debug": True}, {"module": remat.compat}):
-        gradient(fn=runs_differ(deep, again), **options)
-    with pytest.raises(RecomputeMismatchError, match=rf"aten\.mul[\s\S]*checkpoint\.py:{line} \(again\)") as raised:
-        gradient(remat.compat, runs_differ(deep, again), debug=True, context_fn=CONTEXTS)
-    with pytest.raises(ValueError, match="debug"):
-        gradient(torch.utils.checkpoint, deep, debug=True, context_fn=CONTEXTS)
-    names = [[entry.split(".")[1] for entry in entries] for entries in raised.value.logs]
-    assert names == [["sin", "exp", "sin", "cos"], ["mul"]]
 
 
 def ends_late(x: Tensor) -> Tensor:
@@ -547,15 +490,6 @@ def test_checkpoint_sequential_of_modules(module: Any, kind: Callable) -> None:
     assert calls == []
 
 
-@both
-@pytest.mark.parametrize("preserve", [None, True, False])
-def test_checkpoint_sequential_takes_preserve_rng_state(module: Any, preserve: bool | None) -> None:
-    options = {} if preserve is None else {"preserve_rng_state": preserve}
-    found = dropped(lambda x: module.checkpoint_sequential([drops, torch.sin], 2, x, use_reentrant=False, **options))
-    expected = dropped(lambda x: drops(x).sin())
-    assert torch.equal(found[2], expected[2]) is torch.equal(found[1][0], expected[1][0]) is (preserve is not False)
-
-
 # Arguments, options, the kind of torch's and of remat's error, and the text of remat's.
 ERRORS: list[tuple[tuple, dict, Any, type, str]] = [
     (([deep], 1), {"early_stop": False}, ValueError, ValueError, "no option early_stop"),
@@ -637,17 +571,6 @@ def test_options_in_compiled_code(options: dict, selective: bool, theirs: bool) 
     for module in (remat.compat, torch.utils.checkpoint)[: 1 + theirs]:
         call = functools.partial(module.checkpoint, block, use_reentrant=False, **options)
         assert checkpoints_in_graph(lambda x, w, call=call: call(x, w), *W) == [selective]
-
-
-@row("`torch.compile`")
-def test_other_forms_and_errors_in_compiled_code() -> None:
-    assert checkpoints_in_graph(checkpoint(use_reentrant=False, **SAVED)(block), *W) == [True]
-    assert checkpoints_in_graph(lambda x, w: checkpoint(lambda x, *, w: block(x, w), x, w=w), *W) == [False]
-    in_row = lambda w: [lambda x: x @ w, torch.sin, lambda x: x @ w, lambda x: x.sin().exp()]
-    assert checkpoints_in_graph(lambda x, w: checkpoint_sequential(in_row(w), 2, x, **SAVED), *W) == [True]
-    for wrong in ({"use_reentrant": True}, {"respect_saved_tensors_hooks": False}, {**SAVED, "context_fn": SELECTIVE}):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError"):
-            checkpoints_in_graph(lambda x, w, wrong=wrong: checkpoint(block, x, w, **wrong), *W)
 
 
 # --- the documentation ------------------------------------------------------------------------------------------------

@@ -7,13 +7,11 @@ import functools
 import gc
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint
 from cases import assert_same, rand
 from comparison import NEWER, OTHER, TORCH, Fails
@@ -130,21 +128,6 @@ def test_a_policy_does_not_judge_views(module: Any) -> None:
     assert kept_and_products() == (1, 1)  # the result
     assert kept_and_products(aten.view.default) == ((2, 1) if is_torch(module) else (1, 1))
     assert kept_and_products(MM) == kept_and_products(MM, aten.view.default) == (2, 0)
-
-
-@both
-def test_a_policy_with_state_starts_anew_in_each_call(module: Any) -> None:
-    def contexts() -> tuple:
-        counts = {False: 0, True: 0}
-
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            counts[ctx.is_recompute] += op == MM
-            return op == MM and counts[ctx.is_recompute] == 1
-
-        return contexts_of(policy)
-
-    call = functools.partial(module.checkpoint, deep, use_reentrant=False, context_fn=contexts)
-    assert kept_and_run_again(call) == (2, 1)
 
 
 @both
@@ -274,17 +257,13 @@ class Noted:
         self.log.append(f"{self.name} ends")
 
 
-class Decorating(Noted, contextlib.ContextDecorator):
-    pass
-
-
 @contextlib.contextmanager
 def generated(name: str, log: list[str]) -> Iterator[None]:
     with Noted(name, log):
         yield
 
 
-KINDS = [Noted, Decorating, generated]
+KINDS = [Noted, generated]
 OTHERS = row("`context_fn`, other contexts")
 NOTHING = contextlib.nullcontext()
 
@@ -338,37 +317,6 @@ def test_modes_see_the_operations_of_their_runs(module: Any, policy: Any) -> Non
     assert_same(values_and_grads(call, *arguments()), values_and_grads(deep, *arguments()))
     assert first == ["mm", "sin"] * 2 and again == ["mm", "sin", "mm"][: 3 if policy is None else 2]
     assert kept_and_run_again(call) == ((1, 2) if policy is None else (3, 0))
-
-
-@contextlib.contextmanager
-def draws(found: list) -> Iterator[None]:
-    found.append(torch.rand(3))
-    yield
-    torch.rand(3)
-
-
-@both
-def test_the_second_context_starts_with_the_generator_state_of_the_first(module: Any) -> None:
-    found: list[Tensor] = []
-    x = torch.ones(64, requires_grad=True)
-    out = in_contexts(module, draws(found), draws(found), lambda x: F.dropout(x.sin()).exp() - 1)(x)
-    torch.rand(5)
-    state = torch.get_rng_state()
-    (grad,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(*found) and torch.equal(out.ne(0), grad.ne(0))
-    assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("transform", [lambda loss: torch.func.grad(loss),
-                                       lambda loss: torch.vmap(torch.func.grad(loss), (0, None))])  # fmt: skip
-def test_contexts_under_torch_func(transform: Callable, kind: Callable) -> None:
-    log: list[str] = []
-    call = lambda x, w: checkpoint(deep, x, w, context_fn=lambda: (kind("first", log), kind("again", log)))
-    x, w = (t.detach() for t in arguments())
-    found, expected = (transform(lambda x, w: fn(x[None] if x.ndim == 1 else x, w).sum())(x, w) for fn in (call, deep))
-    assert_same(found, expected, exact=False)
-    assert log == ["first begins", "first ends", "again begins", "again ends"]
 
 
 class Fault(Exception):
@@ -436,22 +384,6 @@ def test_a_second_context_may_swallow_the_exception_that_ends_a_recompute(module
     fails = lambda x: [h := x.sin().exp(), 1 // (not next(runs)), h.sin()][-1]
     with pytest.raises(CheckpointError, match=r"number of tensors|only 2"):
         torch.autograd.grad(in_contexts(module, NOTHING, contextlib.suppress(kind), fails)(x).sum(), x)
-
-
-@both
-@OTHERS
-def test_subclasses_of_torchs_modes_are_treated_as_any_pair(module: Any) -> None:
-    """Their values can be read once, so a second backward fails as in torch."""
-    policy, storage = by(CheckpointPolicy.MUST_SAVE), defaultdict(dict if NEWER else list)
-    library: Any = torch.utils.checkpoint
-    first = type("First", (library._CachingTorchDispatchMode,), {})(policy, storage)
-    again = type("Again", (library._CachedTorchDispatchMode,), {})(policy, storage, False)
-    x, w = arguments()
-    out = in_contexts(module, first, again)(x, w).sum()
-    found = torch.autograd.grad(out, x, retain_graph=True)
-    assert_same(found, torch.autograd.grad(deep(x, w).sum(), x))
-    with pytest.raises(RuntimeError, match="extra time"):
-        torch.autograd.grad(out, x)
 
 
 @both

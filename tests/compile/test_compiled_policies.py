@@ -127,34 +127,6 @@ def test_a_value_with_a_name_is_saved(name: Callable) -> None:
     assert products == 2 and size >= 2 * LARGE
 
 
-def test_a_named_result_of_an_operation_with_several_is_saved() -> None:
-    def body(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        h = checkpoint_name(F.layer_norm(x @ w1, (128,)), "h")
-        return x + torch.sin(h @ w2)
-
-    assert recomputed(lambda f: remat(f, policy=p.save_only_these_names("h")), body)[1] >= 2 * LARGE
-    assert recomputed(remat, body)[1] < LARGE
-
-
-def test_a_name_on_an_argument_has_no_effect() -> None:
-    def body(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return x + torch.sin(checkpoint_name(x, "h") @ w1 @ w2)
-
-    assert recomputed(lambda f: remat(f, policy=p.save_only_these_names("h")), body) == recomputed(remat, body)
-
-
-def test_a_name_outside_of_a_region_is_the_tensor_itself() -> None:
-    same = []
-
-    def fn(x: Tensor) -> Tensor:
-        named = checkpoint_name(x, "h")
-        same.append(named is x)
-        return named.sin()
-
-    torch.compile(fn, backend="aot_eager", fullgraph=True)(torch.ones(2))
-    assert same == [True]
-
-
 def test_the_eager_backend_knows_operators_and_ignores_names() -> None:
     args, runs = inputs(), []
     for policy in (p.save_only_these_names("h"), p.save_matmuls):

@@ -94,9 +94,7 @@ def test_a_model_is_compiled_once_for_all_sizes_and_recomputes_as_in_eager_code(
 @pytest.mark.timeout(600)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    "policy",
-    [None, policies.save_matmuls, policies.save_only_these_names("h"), ~policies.save_matmuls],
-    ids=str,
+    "policy", [None, policies.save_matmuls, policies.save_only_these_names("h"), ~policies.save_matmuls], ids=str
 )
 def test_a_model_compiled_by_inductor_has_the_same_gradients(policy: Any) -> None:
     ours, plain = models(policy)
@@ -183,11 +181,6 @@ def test_a_context_fn_in_compiled_code() -> None:
     assert recomputed(lambda x: compat.checkpoint(smooth, x, context_fn=CONTEXTS)) == 0
 
 
-def test_a_policy_created_in_compiled_code_breaks_the_graph() -> None:
-    f = compiled(lambda x: remat.remat(smooth, policy=policies.save_only_these_names("h"))(x), fullgraph=False)
-    torch.testing.assert_close(value_and_grad(f, given()), value_and_grad(smooth, given()))
-
-
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,22 +236,6 @@ def test_code_is_compiled_once_with_and_once_without_disable_remat() -> None:
             value_and_grad(f, given())
     regions = [sum("checkpoint" in str(node.target) for node in graph.graph.nodes) for graph in counter.graphs]
     assert regions == [1, 0]
-
-
-def test_disable_remat_around_a_graph_break() -> None:
-    f = remat.remat(smooth)
-
-    def fn(x: Tensor) -> Tensor:
-        with disable_remat():
-            torch._dynamo.graph_break()
-            y = f(x)
-            assert is_disabled()
-        assert not is_disabled()
-        return y
-
-    result = value_and_grad(compiled(fn, fullgraph=False), given())
-    torch.testing.assert_close(result, value_and_grad(smooth, given()))
-    assert not is_disabled()
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

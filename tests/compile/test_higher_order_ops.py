@@ -33,11 +33,6 @@ def of_what_is_made(x: Tensor, w: Tensor) -> Tensor:
     return checkpoint_name(y, "h").tanh() @ w * z.sin()
 
 
-def not_differentiated(x: Tensor, w: Tensor) -> Tensor:
-    mask = torch.cond(x.sum() > 0, lambda a: a.sign(), lambda a: -a.sign(), (x.detach(),))
-    return checkpoint_name((x @ w).sin() * mask, "h").exp() @ w
-
-
 def random(x: Tensor, w: Tensor) -> Tensor:
     """The branch draws random numbers, and so does the code after it."""
     noise = torch.cond(x.sum() > 0, lambda a: torch.rand_like(a), lambda a: a + 1, (x.detach(),))
@@ -84,7 +79,6 @@ ONLY_COND, NAMES = policies.save_ops(COND), policies.save_only_these_names("h")
         (branches, {"policy": ONLY_COND, "determinism_check": "values"}),
         (of_what_is_made, {}),
         (of_what_is_made, {"policy": policies.everything_saveable}),
-        (not_differentiated, {"policy": NAMES}),
         (random, {}),
         (random, {"policy": ~policies.save_matmuls}),
         (in_inner_region, {"policy": NAMES}),

@@ -14,7 +14,6 @@ from torch.func import functionalize, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import policies, remat
-from remat.nn import apply
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -56,18 +55,6 @@ def test_make_fx(make: Callable, take: Callable, mode: str) -> None:
 def test_functionalize(make: Callable, remove: str) -> None:
     for take in (plain, of_func):
         close(functionalize(take(make(remat)), remove=remove)(*arguments()), take(make(plain))(*arguments()))
-
-
-def test_functionalize_removes_changes_in_a_region() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        y = x @ w
-        y.add_(1).sin_()
-        return y.exp()
-
-    traced = make_fx(functionalize(remat(fn)))(*arguments())
-    close(traced(*arguments()), fn(*arguments()))
-    called = [node.target.name() for node in traced.graph.nodes if node.op == "call_function"]
-    assert called and not any(name.split(".")[0].endswith("_") for name in called)
 
 
 # A module, the shape of its arguments, and their number.
@@ -144,16 +131,6 @@ def test_an_exported_program_contains_no_regions(kind: type[Model], strict: bool
     assert set(program.state_dict) == set(unchanged.state_dict())
     kinds = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
     assert kinds and all(kind.startswith("aten.") for kind in kinds), kinds
-
-
-@pytest.mark.parametrize("make", [remat, lambda module: apply(module, nn.Linear)])
-def test_export_of_a_module_that_is_a_region(make: Callable) -> None:
-    module, x = nn.Linear(3, 2), torch.randn(4, 3)
-    expected = module(x)
-    program = torch.export.export(make(module), (x,), strict=False)
-    assert torch.equal(program.module()(x), expected)
-    with pytest.raises(Exception):  # noqa: B017
-        torch.export.export(make(module), (x,), strict=True)
 
 
 @pytest.mark.long

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from cases import assert_same, rand
-from side_by_side import Runs, both, is_torch
+from side_by_side import Runs, both
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-import remat.compat
 from benchmarks.measure import PeakMemory, gc_disabled
 from remat import policies
 from remat import remat as transform
@@ -82,20 +81,6 @@ def test_passes_that_overlap_are_an_error(module: Any, retain: bool) -> None:
     assert_same(gradient(out, x), gradient(deep(x), x))
 
 
-def test_passes_may_have_inputs_in_common() -> None:
-    """Saved inputs need no recompute, so all passes may read them; torch raises an error for that too."""
-    x = rand(3)
-    for module in (torch.utils.checkpoint, remat.compat):
-        out = module.checkpoint(torch.sin, x, use_reentrant=False)
-        with module.GraphExecGroup():
-            found = gradient(out, x, retain_graph=True)
-            if is_torch(module):
-                with pytest.raises(CheckpointError, match="overlap"):
-                    gradient(out, x)
-            else:
-                assert_same(gradient(out, x), found)
-
-
 def shares_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     h = x @ w
     return h.sin().exp(), h.cos().exp()
@@ -112,17 +97,6 @@ def test_values_that_a_policy_saves_can_be_read_by_both() -> None:
         with pytest.raises(CheckpointError, match="need the same value"):
             gradient(first, x)
     assert_same(found, gradients(lambda x: shares_a_product(x, w), x))
-
-
-def test_reading_a_saved_tensor_outside_of_a_pass_releases_nothing() -> None:
-    x, runs = rand(3), Runs(deep)
-    out = checkpoint(runs, x)
-    with GraphExecGroup():
-        looked = out.grad_fn._saved_self
-        found = gradient(out, x)
-    assert torch.equal(looked, x.sin().exp())
-    assert_same(found, gradient(deep(x), x))
-    assert runs.count == 3
 
 
 def live(memory: PeakMemory, x: Tensor) -> int:
@@ -154,24 +128,6 @@ N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
 
 def block(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).tanh().sin().exp().tanh().sin()
-
-
-def test_nothing_is_saved_between_passes_of_a_retained_graph() -> None:
-    x, w, inner = rand(N, N), rand(N, N, seed=1), transform(block)
-    for region in (
-        inner,
-        transform(lambda x, w: inner(inner(x, w).sin(), w)),
-        transform(lambda x, w: inner(x, w) + block(w, x)),
-    ):
-        with gc_disabled(), PeakMemory() as memory:
-            out = region(x, w)
-            loss = out.sum()
-            held = memory.live
-            for inputs, keep in (((x, w), True), (x, True), ((x, w), False)):
-                torch.autograd.grad(loss, inputs, retain_graph=keep)
-                assert memory.live == held
-            del out, loss
-            assert memory.live == 0
 
 
 def test_the_peak_of_a_retained_chain_is_that_of_one_region() -> None:

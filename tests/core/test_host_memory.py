@@ -1,12 +1,11 @@
 """Tensors in host memory: how often and when they are copied, and that they and their copies are freed.
 
-Without a CUDA device, tensors of the CPU are treated as tensors of a device (``far``), and streams only record what is
-asked of them. The simulated device (tests/device) finds races.
+Without a CUDA device, tensors of the CPU are treated as tensors of a device without streams (``far``). The simulated
+device (tests/device) finds races.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -202,17 +201,6 @@ def test_a_tensor_that_is_released_in_a_pass_is_not_copied_back_again(far: Copie
     assert far.taken() == [5, 4]
 
 
-def test_freed_groups_are_skipped(far: Copies) -> None:
-    x = leaf(8)
-    first, groups = regions(x, 1)
-    second, more = regions(x, 2)
-    third, _ = regions(x, 1)
-    del second, more[1:]  # one of these two groups still has a reference, but no tensors
-    third.backward()
-    assert far.taken() == [7, 6, 0, 1]
-    assert more and groups and first.requires_grad
-
-
 def test_a_group_that_was_only_prefetched_is_released_when_the_pass_ends(far: Copies) -> None:
     middle, _ = regions(leaf(8), 1)
     loss, _ = regions(middle.detach().requires_grad_(), 1)
@@ -221,31 +209,6 @@ def test_a_group_that_was_only_prefetched_is_released_when_the_pass_ends(far: Co
     assert far.on_device() == 0 and far.on_host() == 2
     middle.backward()
     assert set(far.taken()) == {0, 1}
-
-
-def test_a_pass_that_retains_its_graph_does_not_affect_other_groups(far: Copies) -> None:
-    x = leaf(8)
-    loss, _ = regions(x, 2)
-    other = Offloaded(x)
-    other.prefetch()
-    torch.autograd.grad(loss, x, retain_graph=True)
-    assert far.on_device() == 1
-    other.get()
-    assert far.taken().count(4) == 1
-
-
-def test_outside_of_a_pass_nothing_else_is_copied_back(far: Copies) -> None:
-    x = leaf(8)
-    first, second = Group(), Group()
-    before, kept, other = (Offloaded(x.detach(), group) for group in (first, second, second))
-    kept.get()
-    assert far.taken() == [1]
-    second.prefetch()
-    assert far.taken() == [2]
-    other.get()
-    assert far.taken() == [] and far.on_device() == 2
-    second.clear()
-    assert far.on_device() == 0 and before.shape == x.shape
 
 
 def test_a_prefetch_may_run_out_of_memory(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,94 +267,6 @@ def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
     assert set(far.taken()) == {4, 5, 0, 1}
     other.backward()
     assert set(far.taken()) == {2, 3} and first.requires_grad
-
-
-# --- streams, without a device --------------------------------------------------------------------------------------
-
-
-class Event(str):
-    log: list[str]
-
-    def synchronize(self) -> None:
-        self.log.append(f"host waits for {self}")
-
-
-class Stream:
-    """Records what it is asked to do."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def record_event(self) -> Event:
-        event = Event(f"{self.name}'s copy {len(self.log)}")
-        event.log = self.log
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-    def wait_stream(self, stream: Stream) -> None:
-        self.log.append(f"{self.name} waits for {stream.name}")
-
-    def __enter__(self) -> None:
-        self.log.append(f"copy on {self.name}")
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of streams, in order. Copies run at once."""
-    log: list[str] = []
-    names, main, empty = iter(["out", "back"]), Stream(log, "main"), torch.empty
-    monkeypatch.setattr(host_memory, "in_host_memory", lambda tensor: False)
-    monkeypatch.setattr(host_memory, "has_streams", lambda device: True)
-    monkeypatch.setattr(host_memory, "_side", functools.cache(host_memory._Side))
-    monkeypatch.setattr(torch, "Stream", lambda device: Stream(log, next(names)))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
-    used = lambda tensor, stream: log.append(f"{stream.name} uses memory of {tuple(tensor.shape)}")
-    monkeypatch.setattr(Tensor, "record_stream", used)
-    return log
-
-
-def taken(log: list[str]) -> list[str]:
-    """The entries since the last call."""
-    found = [*log]
-    log.clear()
-    return found
-
-
-OUT = ["out waits for main", "copy on out", "out uses memory of (4,)"]
-BACK = ["back waits for main", "back waits for out's copy 3", "copy on back"]
-
-
-def test_copies_wait_for_the_work_before_them_and_their_readers_for_the_copies(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = Offloaded(torch.ones(8)[::2])  # of the temporary without gaps
-    assert taken(log) == OUT
-    kept.settle()
-    assert taken(log) == ["main waits for out's copy 3"]
-    kept.prefetch()
-    assert taken(log) == BACK
-    got = kept.get()
-    assert taken(log) == ["main waits for back's copy 3"]
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream(log, "other"))
-    assert_same(kept.get(), torch.ones(4))
-    assert taken(log) == ["other waits for back's copy 3", "other uses memory of (4,)"]
-    kept.release()  # otherwise the memory of a copy that was not read could be used before the copy ends
-    assert taken(log) == ["main waits for back's copy 3"] and got.shape == (4,)
-
-
-@pytest.mark.parametrize("limit, late", [(100, 0), (40, 3), (0, 4)])
-def test_the_caller_waits_when_too_much_is_in_flight(
-    limit: int, late: int, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_memory, "IN_FLIGHT_BYTES", limit)
-    kept = [Offloaded(torch.ones(4)) for _ in range(5)]  # 16 bytes each
-    assert len([entry for entry in log if entry.startswith("host waits")]) == late and kept  # never for the latest
 
 
 # --- on a device ----------------------------------------------------------------------------------------------------

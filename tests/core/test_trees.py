@@ -16,7 +16,6 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import nn
 
-from remat._core import trees
 from remat._core.trees import describe_difference, flatten, paths, unflatten
 
 
@@ -195,20 +194,6 @@ def test_all_attributes_of_a_dataclass_are_children_and_init_is_not_called() -> 
         assert len(leaves) == len(vars(each)) and vars(unflatten(spec, leaves)[0]) == vars(each)
 
 
-def test_registered_children_that_have_other_keys() -> None:
-    cls = type("Odd", (), {})
-    one_key = lambda obj: ([(torch_pytree.GetAttrKey("a"), 1)], None)
-    torch_pytree.register_pytree_node(cls, lambda obj: ([1, 2], None), lambda c, _: cls(), flatten_with_keys_fn=one_key)
-    assert paths(flatten([cls()])[1], "x") == ["x[0][0]", "x[0][1]"]
-
-
-def test_types_are_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cls = dataclasses.make_dataclass("Once", ["a"])
-    flatten((cls(cls({1})), torch.ones(1), None))
-    monkeypatch.setattr(trees, "_learn", None)
-    assert len(flatten((cls(cls({1})), torch.ones(1), None))[0]) == 3
-
-
 def test_threads_learn_types_together() -> None:
     classes = [dataclasses.make_dataclass(f"T{i}", ["a"]) for i in range(30)]
     barrier = threading.Barrier(4)
@@ -240,16 +225,3 @@ DIFFERENCES: list[tuple[Any, Any, str]] = [
 @pytest.mark.parametrize("before, after, sentence", DIFFERENCES)
 def test_a_difference_is_described_at_its_path(before: Any, after: Any, sentence: str) -> None:
     assert describe_difference(flatten(before)[1], flatten(after)[1], "it") == sentence
-
-
-@pytest.mark.parametrize("kind", [dict, OrderedDict, list, tuple])
-def test_contents_are_read_by_the_methods_of_the_base(kind: type) -> None:
-    odd = type("Odd", (kind,), dict.fromkeys(("__len__", "__iter__", "keys", "values", "items", "copy")))
-    container, is_dict = odd([("a", 1), ("b", 2)]), issubclass(kind, dict)
-    if kind is OrderedDict:
-        OrderedDict.move_to_end(container, "a")
-    assert trees.size(container) == 2
-    assert sorted(trees.contents(container)) == ([1, 2] if is_dict else [("a", 1), ("b", 2)])
-    if is_dict:
-        copy = trees.copy_dict(container)
-        assert type(copy) is dict and list(copy) == (["b", "a"] if kind is OrderedDict else ["a", "b"])

@@ -29,7 +29,6 @@ def install(name: str) -> types.ModuleType:
         module = torch.cuda
         vars(module).update(_functions(name))
         module.random.default_generators = module.default_generators  # type: ignore[attr-defined]
-        vars(torch._C).update(_scatter=_scatter, _gather=_gather, _broadcast_coalesced=_broadcast_coalesced)
     else:
         torch.utils.rename_privateuse1_backend(name)
         _cpp = build(name)
@@ -38,22 +37,6 @@ def install(name: str) -> types.ModuleType:
         torch._register_device_module(name, module)
         torch.utils.generate_methods_for_privateuse1_backend()
     return module
-
-
-# Functions for DataParallel that a build without CUDA lacks.
-
-
-def _scatter(tensor: Any, devices: Any, chunk_sizes: Any, dim: int, streams: Any) -> list[Any]:
-    chunks = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(chunk_sizes, dim)
-    return [chunk.to(torch.device("cuda", index)) for chunk, index in zip(chunks, devices)]
-
-
-def _gather(tensors: Any, dim: int, index: int | None) -> Any:
-    return torch.cat([tensor.to(torch.device("cuda", _index(index))) for tensor in tensors], dim)
-
-
-def _broadcast_coalesced(tensors: Any, devices: Any, buffer_size: int) -> list[list[Any]]:
-    return [[tensor.to(torch.device("cuda", index)) for tensor in tensors] for index in devices]
 
 
 class _Device:

@@ -5,11 +5,8 @@ Any device with generators and streams is suitable: `--simulate cuda`, `--simula
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,11 +16,11 @@ from accelerator import DEVICE, backend
 from cases import assert_same
 from on_device import MATMULS, allocated, leaf, states
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, stack_module_state, vmap
+from torch.func import grad, jvp, vmap
 
 import remat
 from benchmarks.measure import count_ops, peak_bytes
-from remat import RematError, checkpoint_name, policies
+from remat import checkpoint_name, policies
 
 pytestmark = pytest.mark.cuda
 MIB = 2**20
@@ -110,32 +107,6 @@ def test_functions_and_policies(fn: Callable, way: Callable, policy: str) -> Non
     x, w = leaf(8, 8), leaf(8, 8)
     region = remat.remat(fn, policy=POLICIES[policy])
     assert_same_results(lambda f: way(f, x, w), region, fn, exact=way is by_autograd)
-
-
-@ways
-def test_loops(way: Callable) -> None:
-    x, w = leaf(8, 8), leaf(8, 8)
-
-    def fn(loop: Callable) -> Callable:
-        def run(x: Tensor, w: Tensor) -> Tensor:
-            def step(h: Tensor, _: None) -> tuple[Tensor, Tensor]:
-                h = F.dropout((h @ w).tanh(), 0.3)
-                return h, h * 2
-
-            h, ys = loop(step, x, length=6)
-            return h + ys.prod(0)
-
-        return run
-
-    def plain(step: Callable, h: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        ys = []
-        for _ in range(length):
-            h, y = step(h, None)
-            ys.append(y)
-        return h, torch.stack(ys)
-
-    loops = fn(partial(remat.scan, checkpoints=2)), fn(plain)
-    assert_same_results(lambda f: way(f, x, w), *loops, exact=way is by_autograd)
 
 
 @pytest.mark.parametrize("how", ["argument", "closure"])
@@ -385,49 +356,7 @@ def test_training(train: Callable, policy: str) -> None:
     assert_same(*results)
 
 
-def test_gradient_hooks_see_each_gradient_once() -> None:
-    """Data-parallel training uses such hooks to sum gradients over processes."""
-    model, seen = nn.Sequential(*(Block() for _ in range(2))).to(DEVICE), Counter()
-    remat.nn.apply(model, Block)
-    for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.update([name]))
-    model(torch.randn(4, 8, device=DEVICE)).sum().backward()
-    assert seen == Counter(dict.fromkeys(dict(model.named_parameters()), 1))
-
-
-def of_an_ensemble(call: Callable, models: list[nn.Module], x: Tensor) -> Any:
-    loss = lambda state, x: call(models[0], state, (x,)).square().mean()
-    return vmap(grad(loss), (0, None), randomness="different")(stack_module_state(models)[0], x)
-
-
-def of_each_sample(call: Callable, models: list[nn.Module], x: Tensor) -> Any:
-    loss = lambda state, x: call(models[0], state, (x[None],)).square().mean()
-    return vmap(grad(loss), (None, 0), randomness="different")(dict(models[0].named_parameters()), x)
-
-
-@pytest.mark.parametrize("policy", ["none", "save_matmuls", "offload"])
-@pytest.mark.parametrize("way", [of_an_ensemble, of_each_sample])
-def test_many_gradients_at_once(way: Callable, policy: str) -> None:
-    layers = [nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 4)]
-    models, x = [nn.Sequential(*copy.deepcopy(layers)).to(DEVICE) for _ in range(3)], torch.randn(4, 8, device=DEVICE)
-    region = remat.remat(functional_call, policy=POLICIES[policy])
-    assert_same_results(lambda call: way(call, models, x), region, functional_call, exact=False)
-
-
 # --- CUDA graphs ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA has graphs")
-def test_a_capture_needs_preserve_rng_state_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, small = leaf(4, 4), torch.ones(4, device=DEVICE)
-    fn = lambda x: (x.sin() * small).exp()
-    expected = torch.autograd.grad(fn(x).sum(), x)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(RematError, match=r"CUDA graph is captured.*`preserve_rng_state=False`"):
-            remat.remat(fn)(x)
-        assert_same(torch.autograd.grad(remat.remat(fn, preserve_rng_state=False)(x).sum(), x), expected)
-    assert_same(torch.autograd.grad(remat.remat(fn)(x).sum(), x), expected)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="the simulated device has no CUDA graphs")

@@ -35,14 +35,3 @@ def test_relative_links_lead_to_a_file() -> None:
     local = [(page, link) for page, link in links if not link.startswith("http")]
     assert len(local) > 50
     assert [(page.name, link) for page, link in local if not (page.parent / link).exists()] == []
-
-
-def test_code_on_pages_is_readable_without_scrolling() -> None:
-    wide = {
-        f"{page.name}: {line}"
-        for page in pages()
-        for block in re.findall(r"^```\w+\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-        for line in block.splitlines()
-        if len(line) > 92
-    }
-    assert wide == set()

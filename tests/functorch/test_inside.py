@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, RECOMPUTE, Fn, V, Wrap, X, Y, both, f, forces, rows, squares, summed, through_autograd, vmap
-from cases import rand
+from both import ALL, RECOMPUTE, Fn, V, Wrap, X, Y, both, f, forces, rows, squares, through_autograd, vmap
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp
 
@@ -76,61 +75,3 @@ def test_linearize_inside_a_region_is_refused_with_a_policy(policy: Any) -> None
     # The functional spelling works, as does the policy of a region inside of the traced function.
     both(lambda wrap: grad(squares(wrap(lambda x: jvp(f, (x,), (x,))[1].sin())))(V), policy=policy)
     both(lambda wrap: linearize(wrap(f), V)[1](V), policy=policy)
-
-
-def test_a_run_that_is_abandoned_leaves_no_record_in_the_outer_region() -> None:
-    """The outer region compares the calls in its runs; in the first one, part of the inner region ran twice."""
-
-    def outer(wrap: Wrap) -> Fn:
-        def call(x: Tensor) -> Tensor:
-            h = x.sin()
-            return vjp(wrap(lambda y: vjp(torch.sin, (h * y).sin())[1](h)[0]), h)[1](h)[0]
-
-        return wrap(call)
-
-    both(lambda wrap: through_autograd(lambda x: (lambda out, pull: out * pull(out)[0])(*vjp(outer(wrap), x)), V))
-
-
-@pytest.mark.parametrize("policy", [None, EVERYTHING], ids=str)
-@pytest.mark.parametrize("transform", ["grad", "vjp", "grad of a region"])
-def test_batched_gradients_of_a_region_that_draws(transform: str, policy: Any) -> None:
-    """Its recompute is part of a batched backward, in which torch raises an error for random numbers."""
-
-    def program(wrap: Wrap) -> Any:
-        noisy = lambda x: x.sin() * torch.rand(4, dtype=x.dtype)
-        inner: dict[str, Fn] = {
-            "grad": lambda x: grad(lambda p: (noisy(p) * x).sum())(x),
-            "vjp": lambda x: vjp(noisy, x)[1](x)[0],
-            "grad of a region": lambda x: grad(lambda p: (wrap(noisy)(p) * x).sum())(x),
-        }
-        x = V.clone().requires_grad_()
-        out = wrap(lambda x: (inner[transform](x) * x).sin())(x)
-        return torch.autograd.grad(out, x, torch.eye(4, dtype=x.dtype), is_grads_batched=True), torch.rand(2)
-
-    both(program, policy=policy)
-
-
-@pytest.mark.parametrize("policy", [None, policies.save_matmuls, EVERYTHING], ids=str)
-@pytest.mark.parametrize("around", ["twice", "a region around", "once"])
-def test_derivatives_that_depend_on_modes(around: str, policy: Any) -> None:
-    """The derivative of ``prod`` uses other operations under a dispatch mode; both runs must use the same ones."""
-
-    def program(wrap: Wrap) -> Any:
-        g = wrap(lambda x: grad(summed(wrap(lambda y: y.prod(0))))(x).sin())
-        if around == "once":
-            return through_autograd(g, rand(3, 3))
-        gradient = lambda x: torch.autograd.grad(g(p := x * 1).sum(), p, create_graph=True)[0]
-        return through_autograd(wrap(gradient) if around == "a region around" else gradient, rand(3, 3))
-
-    both(program, policy=policy)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 6])
-def test_nested_regions_around_a_transform(depth: int) -> None:
-    """All regions are of one function, so the innermost records for all of them that it calls a transform."""
-
-    def nested(wrap: Wrap, depth: int) -> Fn:
-        inner = nested(wrap, depth - 1) if depth else grad(lambda w: (w * w).sin().sum())
-        return (lambda w: wrap(inner)(w)) if depth else inner
-
-    both(lambda wrap: grad(summed(nested(wrap, depth)))(V))

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwAD
 from both import ALL, Fn, V, Wrap, X, Y, both, f, rows, summed, through_autograd, vmap
-from cases import rand
 from torch import Tensor
-from torch.func import functionalize, grad, hessian, jacfwd, jvp, vjp
-from torch.nn.functional import conv1d, dropout
+from torch.func import functionalize, grad, hessian, jvp, vjp
+from torch.nn.functional import dropout
 
 from benchmarks.measure import count_ops
-from remat import RematError, policies, remat
+from remat import policies, remat
 
 EVERYTHING = policies.everything_saveable
 
@@ -28,10 +26,7 @@ GIVEN: dict[str, Callable[[Fn], Fn]] = {
     "second inside": lambda g: lambda x: grad(lambda y: g(x, y).sum())(Y[0]),
     "both inside": lambda g: lambda x: grad(lambda y: g(x * y, y).sum())(x.cos()),
     "the same tensor": lambda g: lambda x: grad(lambda p: g(p, x).sum())(x),
-    "the same tensor, second inside": lambda g: lambda x: grad(lambda p: g(x, p).sum())(x),
-    "the same tensor, twice": lambda g: lambda x: grad(lambda p, q: (g(p, q) + g(q, x)).sum())(x, x),
     "twice": lambda g: lambda y: grad(lambda x: grad(lambda x: g(x, y).sum())(x).sin().sum())(Y[0]),
-    "first, then second": lambda g: lambda y: grad(lambda y: grad(lambda x: g(x, y).sum())(V).sin().sum())(y.sin()),
     "mapped": lambda g: lambda x: vmap(grad(lambda y: g(x, y).sum()))(Y).sum(0),
     "mapped inside": lambda g: lambda x: grad(lambda y: vmap(g, (None, 0))(x, Y * y).sum())(V),
     "vjp": lambda g: lambda y: vjp(lambda x: g(x, y), Y[0])[1](y.cos())[0],
@@ -53,11 +48,6 @@ def is_computed(x: Tensor, y: Tensor) -> Tensor:
     return (h * 2 if h.is_leaf else h * 3) * y
 
 
-def has_a_node(x: Tensor, y: Tensor) -> Tensor:
-    h = x.sin()
-    return (h * 2 if h.grad_fn is None else h * 3) * y
-
-
 def unused(x: Tensor, y: Tensor) -> Tensor:
     return x.sin()
 
@@ -74,9 +64,7 @@ FUNCTIONS: dict[str, Callable[[Wrap], Fn]] = {
     "returned": lambda wrap: lambda x, y: sum(wrap(lambda x, y: (x.sin() * y, x, y, x * 1))(x, y)).sin(),
     "depends": lambda wrap: wrap(depends),
     "depends, nested": lambda wrap: wrap(lambda x, y: wrap(depends)(x, y).sin()),
-    "depends, captured": lambda wrap: lambda x, y: wrap(lambda y: depends(x, y))(y),
     "is computed": lambda wrap: wrap(is_computed),
-    "has a node": lambda wrap: wrap(has_a_node),
     "drops": lambda wrap: wrap(lambda x, y: dropout(torch.outer(x, y).t() * 1, 0.5).sum(0)),
 }
 
@@ -93,33 +81,8 @@ def test_a_function_sees_what_its_innermost_level_follows(transform: str, given:
         both(lambda wrap: ALL[transform](lambda x: GIVEN[given](FUNCTIONS[fn](wrap))(x) + x, V), policy=policy)
 
 
-@pytest.mark.parametrize("transform", [jacfwd, lambda f: jacfwd(jacfwd(f))])
-def test_operands_without_a_tangent_stay_without_one(transform: Callable) -> None:
-    """A tangent of zeros would have no batch dimension, so that no in-place operation could write to it."""
-
-    def build(wrap: Wrap) -> Fn:
-        def call(x: Tensor) -> Tensor:
-            still = grad(lambda p: wrap(lambda p: x.sin())(p).sum())(V)
-            unrelated = wrap(lambda p, q: (p.sin(), q.cos()))(x, V)[1]
-            return sum(jvp(lambda x: x.clone().sin_(), (x.sin(),), (t,))[1] for t in (still, unrelated))
-
-        return call
-
-    both(lambda wrap: transform(build(wrap))(V))
-    both(lambda wrap: transform(lambda x: wrap(build(wrap))(x * 1).sin())(V))
-
-
 def test_an_argument_that_a_mapped_region_changes() -> None:
     both(lambda wrap: [vmap(wrap(lambda x: x.mul_(2).sin()))(x) + x for x in [X.clone()]])
-
-
-def test_dual_tensors_made_inside_are_refused() -> None:
-    def fn(x: Tensor) -> Tensor:
-        with fwAD.dual_level():
-            return fwAD.unpack_dual(remat(torch.sin)(fwAD.make_dual(x, x)))[1].sum()
-
-    with pytest.raises(RematError, match=r"`forward_ad.make_dual` made inside .* use torch\.func\.jvp inside"):
-        grad(fn)(X)
 
 
 def test_a_region_in_a_traced_function_is_called() -> None:
@@ -168,33 +131,6 @@ def test_the_error_for_random_numbers_under_vmap_is_that_of_torch(transform: Cal
         torch.func.vmap(transform(remat(drops)))(X)
 
 
-@pytest.mark.parametrize("randomness", ["same", "different"])
-def test_an_inner_run_that_is_abandoned_in_a_region_with_a_policy(randomness: str) -> None:
-    """A region starts again when it has drawn numbers at a level where no operand is batched.
-
-    What the policy of the region around it had handed to the outermost region is handed over again then.
-    """
-
-    def program(wrap: Wrap) -> Any:
-        inner = wrap(lambda x: dropout(x.sin(), 0.4), policy=EVERYTHING)
-        middle, y = wrap(lambda x: inner(x * 2), policy=EVERYTHING), rand(4, 4)
-        return through_autograd(lambda x: vmap(wrap(lambda p: (middle(y), p.relu())[1]), randomness=randomness)(x), X)
-
-    both(program)
-
-
-def test_casts_of_a_region_without_tangents_at_a_jvp_level() -> None:
-    """Under ``vmap``, autocast acts at the level: a region without tangents is affected by it too."""
-    weight = rand(4, 1, 2, grad=False).float()
-
-    def program(wrap: Wrap) -> Any:
-        block = wrap(lambda x: conv1d(x[None, None], weight).sum((0, 2)))
-        with torch.autocast("cpu", torch.bfloat16):
-            return vmap(lambda x: jvp(lambda z: (block(x), z.sin()), (x,), (x.cos(),))[0][0])(X.float())
-
-    both(program, exact=True)
-
-
 def without_grad(wrap: Wrap) -> Fn:
     def call(x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -226,10 +162,6 @@ def with_grad(wrap: Wrap) -> Fn:
 def test_grad_mode_inside(transform: Callable, fn: Callable) -> None:
     both(lambda wrap: transform(summed(fn(wrap)))(X))
     both(lambda wrap: transform(summed(wrap(fn(wrap))))(X))
-
-
-def test_grad_mode_inside_of_compiled_code() -> None:
-    both(lambda wrap: torch.compile(grad(summed(with_grad(wrap))), backend="aot_eager")(X))
 
 
 # --- pullbacks and nested regions -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from both import ALL, ONCE, Fn, V, W, Wrap, X, Y, both, f, forces, plain, squares, summed, through_autograd, vmap
 from cases import rand, repeated
 from torch import Tensor, nn
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp
+from torch.func import grad, grad_and_value, jacfwd, jacrev, jvp, linearize, vjp
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, leaked_bytes, peak_bytes
@@ -74,17 +74,6 @@ def test_a_region_that_draws_random_numbers_runs_once_in_the_forward() -> None:
     assert runs == [False, True] * 2
 
 
-def test_reading_requires_grad_adds_no_recomputes() -> None:
-    def products(fn: Callable) -> int:
-        region = remat(fn)
-        program = lambda y: through_autograd(lambda x: grad(lambda y: region(x, y).sin().sum())(y), X)
-        program(Y)
-        return count_ops(program, Y)["aten.mm"]
-
-    asks = lambda x, y: ((y @ W).sin() if (x * 1).requires_grad else (y @ W).sin() * x) @ W
-    assert products(asks) == products(lambda x, y: ((y @ W).sin() * x) @ W)
-
-
 @pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), jacrev], ids=["grad", "vmap(grad)", "jacrev"])
 @pytest.mark.parametrize("given", ["argument", "captured", "module"])
 def test_gradients_of_parameters_that_are_not_requested(given: str, transform: Callable) -> None:
@@ -121,12 +110,6 @@ def of_a_region_that_calls_transforms(wrap: Wrap) -> Any:
     return through_autograd(repeated(inner, 8), LONG)
 
 
-def of_a_region_that_detaches(wrap: Wrap) -> Any:
-    """What acts on one level only needs no level of its own if there is a single one."""
-    inner = wrap(lambda x: x.sin().detach_().exp() * x.sin().data.cos().exp() * x.sin().exp().sin())
-    return grad(summed(repeated(inner, 8)))(LONG)
-
-
 # Which part of the memory without remat a chain of regions needs at most.
 PEAKS: dict[str, float] = {
     "grad": 0.3, "vjp": 0.5, "vmap(grad)": 0.3, "grad(vmap)": 0.3, "jacrev": 0.8, "jvp(grad)": 0.4, "grad(jvp)": 0.4,
@@ -135,7 +118,6 @@ PEAKS: dict[str, float] = {
 PROGRAMS: dict[str, tuple[Callable[[Wrap], Any], float]] = {
     "with a captured weight": (with_a_captured_weight, 0.6),
     "of a region that calls transforms": (of_a_region_that_calls_transforms, 0.6),
-    "of a region that detaches": (of_a_region_that_detaches, 0.5),
     "autograd in grad": (lambda wrap: grad(squares(forces(tall(wrap))))(LONG), 0.7),
 }
 
@@ -224,54 +206,3 @@ def test_per_sample_gradients(name: str) -> None:
     peaks = [peak_bytes(program(wrap), WEIGHTS, x) for wrap in (remat, plain)]
     assert peaks[0] < part * peaks[1], peaks[0] / peaks[1]
     assert leaked_bytes(program(remat), WEIGHTS, x) == 0
-
-
-def scalar(name: str, wrap: Wrap) -> Callable[[Tensor], Tensor]:
-    return lambda x, *ws: sum(g.sin().sum() for g in tree_leaves(PER_SAMPLE[name][0](wrap)([ws, *WEIGHTS[:1]], x)))
-
-
-DERIVATIVES: dict[str, Callable[[Fn], Any]] = {
-    "grad": lambda f: grad(f, (0, 1, 2))(SAMPLES[:3], *WEIGHTS[1]),
-    "jacfwd": lambda f: jacfwd(f)(SAMPLES[:3], *WEIGHTS[1]),
-    "jvp": lambda f: jvp(f, (SAMPLES[:3], *WEIGHTS[1]), (SAMPLES[3:6], *WEIGHTS[2])),
-    "hessian": lambda f: hessian(f)(SAMPLES[:1], *WEIGHTS[1]),
-    "autograd": lambda f: through_autograd(f, SAMPLES[:3], *WEIGHTS[1]),
-    "vmap": lambda f: vmap(f, (None, 0, 0))(SAMPLES[:3], *(torch.stack([t, t.sin()]) for t in WEIGHTS[1])),
-}
-
-
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-@pytest.mark.parametrize("name", ["by weights", "by input", "grad(vmap)", "norms"])
-def test_derivatives_of_per_sample_gradients(name: str, derivative: str) -> None:
-    both(lambda wrap: DERIVATIVES[derivative](scalar(name, wrap)))
-
-
-@pytest.mark.parametrize("in_dims", [(0, 0, None), (0, None, 0), (None, 0, 0), (None, None, 0), (None, 0, None)])
-def test_some_weights_are_batched_and_some_are_not(in_dims: tuple) -> None:
-    batches = SAMPLES[:3], torch.stack([WEIGHTS[0][0]] * 3).cumsum(0), torch.stack([WEIGHTS[0][1]] * 3).cumsum(0)
-    args = [batch if dim == 0 else batch[0] for batch, dim in zip(batches, in_dims)]
-
-    def program(wrap: Wrap) -> Any:
-        first = grad(lambda x, w, b: loss(wrap)([(w, b)], x), (0, 1, 2))
-        second = grad(lambda *a: sum(g.sin().sum() for g in first(*a)), (0, 1))
-        return vmap(first, in_dims)(*args), vmap(second, in_dims)(*args)
-
-    both(program)
-
-
-@pytest.mark.parametrize("region", [lambda x, w: x.sin(), lambda x, w: (x * w).detach()])
-def test_a_result_that_depends_on_no_parameter_may_be_changed_in_place(region: Callable) -> None:
-    """It requires no grad at the level that differentiates the parameters."""
-
-    def build(wrap: Wrap) -> Callable:
-        def call(w: Tensor, x: Tensor) -> Tensor:
-            y = wrap(region)(x, w) * 1.0
-            first = y[0].sin()
-            y.mul_(0.9)
-            assert not y.requires_grad
-            return (y * w).sum() * first
-
-        return call
-
-    both(lambda wrap: vmap(grad(build(wrap)), (None, 0))(X[0], Y), exact=True)
-    both(lambda wrap: jvp(lambda w: grad(build(wrap))(w, Y[0]), (X[0],), (X[0],)), exact=True)

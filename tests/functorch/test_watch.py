@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 from both import ALL, Fn, V, W, Wrap, X, Y, both, plain, summed, through_autograd, vmap
-from cases import assert_same, rand
+from cases import assert_same
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp
-from torch.nn.utils import parametrize
 
 from benchmarks.measure import leaked_bytes
 from remat import CaptureError, RematError, policies, remat
@@ -121,19 +120,6 @@ def test_captured_by_nested_regions_and_by_a_transform_in_a_region(transform: st
     both(lambda wrap: outer(transform, functools.partial(call, wrap)))
 
 
-def test_a_wrapper_of_an_operand_that_is_read_in_an_inner_transform_is_refused() -> None:
-    """Below the outer levels, the inner one has the wrapper's level number, and the operand is not a wrapper."""
-
-    def build(wrap: Wrap) -> Fn:
-        def call(w: Tensor, x: Tensor) -> Tensor:
-            other.x = x
-            return wrap(lambda w, x: vmap(lambda row: (row * other.x.sum() * w).sin())(x))(w, x).sum()
-
-        return call
-
-    assert is_refused(lambda wrap: grad(lambda w: vmap(build(wrap), (None, 0))(w, W).cos().sum())(X[0]))
-
-
 def mapped(x: Tensor, by: Tensor = Y) -> tuple[Tensor, Tensor]:
     """No function makes the tensor that the outer ``vmap`` returns."""
     y = vmap(lambda row: (row * by[0]).sin().exp())(x)
@@ -155,35 +141,6 @@ def test_tensors_made_inside_and_kept_are_not_captured(name: str, policy: Any) -
     assert_same(found := region(X), MADE_INSIDE[name](plain)(X), exact=False)
     assert not found.requires_grad
     assert leaked_bytes(region, X) == 0
-
-
-def test_a_result_that_is_read_is_not_captured_if_autograd_records_the_region() -> None:
-    runs, weight = [], rand(4, 4)
-    program = grad(lambda x: sum(t.sum() for t in remat(lambda x: runs.append(0) or mapped(x, weight))(x)))
-    assert program(X).requires_grad
-    assert len(runs) == 2
-    assert leaked_bytes(lambda: torch.autograd.grad(program(X).sum(), weight)) == 0
-
-
-@pytest.mark.parametrize("policy", [None, EVERYTHING], ids=["no policy", "everything"])
-def test_a_captured_tensor_of_a_level_that_has_ended(policy: Any) -> None:
-    """A buffer that a function under `jvp` has set anew; operations see the tensor that it wraps."""
-
-    def program(wrap: Wrap) -> Any:
-        module = nn.Module()
-        module.scale = torch.full((4,), 0.5, dtype=X.dtype)
-
-        def refreshed(x: Tensor) -> Tensor:
-            module.scale = module.scale * 0.5 + 1
-            return x * module.scale.cos()
-
-        def outer(x: Tensor) -> Tensor:
-            y = jvp(refreshed, (x,), (torch.ones_like(x),))[1]
-            return wrap(lambda x: (x * module.scale).sin())(x) + y
-
-        return through_autograd(wrap(outer), X[0]), module.scale + 0
-
-    both(program, exact=True, policy=policy)
 
 
 # --- stored tensors ---------------------------------------------------------------------------------------------------
@@ -221,11 +178,6 @@ def test_parameters_that_a_recurrent_layer_lists_anew_are_not_stored(cls: type[n
         return vmap(grad(lambda p: functional_call(region, p, (X,))[0].sum()))(params)
 
     both(program)
-
-
-def test_cached_parametrizations_are_refused() -> None:
-    with parametrize.cached(), pytest.raises(RematError, match="Leave out the cache"):
-        grad(lambda x: remat(torch.sin)(x).sum())(X)
 
 
 # --- functions that act on one level ----------------------------------------------------------------------------------
@@ -292,34 +244,24 @@ class StraightThrough(torch.autograd.Function):
         return (x * 4).round(), dims[0]
 
 
-class GeneratedRule(torch.autograd.Function):
-    generate_vmap_rule = True
-    forward, setup_context, backward = StraightThrough.forward, StraightThrough.setup_context, StraightThrough.backward
-
-
 def rounds(x: Tensor) -> Tensor:
     return StraightThrough.apply(x.sin()) * x
 
 
-def rounds_by_generated_rule(x: Tensor) -> Tensor:
-    return GeneratedRule.apply(x.sin()) * x
-
-
-ACTS = [hooks_made, hooks_argument, hooks_gradient, detaches, reads_data, freezes, rounds, rounds_by_generated_rule]
+ACTS = [hooks_made, hooks_argument, hooks_gradient, detaches, reads_data, freezes, rounds]
 NESTS: dict[str, Callable[[Wrap, Fn], Fn]] = {
     "one": lambda wrap, fn: wrap(fn),
     "two": lambda wrap, fn: wrap(lambda x: wrap(fn)(x.cos() * 1).sin() * x),
     "in a transform": lambda wrap, fn: wrap(lambda x: grad(lambda y: fn(y * 1).sum())(x) * x),
-    "given from outside": lambda wrap, fn: lambda x: grad(lambda y: (wrap(fn)(x * y) * y).sum())(V),
     "not followed": lambda wrap, fn: lambda x: grad(lambda y: (wrap(fn)(x) * y.sin()).sum())(V),
 }
 SINGLE = ("autograd", "grad", "jacrev", "vjp")
 
 
 def may_be_refused(fn: Fn, transform: str, nest: str) -> bool:
-    if fn in (rounds, rounds_by_generated_rule):
-        return fn is rounds and "vmap" in transform
-    single = transform in SINGLE and nest not in ("given from outside", "not followed")
+    if fn is rounds:
+        return "vmap" in transform
+    single = transform in SINGLE and nest != "not followed"
     # `hooks_gradient` asks for a gradient, so its level is restored above the graph.
     return not single or fn in (hooks_argument, hooks_gradient)
 

@@ -17,15 +17,7 @@ from benchmarks.measure import count_ops, held_bytes, leaked_bytes, peak_bytes
 
 pytest.importorskip("backpack")
 from backpack import backpack, extend
-from backpack.extensions import (
-    KFAC,
-    BatchGrad,
-    BatchL2Grad,
-    DiagGGNExact,
-    DiagHessian,
-    SumGradSquared,
-    Variance,
-)
+from backpack.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off")]
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "libraries.md"
@@ -53,11 +45,6 @@ class Layers(nn.Sequential):
 
 
 class Checkpointed(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch_checkpoint(super().forward, x, use_reentrant=False)
-
-
-class CheckpointedLayers(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return torch_checkpoint(super().forward, x, use_reentrant=False)
 
@@ -100,13 +87,6 @@ def test_numbers(extension: Callable, way: Callable) -> None:
         expected = step(plain, extension())
         assert None not in expected
         assert_same(step(model, extension()), expected)
-
-
-@pytest.mark.parametrize("extension", SECOND_ORDER)
-def test_torch_checkpoint_fails_with_second_order(extension: Callable) -> None:
-    """Its recompute replaces the outputs by which BackPACK finds what it propagates."""
-    with pytest.raises(AssertionError, match="expects a backpropagation quantity but it is None"):
-        step(extend(made(CheckpointedLayers)), extension())
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

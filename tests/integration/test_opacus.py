@@ -149,12 +149,6 @@ def test_torch_checkpoint_loses_gradients() -> None:
     assert lost == [name for name, _ in model.named_parameters() if "blocks" in name]
 
 
-def test_torch_checkpoint_is_refused_by_ghost_clipping() -> None:
-    model = GradSampleModuleFastGradientClipping(with_checkpoints(Classifier()))
-    with pytest.raises(NotImplementedError, match="Parameter tying"):
-        loss_of(model).backward()
-
-
 # --- training with the engine -------------------------------------------------------------------------------------
 
 
@@ -182,14 +176,6 @@ def test_make_private(mode: str, physical_batch: int) -> None:
     expected = trained(mode, lambda model: model, physical_batch)
     assert not torch.equal(expected[0], next(Classifier().parameters()))
     assert_same(trained(mode, lambda model: remat.nn.apply(model, Block), physical_batch), expected)
-
-
-def test_expanded_weights_are_refused() -> None:
-    """With torch's checkpoint too."""
-    with pytest.raises(RuntimeError, match="Expanded Weights"):
-        trained("ew", lambda model: remat.nn.apply(model, Block), 16)
-    with pytest.raises(Exception, match="different metadata"):
-        trained("ew", with_checkpoints, 16)
 
 
 # --- costs --------------------------------------------------------------------------------------------------------

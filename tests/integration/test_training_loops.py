@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import remat.nn
 from benchmarks.libraries import enabled, own_transformer, transformer, watched
-from remat import compat, policies
+from remat import policies
 
 pytestmark = [
     pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
@@ -172,26 +172,6 @@ def made(change: Callable[[Any], Any]) -> Any:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(precision: str) -> None:
     compare(prepared(precision, square, DATA), Net(), made(that_checkpoints), lambda policy: made(with_regions(policy)))
-
-
-WHOLE: dict[str, Callable[..., Any]] = {"remat": remat.remat, "checkpoint_wrapper": compat.checkpoint_wrapper}
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("whole", WHOLE)
-def test_accelerate_of_a_region(whole: str, precision: str) -> None:
-    """The prepared module is a region itself; accelerate sets a ``forward`` on it, around its own."""
-
-    class Own(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch_checkpoint(super().forward, x, use_reentrant=False)
-
-    compare(
-        prepared(precision, square, DATA),
-        Net(),
-        Own(),
-        lambda policy: made(lambda net: WHOLE[whole](net, policy=policy)),
-    )
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -171,12 +171,6 @@ def test_a_layer_is_freed_without_garbage_collection() -> None:
         del model.model.layers
 
 
-def test_remat_of_an_applied_layer() -> None:
-    model, plain = applied(made("llama")), made("llama")
-    model.model.layers[1] = remat.remat(model.model.layers[1])
-    assert_same(step(model, use_cache=False), step(plain, use_cache=False))
-
-
 # --- integrations.transformers.enable ---------------------------------------------------------------------------------
 
 
@@ -266,24 +260,6 @@ def test_install_before_and_after_the_switch() -> None:
         assert_same(step(after), step(before))
     assert figures[0][2] == costs_of(checkpointed)[2]
     assert figures[1][2] == costs_of(as_it_is)[2]
-
-
-SWITCHED: dict[str, Callable[[Any], Any]] = {"model": lambda model: model, "part": lambda model: model.model}
-
-
-@pytest.mark.parametrize("enabled_first", SWITCHED)
-@pytest.mark.parametrize("switched", SWITCHED)
-def test_enable_of_a_part(enabled_first: str, switched: str) -> None:
-    """Whether the model or a submodel enables checkpointing afterwards: the regions and their policy stay."""
-    plain, model = made("llama"), made("llama")
-    enabled(SWITCHED[enabled_first](model), policies.save_matmuls)
-    expected = costs(model)
-    checkpointed(SWITCHED[switched](model))
-    assert costs(model) == expected
-    assert expected[2] == costs_of(as_it_is)[2]
-    assert_same(step(model), step(plain, use_cache=False))
-    enabled(SWITCHED[switched](model))  # again, with another policy
-    assert costs(model)[2] == costs_of(checkpointed)[2]
 
 
 def test_a_part_with_a_policy_of_its_own() -> None:

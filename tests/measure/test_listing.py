@@ -133,15 +133,6 @@ def test_a_gradient_inside_lists_what_lives_and_all_inputs() -> None:
 def test_saved_tensor_hooks_must_be_allowed() -> None:
     with torch.autograd.graph.disable_saved_tensors_hooks("mine"), pytest.raises(RematError, match="mine"):
         saved_residuals(torch.sin, rand(3))
-    runs: list[None] = []
-
-    def fails(x: Tensor) -> Tensor:
-        runs.append(None)
-        raise RuntimeError("not about hooks")
-
-    with pytest.raises(RuntimeError, match="not about hooks"):
-        saved_residuals(fails, rand(3))
-    assert len(runs) == 1
 
 
 # --- modules, and rows in groups --------------------------------------------------------------------------------------
@@ -207,22 +198,6 @@ def test_layers_of_a_model_are_printed_in_groups(capsys: pytest.CaptureFixture) 
     assert first.startswith("float32[32, 192]    cpu  24 KiB  x4  output of aten.mm")
     assert first.endswith(", in layers.*.self_attn")
     assert second.startswith("float32[32, 128]    cpu  16 KiB  x4  output of aten.addmm")
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tanh1, self.tanh2 = nn.Tanh(), nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tanh2(self.tanh1(x))
-
-
-def test_rows_that_differ_by_more_than_a_number_of_a_layer_are_apart(capsys: pytest.CaptureFixture) -> None:
-    print_saved_residuals(nn.Sequential(nn.Sequential(Two(), Two()), nn.Linear(3, 3).double(), Two()), rand(3))
-    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
-    found = {cells[-1].rpartition(", in ")[2]: cells[3] for cells in lines[:-1]}
-    assert found == {"*.*.tanh1": "x2", "*.*.tanh2": "x2", "2.tanh1": "", "2.tanh2": ""}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import blocks
 import pytest
 import torch
 from cases import assert_same
@@ -131,27 +130,3 @@ def test_sharded_models_take_no_more_than_with_torchs_checkpoint(call: str, unit
     bound, selected = reference("torch", units, options)[1], reference(CALLS[call][1], "layers", options)[1]
     bound = {**bound, "kept": selected["kept"], "products": selected["products"]}
     assert {name: (taken[name], limit) for name, limit in bound.items() if taken[name] > limit} == {}
-
-
-@pytest.mark.parametrize("cls", [blocks.Block, blocks.OfReplaced])
-@pytest.mark.parametrize("first", [True, False])
-def test_fully_shard_may_change_the_class_before_or_after(first: bool, cls: type) -> None:
-    mesh, model, expected = init_device_mesh("cpu", (1,)), blocks.made(blocks.Model, cls), blocks.step(blocks.made())
-    if first:
-        remat_nn.apply(model, cls)
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh)
-    if not first:
-        remat_nn.apply(model, cls)
-    for runs in (blocks.ALL, blocks.ALL, [False] * 4):
-        model = model if True in runs else remat_nn.undo(model)
-        assert_same([grad.full_tensor() for grad in blocks.step(model)], expected)  # type: ignore[union-attr]
-        assert runs == blocks.RUNS
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_distributed_data_parallel(static: bool) -> None:
-    model = remat_nn.apply(blocks.made(), blocks.Block)
-    parallel = nn.parallel.DistributedDataParallel(model, static_graph=static)
-    for _ in range(2):
-        blocks.check(parallel, blocks.made(), blocks.ALL)

@@ -12,7 +12,7 @@ from cases import assert_same, rand
 from torch import Tensor
 from torch.func import functionalize, grad, jvp, vjp, vmap
 
-from benchmarks.measure import count_ops, held_bytes
+from benchmarks.measure import count_ops
 from remat import checkpoint_name, policies, remat
 
 
@@ -132,14 +132,3 @@ def test_policies_that_judge_names_and_mention_none(policy: Any, sines: int) -> 
     transformed = grad(lambda x: remat(first, policy=policy)(x).sum())
     # Under torch.func, the recompute of a region without a record runs to its end.
     assert count_ops(transformed, x)["aten.sin"] == 3 + (3 if policy.saves_nothing else sines)
-
-
-def test_saved_bytes_of_named_values() -> None:
-    x = rand(64)
-    held = {policy: held_bytes(remat(first, policy=policy), x) // x.nbytes for policy in (None, ANY, EVERYTHING)}
-    assert held == {None: 1, ANY: 2, EVERYTHING: 3}  # including the result
-
-
-def test_a_named_input_need_not_be_saved() -> None:
-    fn = lambda x: checkpoint_name(x, "x").sin().sin()
-    assert recomputed(fn, policies.save_only_these_names("x"), rand(3))["aten.sin"] == 1

@@ -80,12 +80,6 @@ EXPRESSIONS = {
     "policies.save_matmuls & ~policies.save_if(large) | policies.save_attention": (
         matmuls & ~policies.save_if(large) | attention
     ),
-    "policies.save_matmuls & (policies.save_if(large) | policies.save_attention)": (
-        matmuls & (policies.save_if(large) | attention)
-    ),
-    "policies.save_matmuls | (policies.save_if(large) | policies.save_attention)": (
-        matmuls | (policies.save_if(large) | attention)
-    ),
 }
 
 
@@ -232,11 +226,9 @@ def test_a_predicate_is_called_only_for_what_the_first_policy_saves() -> None:
 
 CERTAIN = {
     "operator": lambda: EVERYTHING | offload(policies.save_convolutions),
-    "group": lambda: matmuls | offload([MM]),
     "name": lambda: only("a*") | offload(only("ab")),
     "both": lambda: offload(NAMED) & only("q"),
     "other operator": lambda: ~matmuls | offload(EVERYTHING),
-    "other name": lambda: policies.save_any_names_but_these("a") | offload(policies.save_any_names_but_these("b")),
 }
 
 
@@ -307,19 +299,16 @@ of_jax.__name__, of_jax.__module__ = "dots_saveable", "jax._src.ad_checkpoint"
     "given, says",
     [
         ("dots", r"got 'dots'\. Did you mean policies\.dots_saveable "),
-        ("save_matmul", r"Did you mean policies\.save_matmuls or .* Or for values named"),
         ("checkpoint_policies.dots-saveable", r"Did you mean policies\.dots_saveable\?"),
         ("save_only_these_names", r"Did you mean policies\.save_only_these_names\(\.\.\.\)\?"),
         ("zzz", r"A policy is one of remat\.policies .* got 'zzz'\. For values named"),
         ("64 MiB", r"write `policies\.budget\('64 MiB'\)`"),
         (True, "got True"),
         (CheckpointPolicy.MUST_SAVE, "CheckpointPolicy.MUST_SAVE"),
-        (torch.nn.Linear(1, 1), "got Linear"),
         (policies.save_ops, r"call it, as in `policies\.save_ops\(\.\.\.\)`"),
         (functools.partial(policies.save_only_these_names, "q"), r"call it, as in `policies\.save_only"),
         (functools.partial(create_selective_checkpoint_contexts, large), "without create_selective"),
         (MM, r"write `policies\.save_ops\("),
-        (twice, r"write `policies\.save_ops\("),
         (torch.mm, "doesn't accept"),
         (lambda ctx, op: True, "doesn't accept"),
         (of_jax, r"JAX's .* Did you mean policies\.dots_saveable\?"),
@@ -350,8 +339,6 @@ def test_rejected_as_a_policy(given: Any, says: str) -> None:
             "both saved and offloaded: 'q'",
         ),
         (lambda: policies.budget("64MiB") | matmuls, "A budget can't be combined with another policy"),
-        (lambda: policies.budget("64 parsecs"), "The amount of a budget"),
-        (lambda: policies.budget(0.5, cost="money"), "The cost of a budget must be one of"),
     ],
 )
 def test_arguments_are_checked(make: Callable, says: str) -> None:

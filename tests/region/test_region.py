@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from cases import assert_same, rand
 from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
-from torch.func import functional_call
 
 from benchmarks.measure import PeakMemory, gc_disabled
 from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat
@@ -203,15 +201,6 @@ def test_a_failed_recompute_leaves_all_state_and_can_be_tried_again(error: type,
         assert all(t.isfinite().all() for t in pull())
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_an_error_of_a_recompute_has_a_note_and_few_frames_of_the_package(debug: bool) -> None:
-    with pytest.raises(Boom) as raised:
-        by_autograd(remat(Failing(1), debug=debug), torch.randn(2, 3))()
-    assert any(note.startswith("while recomputing Failing called at ") for note in raised.value.__notes__)
-    frames = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(raised.value.__traceback__)]
-    assert (sum(name.startswith("remat.") for name in frames) > 5) is debug and raised.traceback[-1].name == "__call__"
-
-
 # --- first runs that are abandoned ------------------------------------------------------------------------------------
 
 
@@ -286,26 +275,6 @@ def test_a_recompute_does_not_wait_for_one_that_runs_a_backward_pass() -> None:
     assert in_time == [True]
 
 
-class Calls(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.block, self.wrap = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), wrap
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wrap(self.block)(x) + self.wrap(lambda x: self.block(x).exp())(x)
-
-
-def test_functional_call_before_a_backward() -> None:
-    """In the backward the module has its own parameters again."""
-    x, results = torch.randn(2, 3), []
-    for model in (Calls(remat), Calls(plain)):
-        torch.manual_seed(0)
-        given = [{n: torch.randn_like(p, requires_grad=True) for n, p in model.named_parameters()} for _ in range(2)]
-        loss = sum(functional_call(model, params, (x,)).square().sum() for params in given)
-        results.append(torch.autograd.grad(loss, [p for params in given for p in params.values()]))
-    assert_same(*results)
-
-
 # --- activations that modules store -----------------------------------------------------------------------------------
 
 
@@ -334,23 +303,3 @@ def test_stored_activations_have_their_derivatives_and_do_not_accumulate() -> No
             assert_same(step(region), expected)
             live.append(memory.live)
     assert live[-1] == live[2]
-
-
-@pytest.mark.parametrize("transform", ["inside", "none", "grad", "vmap"])
-def test_activations_that_are_stored_under_vmap(transform: str) -> None:
-    """After `vmap` nothing can read them, and a later region must not either."""
-
-    def run(wrap: Wrap) -> list:
-        torch.manual_seed(0)
-        stores, x = Stores(), rand(3, 32, dtype=torch.float32)
-        if transform == "inside":
-            region = wrap(lambda a: torch.vmap(stores)(torch.stack([a, a.cos()])).sum(0))
-        else:
-            torch.vmap(stores)(torch.ones(7, 3, 32))
-            region = wrap(lambda a: stores.layer(a) * len(vars(stores)))
-        if transform == "grad":
-            return [torch.func.grad(lambda a: region(a).sum())(x.detach()) for _ in range(2)]
-        call = torch.vmap(region) if transform == "vmap" else region
-        return [torch.autograd.grad(call(x).sum(), (x, stores.layer.weight)) for _ in range(2)]
-
-    assert_same(run(remat), run(plain))

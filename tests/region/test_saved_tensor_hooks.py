@@ -660,37 +660,3 @@ def test_hooks_around_own_what_the_region_saves() -> None:
         del argument
         assert memory.live == x.nbytes + x.nbytes // 4 + w.nbytes // 4
         gradients(out, x, w)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_hooks_in_a_region_that_calls_a_transform(captured: bool) -> None:
-    """Its first attempt, under saved-tensor hooks, leaves no hook. In the second a hook on an input is refused."""
-    (x, w), log = leaves(), []
-
-    def fn(x: Tensor) -> Tensor:
-        hidden = block(x, w)
-        (w if captured else hidden).register_hook(lambda grad: log.append(1) or grad * 2)
-        return calls_func(x.detach(), w.detach()) * hidden
-
-    if not captured:
-        assert_same(gradients(remat(fn)(x), x, w), gradients(fn(x), x, w))
-        return
-    with pytest.raises(RematError, match="Register it outside of the region"):
-        remat(fn)(x)
-    gradients(block(x, w), x, w)
-    assert not log
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_random_numbers_that_hooks_draw_are_not_those_of_the_region(captured: bool) -> None:
-    x = rand(6)
-    other = x * 2
-
-    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        noise = torch.rand_like(x)
-        return (x * (other if captured else y)).sin() * noise.exp(), noise
-
-    with Hooks(there=lambda tensor: (torch.rand(1), tensor)[1]):
-        out, noise = remat(fn)(x, other)
-    expected = gradients((x * (x * 2)).sin() * noise.exp(), x)
-    torch.testing.assert_close(gradients(out, x), expected)

@@ -22,10 +22,7 @@ from remat import checkpoint_name, policies, remat
 Fn = Callable[..., Any]
 only, aten = policies.save_only_these_names, torch.ops.aten
 MATMULS, EVERY, N = policies.save_matmuls, policies.everything_saveable, only("n")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The policy"),
-    pytest.mark.usefixtures("collector_off"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:The policy"), pytest.mark.usefixtures("collector_off")]
 
 # --- counting --------------------------------------------------------------------------------------------------------
 
@@ -286,16 +283,6 @@ def test_bytes_are_those_of_the_saved_values(policy: str) -> None:
     assert held_under_vjp(vmap(fn, in_dims), args) == 3 * 8 * BLOCK[policy]
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("function", ["block", "nested_2_1"])
-def test_a_second_derivative_saves_as_much_as_a_first(function: str, policy: str) -> None:
-    args = PROGRAMS[function].args()
-    fns = of_kind(function, policy), built(function, None, None)
-    first = [held_under_vjp(fn, args) for fn in fns]
-    second = [held_under_vjp(gradient(fn, len(args)), args) for fn in fns]
-    assert first[0] - first[1] == second[0] - second[1]
-
-
 def unused_names(x: Tensor, w: Tensor) -> Tensor:
     checkpoint_name(x.exp(), "unused")
     return checkpoint_name(x @ w, "product") + checkpoint_name(x.sum(), "sum")
@@ -335,13 +322,6 @@ def test_a_saveable_value_that_the_backward_does_not_need_is_not_saved(fn: Fn, p
     assert held(region, args) == held_under_vjp(region, args) == kept * 72
 
 
-def test_what_an_unused_result_needs_is_not_saved() -> None:
-    args, region = (rand(3, 3), rand(3, 3, seed=1)), remat(two_results, policy=MATMULS)
-    assert held(lambda *args: region(*args)[0], args) == 72
-    # A region is one node under `torch.func`, so it isn't known which results will get cotangents.
-    assert held_under_vjp(lambda *args: region(*args)[0], args) == 2 * 72
-
-
 # Saved by the plain function, but not made by an operation: a list of indices as a tensor.
 UNSEEN = {"indexing": 24}
 
@@ -363,16 +343,9 @@ def dead_write(x: Tensor, w: Tensor) -> Tensor:
     return e.sin() @ (e @ b)
 
 
-def unread_constant(x: Tensor, w: Tensor) -> Tensor:
-    constant = torch.ones_like(x)
-    constant @ constant * 0.3
-    return w[[2, 0, 0]].sin().exp()
-
-
-@pytest.mark.parametrize("fn", [dead_write, unread_constant])
-def test_operands_of_what_is_not_needed_are_saved_where_it_must_run(fn: Fn) -> None:
+def test_operands_of_what_is_not_needed_are_saved_where_it_must_run() -> None:
     """User code may read it unseen. Otherwise a policy that saves more could recompute more."""
-    args, bytes_held = (rand(64, 64), rand(64, 64, seed=1)), []
+    fn, args, bytes_held = dead_write, (rand(64, 64), rand(64, 64, seed=1)), []
     for policy in (MATMULS, MATMULS | policies.save_ops("aten.mul"), EVERY):
         bytes_held.append(held_bytes(remat(fn, policy=policy), *args))
         outs = fn(*args).sum(), remat(fn, policy=policy)(*args).sum()
@@ -380,7 +353,7 @@ def test_operands_of_what_is_not_needed_are_saved_where_it_must_run(fn: Fn) -> N
             count_ops(lambda out=out: torch.autograd.grad(out, args, allow_unused=True))["aten.mm"] for out in outs
         )
         assert now == derivative
-    assert fn is unread_constant or bytes_held[0] < bytes_held[1] < held_bytes(fn, *args)
+    assert bytes_held[0] < bytes_held[1] < held_bytes(fn, *args)
 
 
 # --- regions in regions -----------------------------------------------------------------------------------------------

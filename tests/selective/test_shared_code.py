@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from cases import rand
 from torch import Tensor, nn
@@ -34,21 +33,6 @@ def test_a_function_around_one_that_was_called_before() -> None:
     policy, x = policies.save_only_these_names("a"), rand(3)
     calls = [wrapped_sine(remat(two_sines, policy=policy)), remat(wrapped_sine(two_sines), policy=policy)]
     assert [recomputed(fn, x)["aten.sin"] for fn in (calls[0], calls[0], calls[1], calls[1])] == [0, 0, 2, 2]
-
-
-def products(x: Tensor) -> Tensor:
-    return (x.sin() @ x).exp() @ x
-
-
-LINEAR = nn.Linear(3, 3, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("fn", [products, nn.Sequential(LINEAR, nn.Tanh(), LINEAR)])
-def test_a_function_that_was_differentiated_inside_another_one(fn: Callable) -> None:
-    before = recomputed(remat(fn), rand(3, 3))
-    inside = remat(lambda x: torch.func.grad(lambda y: fn(y).sum())(x) + x.sin())
-    recomputed(inside, rand(3, 3))  # this recompute can't stop early
-    assert recomputed(remat(fn), rand(3, 3)) == before
 
 
 def test_records_of_a_module_are_freed_with_it() -> None:
