@@ -6,6 +6,8 @@ TORCH ?= 2.13.0
 VENV := .venv$(patsubst %,-%,$(filter-out 2.13.0,$(TORCH)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
+QUICK := --ignore=tests/compile --ignore=tests/random_programs --ignore=tests/test_random_programs.py \
+	--ignore=tests/benchmarks --ignore=tests/front --ignore=tests/scan --ignore=tests/budget
 # A stamp for each set of packages in the environment: `make demo` installs far fewer than `make test`.
 DEMO := $(VENV)/.demo
 TEST := $(VENV)/.test
@@ -16,7 +18,7 @@ DOCS := $(VENV)/.docs
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-.PHONY: help demo test test-all fuzz lint docs bench package clean
+.PHONY: help demo test quick test-all fuzz lint docs bench package clean
 
 # Threads that wait without spinning are much faster on a busy machine, and hardly slower on an idle one.
 demo: $(DEMO)  ## train a small transformer, and print memory and time with and without remat
@@ -27,6 +29,10 @@ test: $(TEST)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate cuda tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda --simulate sim tests
+
+# What to run after a change, in two minutes: without other libraries, compiled code and long programs.
+quick: $(TEST)  ## run the quick tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not integration" tests $(QUICK)
 
 # The same with all cases of the tests of which `make test` runs only some.
 test-all: $(TEST)  ## run all cases of the tests (30 minutes)
