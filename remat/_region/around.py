@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,26 +13,16 @@ from .guards import Guards
 from .hooks import in_torch_checkpoint
 
 
-class RegionHooks(ABC):
-    """The object whose methods are the saved-tensor hooks of a region, in its first run or in a recompute."""
+class RegionHooks:
+    """The object whose methods are the saved-tensor hooks of a region, in its first run or in a recompute.
+
+    Both have ``count``, the number of tensors saved so far, and ``go_back(count)``, which forgets all after these.
+    """
 
     __slots__ = ()
+    around: Any = None  # the hooks of the outer region, which get what this region's policy saves
 
-    @property
-    def around(self) -> RegionHooks | None:
-        """The hooks of the outer region, which get what this region's policy saves."""
-        return None
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """The number of tensors saved so far."""
-
-    @abstractmethod
-    def go_back(self, count: int) -> None:
-        """Forget all saved tensors after the first ``count``."""
-
-    def on_inner_backward(self) -> None:  # noqa: B027
+    def on_inner_backward(self) -> None:
         """Called when a backward pass runs before the first run has ended."""
 
 
@@ -51,7 +40,8 @@ class Around:
     def __init__(self) -> None:
         self.hooks = private.top_hooks(True)
         self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
-        self.region = region = of_region(self.hooks)
+        region: Any = of_region(self.hooks)
+        self.region: RegionHooks | None = region
         # How far outer regions have come: their logs and saved tensors, the innermost first.
         self.positions: list[tuple[Any, Any]] = [(each, each.count) for each in state.logs]
         while region is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,24 +14,6 @@ from .._core.private import as_subclass, without_overrides
 from .._core.tensors import holder
 
 _LARGE = 64 * 1024  # bytes
-
-
-class Layout(Protocol):
-    """A tensor without its data."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its storage."""
-
-    @property
-    def device(self) -> torch.device:
-        """Its device."""
-
-    def empty(self) -> torch.Tensor:
-        """Return a new tensor with this layout."""
-
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor with this layout on a storage."""
 
 
 class Restart(BaseException):
@@ -50,8 +32,8 @@ class Placeholders:
     def __bool__(self) -> bool:
         return bool(self._storages)
 
-    def placeholder(self, layout: Layout) -> torch.Tensor:
-        """Return a new placeholder. Large ones on a device share one memory, since they are never written to.
+    def placeholder(self, layout: Any) -> torch.Tensor:
+        """Return a new placeholder of a `Layout`. Large ones on a device share one memory, as nothing writes to them.
 
         They contain NaN, so that an undetected read shows in the result.
         """
@@ -63,7 +45,7 @@ class Placeholders:
         self.add(tensor)
         return tensor
 
-    def _memory_for(self, layout: Layout) -> torch.Tensor | None:
+    def _memory_for(self, layout: Any) -> torch.Tensor | None:
         memory = self._memory.get(layout.device)
         if layout.device.type != "meta" and (memory is None or len(memory) < layout.nbytes):
             memory = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8, device=layout.device)
