@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from . import private
 from .trees import contents
 
 
@@ -82,13 +83,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """A call's argument with ``fn`` applied to its tensors."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if type(value) in (tuple, list):
-        return type(value)([mapped(fn, item) for item in value])
-    if type(value) is dict:
-        return {key: mapped(fn, item) for key, item in value.items()}
-    return value
+    return private.tree_map_only(torch.Tensor, fn, value)
 
 
 # torch's counter has the formulas for the attention kernels of every device but the CPU.

@@ -286,6 +286,7 @@ def overload_of(op: Any) -> Any:
 
 
 tree_map = _torch_pytree.tree_map  # Dynamo traces it, and not optree's
+tree_map_only = _torch_pytree.tree_map_only
 FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor  # what AOT autograd traces with
 
 

@@ -103,8 +103,6 @@ def describe_difference(before: TreeSpec, after: TreeSpec, root: str, /) -> str:
     for step, old, new in zip(_steps(before), before.children(), after.children(), strict=True):
         if old != new:
             return describe_difference(old, new, f"{root}{step}")
-    if before == after:
-        return f"{root} has not changed."
     return f"{root} is {_kind(before)} as before, but its metadata has changed."
 
 

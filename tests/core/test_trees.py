@@ -217,7 +217,6 @@ DIFFERENCES: list[tuple[Any, Any, str]] = [
     (deque([1], 2), deque([1], 3), "it is a deque of 1 as before, but its metadata has changed."),
     (FrozenSlots(1), Plain(1), "it was a FrozenSlots with .a, .b and is now a Plain with .a, .b."),
     (Output(1), Output(1, 2), "it was an Output with ['logits'] and is now an Output with ['logits'], ['loss']."),
-    ([1, {"a": 2}], [3, {"a": 4}], "it has not changed."),
     (dict.fromkeys("abcdefghij"), 1, f"it was a dict with {many}, and 2 more and is now a single value."),
 ]
 
