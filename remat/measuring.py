@@ -173,10 +173,7 @@ def _name(fn: Any, transform: Any) -> str:
 
 def _environment(program: Program) -> dict[str, str]:
     kinds = sorted({tensor.device.type for tensor in program.inputs()} - {"cpu", "meta"})
-    modules = [torch.get_device_module(kind) for kind in kinds]
-    names = [
-        module.get_device_name() if hasattr(module, "get_device_name") else kind for module, kind in zip(modules, kinds)
-    ]
+    names = [getattr(torch.get_device_module(kind), "get_device_name", kind.lower)() for kind in kinds]
     return {"torch": f"torch {torch.__version__}", "device": ", ".join(names) or "CPU"}
 
 

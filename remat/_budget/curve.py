@@ -104,10 +104,9 @@ _UNITS = {"roofline": ", us", "time": ", us", "flops": ", FLOP"}
 
 def curve_of(tradeoff: Tradeoff, cost: Any) -> Curve:
     """Return the curve of a program, from the choices for it."""
-    operators = tradeoff.operators
-
-    def ops(steps: frozenset[int]) -> tuple[str, ...]:
-        return tuple(f"{operators[number]} at {tradeoff.lines[number]}" for number in sorted(steps))
-
-    points = tuple(Point(each.nbytes, each.cost, each.flops, ops(each.steps), each.steps) for each in tradeoff.options)
-    return Curve(points, tradeoff.whole, cost, tradeoff.is_exact, operators)
+    names = [f"{name} at {tradeoff.lines.get(i)}" for i, name in enumerate(tradeoff.operators)]
+    points = [
+        Point(each.nbytes, each.cost, each.flops, tuple(names[i] for i in sorted(each.steps)), each.steps)
+        for each in tradeoff.options
+    ]
+    return Curve(tuple(points), tradeoff.whole, cost, tradeoff.is_exact, tradeoff.operators)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from .._core import private, trees
+from .._core import trees
 from .._core.state import alias
 from .._core.tensors import holder, parts
 from .._region.hooks import hooks_allowed
@@ -41,14 +43,9 @@ class Listing:
         operands = self.program.operands()
         with self.program.preserved(), cut, hooks_allowed():
             origins = Origins(self.program.modules)
-            if under_hooks:
-                private.push_hooks(self.pack, attrgetter("tensor"))
-            try:
-                with torch.enable_grad(), origins:
-                    graph = _edges(self.program.call(self.program.fn, operands))
-            finally:
-                if under_hooks:
-                    private.pop_hooks()
+            hooks = saved_tensors_hooks(self.pack, attrgetter("tensor")) if under_hooks else nullcontext()
+            with torch.enable_grad(), hooks, origins:
+                graph = _edges(self.program.call(self.program.fn, operands))
             if under_hooks:
                 found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
             else:
