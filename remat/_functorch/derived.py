@@ -248,10 +248,7 @@ class PullbackOfBatched(Pullback):
 def batched_pullback(
     pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None
 ) -> tuple[Any, list]:
-    """``vmap`` of a pullback, and its operands; where the order makes no difference, the pullback of the ``vmap``.
-
-    ``inner`` is the ``vmap`` of the region, from a run of it.
-    """
+    """``vmap`` of a pullback, and its operands; or the pullback of ``inner``, the ``vmap`` from a run of the region."""
     count = len(pullback.needs)
     if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, randomness):
         # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.
