@@ -47,11 +47,7 @@ class Derived(ABC):
 
 
 class Graded(Derived):
-    """A region inside a ``grad`` level of its own, whose graph is not read.
-
-    The level is restored where other levels are below it, as the function can see it: its inputs require grad, and
-    some choices depend on that or on the level itself (that of an attention kernel, autocast under ``vmap``).
-    """
+    """A region inside a ``grad`` level of its own, whose graph is not read: its function can see the level."""
 
     __slots__ = ("depends", "level", "lifted", "mask")
 
@@ -64,17 +60,15 @@ class Graded(Derived):
 
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         with private.grad_level() as level, private.allow_requires_grad(True):
-            wrapped = self.lift(operands, level)
-            for tensor, follows in zip(wrapped, self.mask):
-                if follows:
-                    tensor.requires_grad_()
-            outs = self.inner.run(wrapped, run)
+            pairs = zip(lift(operands, self.lifted, level), self.mask)
+            outs = self.inner.run([t.requires_grad_() if follows else t for t, follows in pairs], run)
             self.depends = [t.requires_grad for t in outs]
             return [private.unwrap_grad(t, level) for t in outs]
 
-    def lift(self, operands: Tensors, level: int) -> list[torch.Tensor]:
-        """The operands, wrapped for the level."""
-        return [private.wrap_grad(t, level) if lifted else t for t, lifted in zip(operands, self.lifted)]
+
+def lift(tensors: Tensors, which: Sequence[bool], level: int) -> list[torch.Tensor]:
+    """The tensors, those in ``which`` wrapped for a ``grad`` level."""
+    return [private.wrap_grad(t, level) if lifted else t for t, lifted in zip(tensors, which)]
 
 
 class Jvp(Derived):
@@ -88,18 +82,15 @@ class Jvp(Derived):
         self.out_mask: list[bool] = []  # which outputs have a tangent, found by the first run
 
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
-        primals = list(operands[: len(self.mask)])
-        moving = [i for i, moves in enumerate(self.mask) if moves]
+        primals = operands[: len(self.mask)]
 
         def at(*duals: torch.Tensor) -> list[torch.Tensor]:
-            inputs = list(primals)
-            for i, dual in zip(moving, duals):
-                inputs[i] = dual
-            outs = self.inner.run(inputs, run)
+            rest = iter(duals)
+            outs = self.inner.run([next(rest) if moves else t for t, moves in zip(primals, self.mask)], run)
             self.out_mask = self.out_mask or [is_differentiable(t) and is_dual(t) for t in outs]
             return [*outs, duals[0].new_zeros(())]  # torch.func.jvp wants at least one output
 
-        heads = tuple(primals[i] for i in moving)
+        heads = tuple(t for t, moves in zip(primals, self.mask) if moves)
         outs, tangents = torch.func.jvp(at, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
 
@@ -149,15 +140,14 @@ class Pullback(Derived):
         return gradients
 
     def _by_func(self, primals: Tensors, run: Run) -> Pull:
-        needed = [i for i, needs in enumerate(self.needs) if needs]
-        inner = self._without_level()
-        lift = _lift_all if inner is self.inner else self.inner.lift
+        inner, lifted = self.inner, (True,) * len(primals)
+        if isinstance(inner, Graded) and inner.level == self.level:  # the level of the vjp replaces it
+            inner, lifted = inner.inner, inner.lifted
 
         def at(*heads: torch.Tensor) -> list[torch.Tensor]:
-            inputs = lift(primals, private.current_interpreter().level())
-            for i, head in zip(needed, heads):
-                inputs[i] = head
-            return self.chosen(inner.run(inputs, run))
+            rest = iter(heads)
+            inputs = lift(primals, lifted, private.current_interpreter().level())
+            return self.chosen(inner.run([next(rest) if needs else t for t, needs in zip(inputs, self.needs)], run))
 
         _, vjp = torch.func.vjp(at, *self.heads(primals))  # type: ignore[misc]
         return lambda cotangents: list(vjp(list(cotangents)))
@@ -176,11 +166,6 @@ class Pullback(Derived):
             return gradients(outs, heads, cotangents, create, retain=True)
 
         return pull
-
-    def _without_level(self) -> Any:
-        """The region that it differentiates, without a Graded level that the level of a vjp replaces."""
-        inner = self.inner
-        return inner.inner if isinstance(inner, Graded) and inner.level == self.level else inner
 
     def heads(self, operands: Sequence[T]) -> list[T]:
         """The operands whose gradients are needed."""
@@ -203,14 +188,8 @@ def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: 
     return list(private.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False))
 
 
-def _lift_all(operands: Tensors, level: int) -> list[torch.Tensor]:
-    return [private.wrap_grad(t, level) for t in operands]
-
-
 def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
-    if followed and tensor.requires_grad:
-        return tensor[...]
-    return as_leaf(tensor)
+    return tensor[...] if followed and tensor.requires_grad else as_leaf(tensor)
 
 
 Dims = Sequence[int | None]
@@ -269,10 +248,7 @@ class PullbackOfBatched(Pullback):
 def batched_pullback(
     pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None
 ) -> tuple[Any, list]:
-    """``vmap`` of a pullback, and its operands; where the order makes no difference, the pullback of the ``vmap``.
-
-    ``inner`` is the ``vmap`` of the region, from a run of it.
-    """
+    """``vmap`` of a pullback, and its operands; or the pullback of ``inner``, the ``vmap`` from a run of the region."""
     count = len(pullback.needs)
     if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, randomness):
         # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.

@@ -115,10 +115,7 @@ def _wrapped(values: Sequence[Any], level: int) -> list:
 
 
 def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ...]) -> Any:
-    """Restore a level around a first run where the function could see that it is missing.
-
-    It could if other levels are below, or if the `Watch` of an earlier attempt has seen that it could.
-    """
+    """Restore a level around a first run where the function can see it: other levels are below, or a `Watch` saw it."""
     root = region.root
     if root.ran or isinstance(region, Pullback):
         return region

@@ -1,7 +1,4 @@
-"""The lowering under torch.func: calls a region at the active levels, and restarts its first run if necessary.
-
-The rules of the levels are in ``_functorch/levels.py``, and what runs below all levels in ``_functorch/bottom.py``.
-"""
+"""The lowering under torch.func: calls a region at the active levels, and restarts its first run if necessary."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ from .levels import apply
 
 
 def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict, uses_func: bool = False) -> Any:
-    """Call ``fn`` as a region. If its first run shows that it must be executed differently, it is started again.
-
-    ``uses_func``: the function has been seen to call torch.func transforms.
-    """
+    """Call ``fn`` as a region; ``uses_func`` if it has been seen to call torch.func transforms."""
     kinds = tuple([interpreter.key().value for interpreter in private.interpreter_stack() or ()])
     if private.FUNCTIONALIZE in kinds:
         return fn(*args, **kwargs)  # the function is being traced

@@ -25,13 +25,10 @@ from ..errors import CaptureError, RematError
 
 
 class Watch(TorchFunctionMode):
-    """Sees each torch function that the region's function calls.
-
-    ``plain_too``: a ``grad`` level is above, which does not follow plain tensors that require grad. ``recorded``: plain
-    autograd or forward mode differentiates below all levels.
-    """
+    """Sees each torch function that the region's function calls."""
 
     def __init__(self, region: Any, plain_too: bool, recorded: bool) -> None:
+        """``plain_too``: a ``grad`` level is above. ``recorded``: autograd or forward mode differentiates below."""
         super().__init__()
         self.region, self.plain_too = region, plain_too
         self.one_graph = len(region.kinds) == 1 and not recorded and not region.graded
@@ -131,11 +128,7 @@ class Watch(TorchFunctionMode):
         return node is not None and private.sequence_number(node) >= self.start
 
     def check_end(self, outs: Sequence[torch.Tensor]) -> None:
-        """Check, when the run has ended, that it read only operands, and that it stored no tensor.
-
-        Raises:
-            CaptureError: it read another tensor of a transform, or has stored one, whose derivatives would be lost.
-        """
+        """Raise a CaptureError if the run, which has ended, read another tensor than operands, or stored one."""
         self.check_captured()
         region, kinds = self.region, self.region.kinds
         if kinds and private.GRAD not in kinds and private.JVP not in kinds:
@@ -161,10 +154,10 @@ class Watch(TorchFunctionMode):
 
     def _has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""
-        inside = self._is_inside(tensor) and all(suspect() is not tensor for suspect in self.suspects)
+        if not self._is_inside(tensor) or any(suspect() is tensor for suspect in self.suspects):
+            return False
         # A dead wrapper may have had a tangent: the kind of its level is unknown.
-        dual = private.JVP in self.region.kinds and private.is_dead(tensor)
-        return inside and (dual or requires_grad_somewhere(tensor))
+        return (private.JVP in self.region.kinds and private.is_dead(tensor)) or requires_grad_somewhere(tensor)
 
 
 _TENSOR = {torch.Tensor}

@@ -51,8 +51,8 @@ class Results:
         leaves = self._kinds.checked(y, number)
         if not self._writes:
             return leaves
-        with torch.no_grad(), unseen():
-            if self._is_open:
+        if self._is_open:
+            with torch.no_grad(), unseen():
                 self._buffers = self._buffers or [leaf.new_empty((self._count, *leaf.shape)) for leaf in leaves]
                 for buffer, leaf in zip(self._buffers, leaves):
                     buffer[number].copy_(leaf)
