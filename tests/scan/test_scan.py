@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import remat
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, peak_bytes
 from remat import policies
-from remat._scan.loop import depth, recomputed, segments
+from remat._scan.loop import recomputed, segments
 
 Loop = Callable[..., Any]
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -72,14 +72,6 @@ def test_the_schedule_recomputes_the_fewest_steps() -> None:
             splits = [first + best[count - first][spare - 1] + best[first][spare] for first in range(1, count)]
             best[count].append(min(splits, default=count))
     assert all(best[n + 1][k] - (n + 1) == recomputed(n, k) for n in range(1, 81) for k in range(21))
-
-
-def test_the_depth_of_the_schedule() -> None:
-    @cache
-    def nested(count: int, spare: int) -> int:
-        return max((nested(*each) + 1 for each in segments(count, spare)), default=0)
-
-    assert all(nested(n + 1, k) == depth(n + 1, k) for n in range(1, 150) for k in range(12))
 
 
 # --- values, derivatives, recomputed steps ----------------------------------------------------------------------------
