@@ -241,6 +241,18 @@ def test_settings_then_and_now(one: str, other: str) -> None:
         assert observed() == start
 
 
+def test_casts_are_not_cached_from_one_run_to_the_next() -> None:
+    w = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ambient = capture()
+    casts = []
+    for _ in range(2):
+        with ambient.restored():
+            casts.append((w @ w).grad_fn.next_functions[0][0])
+    assert casts[0] is not casts[1]
+    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
+
+
 def test_cached_weights_of_parametrizations_are_restored() -> None:
     layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
     with cached():

@@ -107,22 +107,3 @@ def test_a_mismatch_raises_and_restores_all_state() -> None:
         backward(y)
     assert not is_recomputing() and torch.is_grad_enabled()
     assert_same(grads(remat(block), eagerly), grads(block, eagerly))
-
-
-def test_a_compiled_function_around_an_eager_region() -> None:
-    """Forward and backward are compiled except for the region, which breaks the graph."""
-
-    def fn(x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return x.sin().exp()
-
-    def step(f: Callable, x: Tensor) -> Tensor:
-        y = f(x * 2).cos().sum()
-        y.backward()
-        return y.detach()
-
-    x, other = (torch.linspace(0, 1, 5, requires_grad=True) for _ in range(2))
-    step(fn, other)
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        torch.compile(step, backend="aot_eager")(remat(fn), x)
-    torch.testing.assert_close(x.grad, other.grad)

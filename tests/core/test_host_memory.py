@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -267,6 +268,22 @@ def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
     assert set(far.taken()) == {4, 5, 0, 1}
     other.backward()
     assert set(far.taken()) == {2, 3} and first.requires_grad
+
+
+@pytest.mark.parametrize("limit, late", [(100, 0), (40, 3), (0, 4)])
+def test_the_caller_waits_when_too_much_is_in_flight(limit: int, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose streams only count how often the caller waits. Nothing waits for the latest copy."""
+    stream, empty = MagicMock(), torch.empty
+    monkeypatch.setattr(host_memory, "IN_FLIGHT_BYTES", limit)
+    monkeypatch.setattr(host_memory, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(host_memory, "has_streams", lambda device: True)
+    monkeypatch.setattr(host_memory, "_sides", {})
+    monkeypatch.setattr(torch, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    kept = [Offloaded(torch.ones(4)) for _ in range(5)]  # 16 bytes each
+    assert stream.record_event.return_value.synchronize.call_count == late and kept
 
 
 # --- on a device ----------------------------------------------------------------------------------------------------

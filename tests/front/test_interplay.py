@@ -58,19 +58,6 @@ def test_with_torchs_checkpoint(program: Callable, policy: Any) -> None:
         assert_same(gradients(lambda x: program(wrap, x), x), gradients(lambda x: program(identity, x), x))
 
 
-class Sub(torch.Tensor):
-    """A subclass with the default `__torch_function__`, under which `backward` disables torch functions."""
-
-
-def test_a_subclass_of_tensor() -> None:
-    x, found = torch.randn(3), []
-    for wrap in (remat, identity):
-        y = x.as_subclass(Sub).detach().requires_grad_()
-        wrap(lambda x: x.sin().exp().tanh())(y).sum().backward()
-        found.append(y.grad.as_subclass(torch.Tensor))
-    assert_same(*found)
-
-
 def test_optimizer_steps_in_the_backward() -> None:
     """Each region captures all layers, and reads one."""
     results = []

@@ -179,6 +179,19 @@ def counted(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
     return (norm(x) * norm.num_batches_tracked.clone()).sin()
 
 
+def gradients_of_captured_parameters(wrap: Wrap) -> Any:
+    """A backward pass inside adds to them once: a recompute gets other parameters."""
+    x, w = rand(3, 3), rand(3, 3, seed=1)
+
+    def f(x: Tensor) -> Tensor:
+        (x.detach() @ w).sin().sum().backward()
+        return (x @ w).cos().exp() @ w
+
+    out = wrap(f)(x)
+    before = w.grad.clone()
+    return before, torch.autograd.grad(out.sum(), (x, w)), w.grad
+
+
 def then(change: Callable[[nn.Linear, Tensor], Any], frozen: bool = False) -> Callable[[Wrap], Any]:
     """Change captured tensors between forward and backward."""
 
@@ -199,6 +212,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
         lambda x, norm: (lambda _: (x * norm.running_mean).exp())(norm.running_mean.data.add_(1))
     ),
     "counted": statistics(counted),
+    "gradients of captured parameters": gradients_of_captured_parameters,
     "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
     "detached later": then(lambda layer, h: h.detach_()),
 }

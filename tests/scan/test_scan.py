@@ -82,14 +82,6 @@ def test_the_schedule_recomputes_the_fewest_steps() -> None:
     assert all(best[n + 1][k] - (n + 1) == recomputed(n, k) for n in range(1, 81) for k in range(21))
 
 
-def test_the_depth_of_the_schedule() -> None:
-    @cache
-    def nested(count: int, spare: int) -> int:
-        return max((nested(*each) + 1 for each in segments(count, spare)), default=0)
-
-    assert all(nested(n + 1, k) == depth(n + 1, k) for n in range(1, 150) for k in range(12))
-
-
 # --- values, derivatives, recomputed steps ----------------------------------------------------------------------------
 
 COUNT = 30
