@@ -159,21 +159,17 @@ def _place(line: Line) -> tuple[str | None, int | None, str | None]:
     return (None, None, None) if line.code is None else (line.code.co_filename, line.number, line.code.co_name)
 
 
-_LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)|(?<=\[)\d+(?=\])")
-
-
-def any_layer(text: Any) -> Any:
-    """A path with a star in place of the number of a layer."""
-    return _LAYER.sub("*", text) if isinstance(text, str) else text
+_LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)|(?<=\[)\d+(?=\])")  # the number of a layer in a path
 
 
 def grouped(
     rows: Iterable[SavedResidual], key: Callable[[SavedResidual], tuple]
 ) -> list[tuple[tuple, list[SavedResidual]]]:
-    """The rows by their key, in which numbers of layers don't count: the most bytes first."""
+    """The rows by their key, with a star in place of numbers of layers: the most bytes first."""
     groups: dict[tuple, list[SavedResidual]] = {}
     for row in rows:
-        groups.setdefault(tuple(map(any_layer, key(row))), []).append(row)
+        same = tuple(_LAYER.sub("*", part) if isinstance(part, str) else part for part in key(row))
+        groups.setdefault(same, []).append(row)
     return sorted(groups.items(), key=lambda group: -sum(row.nbytes for row in group[1]))
 
 

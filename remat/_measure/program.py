@@ -74,8 +74,6 @@ def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, gra
 
 
 NOT_DIFFERENTIATED = "Nothing was differentiated: no argument or captured tensor requires grad or is floating-point."
-
-
 Named = list[tuple[str, Any]]
 
 
@@ -197,7 +195,9 @@ class Program:
         operands = self.operands()
         with cut, torch.enable_grad():
             result = self.call(fn, operands)
-            values = [(name, _detached(value)) for name, value in _leaves(result)] if keep else []
+            values = []
+            if keep:
+                values = [(name, v.detach() if isinstance(v, torch.Tensor) else v) for name, v in _leaves(result)]
             value = (self.loss or default_loss)(result)
             del result
             at_end()
@@ -265,10 +265,6 @@ def default_loss(result: Any) -> Any:
 def _leaves(result: Any) -> Named:
     leaves, spec = trees.flatten(result)
     return list(zip(trees.paths(spec, "result"), leaves))
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _leaves_of_graph(value: torch.Tensor) -> Iterator[torch.Tensor]:
