@@ -13,7 +13,6 @@ import torch
 from .._core.amounts import aligned, flops_text, percent_text, size_text
 from .._core.devices import wait_for_backward_threads
 from .._core.facts import flops
-from ..errors import MutationError
 from .observer import gc_disabled
 from .origins import ModuleNames, Origins, SavedResidual, grouped
 from .program import Program
@@ -151,10 +150,7 @@ def measured(
     policy: Any = None,
 ) -> Costs:
     """Run the program with ``fn`` in place of its function, in a context. ``plain`` are its costs without remat."""
-    try:
-        meter, device_peak = _metered(program, fn, context)
-    except MutationError:  # a region copies an input that it changes only after it has seen the change once
-        meter, device_peak = _metered(program, fn, context)
+    meter, device_peak = _metered(program, fn, context)
     return Costs(
         label=label,
         policy=policy,
