@@ -49,7 +49,8 @@ _of_functions = WeakIdKeyDictionary()  # by identity, as equal modules are diffe
 
 
 @functools.lru_cache(4096)  # not more, so that code made at run time is not kept alive forever
-def _of_code(code: CodeType) -> Shared:
+def _of_code(number: int, code: CodeType) -> Shared:
+    """``number`` is the id of the code: two functions may have equal code."""
     return Shared()
 
 
@@ -73,4 +74,4 @@ def _shared(fn: Any) -> Shared:
     if isinstance(fn, functools.partial):
         return known_of(fn.func).shared
     fn = getattr(fn, "__func__", fn)
-    return _of_code(fn.__code__) if isinstance(fn, FunctionType) else Shared()
+    return _of_code(id(fn.__code__), fn.__code__) if isinstance(fn, FunctionType) else Shared()

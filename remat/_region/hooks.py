@@ -28,24 +28,21 @@ class hooks_allowed:
     With ``even_if_disabled`` also where the user has disabled them: a recompute must run wherever the backward does.
     """
 
-    __slots__ = ("even_if_disabled", "lifted", "message")
+    __slots__ = ("even_if_disabled", "lifted")
 
     def __init__(self, even_if_disabled: bool = False) -> None:
         self.even_if_disabled = even_if_disabled
-        self.message: str | None = None
         self.lifted: str | None = None
 
     def __enter__(self) -> None:
-        self.message = message = private.hooks_disabled_message()
+        message = private.hooks_disabled_message()
         if message is not None and (self.even_if_disabled or _REFUSAL in message):
             private.hooks_enable()
             self.lifted = message
 
-    def __exit__(self, error: type | None, *rest: Any) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self.lifted is not None:
             private.hooks_disable(self.lifted)
-        elif error is not None and self.message is None:
-            private.hooks_enable()  # a compiled torch.func.grad that raises leaves them disabled
 
 
 @contextmanager

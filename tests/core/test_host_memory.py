@@ -277,7 +277,7 @@ def test_the_caller_waits_when_too_much_is_in_flight(limit: int, late: int, monk
     monkeypatch.setattr(host_memory, "IN_FLIGHT_BYTES", limit)
     monkeypatch.setattr(host_memory, "in_host_memory", lambda tensor: False)
     monkeypatch.setattr(host_memory, "has_streams", lambda device: True)
-    monkeypatch.setattr(host_memory, "_sides", {})
+    monkeypatch.setattr(host_memory, "_side", functools.cache(host_memory._Side))
     monkeypatch.setattr(torch, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
