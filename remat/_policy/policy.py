@@ -91,14 +91,7 @@ class Policy(ABC):
         return ()
 
     def judge(self, ctx: Any, op: Any, args: tuple, kwargs: Mapping[str, Any], names: frozenset[str]) -> Verdict:
-        """Return the verdict on a value.
-
-        Args:
-            ctx: the context for predicates.
-            op: the operator that computed the value, an ``OpOverload`` or a ``HigherOrderOperator``.
-            args: the operator's positional arguments.
-            kwargs: the operator's keyword arguments.
-            names: the names that ``checkpoint_name`` has given to the value so far.
+        """Return the verdict on a value with these names. The other arguments are those of a predicate.
 
         Raises:
             PolicyError: the value would be both saved and offloaded, or a predicate returned an invalid answer.
@@ -297,8 +290,8 @@ class _Turned(Policy):
     policy: Policy
 
     @staticmethod
-    @abstractmethod
-    def _turn(verdict: Verdict) -> Verdict: ...
+    def _turn(verdict: Verdict) -> Verdict:
+        return verdict
 
     def __post_init__(self) -> None:
         _check_parts(self)
@@ -349,10 +342,6 @@ class Preset(_Turned):
 
     def __post_init__(self, doc: str) -> None:
         object.__setattr__(self, "__doc__", doc)  # for `help` of the preset itself
-
-    @staticmethod
-    def _turn(verdict: Verdict) -> Verdict:
-        return verdict
 
     def __repr__(self) -> str:
         return f"policies.{self.name}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from .._core import private
 from .._core.facts import Facts, mapped
 from .._core.known import Known
@@ -43,7 +41,9 @@ class RegionMode(DispatchMode):
     @staticmethod
     def with_memory(facts: Facts, args: tuple) -> tuple:
         """A call's arguments with memory for the zeros of forward mode, which may crash torch under a dispatch mode."""
-        return mapped(_with_memory, args) if private.dual_level_active() and not facts.views else args
+        if not private.dual_level_active() or facts.views:
+            return args
+        return mapped(lambda t: t.new_zeros(t.shape) if private.has_no_memory(t) else t, args)
 
     def draw(self, facts: Facts, args: tuple, kwargs: dict) -> int | None:
         """Return the index of an operation among those that draw random numbers, or None if it does not draw."""
@@ -60,7 +60,3 @@ class RegionMode(DispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         state.policies, state.logs = state.policies[:-1], state.logs[:-1]
-
-
-def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_zeros(tensor.shape) if private.has_no_memory(tensor) else tensor

@@ -10,7 +10,7 @@ import torch
 from .._policy.warnings import unmatched, warn_of_names
 from .program import Plan, Skip
 from .recording import Recording
-from .saved import Residual, Source
+from .saved import Source
 
 
 class Record:
@@ -71,10 +71,6 @@ class Record:
         return self.program.lazy and not self.known.compiles
 
     # --- recomputes ---------------------------------------------------------------------------------------------------
-
-    def residual(self, value: int) -> Residual | None:
-        """Return the residual of a value, or None if the value is not saved or its residual was freed."""
-        return self.saved_values.residual(value)
 
     def keep_all(self) -> None:
         """Own the residuals that only slots own so far, before the slots are freed."""

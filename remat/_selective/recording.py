@@ -12,7 +12,7 @@ from .._core.known import Known
 from .._core.lines import Line, user_line
 from .._core.private import is_wrapped
 from .._core.tensors import holder, is_differentiable, is_plain, parts
-from .._policy.policy import Budget, Policy
+from .._policy.policy import Budget, Policy, Verdict
 from .._policy.warnings import Warned
 from .choices import Choices
 from .program import Log, Program, Skip, Step
@@ -64,9 +64,9 @@ class Recording:
 
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """Copy values that an operation is about to overwrite if they may have to be saved."""
-        reads_it = self.verdicts.may_recompute(facts)
+        may_recompute = self.verdicts.judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
         for tensor in facts.written(args, kwargs):
-            self.saved_values.copy_before_writing(self.storages.get(tensor), tensor, reads_it)
+            self.saved_values.copy_before_writing(self.storages.get(tensor), tensor, may_recompute)
 
     def ran(self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """Record an operation that has run. ``draw`` is its index among those that draw random numbers."""
@@ -228,11 +228,10 @@ class Recording:
 
     def _is_read(self, value: int) -> bool:
         """Whether autograd has saved a value, or an operation that may be recomputed has read it."""
-        made = self.log.made[value]
-        for step in self.log.steps[made + 1 :]:
+        for step in self.log.steps[self.log.made[value] + 1 :]:
             if value in step.reads and not (step.tracked and all(out in self.saved_values for out in step.outs)):
                 return True
-        return self.saves.has(value, made)
+        return self.saves.has(value)
 
     # --- what is needed -----------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Replay(RegionMode):
         restored = [value for number in sorted(plan.restored) for value in record.program.steps[number].outs]
         with without_torch_function():
             for value in restored:
-                if (residual := record.residual(value)) is not None and residual.is_elsewhere:
+                if (residual := record.saved_values.residual(value)) is not None and residual.is_elsewhere:
                     self.brought[value] = residual.get()
             self.home = streams_for(self.brought.values())  # the streams that they were fetched for
         for value, part in zip(record.inputs, all_parts([*inputs])):
@@ -99,7 +99,11 @@ class Replay(RegionMode):
         """Raise an error for a write to the saved tensor itself. Values that the first run overwrites are copies."""
         for tensor in written:
             value = self.storages.find(tensor)
-            if value is not None and value not in self.record.program.overwritten and self.record.residual(value):
+            if (
+                value is not None
+                and value not in self.record.program.overwritten
+                and self.record.saved_values.residual(value)
+            ):
                 raise RecomputeMismatchError(
                     "The region changed a tensor in place in the recompute, but not in its first run. A region's "
                     "function must be deterministic: look for Python state that changed between the runs."
@@ -138,7 +142,7 @@ class Replay(RegionMode):
         """
         written = step.facts.written(args, kwargs)
         for value, tensor in zip(step.outs[len(step.outs) - len(written) :], written):
-            content = self.brought.get(value, self.record.residual(value))
+            content = self.brought.get(value, self.record.saved_values.residual(value))
             if content is not None and len(as_bytes(tensor_of(content))) != len(as_bytes(tensor)):
                 return False
         return True
@@ -148,7 +152,7 @@ class Replay(RegionMode):
         self.has_not_drawn |= step.draws
         saved: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            content: Residual | torch.Tensor | None = self.record.residual(value)
+            content: Residual | torch.Tensor | None = self.record.saved_values.residual(value)
             if value in self.brought:
                 content = self.brought.pop(value)
                 make_readable(content, self.home)

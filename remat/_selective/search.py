@@ -87,19 +87,21 @@ def _measured(func: Any, args: tuple, kwargs: dict) -> float:
         return _times[key]
     kinds = {device.type for device in accelerator()}  # decompositions of forward mode also run on meta tensors
     devices = {tensor.device for tensor in tensors((args, kwargs)) if tensor.device.type in kinds}
-    best = float("inf")
-    with unseen(), torch.no_grad():
-        for _ in range(_REPEATS):
-            for device in devices:
-                torch.accelerator.synchronize(device)
-            start = time.perf_counter()
-            func(*args, **kwargs)
-            for device in devices:
-                torch.accelerator.synchronize(device)
-            best = min(best, time.perf_counter() - start)
+
+    def now() -> float:
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    def elapsed() -> float:
+        start = now()
+        func(*args, **kwargs)
+        return now() - start
+
     if len(_times) >= _MOST_TIMES:
         _times.clear()
-    _times[key] = best * 1e6
+    with unseen(), torch.no_grad():
+        _times[key] = min(elapsed() for _ in range(_REPEATS)) * 1e6
     return _times[key]
 
 
@@ -168,7 +170,7 @@ def corners(problem: Problem) -> list[Choice]:
     """Return the choices that are optimal for some price of a byte, by increasing bytes, or nearly so."""
 
     def best(price: float) -> Choice:
-        return min(_search(problem, _cheapest(price)), key=lambda choice: choice.cost + price * choice.nbytes)
+        return min(_search(problem, _cheapest(price)), key=_priced(price))
 
     ends = best(0.0), best(sum(problem.costs) + 1.0)
     found, spans, prices = [*ends], deque([ends]), _PRICES
@@ -257,11 +259,13 @@ def _merged(found: Iterable[tuple[_State, list[_Label]]]) -> _Ways:
     return ways
 
 
+def _priced(price: float) -> Callable[[tuple], float]:
+    return lambda way: way[1] + price * way[0]
+
+
 def _cheapest(price: float) -> _Merge:
     """Merge ways into the cheapest one to each state, of the cheapest states, at this price of a byte."""
-
-    def priced(label: _Label) -> float:
-        return label[1] + price * label[0]
+    priced = _priced(price)
 
     def merge(found: Iterable[tuple[_State, list[_Label]]]) -> _Ways:
         ways: dict[_State, _Label] = {}

@@ -31,10 +31,6 @@ class Verdicts:
         self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
         self._questions: dict[int, Question] = {}  # arguments for predicates, if they are called again with names
 
-    def may_recompute(self, facts: Facts) -> bool:
-        """Whether the results of an operation may have to be recomputed."""
-        return self.judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
-
     def on_operation(self, made: Iterable[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
         """Return the verdict on an operation whose results these steps have made, or None if they are recomputed."""
         if facts in self.around:
