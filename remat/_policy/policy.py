@@ -90,7 +90,9 @@ class Policy(ABC):
         """Return the policies that this policy combines."""
         return ()
 
-    def judge(self, ctx: Any, op: Any, args: tuple, kwargs: Mapping[str, Any], names: frozenset[str]) -> Verdict:
+    def judge(
+        self, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str]
+    ) -> Verdict:
         """Return the verdict on a value with these names. The other arguments are those of a predicate.
 
         Raises:

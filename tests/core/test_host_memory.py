@@ -6,6 +6,7 @@ device (tests/device) finds races.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -176,7 +176,10 @@ class Generating(nn.Module):
 BIG = torch.ones(1000, 1000)
 TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(policies.save_matmuls), "The policy is a keyword argument: `remat(fn, policy=...)`."),
-    (lambda: remat.remat(3), "remat takes a function or another callable, got int. Pass the function, not its result: `remat(fn)(x)`. Options are keywords"),
+    (
+        lambda: remat.remat(3),
+        "remat takes a function or another callable, got int. Pass the function, not its result",
+    ),
     (lambda: remat.remat(nn.Linear), "not the class Linear: wrap an instance, or its method"),
     (lambda: remat.remat(layer(BIG)), "Pass the function, not its result: `remat(fn)(x)`"),
     (lambda: policies.save_matmuls or None, "Combine policies by `p | q`, `p & q` and `~p`; compare with None."),
