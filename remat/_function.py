@@ -33,12 +33,10 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
     if state.policies and in_torch_checkpoint():  # its recompute runs outside of the regions around it
         with without_policies():
             return call(fn, options, known, args, kwargs)
-    if state.policies and state.policies[-1].is_budget:
-        return fn(*args, **kwargs)  # a budget decides for everything inside its region
-    if private.tracing():
+    in_budget = state.policies and state.policies[-1].is_budget  # it decides for everything inside its region
+    # Without grad mode `fn` may enable it itself, so its results may have gradients all the same.
+    if in_budget or private.tracing() or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    if not torch.is_grad_enabled():
-        return fn(*args, **kwargs)  # it may enable grad mode itself, so its results may have gradients all the same
     known = known or known_of(fn)
     if private.transforms_active():
         return functorch.call(fn, options, known, args, kwargs)

@@ -150,7 +150,9 @@ def measured(
     policy: Any = None,
 ) -> Costs:
     """Run the program with ``fn`` in place of its function, in a context. ``plain`` are its costs without remat."""
-    meter, device_peak = _metered(program, fn, context)
+    meter = _Meter(program.modules)
+    with program.preserved(), context(), gc_disabled(), _device_peak(program) as peaks, meter:
+        program.run(fn, meter.at_end_of_forward)
     return Costs(
         label=label,
         policy=policy,
@@ -161,15 +163,8 @@ def measured(
         timeline=tuple(meter.timeline),
         forward_operations=meter.forward,
         residuals=tuple(sorted(meter.residuals, key=lambda row: (-row.nbytes, row.source))),
-        device_peak_bytes=device_peak,
+        device_peak_bytes=sum(peaks) if peaks else None,
     )
-
-
-def _metered(program: Program, fn: Callable, context: Callable) -> tuple[_Meter, int | None]:
-    meter = _Meter(program.modules)
-    with program.preserved(), context(), gc_disabled(), _device_peak(program) as peaks, meter:
-        program.run(fn, meter.at_end_of_forward)
-    return meter, sum(peaks) if peaks else None
 
 
 @contextmanager

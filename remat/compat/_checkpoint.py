@@ -16,7 +16,7 @@ from .._core import private
 from .._core.known import known_of
 from .._policy.policy import PolicyLike, as_policy
 from .._region.options import Contexts, Options, check_returns, checked_options
-from .._sequential import chain, check_segments, row_of
+from .._sequential import chain, row_of
 
 _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine them, as in `policy=p | [*ops]`."
 
@@ -231,8 +231,7 @@ def checkpoint_sequential(
             f"or call remat.sequential(functions, segments)(*inputs), whose first function takes any arguments."
         )
     _check_reentrant(use_reentrant)
-    row = row_of(list(functions) if isinstance(functions, torch.nn.Sequential) else functions)
-    check_segments(segments, len(row))
+    row = row_of(functions, segments)
     size = len(row) // segments
     for i in range(segments - 1):
         input = checkpoint(chain(row[i * size : (i + 1) * size]), input, policy=policy, preserve_rng_state=preserve)
