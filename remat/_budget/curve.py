@@ -18,10 +18,8 @@ class Point:
 
     Attributes:
         nbytes: the saved bytes, without inputs, captured tensors and results.
-        cost: the cost of the operations that are recomputed, in the units of the curve.
-        flops: the floating-point operations that are recomputed.
-        kept: the operations whose results are saved, each with the user's line that calls it.
-        steps: the numbers of these operations.
+        cost, flops: the cost, in the units of the curve, and the FLOPs of the operations that are recomputed.
+        kept, steps: the operations whose results are saved, each with the user's line that calls it; their numbers.
     """
 
     nbytes: int
@@ -84,16 +82,9 @@ class Curve:
     __repr__ = __str__
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the cost of the choices against their saved bytes.
+        """Draw the cost of the choices against their saved bytes, on matplotlib ``Axes``, by default new ones.
 
-        Args:
-            axes: the matplotlib ``Axes`` to draw on. By default those of a new figure.
-
-        Returns:
-            The ``Axes``.
-
-        Raises:
-            ImportError: matplotlib is not installed.
+        Returns the ``Axes``. Raises ``ImportError`` if matplotlib is not installed.
         """
         points = [(point.nbytes, point.cost) for point in self.points]
         return plot_choices(axes, points, _UNITS.get(str(self.cost), ""))

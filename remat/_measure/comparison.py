@@ -173,6 +173,4 @@ def _difference(a: Any, b: Any) -> tuple[str, float]:
 
 
 _ROUNDING = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-
-
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)

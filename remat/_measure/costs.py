@@ -287,14 +287,7 @@ class Report:
     def plot(self, axes: Any = None) -> Any:
         """Draw the peak of each row against its recomputed FLOPs, with a line through those of ``pareto``.
 
-        Args:
-            axes: the matplotlib ``Axes`` to draw on. By default those of a new figure.
-
-        Returns:
-            The ``Axes``.
-
-        Raises:
-            ImportError: matplotlib is not installed.
+        ``axes`` are matplotlib ``Axes``, by default new ones. Returns them. Raises ``ImportError`` without matplotlib.
         """
         points = [(row.label, row.recomputed_flops, row.peak_bytes) for row in self.rows]
         return plot_peaks(axes, points, [(row.recomputed_flops, row.peak_bytes) for row in self.pareto])
