@@ -34,9 +34,9 @@ def sequential(
 
     Args:
         functions: functions or modules, or a ``torch.nn.Sequential``, which stands for its modules. The first one gets
-            the arguments, each other one the result of the previous one, as one argument.
+            the arguments, each other one the result of the previous one.
         segments: the number of regions, of nearly equal length, from 1 to the number of functions. By default the
-            square root of that number, rounded, which needs the least memory if all functions need the same.
+            square root of that number, rounded.
         policy, preserve_rng_state, determinism_check, early_stop, debug: options of the regions, as in
             :func:`remat.remat`.
 

@@ -18,8 +18,10 @@ class Point:
 
     Attributes:
         nbytes: the saved bytes, without inputs, captured tensors and results.
-        cost, flops: the cost, in the units of the curve, and the FLOPs of the operations that are recomputed.
-        kept, steps: the operations whose results are saved, each with the user's line that calls it; their numbers.
+        cost: the cost of the operations that are recomputed, in the units of the curve.
+        flops: the floating-point operations that are recomputed.
+        kept: the operations whose results are saved, each with the user's line that calls it.
+        steps: the numbers of these operations.
     """
 
     nbytes: int

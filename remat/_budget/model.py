@@ -50,7 +50,9 @@ class BlockBudget:
 
     Attributes:
         amount: the budget in bytes.
-        peak, least, without: the measured peaks of a step with this choice, if the blocks save nothing, without remat.
+        peak: the measured peak of a step with this choice.
+        least: the measured peak of a step if the blocks save nothing.
+        without: the measured peak of a step without rematerialization.
         blocks: what each block saves.
     """
 

@@ -21,11 +21,7 @@ from .._core.tensors import is_wrapper_call
 
 
 class Observer(PlainDispatchMode):
-    """A mode that sees every operation on plain tensors.
-
-    An operation on a wrapper subclass (one with ``__tensor_flatten__``, such as ``DTensor``) is left to the subclass.
-    The mode sees the operations that the subclass runs on its inner tensors.
-    """
+    """A mode that sees every operation on plain tensors, and of wrapper subclasses those on their inner tensors."""
 
     supports_higher_order_operators = True
 
@@ -126,10 +122,7 @@ def strided(tree: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Collect garbage, then disable the collector in the context, so that only reference counts free memory.
-
-    Does nothing if the collector is already disabled.
-    """
+    """Collect garbage, then disable the collector in the context, so that only reference counts free memory."""
     was_enabled = gc.isenabled()
     if was_enabled:
         gc.collect()

@@ -59,9 +59,13 @@ class SavedResidual:
         op: the operation that wrote it, such as ``"aten.mm"``; None for an input or a constant.
         name: the name of an argument (``"params['w1']"``) or of a captured tensor (``"self.weight"``), or the name
             given by ``checkpoint_name``.
-        file, line, function: the user's line that called the operation, or gave the name.
+        file: the user's file that called the operation, or gave the name.
+        line: the line in that file.
+        function: the function that contains the line.
         module: the path of the module whose forward made it, such as ``"layers.0.linear1"``, or its class.
-        shape, dtype, device: those of the operation's result, even if autograd saves a view of it.
+        shape: the shape of the operation's result, even if autograd saves a view of it.
+        dtype: its dtype.
+        device: its device.
         nbytes: the bytes of its storage.
     """
 

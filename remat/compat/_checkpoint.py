@@ -80,25 +80,21 @@ def checkpoint(
         function: the function that is called now and recomputed in the backward pass.
         args: its positional arguments.
         use_reentrant: must not be true, as there is no reentrant variant.
-        preserve_rng_state: make recomputes draw the random numbers of the forward; see :func:`remat.remat`.
+        preserve_rng_state, policy: as in :func:`remat.remat`.
         context_fn: returns two context managers, for the forward and for recomputes. If torch's
             ``create_selective_checkpoint_contexts`` made the pair, its policy is the region's policy.
-        determinism_check: ``"default"`` (the same as ``"metadata"``), ``"none"``, or ``"values"``; see
-            :func:`remat.remat`.
-        debug: compare the runs operation by operation; ``set_checkpoint_debug_enabled`` overrides it.
-        early_stop: end a recompute as soon as it has what the backward needs; ``set_checkpoint_early_stop``
-            overrides it. :func:`remat.override` overrides ``debug``, ``early_stop`` and other options.
+        determinism_check: as in :func:`remat.remat`; ``"default"`` is ``"metadata"``.
+        debug, early_stop: as in :func:`remat.remat`; ``set_checkpoint_debug_enabled``, ``set_checkpoint_early_stop``
+            and :func:`remat.override` override them.
         respect_saved_tensors_hooks: whether saved-tensor hooks around the region, such as those of ``save_on_cpu``, get
             what the policy saves. They always do, without torch's warning, so this must not be false.
-        policy: what may be saved beyond the inputs; see :func:`remat.remat`.
         kwargs: the keyword arguments of ``function``.
 
     Returns:
         What ``function`` returns; a decorator if ``function`` is not given.
 
     Raises:
-        ValueError: ``use_reentrant`` is true, ``respect_saved_tensors_hooks`` is false, ``determinism_check`` is not
-            one of its values, there are two policies, or the decorator gets an unknown option.
+        ValueError: an option has a value that is not supported, there are two policies, or an option is unknown.
         TypeError: ``function`` can't be called, is a generator or async function, or ``context_fn`` doesn't return two
             context managers.
         PolicyError: ``policy`` is not a policy.
