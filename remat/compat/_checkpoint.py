@@ -20,9 +20,6 @@ from .._sequential import chain, row_of
 
 _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine them, as in `policy=p | [*ops]`."
 
-# The values that torch accepts, and remat's; each with the option of `remat.remat` that it means.
-_CHECKS = {"default": "metadata", "none": "none", "metadata": "metadata", "values": "values"}
-
 P = ParamSpec("P")
 R = TypeVar("R")
 TorchsCheck = Literal["default", "metadata", "values", "none"]
@@ -118,13 +115,8 @@ def checkpoint(
             "policy saves. Remove the option, and call the regions that the hooks must not see outside of the hooks."
         )
     _check_reentrant(use_reentrant)
-    if determinism_check not in _CHECKS:
-        raise ValueError(
-            f"determinism_check must be one of {', '.join(map(repr, _CHECKS))}; got {determinism_check!r}."
-        )
-    options = checked_options(
-        policy, bool(preserve_rng_state), _CHECKS[determinism_check], bool(early_stop), bool(debug)
-    )
+    check = "metadata" if determinism_check == "default" else determinism_check
+    options = checked_options(policy, bool(preserve_rng_state), check, bool(early_stop), bool(debug))
     if function is not None or args:
         return _call(function, options, context_fn, args, kwargs)
     if kwargs:

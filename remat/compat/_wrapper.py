@@ -119,8 +119,7 @@ def apply_activation_checkpointing(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"apply_activation_checkpointing takes a torch.nn.Module, got {type(model).__name__}.")
-    if policy is not None:
-        as_policy(policy)
+    as_policy(policy)
     choose, torchs = private.activation_checkpointing()
     wrap: Callable[..., torch.nn.Module] = functools.partial(checkpoint_wrapper, policy=policy)
     settings = dict(getattr(checkpoint_wrapper_fn, "keywords", {}))
@@ -195,8 +194,7 @@ def install(policy: PolicyLike = None) -> Installation:
         ...     y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin(), torch.ones(2, 4), use_reentrant=False)
         >>> y.sum().backward()
     """
-    if policy is not None:
-        as_policy(policy)
+    as_policy(policy)
 
     @functools.wraps(_ORIGINAL)
     def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:

@@ -49,8 +49,7 @@ def enable(model: M, policy: PolicyLike = None) -> M:
         from transformers import PreTrainedModel
     except ImportError as error:
         raise ImportError("remat.integrations.transformers needs transformers: `pip install transformers`.") from error
-    if policy is not None:
-        as_policy(policy)
+    as_policy(policy)
     found = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     if not found:
         raise TypeError(
