@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -52,9 +52,7 @@ def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwar
     if not hooks_are_allowed():
         return functorch.call(fn, options, known, args, kwargs)
     try:
-        if state.watch is None:
-            return engine.call(fn, options, known, around, args, kwargs)
-        with own_work():
+        with nullcontext() if state.watch is None else own_work():
             return engine.call(fn, options, known, around, args, kwargs)
     except RuntimeError as error:
         if not is_hooks_refusal(error):

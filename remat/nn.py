@@ -1,15 +1,4 @@
-"""Checkpointed regions in models: calls of chosen submodules save only their inputs.
-
-Example:
-    >>> import torch
-    >>> import remat.nn
-    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
-    >>> keys = list(model.state_dict())
-    >>> _ = remat.nn.apply(model, where=lambda name, module: "." not in name and name != "")
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> list(model.state_dict()) == keys
-    True
-"""
+"""Checkpointed regions in models: calls of chosen submodules save only their inputs."""
 
 from __future__ import annotations
 

@@ -52,13 +52,6 @@ class PeakMemory(Observer):
 
     Attributes:
         peak: the most bytes that were alive after an operation.
-
-    Example:
-        >>> x = torch.ones(256)
-        >>> with PeakMemory() as memory:
-        ...     y = x.tanh().tanh()
-        >>> memory.peak, memory.live
-        (2048, 1024)
     """
 
     def __init__(self) -> None:
