@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -183,13 +183,6 @@ def _device_peak(program: Program) -> Iterator[list[int]]:
         peaks.append(device.max_memory_allocated() - start)
 
 
-def pareto(rows: Iterable[Costs]) -> list[Costs]:
-    """The rows that no other row beats, by increasing peak."""
-    rows = list(rows)
-    best = [row for row in rows if not any(other.beats(row) for other in rows)]
-    return sorted(best, key=lambda row: (row.peak_bytes, row.recomputed_flops))
-
-
 def distinct(rows: Sequence[Costs]) -> list[Costs]:
     """The rows without repeated costs."""
     seen: dict[tuple, Costs] = {}
@@ -234,7 +227,9 @@ class Report:
     def pareto(self) -> list[Costs]:
         """The policies that no other row beats in peak and recomputed FLOPs, by increasing peak."""
         plain = self.plain.peak_bytes, 0
-        return [r for r in pareto(self.rows) if r.under_policy and (r.peak_bytes, r.recomputed_flops) != plain]
+        best = [r for r in self.policies if not any(other.beats(r) for other in self.rows)]
+        found = [r for r in best if (r.peak_bytes, r.recomputed_flops) != plain]
+        return sorted(found, key=lambda r: (r.peak_bytes, r.recomputed_flops))
 
     @property
     def timeline(self) -> dict[str, tuple[int, ...]]:
