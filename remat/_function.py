@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -33,12 +33,10 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
     if state.policies and in_torch_checkpoint():  # its recompute runs outside of the regions around it
         with without_policies():
             return call(fn, options, known, args, kwargs)
-    if state.policies and state.policies[-1].is_budget:
-        return fn(*args, **kwargs)  # a budget decides for everything inside its region
-    if private.tracing():
+    in_budget = state.policies and state.policies[-1].is_budget  # it decides for everything inside its region
+    # Without grad mode `fn` may enable it itself, so its results may have gradients all the same.
+    if in_budget or private.tracing() or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    if not torch.is_grad_enabled():
-        return fn(*args, **kwargs)  # it may enable grad mode itself, so its results may have gradients all the same
     known = known or known_of(fn)
     if private.transforms_active():
         return functorch.call(fn, options, known, args, kwargs)
@@ -54,9 +52,7 @@ def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwar
     if not hooks_are_allowed():
         return functorch.call(fn, options, known, args, kwargs)
     try:
-        if state.watch is None:
-            return engine.call(fn, options, known, around, args, kwargs)
-        with own_work():
+        with nullcontext() if state.watch is None else own_work():
             return engine.call(fn, options, known, around, args, kwargs)
     except RuntimeError as error:
         if not is_hooks_refusal(error):

@@ -34,9 +34,9 @@ def sequential(
 
     Args:
         functions: functions or modules, or a ``torch.nn.Sequential``, which stands for its modules. The first one gets
-            the arguments, each other one the result of the previous one, as one argument.
+            the arguments, each other one the result of the previous one.
         segments: the number of regions, of nearly equal length, from 1 to the number of functions. By default the
-            square root of that number, rounded, which needs the least memory if all functions need the same.
+            square root of that number, rounded.
         policy, preserve_rng_state, determinism_check, early_stop, debug: options of the regions, as in
             :func:`remat.remat`.
 
@@ -61,9 +61,8 @@ def sequential(
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if isinstance(functions, torch.nn.Sequential):
         _check_sequential(functions)
-    row = row_of(functions)
-    count = max(1, round(len(row) ** 0.5)) if segments is None else segments
-    check_segments(count, len(row))
+    row = row_of(functions, 1 if segments is None else segments)
+    count = round(len(row) ** 0.5) if segments is None else segments
     ends = [len(row) * i // count for i in range(count + 1)]
     return chain([Remat(chain(row[start:end]), options, Known()) for start, end in pairwise(ends)])
 
@@ -80,8 +79,8 @@ def _check_sequential(module: torch.nn.Sequential) -> None:
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
-def row_of(functions: Any) -> list[Callable]:
-    """Return the functions as a list, after checking them."""
+def row_of(functions: Any, segments: Any) -> list[Callable]:
+    """Return the functions as a list, after checking them and the number of segments."""
     if not isinstance(functions, Iterable):
         raise TypeError(
             f"functions must be an iterable of functions or modules, such as a list; got {shown(functions)}."
@@ -92,15 +91,11 @@ def row_of(functions: Any) -> list[Callable]:
             raise TypeError(f"functions[{i}] must be a function or a module, got {shown(fn)}.")
     if not row:
         raise ValueError("There are no functions to call.")
-    return row
-
-
-def check_segments(segments: Any, count: int) -> None:
-    """Check that ``count`` functions can be divided into ``segments`` segments."""
     if not isinstance(segments, int) or isinstance(segments, bool):
         raise TypeError(f"segments must be an integer, got {shown(segments)}.")
-    if not 1 <= segments <= count:
-        raise ValueError(f"segments must be from 1 to {count}, the number of functions; got {segments}.")
+    if not 1 <= segments <= len(row):
+        raise ValueError(f"segments must be from 1 to {len(row)}, the number of functions; got {segments}.")
+    return row
 
 
 def chain(functions: Sequence[Callable]) -> Callable:

@@ -11,10 +11,7 @@ __all__ = ["CaptureError", "MutationError", "PolicyError", "RecomputeMismatchErr
 
 
 class RematError(CheckpointError):
-    """Base class of the package's errors.
-
-    It is a ``torch.utils.checkpoint.CheckpointError``, so code that handles the errors of
-    ``torch.utils.checkpoint.checkpoint`` handles these too.
+    """Base class of the package's errors, and a subclass of ``torch.utils.checkpoint.CheckpointError``.
 
     Example:
         >>> from remat import MutationError, RematError
@@ -29,15 +26,12 @@ class RecomputeMismatchError(RematError):
     """The recompute of a region differs from its forward.
 
     Raised when the recompute saves a different number of tensors, tensors of a different shape, stride, dtype, device
-    or operation, different values (with ``determinism_check="values"``), or returns a different structure. The usual
-    reasons are Python state that changed between forward and backward, and a branch on a value that isn't
-    reproducible.
+    or operation, different values (with ``determinism_check="values"``), or returns a different structure.
 
     Attributes:
         region: the name of the region, and the line that called it, as in the message.
-        logs: with ``debug=True`` two lists of operations, of the forward and of the recompute up to the error. Each
-            entry has the operator, its result and the line that called it. ``None`` without ``debug=True``, and for
-            recomputes that check results instead of saved tensors.
+        logs: with ``debug=True`` the operations of the forward and of the recompute up to the error, each with its
+            result and the line that called it. Else ``None``, as for recomputes that check only results.
 
     Example:
         >>> import torch
@@ -58,8 +52,7 @@ class RecomputeMismatchError(RematError):
 class MutationError(RematError):
     """An input or captured tensor of a region was changed in place before the region was recomputed.
 
-    The recompute, or the backward pass itself, needs the old value, so gradients would be wrong. The message names
-    the tensor, the region that reads it, and the line that called the region.
+    The message names the tensor, the region that reads it, and the line that called the region.
 
     Attributes:
         region: the name of the region, and the line that called it, as in the message.
@@ -82,9 +75,8 @@ class MutationError(RematError):
 class CaptureError(RematError):
     """A tensor enters or leaves a region in a way that a ``torch.func`` transform can't track.
 
-    Raised if the transform tracks a tensor that is not an argument, that no variable of the function leads to, and
-    that is a new object in each run: pass it as an argument. Also raised if a region stores a tracked tensor outside
-    (in an attribute, say) instead of returning it.
+    The tensor is not an argument, no variable of the function leads to it, and it is a new object in each run: pass it
+    as an argument. Or a region stores it outside (in an attribute, say): return it.
 
     Attributes:
         region: the name of the region, and the line that called it, as in the message.

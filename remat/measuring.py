@@ -45,16 +45,14 @@ def check(
     Args:
         fn, *args: the function or module, and its arguments, any pytrees.
         policy: what the region may save, as in :func:`remat.remat`.
-        transform: a transform such as ``torch.func.grad``. If given, ``transform(remat(fn))(*args, **kwargs)`` is
-            compared, and no loss is computed.
+        transform: such as ``torch.func.grad``: compare ``transform(remat(fn))(*args, **kwargs)``, without a loss.
         loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
             tensors in the result.
         where: which submodules of a model are regions, as in :func:`remat.nn.apply`. By default ``fn`` is one region.
         **kwargs: its keyword arguments. If it has one with the name of an option above, wrap it in a lambda.
 
     Returns:
-        A result that is true if both runs agree. Its text names what differs and where. If only one of the runs
-        raises an error, that is a difference too.
+        A result that is true if both runs agree. Its text names what differs, or the error of a run.
 
     Raises:
         RuntimeError: called under a ``torch.func`` transform. Pass the transform as ``transform``.
@@ -112,9 +110,7 @@ def report(
         transform, loss, where, **kwargs: as in :func:`check`.
 
     Returns:
-        A report. Its text is a table, and ``plot()`` draws it. ``plain``, ``as_written`` and ``policies`` have the
-        numbers, ``rows`` all of these, ``pareto`` the policies that no other row beats, ``residuals`` the saved tensors
-        by module and operation, ``timeline`` the live bytes over the operations, and ``to_dict()`` everything.
+        A :class:`Report`. Its text is a table, and ``plot()`` draws it.
 
     Raises:
         RuntimeError: called under a ``torch.func`` transform. Pass the transform as ``transform``.
@@ -139,30 +135,27 @@ def report(
     asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
     plain = measured(program, WITHOUT, fn, disable_remat)
     as_written = measured(program, AS_WRITTEN, fn, nullcontext, plain)
-    rows = distinct([plain, as_written])
     with silenced() if policies is None else nullcontext():  # no warnings about policies that the user did not choose
         found = [
             measured(program, label, *_with_regions(fn, policy, where), plain, policy)
             for label, policy in zip(_labels(asked), asked)
         ]
-    rows = [*rows, *(distinct(found) if policies is None else found)]
-    as_one = found and where is None and isinstance(fn, torch.nn.Module) and any(fn.children())
-    note = _AS_ONE if as_one else ""
+    note = ""
     if transform is None and not program.is_differentiated():
         note = NOT_DIFFERENTIATED
+    elif found and where is None and isinstance(fn, torch.nn.Module) and any(fn.children()):
+        note = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
+    rows = [*distinct([plain, as_written]), *(distinct(found) if policies is None else found)]
     return Report(_name(fn, transform), _environment(program), tuple(rows), note)
 
 
-_AS_ONE = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
 _USUAL = (None, policies_.save_attention, policies_.save_matmuls, policies_.save_matmuls | policies_.save_attention)
 
 
 def _labels(asked: Sequence[Any]) -> list[str]:
     """A distinct label for each policy."""
     texts = ["policy=None" if policy is None else repr(policy).replace("policies.", "") for policy in asked]
-    return [
-        text if texts.count(text) == 1 else f"{text} ({texts[: i + 1].count(text)})" for i, text in enumerate(texts)
-    ]
+    return [t if texts.count(t) == 1 else f"{t} ({texts[: i + 1].count(t)})" for i, t in enumerate(texts)]
 
 
 def _name(fn: Any, transform: Any) -> str:

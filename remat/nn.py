@@ -1,15 +1,4 @@
-"""Checkpointed regions in models: calls of chosen submodules save only their inputs.
-
-Example:
-    >>> import torch
-    >>> import remat.nn
-    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
-    >>> keys = list(model.state_dict())
-    >>> _ = remat.nn.apply(model, where=lambda name, module: "." not in name and name != "")
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> list(model.state_dict()) == keys
-    True
-"""
+"""Checkpointed regions in models: calls of chosen submodules save only their inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +19,6 @@ from .errors import shown
 
 __all__ = ["BlockBudget", "BlockChoice", "apply", "budget", "every", "undo"]
 
-
 M = TypeVar("M", bound=torch.nn.Module)
 Types: TypeAlias = type | tuple[type, ...]
 Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
@@ -49,14 +37,12 @@ def apply(
     """Make every later call of the chosen submodules a region, in place.
 
     Parameters, buffers, names, ``state_dict`` keys, hooks and ``isinstance`` stay as they are, and a module's own hooks
-    run outside of its region, as often as without it. Copies and pickles of the model have the same regions. A module
-    that is used in several places (tied weights) is changed once, for all of them. A module that is a region already
+    run outside of its region. Copies and pickles of the model have the same regions. A module that is a region already
     gets the new options.
 
     Args:
         model: the model; it can be chosen itself, as the submodule with the name ``""``.
-        where: which submodules: a type or a tuple of types, ``every(n, type)``, or a function that
-            gets a submodule's name and the submodule, and returns whether it is chosen.
+        where: which submodules: a type or a tuple of types, ``every(n, type)``, or a function ``(name, submodule)``.
         policy, preserve_rng_state, determinism_check, early_stop, debug: options of the regions, as in
             :func:`remat.remat`.
 
@@ -70,9 +56,7 @@ def apply(
         PolicyError: ``policy`` is not a policy.
 
     Note:
-        If an error is raised, no module is changed. The class of a chosen module becomes a subclass with the same name,
-        so ``type(module) is Linear`` is false.
-        FSDP2's ``fully_shard`` and parametrizations change the class too; they can be applied before or after.
+        If an error is raised, no module is changed. The class of a chosen module becomes a subclass with the same name.
 
     Example:
         >>> import torch
@@ -101,8 +85,7 @@ def budget(
     """Make the chosen submodules regions, in place, that save as much as a memory budget for the model allows.
 
     The model runs a few times, forward and backward; gradients, buffers, generators and the training mode are restored.
-    The values that each submodule saves are chosen to minimize the cost of the recompute: blocks that are called late
-    may save more. A run with the choice checks that its peak is within the budget. :func:`undo` removes the regions.
+    The choice minimizes the cost of the recompute, and a run with it checks that its peak is within the budget.
 
     Args:
         model: the model, on the device and in the mode that it is trained in.
@@ -142,12 +125,7 @@ def budget(
 
 
 def undo(model: M) -> M:
-    """Undo :func:`apply` and :func:`budget` for all submodules: their calls are no longer regions.
-
-    The backward of a region whose forward ran before is not affected.
-
-    Returns:
-        ``model`` itself.
+    """Undo :func:`apply` and :func:`budget` for all submodules, and return the model: their calls are plain again.
 
     Example:
         >>> import torch
@@ -175,7 +153,7 @@ def every(n: int, of: Types) -> Every:
     """For :func:`apply`: choose the first, the (n+1)-th, ... module of a type, in the order of ``named_modules()``.
 
     Args:
-        n: at least 1; 1 chooses all of them.
+        n: at least 1, which chooses all of them.
         of: a type, or a tuple of types.
 
     Raises:

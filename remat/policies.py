@@ -40,9 +40,7 @@ def __dir__() -> list[str]:
 
 
 nothing_saveable: Policy = as_policy(None)
-everything_saveable: Policy = _Preset(
-    ~nothing_saveable, "everything_saveable", "Saves all that the backward pass uses."
-)
+everything_saveable: Policy = _Preset(~nothing_saveable, "everything_saveable", "Saves all that the backward uses.")
 save_matmuls: Policy = _Preset(Ops(MATMULS), "save_matmuls", "Saves the results of matrix products and convolutions.")
 save_matmuls_without_batch_dims: Policy = _Preset(
     Ops(MATMULS_WITHOUT_BATCH_DIMS) | Ops(frozenset({"aten::bmm"})) & If(is_unbatched_einsum),
@@ -73,7 +71,7 @@ checkpoint_dots_with_no_batch_dims: Policy = save_matmuls_without_batch_dims
 
 
 def save_ops(*ops: Any) -> Policy:
-    """Save the results of the given operators.
+    """Save the results of the given operators. A list of operators, in which views are allowed, means the same policy.
 
     Args:
         ops: overloads (``torch.ops.aten.mm.default``), overload packets (``torch.ops.aten.mm``), which mean all their
@@ -83,8 +81,6 @@ def save_ops(*ops: Any) -> Policy:
     Raises:
         PolicyError: there is no such operator; it is a composite such as ``aten.linear``, which decomposes into
             other operators before a policy sees it; or it only returns views, as ``aten.t``, so nothing can be saved.
-
-    A list of operators means the same policy. It may also contain operators that return views, as torch's lists may.
 
     Example:
         >>> import torch
@@ -130,8 +126,6 @@ def save_anything_except_these_names(*names: str) -> Policy:
         >>> from remat import policies
         >>> policies.save_anything_except_these_names("scores")
         policies.save_anything_except_these_names('scores')
-
-    In JAX ``checkpoint_name`` returns a second value, and the unnamed first one is still saved. Here they are the same.
     """
     return Names("save_anything_except_these_names", names)
 
@@ -139,12 +133,8 @@ def save_anything_except_these_names(*names: str) -> Policy:
 def save_if(predicate: Callable[..., Any]) -> Policy:
     """Save the values that a function accepts, as in torch's selective checkpoint.
 
-    Args:
-        predicate: a function of the context, the operator and the operator's arguments,
-            ``(ctx, op, *args, **kwargs)``. It returns a bool or a ``torch.utils.checkpoint.CheckpointPolicy``.
-
-    Raises:
-        PolicyError: ``predicate`` can't be called with these arguments.
+    It is called as ``predicate(ctx, op, *args, **kwargs)``, with the operator and its arguments, and returns a bool or
+    a ``torch.utils.checkpoint.CheckpointPolicy``. Raises ``PolicyError`` if it can't be called with these arguments.
 
     Example:
         >>> import torch
@@ -160,12 +150,7 @@ def save_if(predicate: Callable[..., Any]) -> Policy:
 def offload(policy: PolicyLike, to: str = "cpu") -> Policy:
     """Save what a policy saves in host memory instead of on the device.
 
-    Args:
-        policy: a policy, or anything that is accepted as a policy.
-        to: ``"cpu"``, or ``"pinned_host"``, which is JAX's name for it.
-
-    Raises:
-        PolicyError: ``to`` is something else.
+    ``to`` may also be ``"pinned_host"``, JAX's name for ``"cpu"``. Raises ``PolicyError`` if it is something else.
 
     Example:
         >>> from remat import policies
@@ -186,9 +171,7 @@ def save_and_offload_only_these_names(
 ) -> Policy:
     """Save values with some names on the device, and values with other names in host memory.
 
-    It is ``save_only_these_names(...) | offload(save_only_these_names(...))`` with JAX's keywords.
-
-    In a name ``*`` matches any characters. ``offload_dst`` may also be ``"pinned_host"``.
+    In a name ``*`` matches any characters. ``offload_dst`` may also be ``"pinned_host"``. The keywords are JAX's.
 
     Raises:
         PolicyError: a name is in both lists, is not a string, or is empty; or one of the other arguments is invalid.
@@ -227,8 +210,8 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
 def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roofline") -> Policy:
     """Save at most this many bytes of a region, chosen to minimize the cost of the recompute.
 
-    The first call of a region saves nothing. When it ends, remat chooses what later calls with the same operations and
-    shapes save. The choice is optimal unless the region is very long. :func:`remat.pareto` lists all choices.
+    The first call of a region saves nothing; later calls with the same operations and shapes save what was chosen then.
+    Regions inside a region with a budget are plain calls. A budget inside a region with a policy has no effect.
 
     Args:
         amount: bytes, a string such as ``"64MiB"``, or a float in (0, 1], a fraction of what the region saves without
@@ -238,8 +221,6 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
 
     Raises:
         PolicyError: ``amount`` or ``cost`` is none of these; or the budget is combined with another policy.
-
-    Regions inside a region with a budget are plain calls. A budget inside a region with a policy has no effect.
 
     Example:
         >>> import torch

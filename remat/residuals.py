@@ -16,21 +16,19 @@ __all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]
 def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False, **kwargs: Any) -> list[SavedResidual]:
     """List the tensors that ``fn(*args, **kwargs)`` saves in its forward for its backward.
 
-    Runs ``fn`` once, without a backward, and restores gradients, buffers, generators and the state of modules. ``fn``
-    may be any function or module, may be rematerialized, and may contain rematerialized functions and ``torch.func``
-    transforms. It is differentiated with respect to the tensors that require grad; if none does, with respect to all
-    floating-point arguments.
+    Runs ``fn`` once, without a backward, and restores gradients, buffers, generators and the state of modules. It is
+    differentiated with respect to the tensors that require grad; if none does, with respect to all floating-point
+    arguments.
 
     Args:
-        fn, *args: the function, and its arguments, any pytrees.
+        fn, *args: the function or module, and its arguments, any pytrees.
         inputs: also list the arguments and captured tensors that are saved. They take no additional memory.
         **kwargs: its keyword arguments. If ``fn`` has a keyword argument named ``inputs``, wrap it in a lambda.
 
     Returns:
-        One entry for each saved storage, the largest first. ``source`` is one of ``argument params['w1']``,
-        ``captured self.weight``, ``named 'q' at file:line (function)``, ``output of aten.mm at file:line (function)``,
-        ``not made by an operation, such as a constant``.
-        If ``fn`` calls ``torch.func.grad`` or ``vjp`` itself, all differentiated inputs are listed.
+        One entry for each saved storage, the largest first. Its ``source`` is a text such as ``argument params['w1']``,
+        ``captured self.weight``, or ``output of aten.mm at file:line (function)``. If ``fn`` calls ``torch.func.grad``
+        or ``vjp`` itself, all differentiated inputs are listed.
 
     Raises:
         RuntimeError: called under a ``torch.func`` transform. Pass the transformed function instead.

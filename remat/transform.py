@@ -53,32 +53,29 @@ def remat(
 ) -> Any:
     """Save only the inputs of ``fn`` between forward and backward, and recompute the rest in the backward.
 
-    The returned function has the same values and the same derivatives as ``fn``, under plain autograd, under every
-    ``torch.func`` transform, and under any nesting of them. Each call of it is a *checkpointed region*, or region.
+    The returned function has the same values and derivatives as ``fn``, under plain autograd and any nesting of
+    ``torch.func`` transforms. Each call of it is a *checkpointed region*, or region.
 
     Args:
-        fn: a function, method, partial, callable object or ``torch.nn.Module``. Arguments and results may be any
-            pytrees; non-tensor leaves pass through unchanged. For a module, the result is a module of a subclass that
-            shares parameters, hooks and attributes with it, so ``state_dict`` keys stay the same.
+        fn: a function, method, partial, callable object or ``torch.nn.Module``, with any pytrees as arguments and
+            results. For a module, the result is a module of a subclass sharing its parameters, hooks and attributes.
         policy: what may be saved beyond the inputs: one of :mod:`remat.policies`, a list of operators, or a function
             with the signature of the ``policy_fn`` of torch's selective checkpoint. A value is saved only if the
             backward pass uses it. ``None`` saves only the inputs.
-        preserve_rng_state: make the recompute draw the same random numbers as the forward. If false, random generators
-            are not touched, which is safe only if the region draws no random numbers.
+        preserve_rng_state: make the recompute draw the same random numbers as the forward.
         determinism_check: what a recompute must reproduce: ``"metadata"`` (shape, strides, dtype and device of every
             saved tensor, the operation that made it, and the structure of the result), ``"values"`` (also a checksum
             of every saved tensor) or ``"none"``.
         early_stop: stop a recompute as soon as it has every tensor that the backward needs.
-        debug: also compare the forward and the recompute operation by operation. The error names the source line of
-            the first operation that differs, and its ``logs`` list all operations. Slow.
+        debug: also compare the runs operation by operation. The error names the line of the first one that differs,
+            and its ``logs`` list all operations. Slow.
 
     Returns:
         A callable with the signature, name and documentation of ``fn``, or a decorator if ``fn`` is not given. It can
         be pickled and deep-copied if ``fn`` can.
 
     Raises:
-        TypeError: ``fn`` is not callable, or is a generator or async function, or an option is unknown or has the wrong
-            type.
+        TypeError: ``fn`` is not callable, or is a generator or async function, or an option has the wrong type.
         ValueError: ``determinism_check`` is not one of these three strings.
         PolicyError: ``policy`` is not a policy.
         RematError: ``fn`` is a module whose library's own activation checkpointing is on.

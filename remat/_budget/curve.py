@@ -84,16 +84,9 @@ class Curve:
     __repr__ = __str__
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the cost of the choices against their saved bytes.
+        """Draw the cost of the choices against their saved bytes, on matplotlib ``Axes``, by default new ones.
 
-        Args:
-            axes: the matplotlib ``Axes`` to draw on. By default those of a new figure.
-
-        Returns:
-            The ``Axes``.
-
-        Raises:
-            ImportError: matplotlib is not installed.
+        Returns the ``Axes``. Raises ``ImportError`` if matplotlib is not installed.
         """
         points = [(point.nbytes, point.cost) for point in self.points]
         return plot_choices(axes, points, _UNITS.get(str(self.cost), ""))

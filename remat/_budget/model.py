@@ -195,21 +195,15 @@ def planned(
         ]
         if not ways:
             return None
-        ways = _thinned(ways)
+        ways = best_of(ways)
+        if len(ways) > _WAYS:  # only the cheapest in each of many equal ranges of bytes, and the smallest one
+            size = ways[-1][0] // _WAYS + 1
+            ways = [ways[0], *{way[0] // size: way for way in ways}.values()]
     _, _, chosen = min(ways, key=lambda way: (way[1], way[0]))
     plan = {}
     for module in reversed(order):
         plan[module], chosen = chosen
     return dict(reversed(plan.items()))
-
-
-def _thinned(ways: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:
-    """Return the Pareto-optimal ways. Of too many, return the cheapest in each of many equal ranges of bytes."""
-    found = best_of(ways)
-    if len(found) <= _WAYS:
-        return found
-    size = found[-1][0] // _WAYS + 1
-    return [found[0], *{way[0] // size: way for way in found}.values()]
 
 
 def _measured(program: Program, options: Mapping[nn.Module, Options], watch: bool = False) -> _Trace:

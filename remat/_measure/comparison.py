@@ -126,11 +126,9 @@ def _changed(program: Program, overwritten: Overwritten) -> dict[str, torch.Tens
 
 def _failure(error: Exception, without: bool) -> CheckResult:
     lines = [Line(frame.f_code, n) for frame, n in traceback.walk_tb(error.__traceback__) if not is_library(frame)]
-    seen: Any = error
-    while seen is not None:  # a traceback keeps the variables of its frames alive
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
-    return CheckResult(error=error, line=str(lines[-1]) if lines else "", fails_without_remat=without)
+    line = str(lines[-1]) if lines else ""
+    # A traceback keeps the variables of its frames alive.
+    return CheckResult(error=error.with_traceback(None), line=line, fails_without_remat=without)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[Difference], float]:
@@ -173,6 +171,4 @@ def _difference(a: Any, b: Any) -> tuple[str, float]:
 
 
 _ROUNDING = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-
-
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)

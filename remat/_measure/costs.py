@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -150,7 +150,9 @@ def measured(
     policy: Any = None,
 ) -> Costs:
     """Run the program with ``fn`` in place of its function, in a context. ``plain`` are its costs without remat."""
-    meter, device_peak = _metered(program, fn, context)
+    meter = _Meter(program.modules)
+    with program.preserved(), context(), gc_disabled(), _device_peak(program) as peaks, meter:
+        program.run(fn, meter.at_end_of_forward)
     return Costs(
         label=label,
         policy=policy,
@@ -161,15 +163,8 @@ def measured(
         timeline=tuple(meter.timeline),
         forward_operations=meter.forward,
         residuals=tuple(sorted(meter.residuals, key=lambda row: (-row.nbytes, row.source))),
-        device_peak_bytes=device_peak,
+        device_peak_bytes=sum(peaks) if peaks else None,
     )
-
-
-def _metered(program: Program, fn: Callable, context: Callable) -> tuple[_Meter, int | None]:
-    meter = _Meter(program.modules)
-    with program.preserved(), context(), gc_disabled(), _device_peak(program) as peaks, meter:
-        program.run(fn, meter.at_end_of_forward)
-    return meter, sum(peaks) if peaks else None
 
 
 @contextmanager
@@ -186,13 +181,6 @@ def _device_peak(program: Program) -> Iterator[list[int]]:
     for device, start in zip(devices, before):
         device.synchronize()
         peaks.append(device.max_memory_allocated() - start)
-
-
-def pareto(rows: Iterable[Costs]) -> list[Costs]:
-    """The rows that no other row beats, by increasing peak."""
-    rows = list(rows)
-    best = [row for row in rows if not any(other.beats(row) for other in rows)]
-    return sorted(best, key=lambda row: (row.peak_bytes, row.recomputed_flops))
 
 
 def distinct(rows: Sequence[Costs]) -> list[Costs]:
@@ -239,7 +227,9 @@ class Report:
     def pareto(self) -> list[Costs]:
         """The policies that no other row beats in peak and recomputed FLOPs, by increasing peak."""
         plain = self.plain.peak_bytes, 0
-        return [r for r in pareto(self.rows) if r.under_policy and (r.peak_bytes, r.recomputed_flops) != plain]
+        best = [r for r in self.policies if not any(other.beats(r) for other in self.rows)]
+        found = [r for r in best if (r.peak_bytes, r.recomputed_flops) != plain]
+        return sorted(found, key=lambda r: (r.peak_bytes, r.recomputed_flops))
 
     @property
     def timeline(self) -> dict[str, tuple[int, ...]]:
@@ -292,14 +282,7 @@ class Report:
     def plot(self, axes: Any = None) -> Any:
         """Draw the peak of each row against its recomputed FLOPs, with a line through those of ``pareto``.
 
-        Args:
-            axes: the matplotlib ``Axes`` to draw on. By default those of a new figure.
-
-        Returns:
-            The ``Axes``.
-
-        Raises:
-            ImportError: matplotlib is not installed.
+        ``axes`` are matplotlib ``Axes``, by default new ones. Returns them. Raises ``ImportError`` without matplotlib.
         """
         points = [(row.label, row.recomputed_flops, row.peak_bytes) for row in self.rows]
         return plot_peaks(axes, points, [(row.recomputed_flops, row.peak_bytes) for row in self.pareto])

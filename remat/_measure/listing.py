@@ -55,7 +55,7 @@ class Listing:
             named += [("captured", name, tensor) for name, tensor in captured]
             known = {id(holder(p)): _unmade(kind, name, p) for kind, name, t in reversed(named) for p in parts(t)}
             found = list({id(holder(tensor)): tensor for tensor in reversed(found)}.values())[::-1]
-            rows = [_row(tensor, origins, known) for tensor in found]
+            rows = [known.get(id(holder(t))) or origins.row(holder(t)) or _unmade("constant", None, t) for t in found]
             if not under_hooks:
                 rows += origins.alive()
             del graph
@@ -76,11 +76,6 @@ def _edges(result: Any) -> list[Any]:
         for leaf in leaves
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
-
-
-def _row(tensor: torch.Tensor, origins: Origins, inputs: dict[int, SavedResidual]) -> SavedResidual:
-    memory = holder(tensor)
-    return inputs.get(id(memory)) or origins.row(memory) or _unmade("constant", None, tensor)
 
 
 def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor) -> SavedResidual:

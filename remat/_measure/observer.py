@@ -21,11 +21,7 @@ from .._core.tensors import is_wrapper_call
 
 
 class Observer(PlainDispatchMode):
-    """A mode that sees every operation on plain tensors.
-
-    An operation on a wrapper subclass (one with ``__tensor_flatten__``, such as ``DTensor``) is left to the subclass.
-    The mode sees the operations that the subclass runs on its inner tensors.
-    """
+    """A mode that sees every operation on plain tensors, and of wrapper subclasses those on their inner tensors."""
 
     supports_higher_order_operators = True
 
@@ -56,13 +52,6 @@ class PeakMemory(Observer):
 
     Attributes:
         peak: the most bytes that were alive after an operation.
-
-    Example:
-        >>> x = torch.ones(256)
-        >>> with PeakMemory() as memory:
-        ...     y = x.tanh().tanh()
-        >>> memory.peak, memory.live
-        (2048, 1024)
     """
 
     def __init__(self) -> None:
@@ -126,10 +115,7 @@ def strided(tree: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Collect garbage, then disable the collector in the context, so that only reference counts free memory.
-
-    Does nothing if the collector is already disabled.
-    """
+    """Collect garbage, then disable the collector in the context, so that only reference counts free memory."""
     was_enabled = gc.isenabled()
     if was_enabled:
         gc.collect()

@@ -173,11 +173,7 @@ class Program:
         return _leaves(self.call(self.transformed(_notifying(fn, at_end)), self.tensors))
 
     def transformed(self, fn: Callable) -> Callable:
-        """The transformed function.
-
-        Raises:
-            TypeError: the transform makes no function from ``fn``.
-        """
+        """The transformed function. Raises ``TypeError`` if the transform makes no function from ``fn``."""
         assert self.transform is not None
         cause = None
         try:

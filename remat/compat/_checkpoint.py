@@ -16,12 +16,9 @@ from .._core import private
 from .._core.known import known_of
 from .._policy.policy import PolicyLike, as_policy
 from .._region.options import Contexts, Options, check_returns, checked_options
-from .._sequential import chain, check_segments, row_of
+from .._sequential import chain, row_of
 
 _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine them, as in `policy=p | [*ops]`."
-
-# The values that torch accepts, and remat's; each with the option of `remat.remat` that it means.
-_CHECKS = {"default": "metadata", "none": "none", "metadata": "metadata", "values": "values"}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,25 +77,21 @@ def checkpoint(
         function: the function that is called now and recomputed in the backward pass.
         args: its positional arguments.
         use_reentrant: must not be true, as there is no reentrant variant.
-        preserve_rng_state: make recomputes draw the random numbers of the forward; see :func:`remat.remat`.
+        preserve_rng_state, policy: as in :func:`remat.remat`.
         context_fn: returns two context managers, for the forward and for recomputes. If torch's
             ``create_selective_checkpoint_contexts`` made the pair, its policy is the region's policy.
-        determinism_check: ``"default"`` (the same as ``"metadata"``), ``"none"``, or ``"values"``; see
-            :func:`remat.remat`.
-        debug: compare the runs operation by operation; ``set_checkpoint_debug_enabled`` overrides it.
-        early_stop: end a recompute as soon as it has what the backward needs; ``set_checkpoint_early_stop``
-            overrides it. :func:`remat.override` overrides ``debug``, ``early_stop`` and other options.
+        determinism_check: as in :func:`remat.remat`; ``"default"`` is ``"metadata"``.
+        debug, early_stop: as in :func:`remat.remat`; ``set_checkpoint_debug_enabled``, ``set_checkpoint_early_stop``
+            and :func:`remat.override` override them.
         respect_saved_tensors_hooks: whether saved-tensor hooks around the region, such as those of ``save_on_cpu``, get
             what the policy saves. They always do, without torch's warning, so this must not be false.
-        policy: what may be saved beyond the inputs; see :func:`remat.remat`.
         kwargs: the keyword arguments of ``function``.
 
     Returns:
         What ``function`` returns; a decorator if ``function`` is not given.
 
     Raises:
-        ValueError: ``use_reentrant`` is true, ``respect_saved_tensors_hooks`` is false, ``determinism_check`` is not
-            one of its values, there are two policies, or the decorator gets an unknown option.
+        ValueError: an option has a value that is not supported, there are two policies, or an option is unknown.
         TypeError: ``function`` can't be called, is a generator or async function, or ``context_fn`` doesn't return two
             context managers.
         PolicyError: ``policy`` is not a policy.
@@ -122,13 +115,8 @@ def checkpoint(
             "policy saves. Remove the option, and call the regions that the hooks must not see outside of the hooks."
         )
     _check_reentrant(use_reentrant)
-    if determinism_check not in _CHECKS:
-        raise ValueError(
-            f"determinism_check must be one of {', '.join(map(repr, _CHECKS))}; got {determinism_check!r}."
-        )
-    options = checked_options(
-        policy, bool(preserve_rng_state), _CHECKS[determinism_check], bool(early_stop), bool(debug)
-    )
+    check = "metadata" if determinism_check == "default" else determinism_check
+    options = checked_options(policy, bool(preserve_rng_state), check, bool(early_stop), bool(debug))
     if function is not None or args:
         return _call(function, options, context_fn, args, kwargs)
     if kwargs:
@@ -231,8 +219,7 @@ def checkpoint_sequential(
             f"or call remat.sequential(functions, segments)(*inputs), whose first function takes any arguments."
         )
     _check_reentrant(use_reentrant)
-    row = row_of(list(functions) if isinstance(functions, torch.nn.Sequential) else functions)
-    check_segments(segments, len(row))
+    row = row_of(functions, segments)
     size = len(row) // segments
     for i in range(segments - 1):
         input = checkpoint(chain(row[i * size : (i + 1) * size]), input, policy=policy, preserve_rng_state=preserve)

@@ -26,11 +26,9 @@ M = TypeVar("M", bound=torch.nn.Module)
 def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLike = None) -> M:
     """Make every later call of ``module`` a region, in place. A drop-in for fairscale's ``checkpoint_wrapper``.
 
-    Keyword arguments, containers and non-tensor results work. The module's ``state_dict`` keys, names, hooks, copies
-    and pickles do not change. :func:`remat.nn.undo` makes calls plain again.
+    Keyword arguments, containers and non-tensor results work. :func:`remat.nn.undo` makes calls plain again.
 
     Args:
-        module: the module.
         offload_to_cpu: save the tensors that the module is called with in (pinned) host memory. Parameters, and tensors
             that are already in host memory, are not copied. Under ``torch.func`` and ``torch.compile`` nothing is
             copied. Where an outer region or saved-tensor hooks save the inputs, they decide where.
@@ -90,11 +88,9 @@ def apply_activation_checkpointing(
 ) -> None:
     """Make every call of the chosen submodules a region, in place. A drop-in for torch's function of this name.
 
-    Torch has this function for FSDP, next to its ``checkpoint_wrapper``. Here the modules, their names and the
-    ``state_dict`` keys do not change. As in torch, the model itself is not chosen.
+    The modules, their names and ``state_dict`` keys do not change. As in torch, the model itself is not chosen.
 
     Args:
-        model: the model.
         checkpoint_wrapper_fn: called with each chosen module; its result replaces the module. The default is
             :func:`checkpoint_wrapper`, which is also used in place of torch's function of that name or a partial of it.
         check_fn: whether a submodule is chosen.
@@ -107,8 +103,7 @@ def apply_activation_checkpointing(
         TypeError: ``model`` is not a module, or a chosen module can't be a region.
         PolicyError: ``policy`` is not a policy.
 
-    Note:
-        If one module raises, the modules before it are already changed; :func:`remat.nn.undo` changes them back.
+    If one module raises, the modules before it are already changed; :func:`remat.nn.undo` changes them back.
 
     Example:
         >>> import torch
@@ -124,8 +119,7 @@ def apply_activation_checkpointing(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"apply_activation_checkpointing takes a torch.nn.Module, got {type(model).__name__}.")
-    if policy is not None:
-        as_policy(policy)
+    as_policy(policy)
     choose, torchs = private.activation_checkpointing()
     wrap: Callable[..., torch.nn.Module] = functools.partial(checkpoint_wrapper, policy=policy)
     settings = dict(getattr(checkpoint_wrapper_fn, "keywords", {}))
@@ -156,10 +150,7 @@ _installed: list[Callable] = []  # the last one replaces torch's function
 
 
 class Installation:
-    """The replacement that :func:`install` made. As a context manager it removes the replacement at the end.
-
-    Entering it once more installs the replacement again.
-    """
+    """The replacement that :func:`install` made, as a context manager that can be entered again."""
 
     def __init__(self, function: Callable) -> None:
         self._function = function
@@ -190,9 +181,9 @@ def install(policy: PolicyLike = None) -> Installation:
         PolicyError: ``policy`` is not a policy. Nothing is changed then.
 
     Note:
-        Other references to torch's function that were made before are not replaced: a ``functools.partial`` of it, the
-        default of an argument, an attribute of a class. Transformers makes such a partial when a model's checkpointing
-        is enabled: install before that, or use ``remat.integrations.transformers.enable``.
+        Other references that were made before are not replaced, such as a ``functools.partial`` of torch's function.
+        Transformers makes one when a model's checkpointing is enabled: install before that, or use
+        ``remat.integrations.transformers.enable``.
 
     Example:
         >>> import torch
@@ -203,8 +194,7 @@ def install(policy: PolicyLike = None) -> Installation:
         ...     y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin(), torch.ones(2, 4), use_reentrant=False)
         >>> y.sum().backward()
     """
-    if policy is not None:
-        as_policy(policy)
+    as_policy(policy)
 
     @functools.wraps(_ORIGINAL)
     def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:

@@ -22,10 +22,9 @@ _POLICY = "_remat_policy"  # the attribute of an enabled model; copies and pickl
 def enable(model: M, policy: PolicyLike = None) -> M:
     """Enable a model's own activation checkpointing, and make it execute regions.
 
-    Regions stay in use when the ``Trainer`` enables checkpointing again (``activation_checkpointing=True``, or
-    ``gradient_checkpointing=True``), or when you do so with ``model.activation_checkpointing_enable(...)`` or its
-    older name ``gradient_checkpointing_enable``, whose ``every_n_layers`` and ``offload`` work. As always with the
-    library's checkpointing, layers have no cache in training. ``model.activation_checkpointing_disable()`` disables it.
+    Regions stay in use when the ``Trainer`` or you enable checkpointing again, with
+    ``model.activation_checkpointing_enable(...)``, whose ``every_n_layers`` and ``offload`` work, or by its older name
+    ``gradient_checkpointing_enable``. ``model.activation_checkpointing_disable()`` disables it.
 
     Args:
         model: a ``transformers.PreTrainedModel``, or a peft model that contains one. Models inside it are enabled too.
@@ -50,8 +49,7 @@ def enable(model: M, policy: PolicyLike = None) -> M:
         from transformers import PreTrainedModel
     except ImportError as error:
         raise ImportError("remat.integrations.transformers needs transformers: `pip install transformers`.") from error
-    if policy is not None:
-        as_policy(policy)
+    as_policy(policy)
     found = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     if not found:
         raise TypeError(
