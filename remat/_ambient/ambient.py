@@ -5,8 +5,8 @@ The generators are those of every device in use, those that the caller names, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Ambient:
         before = Ambient(self._devices, self._generators, self._preserves)
         torch.autocast_increment_nesting()  # as in torch.autocast, so that cached casts are dropped after the run
         try:
-            self._set(before._settings)
+            self._set(before._settings, before._states)
             yield
         finally:
             if torch.autocast_decrement_nesting() == 0:
@@ -71,22 +71,17 @@ class Ambient:
         """Restore what a run changes: the generators and the cached weights."""
         self._set(self._settings)
 
-    def _set(self, now: list[Any]) -> None:
-        """Set the captured state; ``now`` are the current settings."""
-        private.set_cached_weights(*self._weights)
-        values = zip(settings(), now, self._settings, strict=True)
-        changes = [(put, new) for (_, put), old, new in values if old != new]
-        _call_all(iter([*changes, *((each.set_state, state) for each, state in zip(self._every, self._states))]))
-
-
-def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
-    """Make all calls, even if one fails."""
-    try:
-        for call, value in calls:
-            call(value)
-    except BaseException:
-        _call_all(calls)
-        raise
+    def _set(self, now: list[Any], states: Iterable[Any] = ()) -> None:
+        """Set the captured state; ``now`` are the current settings, ``states`` those known of generators."""
+        known = set(map(id, states))
+        with ExitStack() as stack:  # makes all calls, even if one fails
+            for (_, put), old, new in zip(settings(), now, self._settings, strict=True):
+                if old != new:
+                    stack.callback(put, new)
+            for each, state in zip(self._every, self._states):
+                if id(state) not in known:
+                    stack.callback(each.set_state, state)
+            private.set_cached_weights(*self._weights)
 
 
 _IN_A_GRAPH = (
