@@ -18,7 +18,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -68,7 +68,9 @@ class Offloaded:
         if self._itself is not None:
             return
         with private.without_levels():
-            source = _without_gaps(tensor)
+            source = tensor.detach().resolve_conj().resolve_neg()
+            if span(source.shape, source.stride()) > source.numel():  # it has gaps in memory
+                source = source.clone()
             self._stride = source.stride()
             self._host, self._copied = _to_host(memory(source))
         self.nbytes = self._host.nbytes
@@ -85,26 +87,34 @@ class Offloaded:
         if self._itself is not None:
             return self._itself
         assert self.group is not None
-        arrival = self._copy_back()
+        arrival = self.prefetch()
         self.group.reached()
         return arrival.ready()
 
-    def prefetch(self) -> None:
+    def prefetch(self) -> _Arrival:
         """Start to copy it back, unless that has started already."""
-        if self._itself is None:
-            self._copy_back()
+        with _lock:
+            if self._arrival is None:
+                with private.without_levels():
+                    self._arrival = self._to_device()
+            return self._arrival
+
+    def _to_device(self) -> _Arrival:
+        tensor = torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device=self.device)
+        if self._copied is None:
+            memory(tensor).copy_(self._host)
+            return _Arrival(tensor)
+        home, back = torch.accelerator.current_stream(self.device), _side(self.device).back
+        back.wait_stream(home)  # it may still use the memory's previous contents
+        back.wait_event(self._copied)
+        with back:
+            memory(tensor).copy_(self._host, non_blocking=True)
+        return _Arrival(tensor, back.record_event(), home)
 
     def release(self) -> None:
         """Release the copy on the device; ``get`` makes another one."""
         with _lock:
             self._arrival = None
-
-    def _copy_back(self) -> _Arrival:
-        with _lock:
-            if self._arrival is None:
-                with private.without_levels():
-                    self._arrival = _to_device(self._host, self._copied, self.shape, self._stride, self.device)
-            return self._arrival
 
 
 class Group:
@@ -196,15 +206,13 @@ class _Side:
 
     def hold_back(self, copied: torch.Event, nbytes: int) -> None:
         """Wait for earlier copies to the host until at most ``IN_FLIGHT_BYTES`` are in flight, or only this copy."""
-        late = None
         with _lock:
             self.pending.append((copied, nbytes))
             self.pending_bytes += nbytes
             while self.pending_bytes > IN_FLIGHT_BYTES and len(self.pending) > 1:
                 late, nbytes = self.pending.popleft()
                 self.pending_bytes -= nbytes
-        if late is not None:
-            late.synchronize()
+                late.synchronize()
 
 
 _side = functools.cache(_Side)
@@ -226,31 +234,6 @@ def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     return host, copied
 
 
-def _to_device(
-    host: torch.Tensor, copied: torch.Event | None, shape: Sequence[int], stride: Sequence[int], device: torch.device
-) -> _Arrival:
-    """Start to copy ``host`` to a new tensor on the device."""
-    tensor = torch.empty_strided(shape, stride, dtype=host.dtype, device=device)
-    if copied is None:
-        memory(tensor).copy_(host)
-        return _Arrival(tensor)
-    home, back = torch.accelerator.current_stream(device), _side(device).back
-    back.wait_stream(home)  # it may still use the memory's previous contents
-    back.wait_event(copied)
-    with back:
-        memory(tensor).copy_(host, non_blocking=True)
-    return _Arrival(tensor, back.record_event(), home)
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
 def _is_not_copied(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return not plain or tensor.is_quantized or private.is_wrapped(tensor) or in_host_memory(tensor)
-
-
-def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if it has gaps in memory or is a lazy conjugate or negation."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if span(tensor.shape, tensor.stride()) <= tensor.numel() else tensor.clone()
