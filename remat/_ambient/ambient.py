@@ -25,8 +25,6 @@ class Ambient:
     Generators are read and set without the dispatcher, so torch.func levels and modes have no effect on it.
     """
 
-    __slots__ = ("_devices", "_every", "_generators", "_preserves", "_settings", "_states", "_weights")
-
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any], preserve_rng_state: bool) -> None:
         """Record the current state. Of `devices` only generators of backends that have been initialized are included.
 

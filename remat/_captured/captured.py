@@ -26,8 +26,6 @@ from .variables import COPIED, Copy, Descriptors, Entries, Items, PartialArgs, T
 class Path:
     """The Python expression for a value. ``owned``: it belongs to the state of a module or of the callable object."""
 
-    __slots__ = ("owned", "step", "up")
-
     def __init__(self, step: str, up: Path | None = None, owned: bool = False) -> None:
         self.step, self.up = step, up
         self.owned: bool = owned or (up is not None and up.owned)
@@ -47,8 +45,6 @@ class Path:
 
 class Root(Path):
     """Where a search starts."""
-
-    __slots__ = ()
 
 
 _SHOWN = {type(None), bool, int, float, str, bytes}

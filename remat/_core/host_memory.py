@@ -53,11 +53,6 @@ class Offloaded:
     strided tensor: sparse, quantized, of a subclass or a level of ``torch.func``. ``nbytes`` is its size on the host.
     """
 
-    __slots__ = (
-        "__weakref__", "_arrival", "_copied", "_host", "_itself", "_stride", "device", "dtype", "group",
-        "nbytes", "shape",
-    )  # fmt: skip
-
     def __init__(self, tensor: torch.Tensor, group: Group | None = None) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.numel() * tensor.element_size()
@@ -120,8 +115,6 @@ class Offloaded:
 class Group:
     """The tensors that one region offloads, copied back together. Make it before these, in the region's thread."""
 
-    __slots__ = ("__weakref__", "_number", "_reached_in", "_siblings", "members")
-
     def __init__(self) -> None:
         self.members: list[weakref.ref[Offloaded]] = []
         self._number = next(_numbers)
@@ -175,8 +168,6 @@ _thread = threading.local()  # its groups, in the order in which they were made
 
 class _Arrival:
     """A tensor that is copied back: ready after the event ``done``, in memory that belongs to the stream ``home``."""
-
-    __slots__ = ("done", "home", "tensor")
 
     def __init__(self, tensor: torch.Tensor, done: torch.Event | None = None, home: torch.Stream | None = None) -> None:
         self.tensor, self.done, self.home = tensor, done, home
