@@ -33,18 +33,14 @@ class Ambient:
         """
         self._settings = read_settings()
         self._weights = private.cached_weights()  # of ``torch.nn.utils.parametrize.cached()``
-        self._devices: tuple[torch.device, ...] = ()
-        self._generators: tuple[Any, ...] = ()
-        self._every: tuple[Any, ...] = ()  # all generators whose states are recorded
-        self._states: tuple[Any, ...] = ()
         self._preserves = preserve_rng_state
-        if preserve_rng_state:
-            if is_capturing():
-                raise RematError(_IN_A_GRAPH)
-            self._devices = (*devices, *current_device())  # another device may be current in the backward
-            self._generators = tuple(map(with_state, generators))
-            self._every = global_generators(self._devices) + self._generators
-            self._states = tuple([each.get_state() for each in self._every])
+        if preserve_rng_state and is_capturing():
+            raise RematError(_IN_A_GRAPH)
+        self._devices = (*devices, *current_device())  # another device may be current in the backward
+        self._generators = tuple(map(with_state, generators))
+        # All generators whose states are recorded.
+        self._every = global_generators(self._devices) + self._generators if preserve_rng_state else ()
+        self._states = [each.get_state() for each in self._every]
 
     @contextmanager
     def restored(self) -> Iterator[None]:

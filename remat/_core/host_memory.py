@@ -42,8 +42,8 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 
 def has_streams(device: torch.device) -> bool:
     """Whether copies run concurrently with the computation. On other devices they are synchronous."""
-    known = any(device.type == each.type for each in accelerator())
-    return known and hasattr(torch.get_device_module(device), "Stream")
+    types = [each.type for each in accelerator()]
+    return device.type in types and hasattr(torch.get_device_module(device), "Stream")
 
 
 class Offloaded:
@@ -56,7 +56,7 @@ class Offloaded:
     def __init__(self, tensor: torch.Tensor, group: Group | None = None) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.group: Group | None = None
+        self.group: Any = None
         self._arrival: _Arrival | None = None
         self._copied: torch.Event | None = None
         self._itself = tensor if _is_not_copied(tensor) else None
@@ -81,7 +81,6 @@ class Offloaded:
         """The tensor on its device, for use on the current stream. It is the same object until ``release``."""
         if self._itself is not None:
             return self._itself
-        assert self.group is not None
         arrival = self.prefetch()
         self.group.reached()
         return arrival.ready()
