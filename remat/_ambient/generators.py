@@ -43,7 +43,6 @@ class HostGenerator:
         return self._state
 
     def set_state(self, state: Any) -> None:
-        """Restore a state."""
         if self.get_state() is not state:
             self._write(state)
 

@@ -191,8 +191,6 @@ class Captured:
     def tensor(self, value: Any, path: Path) -> None:
         """The visit of a tensor or generator. The constructor records these itself."""
 
-    # --- functions --------------------------------------------------------------------------------------------------
-
     def function(self, fn: FunctionType, path: Path) -> None:
         names = names_of(fn)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
@@ -248,8 +246,6 @@ class Captured:
         """A callable object of a library, of which only the wrapped function is visited."""
         self.see(wrapped(value), path.attribute("__wrapped__"))
 
-    # --- objects ----------------------------------------------------------------------------------------------------
-
     def module(self, module: nn.Module, path: Path) -> None:
         state = module.__dict__
         cls: Any = type(module)
@@ -298,8 +294,6 @@ class Captured:
         self.note(Entries, attributes, then, whole)
         for name, value in items.items():
             self.see(value, path.attribute(name))
-
-    # --- containers -------------------------------------------------------------------------------------------------
 
     def container(self, value: Any, path: Path) -> None:
         """The visit of a dict or list."""

@@ -1,8 +1,8 @@
 """Tensors that are saved in host memory between a region's forward and its backward.
 
-A tensor is copied to the host when its `Offloaded` is made, and back when it is read or a little before. The tensors
-that one region offloads are a group. In a backward pass the first read of a group starts to copy back the whole group,
-and the group made before it in the same thread, which is read next. The pass releases these copies at its end.
+The tensors that one region offloads are a group. In a backward pass the first read of a group starts to copy back the
+whole group, and the group made before it in the same thread, which is read next. The pass releases these copies at its
+end.
 
 Copies run on separate streams, concurrently with the computation. The memory that a copy back fills belongs to the
 stream that reads it, and the copy starts when that stream gets to the point where it was requested. So if the host runs
@@ -122,7 +122,6 @@ class Group:
         self._reached_in: Callable[[], Pass | None] = lambda: None
 
     def prefetch(self) -> None:
-        """Start to copy all of them back."""
         if (running := current_pass()) is not None:
             running.frames.append(weakref.ref(self))
         with suppress(torch.OutOfMemoryError):  # a prefetch only saves time
@@ -130,12 +129,11 @@ class Group:
                 member.prefetch()
 
     def clear(self) -> None:
-        """Release the copies on the device."""
         for member in self._alive():
             member.release()
 
     def reached(self) -> None:
-        """Note that a tensor of this group is read, so a backward pass has come to the group."""
+        """Note that a tensor of this group is read."""
         running = current_pass()
         if running is None:
             return  # no pass would release the other tensors
@@ -160,9 +158,6 @@ class Group:
 
 _numbers = itertools.count()
 _thread = threading.local()  # its groups, in the order in which they were made
-
-
-# --- the copies -----------------------------------------------------------------------------------------------------
 
 
 class _Arrival:
