@@ -26,7 +26,7 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
     """Call ``fn`` as a region, or as a plain function if nothing would be saved."""
     if torch.compiler.is_compiling():
         return compiled.call(fn, options, args, kwargs)
-    if state.override or private.switched():
+    if state.override or private.checkpoint_switches():
         if is_disabled():
             return fn(*args, **kwargs)
         options = options.overridden()

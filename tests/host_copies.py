@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from remat._core import host_memory
+from remat._core.host_memory import Offloaded
 
 
 class Copies:
@@ -19,7 +20,7 @@ class Copies:
         self.out: list[weakref.ref] = []
         self.back: list[int] = []
         self.arrived: list[weakref.ref] = []
-        to_host, to_device = host_memory._to_host, host_memory._to_device
+        to_host, to_device = host_memory._to_host, Offloaded._to_device
 
         def recorded_to_host(memory: Tensor) -> tuple:
             # On a device, the copy is a plain copy of bytes.
@@ -29,14 +30,14 @@ class Copies:
             self.out.append(weakref.ref(host))
             return host, copied
 
-        def recorded_to_device(host: Tensor, *args: Any) -> Any:
-            self.back.append(next(i for i, ref in enumerate(self.out) if ref() is host))
-            arrival = to_device(host, *args)
+        def recorded_to_device(offloaded: Offloaded) -> Any:
+            self.back.append(next(i for i, ref in enumerate(self.out) if ref() is offloaded._host))
+            arrival = to_device(offloaded)
             self.arrived.append(weakref.ref(arrival.tensor))
             return arrival
 
         monkeypatch.setattr(host_memory, "_to_host", recorded_to_host)
-        monkeypatch.setattr(host_memory, "_to_device", recorded_to_device)
+        monkeypatch.setattr(Offloaded, "_to_device", recorded_to_device)
 
     def taken(self) -> list[int]:
         """The numbers of the tensors that were copied back since the last call of this method."""

@@ -5,8 +5,8 @@ The generators are those of every device in use, those that the caller names, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ class Ambient:
     Generators are read and set without the dispatcher, so torch.func levels and modes have no effect on it.
     """
 
-    __slots__ = ("_devices", "_every", "_generators", "_preserves", "_settings", "_states", "_weights")
-
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any], preserve_rng_state: bool) -> None:
         """Record the current state. Of `devices` only generators of backends that have been initialized are included.
 
@@ -35,18 +33,14 @@ class Ambient:
         """
         self._settings = read_settings()
         self._weights = private.cached_weights()  # of ``torch.nn.utils.parametrize.cached()``
-        self._devices: tuple[torch.device, ...] = ()
-        self._generators: tuple[Any, ...] = ()
-        self._every: tuple[Any, ...] = ()  # all generators whose states are recorded
-        self._states: tuple[Any, ...] = ()
         self._preserves = preserve_rng_state
-        if preserve_rng_state:
-            if is_capturing():
-                raise RematError(_IN_A_GRAPH)
-            self._devices = (*devices, *current_device())  # another device may be current in the backward
-            self._generators = tuple(map(with_state, generators))
-            self._every = global_generators(self._devices) + self._generators
-            self._states = tuple([each.get_state() for each in self._every])
+        if preserve_rng_state and is_capturing():
+            raise RematError(_IN_A_GRAPH)
+        self._devices = (*devices, *current_device())  # another device may be current in the backward
+        self._generators = tuple(map(with_state, generators))
+        # All generators whose states are recorded.
+        self._every = global_generators(self._devices) + self._generators if preserve_rng_state else ()
+        self._states = [each.get_state() for each in self._every]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -55,7 +49,7 @@ class Ambient:
         before = Ambient(self._devices, self._generators, self._preserves)
         torch.autocast_increment_nesting()  # as in torch.autocast, so that cached casts are dropped after the run
         try:
-            self._set(before._settings)
+            self._set(before._settings, before._states)
             yield
         finally:
             if torch.autocast_decrement_nesting() == 0:
@@ -71,22 +65,17 @@ class Ambient:
         """Restore what a run changes: the generators and the cached weights."""
         self._set(self._settings)
 
-    def _set(self, now: list[Any]) -> None:
-        """Set the captured state; ``now`` are the current settings."""
-        private.set_cached_weights(*self._weights)
-        values = zip(settings(), now, self._settings, strict=True)
-        changes = [(put, new) for (_, put), old, new in values if old != new]
-        _call_all(iter([*changes, *((each.set_state, state) for each, state in zip(self._every, self._states))]))
-
-
-def _call_all(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
-    """Make all calls, even if one fails."""
-    try:
-        for call, value in calls:
-            call(value)
-    except BaseException:
-        _call_all(calls)
-        raise
+    def _set(self, now: list[Any], states: Iterable[Any] = ()) -> None:
+        """Set the captured state; ``now`` are the current settings, ``states`` those known of generators."""
+        known = set(map(id, states))
+        with ExitStack() as stack:  # makes all calls, even if one fails
+            for (_, put), old, new in zip(settings(), now, self._settings, strict=True):
+                if old != new:
+                    stack.callback(put, new)
+            for each, state in zip(self._every, self._states):
+                if id(state) not in known:
+                    stack.callback(each.set_state, state)
+            private.set_cached_weights(*self._weights)
 
 
 _IN_A_GRAPH = (

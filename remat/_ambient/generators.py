@@ -43,7 +43,6 @@ class HostGenerator:
         return self._state
 
     def set_state(self, state: Any) -> None:
-        """Restore a state."""
         if self.get_state() is not state:
             self._write(state)
 
@@ -70,11 +69,14 @@ class _NumPy(HostGenerator):
         self._had_half = False
 
     def _read_numpy(self) -> tuple[Any, Any]:
-        bits = _numpy_bits()
+        numpy = sys.modules["numpy"].random
+        generator, bits = numpy.get_bit_generator(), None
+        if type(generator) is numpy.MT19937:  # the memory of the Mersenne twister: 624 words and the position
+            bits = ctypes.string_at(generator.ctypes.state_address, 2500)
         known = bits is not None and bits == self._bits
         if known and not self._had_half:
             return self._key, self._state
-        state = sys.modules["numpy"].random.get_state(legacy=False)
+        state = numpy.get_state(legacy=False)
         half = state["has_gauss"]
         self._had_half = bool(half) or (known and self._had_half)
         self._bits = bits
@@ -86,13 +88,6 @@ _HOST = (
     HostGenerator("Python's random", _read_python, random.setstate),
 )
 _NUMPY = _NumPy()
-
-
-def _numpy_bits() -> bytes | None:
-    """The memory of the Mersenne twister: 624 words and the position. None if NumPy uses another bit generator."""
-    numpy = sys.modules["numpy"].random
-    generator = numpy.get_bit_generator()
-    return ctypes.string_at(generator.ctypes.state_address, 2500) if type(generator) is numpy.MT19937 else None
 
 
 def generator_name(generator: Any) -> str:

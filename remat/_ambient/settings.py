@@ -59,18 +59,10 @@ def _set_device_modes(value: tuple[tuple, Any]) -> None:
         private.push_function_mode(other)
 
 
-_SDPA_SETTERS = (
-    sdpa.enable_flash_sdp,
-    sdpa.enable_mem_efficient_sdp,
-    sdpa.enable_math_sdp,
-    sdpa.enable_cudnn_sdp,
-    sdpa.allow_fp16_bf16_reduction_math_sdp,
-)
-
-
 @cache
 def settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """The functions that read and set each setting."""
+    kernels = sdpa.enable_flash_sdp, sdpa.enable_mem_efficient_sdp, sdpa.enable_math_sdp, sdpa.enable_cudnn_sdp
     found: list[tuple[Any, Any]] = [
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
@@ -79,7 +71,7 @@ def settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         (private.sdpa_priority, private.set_sdpa_priority),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         (private.float32_precision, _set_float32_precision),
-        *zip(private.sdpa_enabled, _SDPA_SETTERS, strict=True),
+        *zip(private.sdpa_enabled, (*kernels, sdpa.allow_fp16_bf16_reduction_math_sdp), strict=True),
     ]
     if accelerator():
         found.append((current_device, set_current_device))

@@ -26,8 +26,6 @@ from .variables import COPIED, Copy, Descriptors, Entries, Items, PartialArgs, T
 class Path:
     """The Python expression for a value. ``owned``: it belongs to the state of a module or of the callable object."""
 
-    __slots__ = ("owned", "step", "up")
-
     def __init__(self, step: str, up: Path | None = None, owned: bool = False) -> None:
         self.step, self.up = step, up
         self.owned: bool = owned or (up is not None and up.owned)
@@ -47,8 +45,6 @@ class Path:
 
 class Root(Path):
     """Where a search starts."""
-
-    __slots__ = ()
 
 
 _SHOWN = {type(None), bool, int, float, str, bytes}
@@ -195,8 +191,6 @@ class Captured:
     def tensor(self, value: Any, path: Path) -> None:
         """The visit of a tensor or generator. The constructor records these itself."""
 
-    # --- functions --------------------------------------------------------------------------------------------------
-
     def function(self, fn: FunctionType, path: Path) -> None:
         names = names_of(fn)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
@@ -252,8 +246,6 @@ class Captured:
         """A callable object of a library, of which only the wrapped function is visited."""
         self.see(wrapped(value), path.attribute("__wrapped__"))
 
-    # --- objects ----------------------------------------------------------------------------------------------------
-
     def module(self, module: nn.Module, path: Path) -> None:
         state = module.__dict__
         cls: Any = type(module)
@@ -302,8 +294,6 @@ class Captured:
         self.note(Entries, attributes, then, whole)
         for name, value in items.items():
             self.see(value, path.attribute(name))
-
-    # --- containers -------------------------------------------------------------------------------------------------
 
     def container(self, value: Any, path: Path) -> None:
         """The visit of a dict or list."""

@@ -31,8 +31,6 @@ class TensorId(int):
 class Variables(ABC):
     """Variables of one holder, such as a dict or a closure cell, with their values at the first run."""
 
-    __slots__ = ("holder", "then", "whole")
-
     def __init__(self, holder: Any, then: dict[Any, Any], whole: bool = False) -> None:
         self.holder, self.then, self.whole = holder, then, whole  # whole: these are all of them
 
@@ -47,8 +45,6 @@ class Variables(ABC):
 
 class Entries(Variables):
     """The entries of a dict, such as globals or attributes. Methods that a subclass overrides are not called."""
-
-    __slots__ = ()
 
     def now(self) -> dict[Any, Any]:
         items = copy_dict(self.holder) if self.whole else self.holder
@@ -69,8 +65,6 @@ class Entries(Variables):
 class Items(Variables):
     """All items of a list."""
 
-    __slots__ = ()
-
     def now(self) -> dict[Any, Any]:
         return dict(enumerate(list.copy(self.holder)))
 
@@ -80,8 +74,6 @@ class Items(Variables):
 
 class Descriptors(Variables):
     """Variables that descriptors access: slots, the contents of a closure cell, the defaults of a function."""
-
-    __slots__ = ()
 
     def now(self) -> dict[Any, Any]:
         return {slot: self._get(slot) for slot in self.then}
@@ -103,8 +95,6 @@ class Descriptors(Variables):
 class PartialArgs(Variables):
     """The positional arguments of a partial. They can be set only with its whole pickled state."""
 
-    __slots__ = ()
-
     def now(self) -> dict[Any, Any]:
         return {"args": self.holder.args}
 
@@ -116,8 +106,6 @@ class PartialArgs(Variables):
 
 class Copy:
     """The contents of a list, dict or tuple at the first run. A container inside it is a `Copy` too."""
-
-    __slots__ = ("address", "items", "kind", "make", "plain", "whole")
 
     def __init__(self, source: Any, items: dict[Any, Any] | None = None) -> None:
         self.address, self.kind = id(source), type(source)
@@ -175,8 +163,6 @@ class bound:
     Tensors among the values come from ``tensors``, by their ids at the first run. With ``keep_changes`` new values that
     are written within stay: that is for a first run, whose effects the user sees.
     """
-
-    __slots__ = ("_containers", "_keep_changes", "_tensors", "_undo", "_variables")
 
     def __init__(
         self, variables: Iterable[Variables], tensors: Mapping[int, torch.Tensor], keep_changes: bool = False

@@ -78,15 +78,13 @@ def streams_for(tensors: Iterable[torch.Tensor]) -> list[torch.Stream]:
 @contextmanager
 def resumed(streams: list[torch.Stream]) -> Iterator[None]:
     """Run on these streams, after the work already queued on the caller's streams and before their next work."""
-    callers = [torch.accelerator.current_stream(stream.device) for stream in streams]
-    switched = [(s, c) for s, c in zip(streams, callers) if s != c]
     with ExitStack() as stack:
-        for stream, caller in switched:
-            stream.wait_stream(caller)
-            stack.enter_context(stream)
+        for stream in streams:
+            if stream != (caller := torch.accelerator.current_stream(stream.device)):
+                stream.wait_stream(caller)
+                stack.callback(caller.wait_stream, stream)
+                stack.enter_context(stream)
         yield
-    for stream, caller in switched:
-        caller.wait_stream(stream)
 
 
 def record_use(tensor: torch.Tensor) -> None:

@@ -16,11 +16,6 @@ from .trees import contents
 class Facts:
     """Facts about an operation from its schema. Tables use this as a key, as it hashes faster than the operation."""
 
-    __slots__ = (
-        "_draws", "_probability", "foreign", "func", "makes_nothing", "marks", "observes", "reads_nothing", "reshapes",
-        "updates_statistics", "views", "writes",
-    )  # fmt: skip
-
     def __init__(self, func: Any) -> None:
         self.func = func
         schema, tags = getattr(func, "_schema", None), getattr(func, "tags", ())

@@ -1,8 +1,8 @@
 """Tensors that are saved in host memory between a region's forward and its backward.
 
-A tensor is copied to the host when its `Offloaded` is made, and back when it is read or a little before. The tensors
-that one region offloads are a group. In a backward pass the first read of a group starts to copy back the whole group,
-and the group made before it in the same thread, which is read next. The pass releases these copies at its end.
+The tensors that one region offloads are a group. In a backward pass the first read of a group starts to copy back the
+whole group, and the group made before it in the same thread, which is read next. The pass releases these copies at its
+end.
 
 Copies run on separate streams, concurrently with the computation. The memory that a copy back fills belongs to the
 stream that reads it, and the copy starts when that stream gets to the point where it was requested. So if the host runs
@@ -18,7 +18,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -42,8 +42,8 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 
 def has_streams(device: torch.device) -> bool:
     """Whether copies run concurrently with the computation. On other devices they are synchronous."""
-    known = any(device.type == each.type for each in accelerator())
-    return known and hasattr(torch.get_device_module(device), "Stream")
+    types = [each.type for each in accelerator()]
+    return device.type in types and hasattr(torch.get_device_module(device), "Stream")
 
 
 class Offloaded:
@@ -53,22 +53,19 @@ class Offloaded:
     strided tensor: sparse, quantized, of a subclass or a level of ``torch.func``. ``nbytes`` is its size on the host.
     """
 
-    __slots__ = (
-        "__weakref__", "_arrival", "_copied", "_host", "_itself", "_stride", "device", "dtype", "group",
-        "nbytes", "shape",
-    )  # fmt: skip
-
     def __init__(self, tensor: torch.Tensor, group: Group | None = None) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.group: Group | None = None
+        self.group: Any = None
         self._arrival: _Arrival | None = None
         self._copied: torch.Event | None = None
         self._itself = tensor if _is_not_copied(tensor) else None
         if self._itself is not None:
             return
         with private.without_levels():
-            source = _without_gaps(tensor)
+            source = tensor.detach().resolve_conj().resolve_neg()
+            if span(source.shape, source.stride()) > source.numel():  # it has gaps in memory
+                source = source.clone()
             self._stride = source.stride()
             self._host, self._copied = _to_host(memory(source))
         self.nbytes = self._host.nbytes
@@ -84,33 +81,38 @@ class Offloaded:
         """The tensor on its device, for use on the current stream. It is the same object until ``release``."""
         if self._itself is not None:
             return self._itself
-        assert self.group is not None
-        arrival = self._copy_back()
+        arrival = self.prefetch()
         self.group.reached()
         return arrival.ready()
 
-    def prefetch(self) -> None:
+    def prefetch(self) -> _Arrival:
         """Start to copy it back, unless that has started already."""
-        if self._itself is None:
-            self._copy_back()
+        with _lock:
+            if self._arrival is None:
+                with private.without_levels():
+                    self._arrival = self._to_device()
+            return self._arrival
+
+    def _to_device(self) -> _Arrival:
+        tensor = torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device=self.device)
+        if self._copied is None:
+            memory(tensor).copy_(self._host)
+            return _Arrival(tensor)
+        home, back = torch.accelerator.current_stream(self.device), _side(self.device).back
+        back.wait_stream(home)  # it may still use the memory's previous contents
+        back.wait_event(self._copied)
+        with back:
+            memory(tensor).copy_(self._host, non_blocking=True)
+        return _Arrival(tensor, back.record_event(), home)
 
     def release(self) -> None:
         """Release the copy on the device; ``get`` makes another one."""
         with _lock:
             self._arrival = None
 
-    def _copy_back(self) -> _Arrival:
-        with _lock:
-            if self._arrival is None:
-                with private.without_levels():
-                    self._arrival = _to_device(self._host, self._copied, self.shape, self._stride, self.device)
-            return self._arrival
-
 
 class Group:
     """The tensors that one region offloads, copied back together. Make it before these, in the region's thread."""
-
-    __slots__ = ("__weakref__", "_number", "_reached_in", "_siblings", "members")
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[Offloaded]] = []
@@ -120,7 +122,6 @@ class Group:
         self._reached_in: Callable[[], Pass | None] = lambda: None
 
     def prefetch(self) -> None:
-        """Start to copy all of them back."""
         if (running := current_pass()) is not None:
             running.frames.append(weakref.ref(self))
         with suppress(torch.OutOfMemoryError):  # a prefetch only saves time
@@ -128,12 +129,11 @@ class Group:
                 member.prefetch()
 
     def clear(self) -> None:
-        """Release the copies on the device."""
         for member in self._alive():
             member.release()
 
     def reached(self) -> None:
-        """Note that a tensor of this group is read, so a backward pass has come to the group."""
+        """Note that a tensor of this group is read."""
         running = current_pass()
         if running is None:
             return  # no pass would release the other tensors
@@ -160,13 +160,8 @@ _numbers = itertools.count()
 _thread = threading.local()  # its groups, in the order in which they were made
 
 
-# --- the copies -----------------------------------------------------------------------------------------------------
-
-
 class _Arrival:
     """A tensor that is copied back: ready after the event ``done``, in memory that belongs to the stream ``home``."""
-
-    __slots__ = ("done", "home", "tensor")
 
     def __init__(self, tensor: torch.Tensor, done: torch.Event | None = None, home: torch.Stream | None = None) -> None:
         self.tensor, self.done, self.home = tensor, done, home
@@ -196,15 +191,13 @@ class _Side:
 
     def hold_back(self, copied: torch.Event, nbytes: int) -> None:
         """Wait for earlier copies to the host until at most ``IN_FLIGHT_BYTES`` are in flight, or only this copy."""
-        late = None
         with _lock:
             self.pending.append((copied, nbytes))
             self.pending_bytes += nbytes
             while self.pending_bytes > IN_FLIGHT_BYTES and len(self.pending) > 1:
                 late, nbytes = self.pending.popleft()
                 self.pending_bytes -= nbytes
-        if late is not None:
-            late.synchronize()
+                late.synchronize()
 
 
 _side = functools.cache(_Side)
@@ -226,31 +219,6 @@ def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     return host, copied
 
 
-def _to_device(
-    host: torch.Tensor, copied: torch.Event | None, shape: Sequence[int], stride: Sequence[int], device: torch.device
-) -> _Arrival:
-    """Start to copy ``host`` to a new tensor on the device."""
-    tensor = torch.empty_strided(shape, stride, dtype=host.dtype, device=device)
-    if copied is None:
-        memory(tensor).copy_(host)
-        return _Arrival(tensor)
-    home, back = torch.accelerator.current_stream(device), _side(device).back
-    back.wait_stream(home)  # it may still use the memory's previous contents
-    back.wait_event(copied)
-    with back:
-        memory(tensor).copy_(host, non_blocking=True)
-    return _Arrival(tensor, back.record_event(), home)
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
 def _is_not_copied(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return not plain or tensor.is_quantized or private.is_wrapped(tensor) or in_host_memory(tensor)
-
-
-def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if it has gaps in memory or is a lazy conjugate or negation."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if span(tensor.shape, tensor.stride()) <= tensor.numel() else tensor.clone()

@@ -13,8 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 class Shared:
     """What functions with the same code share. It saves time, and can't change what a call computes."""
 
-    __slots__ = ("choices", "programs", "warnings")
-
     def __init__(self) -> None:
         # Each is given once.
         self.warnings: set[str] = set()
@@ -28,8 +26,6 @@ class Shared:
 
 class Known:
     """What is remembered of one rematerialized function."""
-
-    __slots__ = ("compiles", "graded", "shared")
 
     def __init__(self, shared: Shared | None = None) -> None:
         # Both save time only. Its first run restores ``grad`` levels from the start; otherwise it would start twice.

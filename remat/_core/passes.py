@@ -23,8 +23,6 @@ class Pass:
     callback, and drops it also when the pass fails.
     """
 
-    __slots__ = ("__weakref__", "frames", "reading", "unpacked")
-
     def __init__(self) -> None:
         self.frames: list[Callable[[], Any]] = []
         self.reading: dict[Any, tuple[Any, list[Any]]] = {}  # the last reader, and what it has read
@@ -62,8 +60,6 @@ class PassGroup(Pass):
     A value that a node reads is for one pass only, so it is released when it has been read. Values that inner regions
     read stay, as an inner region that is recomputed in one pass may read more of them in the next.
     """
-
-    __slots__ = ("taken",)
 
     def __init__(self) -> None:
         super().__init__()

@@ -210,13 +210,8 @@ def activation_checkpointing() -> tuple[Callable, Callable]:
     return checkpoint_wrapper.apply_activation_checkpointing, checkpoint_wrapper.checkpoint_wrapper
 
 
-def switched() -> bool:
-    """Whether ``set_checkpoint_debug_enabled`` or ``set_checkpoint_early_stop`` is in effect. They have no getters."""
-    return _checkpoint._checkpoint_debug_enabled is not None or _checkpoint._enable_checkpoint_early_stop is not None
-
-
 def checkpoint_switches() -> dict[str, bool]:
-    """The values that they set, by the names of options."""
+    """What ``set_checkpoint_debug_enabled`` and ``set_checkpoint_early_stop`` set, by option. They have no getters."""
     values = {"debug": _checkpoint._checkpoint_debug_enabled, "early_stop": _checkpoint._enable_checkpoint_early_stop}
     return {name: bool(value) for name, value in values.items() if value is not None}
 

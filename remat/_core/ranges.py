@@ -25,8 +25,6 @@ class Ranges:
     are not part of what the region computes.
     """
 
-    __slots__ = ("_open",)
-
     def __init__(self) -> None:
         self._open: set[int] = set()
 

@@ -99,17 +99,13 @@ def bare(tensor: torch.Tensor) -> torch.Tensor:
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without its history, but with its tangent, which ``detach`` drops."""
-    if not private.dual_level_active() or not is_dual(tensor):
-        return tensor.detach()
-    return fwAD.make_dual(*(part.detach() for part in fwAD.unpack_dual(tensor)))
+    return fwAD.make_dual(*(part.detach() for part in fwAD.unpack_dual(tensor))) if is_dual(tensor) else tensor.detach()
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """A new leaf that requires grad, with the values and the tangent of a tensor."""
     leaf = tensor.detach().requires_grad_()
-    if not private.dual_level_active() or not is_dual(tensor):
-        return leaf
-    return fwAD.make_dual(leaf, fwAD.unpack_dual(tensor).tangent)
+    return fwAD.make_dual(leaf, fwAD.unpack_dual(tensor).tangent) if is_dual(tensor) else leaf
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
@@ -119,14 +115,14 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
 
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Whether autograd follows a tensor, or its tangent of the active forward-mode level."""
-    if tensor.requires_grad or not private.dual_level_active() or not is_dual(tensor):
-        return tensor.requires_grad
-    return fwAD.unpack_dual(tensor).tangent.requires_grad
+    return tensor.requires_grad or (is_dual(tensor) and fwAD.unpack_dual(tensor).tangent.requires_grad)
 
 
 def is_dual(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a tangent of the active forward-mode level."""
-    return not tensor.is_inference() and fwAD.unpack_dual(tensor).tangent is not None
+    if not private.dual_level_active() or tensor.is_inference():
+        return False
+    return fwAD.unpack_dual(tensor).tangent is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import threading
 import types
 from collections import OrderedDict
@@ -59,8 +60,6 @@ _NEVER_NODES = (torch.Tensor, torch.nn.Module, enum.Enum, torch.Size, type(None)
 _LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
 
 _lock = threading.Lock()
-_leaf_types: set[type] = set()
-_torch_nodes_seen = len(TORCH_NODES)
 
 
 def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
@@ -74,7 +73,7 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
         return [tree], _LEAF
     while True:
         leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
-        if (_leaf_types.issuperset(map(type, leaves)) and len(TORCH_NODES) == _torch_nodes_seen) or not _learn(leaves):
+        if not any(_is_new_node(cls, len(TORCH_NODES)) for cls in set(map(type, leaves))):
             return leaves, spec
 
 
@@ -123,29 +122,22 @@ def _steps(spec: TreeSpec) -> list[str]:
     return [] if top is None else paths(top, "")
 
 
-def _learn(leaves: list[Any]) -> bool:
-    """Register container types among the types of these leaves that weren't seen before; return whether any were."""
-    global _torch_nodes_seen
-    with _lock:
-        if len(TORCH_NODES) != _torch_nodes_seen:  # a type that was a leaf may be a node now
-            _torch_nodes_seen = len(TORCH_NODES)
-            _leaf_types.clear()
-        new = set(map(type, leaves)) - _leaf_types
-        nodes = set(filter(_is_node, new))
-        _leaf_types.update(new - nodes)
-        return bool(nodes)
+@functools.cache
+def _is_new_node(cls: Any, torch_nodes: int) -> bool:
+    """Whether a type whose values were leaves is a container, which this registers.
 
-
-def _is_node(cls: Any) -> bool:
+    The answer may change with the number of types in torch's pytree.
+    """
     if issubclass(cls, _NEVER_NODES):
         return False
-    if optree.register_pytree_node.get(cls, namespace=_NAMESPACE) is not None:
-        return True  # another thread was faster
-    # All attributes of a dataclass count: torch's `register_dataclass` may leave out some that the first run sees.
-    node = _dataclass(cls) or _torch_node(cls)
-    if node is not None:
-        take, put, entry = node
-        optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
+    with _lock:
+        if optree.register_pytree_node.get(cls, namespace=_NAMESPACE) is not None:
+            return True  # another thread was faster
+        # All attributes of a dataclass count: torch's `register_dataclass` may leave out some that the first run sees.
+        node = _dataclass(cls) or _torch_node(cls)
+        if node is not None:
+            take, put, entry = node
+            optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
     return node is not None
 
 

@@ -89,7 +89,7 @@ class Guard(Held):
         self._differs: _Comparison | None = None
         self.lost = False  # the region has changed it, and it was not copied
         self.dual: tuple | None = None  # its primal and tangent, which are freed when their level ends
-        if private.dual_level_active() and is_dual(tensor):
+        if is_dual(tensor):
             self.dual = tuple((t, t.requires_grad, _leafness(t)) for t in fwAD.unpack_dual(tensor))
         elif not self.requires_grad and _is_small(tensor, limit):
             self._copy = copied(tensor.detach())

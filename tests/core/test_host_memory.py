@@ -61,7 +61,6 @@ def test_a_tensor_that_is_not_on_a_device_is_not_copied(monkeypatch: pytest.Monk
     copies = Copies(monkeypatch)
     x, meta = leaf(3), torch.ones(3, device="meta")
     kept = Offloaded(x)
-    kept.prefetch()
     assert kept.get() is x
     kept.release()
     kept.settle()
@@ -216,7 +215,7 @@ def test_a_group_that_was_only_prefetched_is_released_when_the_pass_ends(far: Co
 def test_a_prefetch_may_run_out_of_memory(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     x = leaf(8)
     loss, _ = regions(x, 2)
-    to_device, calls = host_memory._to_device, []
+    to_device, calls = Offloaded._to_device, []
 
     def short(*args: Any) -> Any:
         calls.append(args)
@@ -224,7 +223,7 @@ def test_a_prefetch_may_run_out_of_memory(far: Copies, monkeypatch: pytest.Monke
             raise torch.OutOfMemoryError("no memory")
         return to_device(*args)
 
-    monkeypatch.setattr(host_memory, "_to_device", short)
+    monkeypatch.setattr(Offloaded, "_to_device", short)
     assert_same(torch.autograd.grad(loss, x)[0], plainly(x, 2))
     assert sorted(far.back) == [0, 1, 2, 3] and len(calls) == 6
 
