@@ -49,7 +49,7 @@ def check(
         loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
             tensors in the result.
         where: which submodules of a model are regions, as in :func:`remat.nn.apply`. By default ``fn`` is one region.
-        **kwargs: its keyword arguments. If it has one with the name of an option above, wrap it in a lambda.
+        kwargs: its keyword arguments. If it has one with the name of an option above, wrap it in a lambda.
 
     Returns:
         A result that is true if both runs agree. Its text names what differs, or the error of a run.

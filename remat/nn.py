@@ -93,7 +93,7 @@ def budget(
         amount: the highest allowed peak of live tensors between the start of the forward and the end of the backward,
             with the gradients of parameters, without parameters and inputs: a number of bytes, a string such as
             ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization.
-        *args, **kwargs: arguments for the model, as in training.
+        args, kwargs: arguments for the model, as in training.
         loss: computes a scalar from the model's result, as in :func:`remat.check`.
         cost: the cost of recomputing an operation, as in :func:`remat.policies.budget`.
 

@@ -23,7 +23,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
     Args:
         fn, *args: the function or module, and its arguments, any pytrees.
         inputs: also list the arguments and captured tensors that are saved. They take no additional memory.
-        **kwargs: its keyword arguments. If ``fn`` has a keyword argument named ``inputs``, wrap it in a lambda.
+        kwargs: its keyword arguments. If ``fn`` has a keyword argument named ``inputs``, wrap it in a lambda.
 
     Returns:
         One entry for each saved storage, the largest first. Its ``source`` is a text such as ``argument params['w1']``,
