@@ -26,7 +26,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     arguments.
 
     Args:
-        fn, *args, **kwargs: the function or module, and its arguments, any pytrees. Regions in it have no effect.
+        fn, args, kwargs: the function or module, and its arguments, any pytrees. Regions in it have no effect.
         cost: what an operation costs when it is recomputed. ``"roofline"``: microseconds by its FLOPs and the bytes
             that it moves, the same on every run. ``"flops"``: FLOPs of matrix products, convolutions and attention.
             ``"time"``: microseconds as measured. Or a function ``(op, args, kwargs, result)`` that returns a number.

@@ -43,7 +43,7 @@ def check(
     the tensors that require grad; if none does, with respect to all floating-point arguments.
 
     Args:
-        fn, *args: the function or module, and its arguments, any pytrees.
+        fn, args: the function or module, and its arguments, any pytrees.
         policy: what the region may save, as in :func:`remat.remat`.
         transform: such as ``torch.func.grad``: compare ``transform(remat(fn))(*args, **kwargs)``, without a loss.
         loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
@@ -104,10 +104,10 @@ def report(
     report also has the peak of its allocator.
 
     Args:
-        fn, *args: the function or module, and its arguments, any pytrees.
+        fn, args: the function or module, and its arguments, any pytrees.
         policies: the policies to try, each as in :func:`remat.remat`. By default no policy, attention, matrix
             products, and both; policies with identical costs are listed once.
-        transform, loss, where, **kwargs: as in :func:`check`.
+        transform, loss, where, kwargs: as in :func:`check`.
 
     Returns:
         A :class:`Report`. Its text is a table, and ``plot()`` draws it.

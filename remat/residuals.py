@@ -21,7 +21,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
     arguments.
 
     Args:
-        fn, *args: the function or module, and its arguments, any pytrees.
+        fn, args: the function or module, and its arguments, any pytrees.
         inputs: also list the arguments and captured tensors that are saved. They take no additional memory.
         kwargs: its keyword arguments. If ``fn`` has a keyword argument named ``inputs``, wrap it in a lambda.
 
@@ -72,7 +72,7 @@ def print_saved_residuals(
     """Print what :func:`saved_residuals` returns, and the total. Layers of the same kind share one row.
 
     Args:
-        fn, *args, **kwargs: the function and its arguments.
+        fn, args, kwargs: the function and its arguments.
         inputs: also print the arguments and captured tensors that are saved. The total line counts them in any case.
         file: where to print; standard output by default.
 
