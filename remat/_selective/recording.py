@@ -231,7 +231,7 @@ class Recording:
         for step in self.log.steps[self.log.made[value] + 1 :]:
             if value in step.reads and not (step.tracked and all(out in self.saved_values for out in step.outs)):
                 return True
-        return self.saves.has(value)
+        return self.saves.has(value, self.log.made[value])
 
     # --- what is needed -----------------------------------------------------------------------------------------------
 
