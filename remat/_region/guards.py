@@ -222,7 +222,7 @@ class Guards(list[Guard]):
         super().__init__([Guard(tensor, name, i, limit) for i, (tensor, limit) in enumerate(zip(tensors, limits))])
         self.first_hook = RemovableHandle.next_id  # hooks that a first run registers have this id or a higher one
         self._grads: list[tuple[int, int]] | None = None
-        self.accumulated = False  # a backward pass inside the region added to the .grad of one of them
+        self.accumulated = False  # a backward pass inside the region may have added to the .grad of one of them
 
     @property
     def tensors(self) -> list[Any]:
@@ -266,7 +266,7 @@ class Guards(list[Guard]):
             MutationError: the region changed a tensor in place that is not a leaf.
         """
         if self._grads is not None:
-            self.accumulated = self._grads != self._gradients()
+            self.accumulated |= self._grads != self._gradients()
             self._grads = None
         return [guard.tensor for guard in self if guard.close() and not guard.lost]
 

@@ -192,6 +192,21 @@ def gradients_of_captured_parameters(wrap: Wrap) -> Any:
     return before, torch.autograd.grad(out.sum(), (x, w)), w.grad
 
 
+def gradients_that_are_cleared(wrap: Wrap) -> Any:
+    """A recompute doesn't add to the gradients that captured parameters have by then, nor clear them."""
+    x, w = rand(3), rand(3, seed=1)
+
+    def f(x: Tensor) -> Tensor:
+        w.square().sum().backward()
+        scale, w.grad = w.grad.clone(), None
+        return (x * scale * w).sin()
+
+    out = wrap(f)(x)
+    w.grad = torch.ones_like(w)
+    out.sum().backward()
+    return x.grad, w.grad
+
+
 def then(change: Callable[[nn.Linear, Tensor], Any], frozen: bool = False) -> Callable[[Wrap], Any]:
     """Change captured tensors between forward and backward."""
 
@@ -213,6 +228,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     ),
     "counted": statistics(counted),
     "gradients of captured parameters": gradients_of_captured_parameters,
+    "gradients that are cleared": gradients_that_are_cleared,
     "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
     "detached later": then(lambda layer, h: h.detach_()),
 }
