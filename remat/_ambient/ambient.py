@@ -68,13 +68,13 @@ class Ambient:
     def _set(self, now: list[Any], states: Iterable[Any] = ()) -> None:
         """Set the captured state; ``now`` are the current settings, ``states`` those known of generators."""
         known = set(map(id, states))
+        calls = [(each.set_state, state) for each, state in zip(self._every, self._states) if id(state) not in known]
+        if now != self._settings:
+            changes = zip(settings(), now, self._settings, strict=True)
+            calls += [(put, new) for (_, put), old, new in changes if old != new]
         with ExitStack() as stack:  # makes all calls, even if one fails
-            for (_, put), old, new in zip(settings(), now, self._settings, strict=True):
-                if old != new:
-                    stack.callback(put, new)
-            for each, state in zip(self._every, self._states):
-                if id(state) not in known:
-                    stack.callback(each.set_state, state)
+            for put, value in calls:
+                stack.callback(put, value)
             private.set_cached_weights(*self._weights)
 
 

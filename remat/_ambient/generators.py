@@ -32,7 +32,7 @@ class HostGenerator:
     """
 
     def __init__(self, name: str, read: Callable[[], tuple[Any, Any]], write: Callable[[Any], object]) -> None:
-        self.name, self._read, self._write = name, read, write
+        self.name, self._read, self.set_state = name, read, write
         self._key: Any = None  # of the last state
         self._state: Any = None
 
@@ -41,10 +41,6 @@ class HostGenerator:
         if key != self._key:
             self._key, self._state = key, state
         return self._state
-
-    def set_state(self, state: Any) -> None:
-        if self.get_state() is not state:
-            self._write(state)
 
 
 def _read_torch() -> tuple[Any, Any]:
@@ -64,7 +60,7 @@ class _NumPy(HostGenerator):
     """
 
     def __init__(self) -> None:
-        super().__init__("NumPy's random", self._read_numpy, lambda state: sys.modules["numpy"].random.set_state(state))
+        super().__init__("NumPy's random", self._read_numpy, self._write_numpy)
         self._bits: bytes | None = None
         self._had_half = False
 
@@ -81,6 +77,10 @@ class _NumPy(HostGenerator):
         self._had_half = bool(half) or (known and self._had_half)
         self._bits = bits
         return (object() if bits is None else (bits, half and state["gauss"])), state
+
+    def _write_numpy(self, state: Any) -> None:
+        if self.get_state() is not state:
+            sys.modules["numpy"].random.set_state(state)
 
 
 _HOST = (

@@ -22,7 +22,7 @@ from .._core.facts import facts_of, mapped, tensors
 from .._core.known import Known
 from .._core.tensors import as_leaf, is_recorded
 from .._functorch import lowering as functorch
-from .._functorch.bottom import CHANGES, Call, is_refused_change, steps
+from .._functorch.bottom import CHANGES, Call, is_refused_change, transforms_of
 from .._functorch.derived import Pullback, Tensors
 from .._functorch.levels import apply
 from .._policy.judge import question
@@ -126,7 +126,7 @@ def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[b
 
 def _again(region: Any, operands: Tensors) -> list:
     """A recompute, on operands that depend on the cotangents."""
-    count = next((len(step.needs) for step in steps(region) if isinstance(step, Pullback)), len(operands))
+    count = next((len(each.needs) for each in transforms_of(region) if isinstance(each, Pullback)), len(operands))
     before = region.root.before(operands[:count])
     return region.run([*after(before, operands[count:]), *operands[count:]], Run())
 

@@ -22,16 +22,15 @@ class Facts:
         name = "" if schema is None else schema.name  # higher-order operators have none
         arguments: Any = () if schema is None else schema.arguments
         returns: Any = () if schema is None else schema.returns
-        self.reshapes = torch.Tag.inplace_view in tags  # it changes an argument in place, but only shape and strides
-        # The arguments that it writes to, by position and by name. `record_stream` only informs the allocator.
+        # The arguments that it writes to, by position and by name.
         self.writes = [
             (i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
         ]
         self.updates_statistics = name in _BATCH_NORMS  # if it writes them, its own result doesn't depend on them
         if self.updates_statistics:
             self.writes = [(3, "running_mean"), (4, "running_var")]
-        if self.reshapes or name == "aten::record_stream":
-            self.writes = []
+        if torch.Tag.inplace_view in tags or name == "aten::record_stream":
+            self.writes = []  # the one changes only shape and strides, the other only informs the allocator
         self.makes_nothing = name.startswith(("aten::empty", "aten::new_empty"))
         # It reads only the shape, dtype and device of its arguments.
         self.reads_nothing = self.makes_nothing or name.startswith("aten::new_") or name.endswith("_like")

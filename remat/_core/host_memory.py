@@ -191,13 +191,15 @@ class _Side:
 
     def hold_back(self, copied: torch.Event, nbytes: int) -> None:
         """Wait for earlier copies to the host until at most ``IN_FLIGHT_BYTES`` are in flight, or only this copy."""
+        late = None
         with _lock:
             self.pending.append((copied, nbytes))
             self.pending_bytes += nbytes
             while self.pending_bytes > IN_FLIGHT_BYTES and len(self.pending) > 1:
                 late, nbytes = self.pending.popleft()
                 self.pending_bytes -= nbytes
-                late.synchronize()
+        if late is not None:
+            late.synchronize()
 
 
 _side = functools.cache(_Side)

@@ -113,7 +113,7 @@ def current_pass() -> Pass | None:
 
 def _drop(slots: list[Any]) -> None:
     for slot in slots:
-        slot.value = None
+        slot.empty()
 
 
 _ENGINE_CALL = private.engine_call.__code__

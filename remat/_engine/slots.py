@@ -80,7 +80,8 @@ class Slots:
 
     def let_go(self) -> None:
         """Drop the references to slots: from now on a slot lives as long as the node of autograd that saved it."""
-        self._refs += [_dead if slot is None else weakref.ref(slot) for slot in self.new]
+        for slot in self.new:
+            self._refs.append(_dead if slot is None else weakref.ref(slot))
         self.new.clear()
 
     def alive(self) -> list[Slot | None]:

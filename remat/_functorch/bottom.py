@@ -130,7 +130,7 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
     inference = any(t.is_inference() for t in operands)  # autograd can't record inference tensors
     follows = wanted is not None and any(wanted) and not inference
     # Whether one graph has the gradients that each of the levels needs.
-    fits = not any(isinstance(step, Batched) and step.sums for step in steps(region))
+    fits = not any(isinstance(each, Batched) and each.sums for each in transforms_of(region))
     inputs = operands
     if follows and fits:  # operands that autograd itself follows, below all levels, stay as they are
         cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
@@ -145,7 +145,9 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
         else:
             call.recorder = None  # nothing is differentiated
             outs = _first_without_hooks(region, inputs, call)
-    if follows and fits and not any(isinstance(step, Jvp) for step in steps(region)):  # a Jvp returns tangents too
+    if (
+        follows and fits and not any(isinstance(each, Jvp) for each in transforms_of(region))
+    ):
         call.depends = [t.requires_grad for t in outs]
     if recorded or not follows:
         return outs
@@ -156,7 +158,7 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
     return list(map(detached, outs))
 
 
-def steps(region: Any) -> Iterator[Any]:
+def transforms_of(region: Any) -> Iterator[Any]:
     """The transforms of the region, the last one first."""
     while region is not region.root:
         yield region

@@ -19,7 +19,7 @@ class Record:
     def __init__(self, recording: Recording, results: list[tuple[int | None, torch.Tensor]]) -> None:
         self.policy, self.known, self.saved_values = recording.verdicts.policy, recording.known, recording.saved_values
         self.inputs = recording.inputs  # the values of the operands and the captured tensors
-        self.log = recording.log
+        self.drawing, self.views = recording.log.drawing, recording.log.views
         self.program = recording.program()
         self._has_slots = recording.has_slots
         self.one_output = sum(tensor.requires_grad for _, tensor in results) == 1
@@ -37,9 +37,9 @@ class Record:
         choices = recording.choices
         if choices is None:
             return
-        steps = choices.steps(self.program)
+        steps, made = choices.steps(self.program), recording.log.made
         only = choices.so_far if steps is None else steps
-        self.saved_values.save_only([value for value in self.saved_values.numbers() if self.log.made[value] in only])
+        self.saved_values.save_only([value for value in self.saved_values.numbers() if made[value] in only])
         if steps is None:
             roots = recording.saves.roots(self._end, self.saved_values.hooks is not None)
             choices.close(self.program, roots, results, self._has_slots and self._is_lazy)

@@ -119,9 +119,10 @@ class Recording:
             differentiated = not storages.tracked.isdisjoint(key[-1])
         grad_mode = torch.is_grad_enabled()
         if last is not None and last.is_plain and last.key == key and len(new) == 1:
-            under = storages.count, new[0][2], differentiated, grad_mode
+            tensor, storage = new[0]
+            under = storages.count, place_of(tensor)[1], differentiated, grad_mode
             if under == (last.outs[0], last.result.form, last.differentiated, last.grad_mode):
-                storages.put(new[0][1], storages.number())
+                storages.put(storage, storages.number())
                 storages.tracked.update(last.tracked)
                 return last
         number, outcome, verdict = len(self.log.steps), template(result, new, read), None
@@ -130,11 +131,11 @@ class Recording:
         elif is_judged(outcome, facts):
             verdict = self.verdicts.on_operation((number,), facts, args, kwargs, result)
         outs, tracked = list[int](), list[int]()
-        for each in new:
+        for tensor, storage in new:
             value = storages.number()
-            storages.put(each[1], value)
+            storages.put(storage, value)
             outs.append(value)
-            if differentiated and is_differentiable(each[0]):
+            if differentiated and is_differentiable(tensor):
                 tracked.append(value)
         overwritten = self._overwrite(facts.written(args, kwargs), differentiated, outs, tracked)
         storages.tracked.update(tracked)

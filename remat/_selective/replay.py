@@ -31,7 +31,7 @@ class Replay(RegionMode):
     """The dispatch mode of a recompute, which matches operations with the steps of the first run."""
 
     def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool, last: bool) -> None:
-        super().__init__(record.policy, record.known, record.log.drawing)
+        super().__init__(record.policy, record.known, record.drawing)
         self.record = record
         self.plan = plan
         self.whole = whole  # it skips no step
@@ -66,7 +66,7 @@ class Replay(RegionMode):
         if filling or state.unseen or self.ranges:
             return self.placeholders.mark(func(*args, **kwargs))
         record, storages = self.record, self.storages
-        if (facts.views or facts in record.log.views) and facts not in record.program.makers:
+        if (facts.views or facts in record.views) and facts not in record.program.makers:
             if not self.placeholders:
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
@@ -89,8 +89,8 @@ class Replay(RegionMode):
         with without_torch_function():
             new, written = storages.new(result), facts.written(args, kwargs)
             outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
-            for each, value in zip(new, outs):
-                storages.put(each[1], value)
+            for (_, storage), value in zip(new, outs):
+                storages.put(storage, value)
             for tensor, value in zip(written, outs[len(new) :]):
                 storages.put(holder(tensor), value)
         return result

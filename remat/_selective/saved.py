@@ -32,7 +32,7 @@ from .values import Layout, form_of
 class Residual:
     """A saved value: the contents of a storage, as an operation made them. Methods take any alias as ``tensor``."""
 
-    __slots__ = ("__weakref__", "_bring", "_form", "_guard", "_near", "_offloaded", "_versions", "line", "op")
+    __slots__ = ("__weakref__", "_bring", "_guard", "_near", "_offloaded", "_versions", "line", "op")
 
     def __init__(self, op: Any, line: Line | None) -> None:
         self.op, self.line = op, line  # the operator that made it, and the line that called the operator
@@ -43,7 +43,7 @@ class Residual:
 
     def save_here(self, tensor: torch.Tensor) -> None:
         """Save the value where it is."""
-        self._guard, self._form = alias(tensor), form_of(tensor)
+        self._guard = alias(tensor)
         self._versions = [(self._guard, private.version(tensor))]
 
     def watch(self, result: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class Residual:
             MutationError: the value was changed in place.
         """
         tensor = self.get()
-        if self._bring is None and self._form == layout.form:
+        if self._bring is None and form_of(tensor) == layout.form:
             return alias(tensor)
         with private.without_levels() if private.transforms_active() else nullcontext():
             return layout.of(tensor)

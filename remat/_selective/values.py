@@ -17,7 +17,7 @@ from .._core.facts import Facts, tensors
 from .._core.private import FakeTensor, has_no_memory, without_dispatch
 from .._core.tensors import as_bytes, bytes_of, holder, is_dense, span
 
-New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # a tensor, its storage (see `place_of`), its form
+New: TypeAlias = tuple[torch.Tensor, Any]  # a tensor and its storage, or the tensor twice (see `holder`)
 
 
 def form_of(tensor: torch.Tensor) -> tuple:
@@ -109,11 +109,9 @@ UNDESCRIBED: Any = object()  # a result that can't be described
 def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> Any:
     """Return the description of a result, with layouts in place of tensors, from which it can be rebuilt."""
     if isinstance(result, torch.Tensor):
-        for i, (tensor, storage, form) in enumerate(new):
-            if tensor is result:
-                return _layout(result, form, i)
+        for i, (_, storage) in enumerate(new):
             if storage is holder(result):
-                return _layout(result, place_of(result)[1], i)
+                return _layout(result, i)
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNDESCRIBED)
     if isinstance(result, (tuple, list)):
         items = [template(item, new, arguments) for item in result]
@@ -121,7 +119,8 @@ def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> 
     return UNDESCRIBED if isinstance(result, torch.ScriptObject) else result
 
 
-def _layout(tensor: torch.Tensor, form: tuple | None, i: int) -> Any:
+def _layout(tensor: torch.Tensor, i: int) -> Any:
+    form = place_of(tensor)[1]
     if form is None or not is_as_it_lies(form) or tensor.is_quantized or has_no_memory(tensor):
         return UNDESCRIBED
     return _new(Layout, (i, form))
@@ -175,9 +174,9 @@ class Storages:
         """Return the tensors of a result that have new, unknown storages, one for each storage."""
         found: dict[int, New] = {}
         for tensor in (result,) if isinstance(result, torch.Tensor) else tensors(result):
-            storage, form = place_of(tensor)
+            storage = holder(tensor)
             if self.is_new(storage):
-                found.setdefault(id(storage), (tensor, storage, form))
+                found.setdefault(id(storage), (tensor, storage))
         return [*found.values()]
 
     def put(self, storage: Any, number: int) -> None:
