@@ -145,9 +145,7 @@ def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bo
         else:
             call.recorder = None  # nothing is differentiated
             outs = _first_without_hooks(region, inputs, call)
-    if (
-        follows and fits and not any(isinstance(each, Jvp) for each in transforms_of(region))
-    ):
+    if follows and fits and not any(isinstance(each, Jvp) for each in transforms_of(region)):
         call.depends = [t.requires_grad for t in outs]
     if recorded or not follows:
         return outs
