@@ -49,14 +49,13 @@ class Arguments:
         return "argument " + (f"args{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}")
 
 
-class Tensors(Arguments):
-    """Arguments whose leaves are all tensors, without duplicates."""
+class Positional(Arguments):
+    """Positional arguments that are all tensors, without duplicates. Calls with the same number share one instance."""
 
     __slots__ = ()
 
-    def __init__(self, spec: trees.TreeSpec, count: int) -> None:
-        self.spec = spec
-        self.leaves, self.uses, self.positions = _in_order(count)
+    def __init__(self, count: int) -> None:
+        super().__init__(trees.flatten(((0,) * count, {}))[1], (None,) * count, [(i, i) for i in range(count)])
 
     def searched(self) -> list[Any]:
         return []
@@ -64,39 +63,17 @@ class Tensors(Arguments):
     generators = searched
 
     def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        return trees.unflatten(self.spec, operands[: len(self.leaves)])
-
-
-class Positional(Tensors):
-    """Positional arguments that are all tensors, without duplicates. Calls with the same number share one instance."""
-
-    __slots__ = ()
-
-    def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         return operands[: len(self.leaves)], {}
 
 
-@functools.lru_cache(128)
-def _in_order(count: int) -> tuple[Sequence[None], Sequence[tuple[int, int]], Sequence[int]]:
-    return (None,) * count, tuple((i, i) for i in range(count)), range(count)
-
-
-@functools.lru_cache(128)
-def _positional(count: int) -> Positional:
-    return Positional(trees.flatten(((0,) * count, {}))[1], count)
-
-
-def _are_tensors(leaves: Sequence[Any]) -> bool:
-    return _TENSORS.issuperset(map(type, leaves)) and len(set(map(id, leaves))) == len(leaves)
+_positional = functools.lru_cache(128)(Positional)
 
 
 def take_apart(args: tuple, kwargs: dict) -> tuple[Arguments, list[torch.Tensor]]:
     """Return the arguments and their distinct tensors: arguments that are one tensor stay one in the recompute."""
-    if not kwargs and _are_tensors(args):
+    if not kwargs and _TENSORS.issuperset(map(type, args)) and len(set(map(id, args))) == len(args):
         return _positional(len(args)), list(args)
     leaves, spec = trees.flatten((args, kwargs))
-    if _are_tensors(leaves):
-        return Tensors(spec, len(leaves)), leaves
     index: dict[int, int] = {}
     uses: list[tuple[int, int]] = []
     tensors: list[torch.Tensor] = []

@@ -220,7 +220,6 @@ class Recording:
             saved_values.decide(value, verdict)
         if self._is_read(value):
             saved_values.hold(value, part)
-        saved_values.drop([each for each in saved_values.candidates if each not in step.reads or self._is_read(each)])
         # Otherwise the operation would have to be recomputed for its other results.
         for sibling in step.outs if value in saved_values else ():
             if sibling not in saved_values and sibling not in self.verdicts.names and sibling in self._siblings:
