@@ -99,9 +99,8 @@ class Outputs:
 
     __slots__ = ("entries", "options", "prints", "spec")
 
-    def __init__(self, options: Any) -> None:
-        self.options = options
-        self.spec: Any = None
+    def __init__(self, options: Any, spec: Any = None) -> None:
+        self.options, self.spec = options, spec
         self.entries: Sequence[tuple[str, Any]] = ()
         self.prints: Sequence[Any] = ()
 
@@ -120,8 +119,8 @@ class Outputs:
         """
         leaves, spec = trees.flatten(result)
         entries, new = _sort(leaves, operands)
+        self.check_tree(spec)
         if self.options.determinism_check != "none":
-            self._check_tree(spec)
             for i, ((before, _), (now, _)) in enumerate(zip(self.entries, entries)):
                 if now != before:
                     raise RecomputeMismatchError(
@@ -139,13 +138,9 @@ class Outputs:
                     )
         return new
 
-    def check_structure(self, result: Any) -> None:
-        """Compare only the structure of a recompute's result with the first one."""
-        if self.options.determinism_check != "none":
-            self._check_tree(trees.flatten(result)[1])
-
-    def _check_tree(self, spec: Any) -> None:
-        if spec != self.spec:
+    def check_tree(self, spec: Any) -> None:
+        """Compare the structure of a recompute's result with the first one."""
+        if spec != self.spec and self.options.determinism_check != "none":
             raise RecomputeMismatchError(
                 f"The region returned a different structure in the recompute: "
                 f"{trees.describe_difference(self.spec, spec, 'output')} A region's function must return the same "

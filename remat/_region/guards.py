@@ -106,6 +106,15 @@ class Guard(Held):
     def name(self) -> str:
         return self._name(self._i)
 
+    def hand_over(self, hooks: Hooks, to_region: bool) -> None:
+        """Pass the tensor to the hooks. What they make of it the first time is kept."""
+        packed = Packed(self.tensor, hooks, to_region)
+        self.packed = self.packed or packed
+
+    def forget_history(self) -> None:
+        if self.tensor is not None and not self.leaf:
+            self.tensor = alias(self.tensor)
+
     def close(self) -> bool:
         """End the first run: release what isn't needed, and return whether the region has changed the tensor.
 
@@ -251,8 +260,7 @@ class Guards(list[Guard]):
         Autograd does so with what it saves. ``to_region``: the hooks are those of an outer region.
         """
         for i in uses:
-            packed = Packed(self[i].tensor, hooks, to_region)
-            self[i].packed = self[i].packed or packed
+            self[i].hand_over(hooks, to_region)
 
     def offload(self) -> None:
         """Move activations to host memory. Device memory is freed if no other reference keeps it alive."""
@@ -273,8 +281,7 @@ class Guards(list[Guard]):
     def forget_histories(self) -> None:
         """Detach captured tensors: a history may lead to earlier regions, which captured tensors, and so on."""
         for guard in self:
-            if guard.tensor is not None and not guard.leaf:
-                guard.tensor = alias(guard.tensor)
+            guard.forget_history()
 
     def roll_back(self) -> None:
         """Restore values and hooks of tensors that a first run has changed, because that run is abandoned."""

@@ -145,7 +145,7 @@ class Region:
         self.ran = True
         mode = run.mode(self.inputs.with_captured(self.inputs.tensors))
         result = self._called(args, kwargs, mode, run.log, again=False)
-        self.outputs.spec = trees.flatten(result)[1]
+        self.outputs = Outputs(self.options, trees.flatten(result)[1])
         return result
 
     def call_again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
@@ -195,4 +195,4 @@ class Region:
 
     def check_result(self, result: Any) -> None:
         """Compare the structure of a recompute's result with the first one."""
-        self.outputs.check_structure(result)
+        self.outputs.check_tree(trees.flatten(result)[1])

@@ -215,6 +215,14 @@ class Value:
         self.owned: Residual | None = None
         self.residual: Callable[[], Residual | None] = _nothing
 
+    def save(self, residual: Residual) -> None:
+        """Own the residual that was just made."""
+        self.owned, self.residual = residual, weakref.ref(residual)
+
+    def own(self) -> None:
+        """Own the residual, which only slots own so far."""
+        self.owned = self.residual()
+
     @property
     def is_saved(self) -> bool:
         """Whether its residual is alive and unchanged."""
@@ -319,7 +327,7 @@ class SavedValues:
                 if self.hooks is None and self._group is None:
                     self._group = Group()
                 residual.save_elsewhere(tensor, log.layout(value), self.hooks, self._group)
-            each.owned, each.residual = residual, weakref.ref(residual)
+            each.save(residual)
         return residual
 
     def residual(self, value: int) -> Residual | None:
@@ -340,13 +348,13 @@ class SavedValues:
 
     def close(self, needed: Collection[int], results: Collection[tuple[int | None, torch.Tensor]]) -> None:
         """Own the residuals that a recompute needs, and release all others, when the first run has ended."""
-        owned = {value: self.residual(value) or self.save(value, self.candidates[value]) for value in sorted(needed)}
+        owned = [self.residual(value) or self.save(value, self.candidates[value]) for value in sorted(needed)]
         for value, tensor in results:
             if value is not None and (residual := self.residual(value)) is not None:
                 residual.watch(tensor)
         self.release_all()
-        for value, residual in owned.items():
-            self._values[value].owned = residual
+        self.own(needed)
+        del owned
         del self.log, self.saves  # only the first run needs them
 
     def release_all(self) -> None:
@@ -358,12 +366,12 @@ class SavedValues:
     def release(self, value: int) -> None:
         """Release the residual of a value that the last recompute has restored."""
         if value in self._values:
-            self._values[value].owned = None
+            self._values[value].give_up()
 
     def own(self, values: Collection[int]) -> None:
         """Own the residuals of these values, which only slots own so far, before the slots are freed."""
         for value in self._values.keys() & values:
-            self._values[value].owned = self._values[value].residual()
+            self._values[value].own()
 
     @property
     def nbytes(self) -> int:
