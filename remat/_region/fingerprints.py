@@ -41,6 +41,11 @@ def _look(tensor: torch.Tensor) -> tuple:
     return (*saved_look(tensor), _stride(tensor))
 
 
+def form_of(tensor: torch.Tensor) -> tuple:
+    """The shape and the strides of a tensor."""
+    return tensor.shape, _stride(tensor)
+
+
 def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     try:
         return tensor.stride()

@@ -16,9 +16,11 @@ from .._core.known import Known
 from .._core.lines import Line, user_line
 from .._core.ranges import in_range
 from .._core.state import first_run, own_work, recomputing, state
+from ..errors import MutationError
 from .arguments import Arguments, Outputs
 from .around import Around
 from .error_context import with_region
+from .fingerprints import form_of
 from .inputs import Inputs
 from .options import UNFINISHED, Options, refuse_unfinished
 from .turns import turn
@@ -173,11 +175,14 @@ class Region:
             return self.outputs.compare(result, operands)
         self.ran = True
         operands = inputs.apart_first(operands)
+        forms = list(map(form_of, operands)) if private.JVP in self.kinds else ()
         if run.watch is not None:
             run.watch.gets(operands)
         with inputs.bound_first(operands), run.watch or nullcontext():
             mode = run.mode(inputs.with_captured(operands))
             result = self._called(*inputs.arguments.filled(operands), mode, run.log, again=False)
+        if any(form_of(operand) != form for operand, form in zip(operands, forms)):
+            raise MutationError(RESHAPED)
         return self.outputs.record(result, operands)
 
     def remember(self, record: Any) -> None:
@@ -196,3 +201,9 @@ class Region:
     def check_result(self, result: Any) -> None:
         """Compare the structure of a recompute's result with the first one."""
         self.outputs.check_tree(trees.flatten(result)[1])
+
+
+RESHAPED = (
+    "A region under torch.func.jvp changes the shape or strides of an argument or a captured tensor in place (`t_`, "
+    "`squeeze_`, `resize_`), which code outside of it wouldn't see. Use the out-of-place operation."
+)

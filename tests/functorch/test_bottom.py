@@ -86,6 +86,18 @@ def test_a_region_that_changes_its_argument_is_refused(transform: Callable) -> N
         transform(lambda x: remat(lambda x: x.mul_(2).sin())(x.clone()).sum())(X)
 
 
+@pytest.mark.parametrize("transpose", [lambda x: x.t_(), lambda x: x.transpose_(0, 1), lambda x: x.unsqueeze_(0)])
+def test_a_region_that_reshapes_its_argument_in_place_is_refused(transpose: Callable) -> None:
+    """Code outside of the region would see the old shape, so that square matrices gave wrong numbers."""
+
+    def program(x: Tensor) -> Tensor:
+        h = x.sin()
+        return remat(lambda h: transpose(h).cos())(h) * h
+
+    with pytest.raises(MutationError, match="changes the shape or strides of an argument"):
+        jvp(program, (X,), (X,))
+
+
 def pull_after(call: Callable, before: bool, change: Callable) -> None:
     x = X.clone()
     out, pull = vjp(call, x)
