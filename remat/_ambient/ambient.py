@@ -6,7 +6,7 @@ The generators are those of every device in use, those that the caller names, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .._core.devices import current_device, is_capturing
 from .._core.tensors import bytes_of
 from ..errors import RematError
 from .generators import global_generators, with_state
-from .settings import read_settings, settings
+from .settings import default_device, read_settings, settings
 
 
 class Ambient:
@@ -31,7 +31,7 @@ class Ambient:
         Raises:
             RematError: a CUDA graph is being captured, so a generator's state can't be set.
         """
-        self._settings = read_settings()
+        self._settings, self._default_device = read_settings(), default_device()
         self._weights = private.cached_weights()  # of ``torch.nn.utils.parametrize.cached()``
         self._preserves = preserve_rng_state
         if preserve_rng_state and is_capturing():
@@ -50,7 +50,8 @@ class Ambient:
         torch.autocast_increment_nesting()  # as in torch.autocast, so that cached casts are dropped after the run
         try:
             self._set(before._settings, before._states)
-            yield
+            with nullcontext() if before._default_device == self._default_device else self._default_device:
+                yield
         finally:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()

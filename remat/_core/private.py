@@ -18,7 +18,6 @@ import torch._subclasses.functional_tensor
 import torch.autograd.forward_ad as fwAD
 import torch.fx.experimental.proxy_tensor as _proxy_tensor
 import torch.nn.utils.parametrize as _parametrize
-import torch.overrides as _overrides
 import torch.utils._device as _device
 import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
@@ -245,22 +244,8 @@ sdpa_priority, set_sdpa_priority = torch._C._get_sdp_priority_order, torch._C._s
 # The setting of ``torch.set_float32_matmul_precision``, read from one of the two places that it sets, in which all its
 # values differ. The public getter takes 18 us to raise an error where newer setters are in use.
 float32_precision = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
-# ``with device:`` puts its mode on top of the stack of modes, ``torch.set_default_device`` at the bottom. The stack is
-# read and restored mode by mode, as public functions can only add a mode.
-DeviceMode = _device.DeviceContext
-function_modes = torch._C._len_torch_function_stack
-function_mode_at = torch._C._get_function_stack_at
-pop_function_mode, push_function_mode = _overrides._pop_mode, _overrides._push_mode
-
-
-def default_device_notes() -> tuple[Any, Any]:
-    """What torch and Dynamo store about the mode at the bottom, that of ``set_default_device``."""
-    return _device.CURRENT_DEVICE, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-
-
-def set_default_device_notes(value: tuple[Any, Any]) -> None:
-    _device.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context = value
-
+DeviceMode = _device.DeviceContext  # the mode of a default device; ``torch.get_default_device`` makes a tensor
+function_modes, function_mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 
 # Values of a thread, and of the device threads in a backward pass that it starts.
 carry = torch._C._stash_obj_in_tls
