@@ -227,8 +227,6 @@ def set_cached_weights(depth: int, entries: tuple) -> None:
 
 # Types registered only with torch's pytree, such as Hugging Face's outputs, with the functions that flatten them.
 TORCH_NODES = _torch_pytree.SUPPORTED_NODES
-MappingKey = _torch_pytree.MappingKey  # they print the path to a leaf of such a type
-SequenceKey = _torch_pytree.SequenceKey
 
 # --- ambient state ------------------------------------------------------------------------------------------------
 # The getters that the functions of torch.backends.cuda call. A region calls all of them three times.

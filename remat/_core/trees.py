@@ -12,14 +12,14 @@ import functools
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optree
 import torch
 from optree import PyTreeSpec as TreeSpec
 
-from .private import TORCH_NODES, MappingKey, SequenceKey
+from .private import TORCH_NODES
 
 
 def attributes(value: Any) -> Any:
@@ -141,34 +141,19 @@ def _is_new_node(cls: Any, torch_nodes: int) -> bool:
     return node is not None
 
 
-class _TorchEntry(optree.PyTreeEntry):
-    """A step of a path as torch's key entry, which prints itself."""
-
-    def codify(self, node: str = "") -> str:
-        return f"{node}{self.entry}"
-
-
 def _torch_node(cls: type) -> Node | None:
     if (node := TORCH_NODES.get(cls)) is None:
         return None
 
-    def take(obj: Any) -> tuple[Iterable[Any], Any, Iterable[Any]]:
+    def take(obj: Any) -> tuple[list[Any], Any, list[Any] | None]:
         found, context = node.flatten_fn(obj)
         children = list(found)
-        keys: Sequence[Any] = ()
-        if node.flatten_with_keys_fn is not None:
-            # Only the keys: its context may be another one, which `unflatten_fn` can't read.
-            keys = [key for key, _ in node.flatten_with_keys_fn(obj)[0]]
-        elif isinstance(obj, Mapping):
-            keys = [MappingKey(key) for key in obj]
-        if len(keys) != len(children):
-            keys = [SequenceKey(index) for index in range(len(children))]
-        return children, context, keys
+        return children, context, list(obj) if isinstance(obj, Mapping) and len(obj) == len(children) else None
 
     def put(context: Any, children: Iterable[Any]) -> Any:
         return node.unflatten_fn(list(children), context)
 
-    return take, put, _TorchEntry
+    return take, put, optree.MappingEntry
 
 
 def _dataclass(cls: type) -> Node | None:
