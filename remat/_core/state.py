@@ -13,8 +13,6 @@ import torch
 from . import private
 from .private import as_subclass, modes_that_see
 
-__all__ = ["disable_remat", "is_disabled", "is_recomputing"]
-
 
 def _carry_in_torch_2_11(key: str, value: Any) -> None:
     """Torch 2.11 stores an object without adding a reference to it."""

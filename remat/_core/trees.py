@@ -51,8 +51,6 @@ def _base(container: Any) -> Any:
     return dict if issubclass(cls, dict) else list if issubclass(cls, list) else tuple
 
 
-__all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten", "without_plain"]
-
 Node = tuple[Callable, Callable, type[optree.PyTreeEntry]]  # functions that flatten and unflatten it, type of its paths
 _NAMESPACE = "remat"
 # None is a node in optree, and torch.Size in torch's pytree; here they are leaves.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -91,16 +91,10 @@ def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
                 f"training a region runs without a cache, because a recompute would fill it again, so the result would "
                 f"be different. Call it in eval mode, without a cache, or after `remat.nn.undo(model)`."
             )
-        _warn(type(module).__name__)
+        warn(
+            f"In training a {type(module).__name__} that is a region runs without a cache (`use_cache=False`), as with "
+            f"its library's own checkpointing. Pass `use_cache=False` to the model to avoid this warning."
+        )
     args = tuple(None if isinstance(value, caches.Cache) else value for value in args)
     kwargs = {name: None if isinstance(value, caches.Cache) else value for name, value in kwargs.items()}
     return args, {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
-
-
-@cache
-def _warn(name: str) -> None:
-    """Warn once for each class of layers."""
-    warn(
-        f"In training a {name} that is a region runs without a cache (`use_cache=False`), as with its library's own "
-        f"checkpointing. Pass `use_cache=False` to the model to avoid this warning."
-    )
