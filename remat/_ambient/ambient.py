@@ -26,15 +26,11 @@ class Ambient:
     """
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any], preserve_rng_state: bool) -> None:
-        """Record the current state. Of `devices` only generators of backends that have been initialized are included.
-
-        Raises:
-            RematError: a CUDA graph is being captured, so a generator's state can't be set.
-        """
+        """Record the current state. Of `devices` only generators of initialized backends are included."""
         self._settings, self._default_device = read_settings(), default_device()
         self._weights = private.cached_weights()  # of ``torch.nn.utils.parametrize.cached()``
         self._preserves = preserve_rng_state
-        if preserve_rng_state and is_capturing():
+        if preserve_rng_state and is_capturing():  # then a generator's state can't be set
             raise RematError(_IN_A_GRAPH)
         self._devices = (*devices, *current_device())  # another device may be current in the backward
         self._generators = tuple(map(with_state, generators))

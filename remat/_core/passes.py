@@ -33,7 +33,8 @@ class Pass:
 
     def __del__(self) -> None:
         for _, slots in self.reading.values():
-            _drop(slots)
+            for slot in slots:
+                slot.empty()
         for ref in self.frames:
             if (frame := ref()) is not None:
                 frame.clear()
@@ -48,7 +49,8 @@ class Pass:
             place = "a frame", id(frame)
         before, slots = self.reading.get(place, (None, []))
         if reader is None or reader != before:
-            _drop(slots)
+            for old in slots:
+                old.empty()
             slots = []
         slots.append(slot)
         self.reading[place] = reader, slots
@@ -70,14 +72,9 @@ class PassGroup(Pass):
             running.read(slot, frame, reader)
 
     def take(self, slot: Any) -> None:
-        """Note that the current pass reads ``slot``. A read outside of any pass does not count.
-
-        Raises:
-            RematError: another pass has read it, so its value may be released.
-        """
-        if private.graph_task_id() == -1:
-            return
-        if self.taken.setdefault(slot, private.graph_task_id()) != private.graph_task_id():
+        """Note that the current pass reads ``slot``, and raise an error if another has: it may be released already."""
+        task = private.graph_task_id()
+        if task != -1 and self.taken.setdefault(slot, task) != task:
             raise RematError(
                 "Two backward passes in one GraphExecGroup need the same value of a region, which is recomputed once "
                 "for all passes of the group. Run overlapping passes outside of the group, or each in its own group."
@@ -109,11 +106,6 @@ def current_pass() -> Pass | None:
         found = _passes[task] = Pass()
         private.at_end_of_backward(found)
     return found
-
-
-def _drop(slots: list[Any]) -> None:
-    for slot in slots:
-        slot.empty()
 
 
 _ENGINE_CALL = private.engine_call.__code__

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import optree
@@ -55,9 +55,6 @@ Node = tuple[Callable, Callable, type[optree.PyTreeEntry]]  # functions that fla
 _NAMESPACE = "remat"
 # None is a node in optree, and torch.Size in torch's pytree; here they are leaves.
 _NEVER_NODES = (torch.Tensor, torch.nn.Module, enum.Enum, torch.Size, type(None))
-_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
-
-_lock = threading.Lock()
 
 
 def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
@@ -67,8 +64,6 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
     >>> leaves, unflatten(spec, leaves)
     ([1, None], {'x': (1, None)})
     """
-    if isinstance(tree, torch.Tensor):
-        return [tree], _LEAF
     while True:
         leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
         if not any(_is_new_node(cls, len(TORCH_NODES)) for cls in set(map(type, leaves))):
@@ -128,15 +123,13 @@ def _is_new_node(cls: Any, torch_nodes: int) -> bool:
     """
     if issubclass(cls, _NEVER_NODES):
         return False
-    with _lock:
-        if optree.register_pytree_node.get(cls, namespace=_NAMESPACE) is not None:
-            return True  # another thread was faster
-        # All attributes of a dataclass count: torch's `register_dataclass` may leave out some that the first run sees.
-        node = _dataclass(cls) or _torch_node(cls)
-        if node is not None:
-            take, put, entry = node
-            optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
-    return node is not None
+    # All attributes of a dataclass count: torch's `register_dataclass` may leave out some that the first run sees.
+    if (node := _dataclass(cls) or _torch_node(cls)) is None:
+        return False
+    take, put, entry = node
+    with suppress(ValueError):  # another thread was faster
+        optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
+    return True
 
 
 def _torch_node(cls: type) -> Node | None:
@@ -172,11 +165,8 @@ def _dataclass(cls: type) -> Node | None:
     def take(obj: Any) -> tuple[Iterable[Any], tuple[str, ...], tuple[str, ...]]:
         state = dict(attributes(obj))
         for name, slot in slots.items():
-            try:
-                value = slot.__get__(obj)
-            except AttributeError:  # never set
-                continue
-            state[name] = value
+            with suppress(AttributeError):  # never set
+                state[name] = slot.__get__(obj)
         names = tuple(state)
         return state.values(), names, names
 

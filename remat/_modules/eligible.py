@@ -18,12 +18,7 @@ from ..errors import RematError
 
 
 def check_module(module: torch.nn.Module, name: str = "") -> None:
-    """Check that calls of a module can be regions.
-
-    Raises:
-        TypeError: they can't, for the reason in the message. ``name`` is the module's path in its model.
-        RematError: its library checkpoints it already.
-    """
+    """Raise an error if calls of a module can't be regions. ``name`` is its path in its model."""
     what = f"the {type(module).__name__} {name!r}" if name else f"a {type(module).__name__}"
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"remat recomputes Python code, but {what} is TorchScript: use the module that calls it.")
@@ -41,11 +36,7 @@ def check_module(module: torch.nn.Module, name: str = "") -> None:
 
 
 def check_library_is_off(module: torch.nn.Module, what: str) -> None:
-    """Check the attribute by which transformers and diffusers switch on checkpointing of a module.
-
-    Raises:
-        RematError: it is on.
-    """
+    """Raise an error if transformers or diffusers checkpoint a module, which they switch on by an attribute."""
     if module.training and getattr(module, "gradient_checkpointing", False) is True:
         raise RematError(
             f"The library's own activation checkpointing is on for {what}. If it were a region too, it would be "
@@ -70,11 +61,7 @@ def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callab
 
 
 def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments of a decoder layer without its key-value cache, which a recompute would fill again.
-
-    Raises:
-        RematError: the cache has values of this layer, so the result would be different without it.
-    """
+    """Return the arguments of a decoder layer without its key-value cache, which a recompute would fill again."""
     layers, caches = map(sys.modules.get, ("transformers.modeling_layers", "transformers.cache_utils"))
     if layers is None or caches is None or not isinstance(module, layers.GradientCheckpointingLayer):
         return args, kwargs
