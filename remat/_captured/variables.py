@@ -177,6 +177,8 @@ class bound:
 
     def _bind(self, variables: Variables, copy: Copy | None = None) -> None:
         now = variables.now()
+        if copy is None and not now and not variables.then:  # such as the attributes of most parameters
+            return
         wanted = {key: self._value(old, now.get(key, MISSING)) for key, old in variables.then.items()}
         if copy is not None and copy.is_of(variables.holder) and copy.may_stay(now, wanted):
             self._undo.append((variables, now, None))
