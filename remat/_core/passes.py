@@ -17,10 +17,9 @@ from . import private
 class Pass:
     """One backward pass: the frames whose slots it filled and, in a retained graph, the slots that its nodes have read.
 
-    Nodes of a retained graph don't release their slots. A node may read a slot twice, so its value is released when
-    another node of the thread reads one. A value of an outer region that an inner region reads is released when another
-    inner region reads one. When the pass ends, all values are released. The engine owns this object, as a
-    callback, and drops it also when the pass fails.
+    Nodes of a retained graph don't release their slots, and may read one twice. So a value is released when another
+    node of the thread reads one; if an inner region reads it, when another inner region does; and all when the pass
+    ends. The engine owns this object, as a callback, and drops it also when the pass fails.
     """
 
     def __init__(self) -> None:
@@ -41,12 +40,11 @@ class Pass:
 
     def read(self, slot: Any, frame: Any, reader: Any) -> None:
         """Note that a slot of ``frame`` was read by a node, or by ``reader``, the frame of an inner region."""
+        place: Any = "a frame", id(frame)
         if reader is None:
             node = private.current_node()
             reader = None if node is None else private.sequence_number(node)
-            place: Any = "the pass", threading.get_ident()
-        else:
-            place = "a frame", id(frame)
+            place = "the pass", threading.get_ident()
         before, slots = self.reading.get(place, (None, []))
         if reader is None or reader != before:
             for old in slots:

@@ -58,12 +58,7 @@ _NEVER_NODES = (torch.Tensor, torch.nn.Module, enum.Enum, torch.Size, type(None)
 
 
 def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
-    """Flatten a tree. ``None`` and every value that is not a container is a leaf.
-
-    >>> leaves, spec = flatten({"x": (1, None)})
-    >>> leaves, unflatten(spec, leaves)
-    ([1, None], {'x': (1, None)})
-    """
+    """Flatten a tree. ``None`` and every value that is not a container is a leaf."""
     while True:
         leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
         if not any(_is_new_node(cls, len(TORCH_NODES)) for cls in set(map(type, leaves))):
@@ -76,20 +71,12 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any], /) -> Any:
 
 
 def paths(spec: TreeSpec, root: str, /) -> list[str]:
-    """The expression that reaches each leaf from `root`, as in ``args[0]['w1'].bias``.
-
-    >>> paths(flatten(({"a": 1}, [2]))[1], "args")
-    ["args[0]['a']", 'args[1][0]']
-    """
+    """The expression that reaches each leaf from `root`, as in ``args[0]['w1'].bias``."""
     return [accessor.codify(root) for accessor in spec.accessors()]
 
 
 def describe_difference(before: TreeSpec, after: TreeSpec, root: str, /) -> str:
-    """A sentence that describes where two structures first differ.
-
-    >>> describe_difference(flatten([{"a": 1}])[1], flatten([(1, 2)])[1], "output")
-    "output[0] was a dict with ['a'] and is now a tuple of 2."
-    """
+    """Where two structures first differ: "output[0] was a dict with ['a'] and is now a tuple of 2."."""
     if before.type is not after.type or before.entries() != after.entries():
         return f"{root} was {_kind(before)} and is now {_kind(after)}."
     for step, old, new in zip(_steps(before), before.children(), after.children(), strict=True):
