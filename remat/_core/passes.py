@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,7 +22,7 @@ class Pass:
     """
 
     def __init__(self) -> None:
-        self.frames: list[Callable[[], Any]] = []
+        self.frames: weakref.WeakSet[Any] = weakref.WeakSet()
         self.reading: dict[Any, tuple[Any, list[Any]]] = {}  # the last reader, and what it has read
         self.unpacked: dict[Any, torch.Tensor] = {}
 
@@ -34,9 +33,8 @@ class Pass:
         for _, slots in self.reading.values():
             for slot in slots:
                 slot.empty()
-        for ref in self.frames:
-            if (frame := ref()) is not None:
-                frame.clear()
+        for frame in self.frames:
+            frame.clear()
 
     def read(self, slot: Any, frame: Any, reader: Any) -> None:
         """Note that a slot of ``frame`` was read by a node, or by ``reader``, the frame of an inner region."""

@@ -8,7 +8,6 @@ Ownership is one-way, so reference counts alone free everything: autograd's node
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from operator import length_hint
@@ -205,7 +204,7 @@ class Frame:
             if running is None:
                 wanted.empty()
             else:
-                running.frames.append(weakref.ref(self))
+                running.frames.add(self)
             return value
 
     def _is_last(self) -> bool:
