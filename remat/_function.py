@@ -13,7 +13,7 @@ import torch
 from ._compile import lowering as compiled
 from ._core import private
 from ._core.known import Known, known_of
-from ._core.state import is_disabled, own_work, state, without_policies
+from ._core.state import is_disabled, own_work, state, within
 from ._engine import lowering as engine
 from ._functorch import lowering as functorch
 from ._region.around import Around
@@ -31,7 +31,7 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
             return fn(*args, **kwargs)
         options = options.overridden()
     if state.policies and in_torch_checkpoint():  # its recompute runs outside of the regions around it
-        with without_policies():
+        with within(policies=()):
             return call(fn, options, known, args, kwargs)
     in_budget = state.policies and state.policies[-1].is_budget  # it decides for everything inside its region
     # Without grad mode `fn` may enable it itself, so its results may have gradients all the same.

@@ -59,9 +59,9 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     program = Program(fn, args, kwargs)
     with program.preserved(), torch.enable_grad():
         program.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), program.operands())
-    if not program.is_differentiated() or not known.shared.choices.get(policy):
+    if not program.is_differentiated() or not known.choices.get(policy):
         raise RematError(
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
             "captured tensors, or the function calls torch.func transforms itself."
         )
-    return curve_of(known.shared.choices[policy][-1][0], cost)
+    return curve_of(known.choices[policy][-1][0], cost)

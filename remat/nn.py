@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from ._budget.model import BlockBudget, BlockChoice, chosen_by_budget
-from ._core.signatures import accepts
+from ._core.lines import accepts
 from ._measure.program import Program
 from ._modules.eligible import check_module
 from ._modules.region_class import change_back, change_in_place

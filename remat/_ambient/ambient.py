@@ -6,7 +6,7 @@ The generators are those of every device in use, those that the caller names, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .._core.devices import current_device, is_capturing
 from .._core.tensors import bytes_of
 from ..errors import RematError
 from .generators import global_generators, with_state
-from .settings import read_settings, settings
+from .settings import default_device, read_settings, settings
 
 
 class Ambient:
@@ -26,15 +26,11 @@ class Ambient:
     """
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any], preserve_rng_state: bool) -> None:
-        """Record the current state. Of `devices` only generators of backends that have been initialized are included.
-
-        Raises:
-            RematError: a CUDA graph is being captured, so a generator's state can't be set.
-        """
-        self._settings = read_settings()
+        """Record the current state. Of `devices` only generators of initialized backends are included."""
+        self._settings, self._default_device = read_settings(), default_device()
         self._weights = private.cached_weights()  # of ``torch.nn.utils.parametrize.cached()``
         self._preserves = preserve_rng_state
-        if preserve_rng_state and is_capturing():
+        if preserve_rng_state and is_capturing():  # then a generator's state can't be set
             raise RematError(_IN_A_GRAPH)
         self._devices = (*devices, *current_device())  # another device may be current in the backward
         self._generators = tuple(map(with_state, generators))
@@ -50,7 +46,8 @@ class Ambient:
         torch.autocast_increment_nesting()  # as in torch.autocast, so that cached casts are dropped after the run
         try:
             self._set(before._settings, before._states)
-            yield
+            with nullcontext() if before._default_device == self._default_device else self._default_device:
+                yield
         finally:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()

@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -98,21 +98,18 @@ def generator_name(generator: Any) -> str:
 
 
 def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
-    started = {}  # without devices that this machine doesn't have, which fake tensors may be on
+    started: dict[int, Any] = {}  # without devices that this machine doesn't have, which fake tensors may be on
     for device in devices:
         module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
         if module is not None and has_started(module):
             # A region may draw from any device of the backend. Reading is cheap: the states are in host memory.
             every = getattr(module, "default_generators", None)
-            for generator in [_device_generator(module, device)] if every is None else every:
-                started[id(generator)] = generator
+            if every is None:
+                where = {} if device.type == "mps" else {"device": device}  # it has only one device
+                get, put = partial(module.get_rng_state, **where), partial(module.set_rng_state, **where)
+                every = [SimpleNamespace(get_state=get, set_state=put)]
+            started.update((id(generator), generator) for generator in every)
     return started.values()
-
-
-def _device_generator(module: ModuleType, device: torch.device) -> Any:
-    where = {} if device.type == "mps" else {"device": device}  # it has only one device
-    get, put = module.get_rng_state, module.set_rng_state
-    return SimpleNamespace(get_state=partial(get, **where), set_state=partial(put, **where))
 
 
 def is_generator(cls: type) -> bool:

@@ -1,6 +1,6 @@
 """The settings that a recompute restores: how each is read, and how it is set.
 
-They are autocast, grad mode, default dtype and device, attention kernels, deterministic algorithms, and the precision
+They are autocast, grad mode, default dtype, attention kernels, deterministic algorithms, and the precision
 of matrix products.
 """
 
@@ -16,6 +16,7 @@ from torch.backends import cuda as sdpa
 from .._core import private
 from .._core.devices import accelerator, current_device, set_current_device
 
+_CPU = torch.device("cpu")
 _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
 
 
@@ -28,35 +29,10 @@ def _set_float32_precision(value: str) -> None:
     torch.set_float32_matmul_precision(_PRECISIONS[value])
 
 
-def _device_modes() -> tuple[tuple, Any]:
-    """The default devices of this thread: their modes, and the notes that torch and Dynamo have of the bottom one.
-
-    ``torch.get_default_device`` can't distinguish "none" from "cpu", and makes a tensor. In the tuple of modes, None
-    represents another mode in between.
-    """
-    notes = private.default_device_notes()
-    if not (depth := private.function_modes()) and notes[0] is None:
-        return (), (None, None)
-    modes = [private.function_mode_at(i) for i in range(depth)]
-    devices = [mode if isinstance(mode, private.DeviceMode) else None for mode in modes]
-    while devices and devices[-1] is None:
-        devices.pop()
-    return tuple(devices), notes
-
-
-def _set_device_modes(value: tuple[tuple, Any]) -> None:
-    """Replace the device modes on the stack, and leave the other modes."""
-    devices, notes = value
-    private.set_default_device_notes(notes)
-    modes = [private.pop_function_mode() for _ in range(private.function_modes())]
-    others = [mode for mode in reversed(modes) if not isinstance(mode, private.DeviceMode)]
-    for device in devices:
-        if device is not None:
-            private.push_function_mode(device)
-        elif others:
-            private.push_function_mode(others.pop(0))
-    for other in others:
-        private.push_function_mode(other)
+def default_device() -> torch.device:
+    """The default device of this thread."""
+    modes = map(private.function_mode_at, reversed(range(private.function_modes())))
+    return next((mode.device for mode in modes if isinstance(mode, private.DeviceMode)), _CPU)
 
 
 @cache
@@ -66,7 +42,6 @@ def settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     found: list[tuple[Any, Any]] = [
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
-        (_device_modes, _set_device_modes),
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         (private.sdpa_priority, private.set_sdpa_priority),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),

@@ -130,7 +130,7 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
     if least > amount:
         called = [names[module] for module in trace.calls]
         raise RematError(_too_little(amount, least, *max(trace.peaks, key=trace.peaks.__getitem__), called))
-    tradeoffs = {module: known_of(module).shared.choices.pop(nothing, []) for module in dict.fromkeys(trace.calls)}
+    tradeoffs = {module: known_of(module).choices.pop(nothing, []) for module in dict.fromkeys(trace.calls)}
     blocks = {module: found[-1][0] for module, found in tradeoffs.items() if found}
     plan, peak = _fitting(program, trace, blocks, amount, budget)
     for module in names:

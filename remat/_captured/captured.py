@@ -155,11 +155,6 @@ class Captured:
                 self._seen.add(id(value))
                 visit(self, value, path)
 
-    def release(self) -> None:
-        """After the first run: release containers that may lead to the region."""
-        for copy in self._copies.values():
-            copy.release()
-
     def see(self, value: Any, path: Path) -> None:
         if (visit := visits[type(value)]) is not None:
             self._queue.append((visit, value, path))
@@ -261,11 +256,11 @@ class Captured:
                 items = copy_dict(entries)
                 if not sharded:
                     self.note(Entries, entries, items, whole=True)
-                for own in map(attributes, items.values()) if not sharded and name != "_modules" else ():
-                    self.note(Entries, own, own, whole=True)
                 if name == "_buffers":
                     self.buffers.update(map(id, items.values()))
                 for key, value in items.items():
+                    if not sharded and name != "_modules":
+                        self.note(Entries, own := attributes(value), own, whole=True)
                     self.see(value, path.attribute(key))
         names = [] if cls.__module__ == _FSDP1 else [name for name in state if name not in _BASE_STATE]
         for name in (*names, "_forward_hooks", "_forward_pre_hooks"):
@@ -303,7 +298,7 @@ class Captured:
         items = copy_dict(value) if is_dict else dict(enumerate(list.copy(value)))
         if (copy := self._copies.get(id(value))) is not None:
             whole = path.owned or (is_dict and _holds_a_tensor(items))
-            copy.fill(value, {key: self._frozen(item) for key, item in items.items()}, whole)
+            copy.fill({key: self._frozen(item) for key, item in items.items()}, whole)
         for key, item in items.items() if _is_looked_into(items) else ():
             self.see(item, path.item(key))
         if type(value) not in COPIED:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._core.trees import attributes, contents, copy_dict, without_plain
+from .._core.trees import contents, copy_dict, without_plain
 
 COPIED = (dict, OrderedDict, defaultdict, list)
 
@@ -47,8 +47,9 @@ class Entries(Variables):
     """The entries of a dict, such as globals or attributes. Methods that a subclass overrides are not called."""
 
     def now(self) -> dict[Any, Any]:
-        items = copy_dict(self.holder) if self.whole else self.holder
-        return items if self.whole else {key: dict.get(items, key, MISSING) for key in self.then}
+        if self.whole:
+            return copy_dict(self.holder)
+        return {key: dict.get(self.holder, key, MISSING) for key in self.then}
 
     def put(self, values: dict[Any, Any]) -> None:
         entries = self.holder
@@ -109,7 +110,6 @@ class Copy:
 
     def __init__(self, source: Any, items: dict[Any, Any] | None = None) -> None:
         self.address, self.kind = id(source), type(source)
-        self.plain: Any = None  # the container itself; after `release` only if its values are plain
         self.items = items  # None for a list or dict until it is visited
         self.whole = False  # restore all of it: it belongs to a module, or is a dict with tensors
         self.make: Callable[[], Any] = self.kind
@@ -118,18 +118,11 @@ class Copy:
 
     def is_of(self, now: Any) -> bool:
         """Whether ``now`` is the container. A new one at the address of a freed one is taken for it, and filled."""
-        return now is self.plain if self.plain is not None else type(now) is self.kind and id(now) == self.address
+        return type(now) is self.kind and id(now) == self.address
 
-    def fill(self, source: Any, items: dict[Any, Any], whole: bool) -> None:
-        """Record the contents now, and the container itself until ``release``."""
-        self.plain, self.items, self.whole = source, items, whole
-
-    def release(self) -> None:
-        """After the first run: release the container itself unless its values were and are plain."""
-        source = self.plain
-        values = list(source.values() if isinstance(source, dict) else source or ())
-        if without_plain(values) or not self.items or without_plain(self.items.values()):
-            self.plain = None
+    def fill(self, items: dict[Any, Any], whole: bool) -> None:
+        """Record the contents."""
+        self.items, self.whole = items, whole
 
     def may_stay(self, now: dict[Any, Any], wanted: dict[Any, Any]) -> bool:
         """Whether a recompute may use the container with its contents ``now`` instead of the old ones, ``wanted``.
@@ -184,6 +177,8 @@ class bound:
 
     def _bind(self, variables: Variables, copy: Copy | None = None) -> None:
         now = variables.now()
+        if copy is None and not now and not variables.then:  # such as the attributes of most parameters
+            return
         wanted = {key: self._value(old, now.get(key, MISSING)) for key, old in variables.then.items()}
         if copy is not None and copy.is_of(variables.holder) and copy.may_stay(now, wanted):
             self._undo.append((variables, now, None))
@@ -200,11 +195,9 @@ class bound:
         if old.kind not in COPIED:
             return self._tuple(old, now)
         if old not in self._containers:
-            is_same = old.is_of(now)
-            if old.items is None:
-                return now if is_same else old.make()
-            container = self._containers[old] = now if is_same else old.plain or old.make()
-            self._bind((Items if old.kind is list else Entries)(container, old.items, True), old)
+            container = self._containers[old] = now if old.is_of(now) else old.make()
+            if old.items is not None:
+                self._bind((Items if old.kind is list else Entries)(container, old.items, True), old)
         return self._containers[old]
 
     def _tuple(self, old: Copy, now: Any) -> Any:
@@ -213,11 +206,9 @@ class bound:
         if len(items) == len(before) and all(map(is_, items, before)):
             return now
         try:
-            made = tuple.__new__(old.kind, items)
+            return tuple.__new__(old.kind, items)
         except TypeError:  # a type that is written in C, such as those of torch's results
             return old.kind(items)
-        attributes(made).update(attributes(now) if type(now) is old.kind else {})
-        return made
 
     def __exit__(self, *exception: object) -> None:
         for variables, before, wanted in reversed(self._undo):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .._core import private
 from .._core.lines import warn
-from .._core.state import guarded
+from .._core.state import state
 from .._policy.policy import NOTHING, Policy, as_policy
 from .._region.options import Options
 from . import transforms
@@ -34,7 +34,7 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
     if isinstance(policy, Policy) and policy.is_budget:
         warn_once(_IGNORED_BUDGET)
         policy = None
-    if guarded.disabled or guarded.traced is not None or private.exporting() or not torch.is_grad_enabled():
+    if state.disabled or state.traced is not None or private.exporting() or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list selects no names
     with traced(known), private.no_nested_graph_breaks():
@@ -89,10 +89,10 @@ class traced:
         self.policy = policy
 
     def __enter__(self) -> None:
-        guarded.traced = self.policy
+        state.traced = self.policy
 
     def __exit__(self, *exception: Any) -> None:
-        guarded.traced = None
+        state.traced = None
 
 
 def _contexts_of(policy: Any) -> tuple:

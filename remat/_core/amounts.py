@@ -13,12 +13,7 @@ _UNITS |= {f"{p}B": 10 ** (3 * i) for i, p in enumerate(("K", "M", "G", "T"), 1)
 
 
 def parse_amount(amount: Any, whole: int, name: str) -> int:
-    """The number of bytes of an amount. A float is a fraction of ``whole``. Errors call the amount ``name``.
-
-    Raises:
-        TypeError: it is not an int, str or float.
-        ValueError: it is negative, a string without a known unit, or a float that isn't in (0, 1].
-    """
+    """The number of bytes of an amount. A float is a fraction of ``whole``. Errors call the amount ``name``."""
     if isinstance(amount, bool) or not isinstance(amount, (int, str, float)):
         raise TypeError(f"{name} must be a number of bytes, a string such as '64MiB', or a float; got {shown(amount)}.")
     if isinstance(amount, float):

@@ -1,14 +1,11 @@
 """Tensors that are saved in host memory between a region's forward and its backward.
 
-The tensors that one region offloads are a group. In a backward pass the first read of a group starts to copy back the
-whole group, and the group made before it in the same thread, which is read next. The pass releases these copies at its
-end.
+The tensors that one region offloads are a group. In a backward pass the first read of a group starts to copy it back,
+and the group made before it in the same thread, which is read next. The pass releases these copies at its end.
 
 Copies run on separate streams, concurrently with the computation. The memory that a copy back fills belongs to the
 stream that reads it, and the copy starts when that stream gets to the point where it was requested. So if the host runs
-far ahead of the device, two groups are on the device, not all.
-
-Ownership is one-way, reader -> tensor -> group. Groups refer to their tensors, and to each other, by weak references.
+far ahead of the device, two groups are on the device, not all. Groups refer to their tensors by weak references.
 """
 
 from __future__ import annotations
@@ -123,7 +120,7 @@ class Group:
 
     def prefetch(self) -> None:
         if (running := current_pass()) is not None:
-            running.frames.append(weakref.ref(self))
+            running.frames.add(self)
         with suppress(torch.OutOfMemoryError):  # a prefetch only saves time
             for member in self._alive():
                 member.prefetch()

@@ -10,64 +10,46 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class Shared:
-    """What functions with the same code share. It saves time, and can't change what a call computes."""
+class Known:
+    """What is remembered of one module, or of functions with the same code. It can't change what a call computes."""
 
     def __init__(self) -> None:
-        # Each is given once.
-        self.warnings: set[str] = set()
+        # It calls `torch.cond` or the like, which compile what they run: Dynamo guards whether a mode has said so.
+        self.compiles = False
         # The operations of the last first run under a policy, by the policy's judge. A later run compares each of its
         # own with them before it uses what is known of it.
         self.programs: dict[Any, Any] = {}
-        # What a policy with a budget has chosen to save, by policy. A later run compares its operations too, and what
-        # is saved changes no value.
+        # What a policy with a budget has chosen to save, by policy. A later run compares its operations too.
         self.choices: dict[Any, list[Any]] = {}
-
-
-class Known:
-    """What is remembered of one rematerialized function."""
-
-    def __init__(self, shared: Shared | None = None) -> None:
-        # Both save time only. Its first run restores ``grad`` levels from the start; otherwise it would start twice.
-        self.graded = False
-        # It calls `torch.cond` or the like, which compile what they run: Dynamo guards whether a mode has said so.
-        self.compiles = False
-        self.shared = shared or Shared()
+        self._warnings: set[str] = set()
 
     def is_new_warning(self, warning: str) -> bool:
         """Whether this warning was not given yet; from now on it counts as given."""
-        news = warning not in self.shared.warnings
-        self.shared.warnings.add(warning)
+        news = warning not in self._warnings
+        self._warnings.add(warning)
         return news
 
 
-_of_functions = WeakIdKeyDictionary()  # by identity, as equal modules are different modules
+_of_modules = WeakIdKeyDictionary()  # by identity, as equal modules are different modules
 
 
 @functools.lru_cache(4096)  # not more, so that code made at run time is not kept alive forever
-def _of_code(number: int, code: CodeType) -> Shared:
+def _of_code(number: int, code: CodeType) -> Known:
     """``number`` is the id of the code: two functions may have equal code."""
-    return Shared()
+    return Known()
 
 
 def known_of(fn: Any) -> Known:
-    """The ``Known`` of a function. A module and its methods have one; an object of another kind has a new one.
+    """The ``Known`` of a module or its methods, or of a function's code, as small wrappers may be made for each call.
 
-    Functions with the same code have the same ``Shared``, as small wrappers may be made anew for each call.
+    An object of another kind has a new one.
     """
     if torch.compiler.is_compiling():  # then it is not used, and Dynamo can't trace the `hash` of code
         return Known()
-    fn = fn.__self__ if isinstance(fn, MethodType) and isinstance(fn.__self__, torch.nn.Module) else fn
-    if not isinstance(fn, (torch.nn.Module, FunctionType, MethodType, functools.partial)):
-        return Known()
-    known = _of_functions.get(fn)
-    if known is None:
-        known = _of_functions[fn] = Known(_shared(fn))
-    return known
-
-
-def _shared(fn: Any) -> Shared:
-    if isinstance(fn, functools.partial):
-        return known_of(fn.func).shared
-    fn = getattr(fn, "__func__", fn)
-    return _of_code(id(fn.__code__), fn.__code__) if isinstance(fn, FunctionType) else Shared()
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, MethodType):
+        fn = fn.__self__ if isinstance(fn.__self__, torch.nn.Module) else fn.__func__
+    if isinstance(fn, torch.nn.Module):
+        return _of_modules.setdefault(fn, Known())
+    return _of_code(id(fn.__code__), fn.__code__) if isinstance(fn, FunctionType) else Known()

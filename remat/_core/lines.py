@@ -1,11 +1,13 @@
-"""Lines of the user's code, for errors, warnings and lists."""
+"""Lines of the user's code, for errors, warnings and lists, and which arguments its functions take."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import RematWarning
 
@@ -47,3 +49,14 @@ def warn(message: str, line: Line | None = None) -> None:
 
 # One for each file, so that by default Python shows a warning once for each line, whichever function gives it.
 _registries: dict[str, dict] = {}
+
+
+def accepts(fn: Callable, *args: Any) -> bool | None:
+    """Whether ``fn`` takes these arguments; None if it has no signature, as some functions written in C."""
+    try:
+        inspect.signature(fn).bind(*args)
+    except ValueError:
+        return None
+    except TypeError:
+        return False
+    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -17,14 +16,13 @@ from . import private
 class Pass:
     """One backward pass: the frames whose slots it filled and, in a retained graph, the slots that its nodes have read.
 
-    Nodes of a retained graph don't release their slots. A node may read a slot twice, so its value is released when
-    another node of the thread reads one. A value of an outer region that an inner region reads is released when another
-    inner region reads one. When the pass ends, all values are released. The engine owns this object, as a
-    callback, and drops it also when the pass fails.
+    Nodes of a retained graph don't release their slots, and may read one twice. So a value is released when another
+    node of the thread reads one; if an inner region reads it, when another inner region does; and all when the pass
+    ends. The engine owns this object, as a callback, and drops it also when the pass fails.
     """
 
     def __init__(self) -> None:
-        self.frames: list[Callable[[], Any]] = []
+        self.frames: weakref.WeakSet[Any] = weakref.WeakSet()
         self.reading: dict[Any, tuple[Any, list[Any]]] = {}  # the last reader, and what it has read
         self.unpacked: dict[Any, torch.Tensor] = {}
 
@@ -33,22 +31,22 @@ class Pass:
 
     def __del__(self) -> None:
         for _, slots in self.reading.values():
-            _drop(slots)
-        for ref in self.frames:
-            if (frame := ref()) is not None:
-                frame.clear()
+            for slot in slots:
+                slot.empty()
+        for frame in self.frames:
+            frame.clear()
 
     def read(self, slot: Any, frame: Any, reader: Any) -> None:
         """Note that a slot of ``frame`` was read by a node, or by ``reader``, the frame of an inner region."""
+        place: Any = "a frame", id(frame)
         if reader is None:
             node = private.current_node()
             reader = None if node is None else private.sequence_number(node)
-            place: Any = "the pass", threading.get_ident()
-        else:
-            place = "a frame", id(frame)
+            place = "the pass", threading.get_ident()
         before, slots = self.reading.get(place, (None, []))
         if reader is None or reader != before:
-            _drop(slots)
+            for old in slots:
+                old.empty()
             slots = []
         slots.append(slot)
         self.reading[place] = reader, slots
@@ -70,14 +68,9 @@ class PassGroup(Pass):
             running.read(slot, frame, reader)
 
     def take(self, slot: Any) -> None:
-        """Note that the current pass reads ``slot``. A read outside of any pass does not count.
-
-        Raises:
-            RematError: another pass has read it, so its value may be released.
-        """
-        if private.graph_task_id() == -1:
-            return
-        if self.taken.setdefault(slot, private.graph_task_id()) != private.graph_task_id():
+        """Note that the current pass reads ``slot``, and raise an error if another has: it may be released already."""
+        task = private.graph_task_id()
+        if task != -1 and self.taken.setdefault(slot, task) != task:
             raise RematError(
                 "Two backward passes in one GraphExecGroup need the same value of a region, which is recomputed once "
                 "for all passes of the group. Run overlapping passes outside of the group, or each in its own group."
@@ -109,11 +102,6 @@ def current_pass() -> Pass | None:
         found = _passes[task] = Pass()
         private.at_end_of_backward(found)
     return found
-
-
-def _drop(slots: list[Any]) -> None:
-    for slot in slots:
-        slot.empty()
 
 
 _ENGINE_CALL = private.engine_call.__code__

@@ -18,11 +18,11 @@ import torch._subclasses.functional_tensor
 import torch.autograd.forward_ad as fwAD
 import torch.fx.experimental.proxy_tensor as _proxy_tensor
 import torch.nn.utils.parametrize as _parametrize
-import torch.overrides as _overrides
 import torch.utils._device as _device
 import torch.utils._python_dispatch as _python_dispatch
 import torch.utils._pytree as _torch_pytree
 import torch.utils.checkpoint as _checkpoint
+from torch._C import _autograd, _functorch
 
 F = TypeVar("F", bound=Callable)
 _SKIP = _eval_frame._FrameAction.SKIP
@@ -64,19 +64,17 @@ class DispatchMode(PlainDispatchMode):
 
 
 # --- saved-tensor hooks -------------------------------------------------------------------------------------------
-push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_hooks, pop_hooks = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
 # A region hands its inputs to the hooks around it (an outer region, ``save_on_cpu``), as autograd does.
-top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+top_hooks = _autograd._top_saved_tensors_default_hooks
 # torch.func.grad and vjp disable the hooks for the thread; the engine below them enables the hooks, then restores that.
-hooks_disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-hooks_disable = torch._C._autograd._saved_tensors_hooks_disable
-hooks_enable = torch._C._autograd._saved_tensors_hooks_enable
+hooks_disabled_message = _autograd._saved_tensors_hooks_get_disabled_error_message
+hooks_disable, hooks_enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
 
 # --- the running backward -----------------------------------------------------------------------------------------
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
 set_grad_enabled = torch._C._set_grad_enabled  # for each recompute; the public ones take as long as an operation
-graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # nodes don't release tensors then
+graph_task_keeps_graph = _autograd._get_current_graph_task_keep_graph  # nodes don't release tensors then
 current_node = torch._C._current_autograd_node
 will_execute_node = torch._C._will_engine_execute_node  # a pass may be for some inputs only
 graph_exec_group = torch._C._get_graph_exec_group  # the ``GraphExecGroup`` in whose scope a backward runs
@@ -114,32 +112,27 @@ def dual_level_active() -> bool:
 
 
 # A method of a tensor subclass may have disabled ``__torch_function__`` for a backward that it started.
-torch_function_enabled = torch._C._EnableTorchFunction
-is_torch_function_enabled = torch._C._is_torch_function_enabled
+torch_function_enabled, is_torch_function_enabled = torch._C._EnableTorchFunction, torch._C._is_torch_function_enabled
 
 set_forward_grad_enabled = fwAD._set_fwd_grad_enabled  # autograd.Function disables it; a level below needs it
 
 # --- torch.func levels --------------------------------------------------------------------------------------------
 transforms_active = torch._C._are_functorch_transforms_active
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
-top_interpreter = torch._C._functorch.peek_interpreter_stack
-interpreter_stack = torch._C._functorch.get_interpreter_stack  # without the Python objects that represent levels
+top_interpreter = _functorch.peek_interpreter_stack
+interpreter_stack = _functorch.get_interpreter_stack  # without the Python objects that represent levels
 without_levels = _pyfunctorch.temporarily_clear_interpreter_stack
 # The kinds of levels, as numbers: to compare two of torch's enum members takes ten times as long.
-_Kind = torch._C._functorch.TransformType
+_Kind = _functorch.TransformType
 GRAD, JVP, VMAP, FUNCTIONALIZE = (kind.value for kind in (_Kind.Grad, _Kind.Jvp, _Kind.Vmap, _Kind.Functionalize))
-current_level = torch._C._functorch.maybe_current_level
-level_of = torch._C._functorch.maybe_get_level
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-is_dead = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
-unwrap_if_dead = torch._C._functorch.unwrap_if_dead
-unwrap_once = torch._C._functorch.get_unwrapped
-is_grad_wrapper = torch._C._functorch.is_gradtrackingtensor
-is_batched = torch._C._functorch.is_batchedtensor
-unwrap_grad, wrap_grad = torch._C._functorch._unwrap_for_grad, torch._C._functorch._wrap_for_grad
-unwrap_batched, wrap_batched = torch._C._functorch._unwrap_batched, torch._C._functorch._add_batch_dim
-vmap_level = _vmap.vmap_increment_nesting
-grad_level = _eager_transforms.grad_increment_nesting
+current_level, level_of = _functorch.maybe_current_level, _functorch.maybe_get_level
+is_dead = _functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
+unwrap_if_dead, unwrap_once = _functorch.unwrap_if_dead, _functorch.get_unwrapped
+is_wrapped = _functorch.is_functorch_wrapped_tensor
+is_grad_wrapper, is_batched = _functorch.is_gradtrackingtensor, _functorch.is_batchedtensor
+unwrap_grad, wrap_grad = _functorch._unwrap_for_grad, _functorch._wrap_for_grad
+unwrap_batched, wrap_batched = _functorch._unwrap_batched, _functorch._add_batch_dim
+vmap_level, grad_level = _vmap.vmap_increment_nesting, _eager_transforms.grad_increment_nesting
 allow_requires_grad = _eager_transforms.enable_inplace_requires_grad  # for inputs that torch.func differentiates
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction  # a node at one level, not at all of them
 custom_function_call = torch.autograd.function.custom_function_call  # what ``Function.apply`` calls under transforms
@@ -147,7 +140,7 @@ single_level_functions_allowed = _functorch_utils.enable_single_level_autograd_f
 # The backward that torch.func.grad runs itself: its graph is not reachable (see ``_functorch/levels.py``).
 func_grad_engine_call = _eager_transforms._autograd_grad
 engine_call = torch.autograd.graph._engine_run_backward
-next_sequence_number = torch._C._autograd._get_sequence_nr  # older nodes have smaller numbers
+next_sequence_number = _autograd._get_sequence_nr  # older nodes have smaller numbers
 
 
 def fills_what_it_saves() -> bool:
@@ -170,7 +163,7 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-profiling = torch._C._autograd._profiler_enabled  # no public function reports whether a profiler runs in this thread
+profiling = _autograd._profiler_enabled  # no public function reports whether a profiler runs in this thread
 
 # --- operations ---------------------------------------------------------------------------------------------------
 without_dispatch = torch._C._DisableTorchDispatch  # for the package's aliases of plain tensors, which no mode must see
@@ -228,8 +221,6 @@ def set_cached_weights(depth: int, entries: tuple) -> None:
 
 # Types registered only with torch's pytree, such as Hugging Face's outputs, with the functions that flatten them.
 TORCH_NODES = _torch_pytree.SUPPORTED_NODES
-MappingKey = _torch_pytree.MappingKey  # they print the path to a leaf of such a type
-SequenceKey = _torch_pytree.SequenceKey
 
 # --- ambient state ------------------------------------------------------------------------------------------------
 # The getters that the functions of torch.backends.cuda call. A region calls all of them three times.
@@ -245,30 +236,15 @@ sdpa_priority, set_sdpa_priority = torch._C._get_sdp_priority_order, torch._C._s
 # The setting of ``torch.set_float32_matmul_precision``, read from one of the two places that it sets, in which all its
 # values differ. The public getter takes 18 us to raise an error where newer setters are in use.
 float32_precision = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
-# ``with device:`` puts its mode on top of the stack of modes, ``torch.set_default_device`` at the bottom. The stack is
-# read and restored mode by mode, as public functions can only add a mode.
-DeviceMode = _device.DeviceContext
-function_modes = torch._C._len_torch_function_stack
-function_mode_at = torch._C._get_function_stack_at
-pop_function_mode, push_function_mode = _overrides._pop_mode, _overrides._push_mode
-
-
-def default_device_notes() -> tuple[Any, Any]:
-    """What torch and Dynamo store about the mode at the bottom, that of ``set_default_device``."""
-    return _device.CURRENT_DEVICE, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-
-
-def set_default_device_notes(value: tuple[Any, Any]) -> None:
-    _device.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context = value
-
+DeviceMode = _device.DeviceContext  # the mode of a default device; ``torch.get_default_device`` makes a tensor
+function_modes, function_mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 
 # Values of a thread, and of the device threads in a backward pass that it starts.
 carry = torch._C._stash_obj_in_tls
 is_carried, carried = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
 
 # The operators that a policy judges; torch documents `torch.ops` but not the types of its members.
-OpOverload = torch._ops.OpOverload
-OpOverloadPacket = torch._ops.OpOverloadPacket
+OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 OPERATORS = OpOverload, OpOverloadPacket, HigherOrderOperator
 operator_names = torch._C._dispatch_get_all_op_names  # for "did you mean"
@@ -280,8 +256,7 @@ def overload_of(op: Any) -> Any:
     return getattr(op, "_opoverload", op)
 
 
-tree_map = _torch_pytree.tree_map  # Dynamo traces it, and not optree's
-tree_map_only = _torch_pytree.tree_map_only
+tree_map, tree_map_only = _torch_pytree.tree_map, _torch_pytree.tree_map_only  # Dynamo traces them, and not optree's
 FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor  # what AOT autograd traces with
 
 

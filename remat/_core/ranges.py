@@ -18,28 +18,22 @@ _FSDP = (
 )
 
 
-class Ranges:
+class Ranges(set[int]):
     """The open ranges of FSDP's hooks in one run of a region; true while operations are the hooks' own.
 
     The hooks gather the parameters of a module. A recompute may find these gathered already, so the hooks' operations
     are not part of what the region computes.
     """
 
-    def __init__(self) -> None:
-        self._open: set[int] = set()
-
     def mark(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operation that starts or ends a range."""
         result = func(*args, **kwargs)
         if isinstance(result, torch.ScriptObject):
             if args[0].startswith(_FSDP):
-                self._open.add(hash(result))
+                self.add(hash(result))
         elif args and isinstance(args[0], torch.ScriptObject):
-            self._open.discard(hash(args[0]))
+            self.discard(hash(args[0]))
         return result
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
 
 
 def in_range(fn: Callable, run: str) -> Callable:

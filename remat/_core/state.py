@@ -13,8 +13,6 @@ import torch
 from . import private
 from .private import as_subclass, modes_that_see
 
-__all__ = ["disable_remat", "is_disabled", "is_recomputing"]
-
 
 def _carry_in_torch_2_11(key: str, value: Any) -> None:
     """Torch 2.11 stores an object without adding a reference to it."""
@@ -32,26 +30,7 @@ def _carried(key: str, default: Any = False) -> Any:
     return property(lambda _: carried(key) if is_carried(key) else default, lambda _, value: carry(key, value))
 
 
-class _Guarded(threading.local):
-    """State that compiled code reads too. Dynamo can guard attributes that each thread has from the start."""
-
-    def __init__(self) -> None:
-        self.checkpointing = False  # a region runs for the first time
-        self.recomputing = False  # as in `state`, for compiled functions in an eager region
-        self.disabled = False  # as in `state.override`
-        self.traced: Any = None  # the policy of the outermost region that Dynamo traces now
-
-
-guarded = _Guarded()
-
-
 class _State(threading.local):
-    own_work: bool = False  # the package itself calls torch now, not the user's function
-    unseen: bool = False  # operations are the package's own
-    filling: int = 0  # recorders numbered below this skip what runs now
-
-    reader: Any = None  # the frame that reads a value for a backward now
-
     # These are also set in the device threads of a backward pass that this thread starts.
     recomputing = _carried("remat.recomputing")
     override = _carried("remat.override")  # options of the regions that are called now: a dict, or nothing
@@ -59,6 +38,17 @@ class _State(threading.local):
     policies = _carried("remat.policies", ())  # of the regions that run now and have one, the innermost last
     logs = _carried("remat.logs", ())  # of the operations or random draws of the regions that run now
     recordings = _carried("remat.recordings", ())  # of the regions in their first run, under a policy
+
+    def __init__(self) -> None:
+        self.own_work = False  # the package itself calls torch now, not the user's function
+        self.unseen = False  # operations are the package's own
+        self.filling = 0  # recorders numbered below this skip what runs now
+        self.reader: Any = None  # the frame that reads a value for a backward now
+        # Compiled code reads these: Dynamo can guard attributes that each thread has from the start.
+        self.checkpointing = False  # a region runs for the first time
+        self.disabled = False  # as in `override`
+        self.recomputing_here = False  # as `recomputing`, for compiled functions in an eager region
+        self.traced: Any = None  # the policy of the outermost region that Dynamo traces now
 
 
 state = _State()
@@ -82,7 +72,7 @@ def is_recomputing() -> bool:
         >>> runs
         [False, True]
     """
-    return guarded.recomputing if torch.compiler.is_compiling() else state.recomputing
+    return state.recomputing_here if torch.compiler.is_compiling() else state.recomputing
 
 
 @contextmanager
@@ -101,7 +91,7 @@ def disable_remat() -> Iterator[None]:
         >>> with disable_remat():
         ...     y = f(x)  # saves what torch.sin saves
     """
-    before, guarded.disabled = guarded.disabled, True
+    before, state.disabled = state.disabled, True
     try:
         if torch.compiler.is_compiling():
             yield
@@ -109,7 +99,7 @@ def disable_remat() -> Iterator[None]:
             with overriding(disabled=True):
                 yield
     finally:
-        guarded.disabled = before
+        state.disabled = before
 
 
 def is_disabled() -> bool:
@@ -124,119 +114,56 @@ def is_disabled() -> bool:
         False
     """
     if torch.compiler.is_compiling():
-        return guarded.disabled
+        return state.disabled
     return bool(state.override) and "disabled" in state.override
 
 
-@contextmanager
-def overriding(**changes: Any) -> Iterator[None]:
+class within:
+    """Within, attributes of ``state`` have other values. A context manager made of a generator takes longer."""
+
+    __slots__ = ("before", "values")
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def __enter__(self) -> None:
+        self.before = {name: getattr(state, name) for name in self.values}
+        self._set(self.values)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._set(self.before)
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(state, name, value)
+
+
+def overriding(**changes: Any) -> within:
     """Override options of the regions that are called within. Overrides of other options stay in effect."""
-    before = state.override
-    state.override = {**(before or {}), **changes}
-    try:
-        yield
-    finally:
-        state.override = before
+    return within(override={**(state.override or {}), **changes})
 
 
-# Each region enters some of these, so they are classes: a context manager made of a generator takes four times as long.
+def recomputing(override: dict[str, Any] | None) -> within:
+    """The state of a recompute. Inner regions act as in the first run, under the same ``override``."""
+    flags = {"recomputing": True, "recomputing_here": True, "checkpointing": False, "disabled": False}
+    return within(override=override, watch=None, **flags)
 
 
-class recomputing:
-    """The flags of a recompute. Inner regions act as in the first run, under the same ``override``."""
-
-    __slots__ = ("before", "guarded", "override")
-
-    def __init__(self, override: dict[str, Any] | None) -> None:
-        self.override = override
-
-    def __enter__(self) -> None:
-        self.before = state.recomputing, state.override, state.watch
-        state.recomputing, state.override, state.watch = True, self.override, None
-        self.guarded = guarded.recomputing, guarded.checkpointing, guarded.disabled
-        guarded.recomputing, guarded.checkpointing, guarded.disabled = True, False, False
-
-    def __exit__(self, *exception: Any) -> None:
-        state.recomputing, state.override, state.watch = self.before
-        guarded.recomputing, guarded.checkpointing, guarded.disabled = self.guarded
+def first_run() -> within:
+    """The state of the first run of a region's function."""
+    # If operations are unseen, hooks around other regions call the function, so their recorders must skip it.
+    filling = len(state.recordings) if state.unseen else state.filling
+    return within(own_work=False, checkpointing=True, unseen=False, filling=filling)
 
 
-class as_in_forward:
-    """The state of a first run, for a recompute, which may start within the bookkeeping of any other run.
-
-    ``policies`` are those of outer regions.
-    """
-
-    __slots__ = ("before", "filling", "policies")
-
-    def __init__(self, policies: tuple[Any, ...], filling: bool) -> None:
-        self.policies, self.filling = policies, filling
-
-    def __enter__(self) -> None:
-        self.before = state.unseen, state.filling, state.policies
-        state.unseen, state.policies = False, self.policies
-        if self.filling:
-            state.filling = len(state.recordings)  # recorders of inner regions don't skip operations
-
-    def __exit__(self, *exception: Any) -> None:
-        state.unseen, state.filling, state.policies = self.before
-
-
-class without_policies:
-    """Within, regions are called as if no region with a policy were around them."""
-
-    __slots__ = ("before",)
-
-    def __enter__(self) -> None:
-        self.before, state.policies = state.policies, ()
-
-    def __exit__(self, *exception: Any) -> None:
-        state.policies = self.before
-
-
-class own_work:
+def own_work(value: bool = True) -> within:
     """Within, calls are the package's own, which no `Watch` sees; with False, the user's again."""
-
-    __slots__ = ("before", "value")
-
-    def __init__(self, value: bool = True) -> None:
-        self.value = value
-
-    def __enter__(self) -> None:
-        self.before, state.own_work = state.own_work, self.value
-
-    def __exit__(self, *exception: Any) -> None:
-        state.own_work = self.before
+    return within(own_work=value)
 
 
-class first_run:
-    """The flags of the first run of a region's function."""
-
-    __slots__ = ("before",)
-
-    def __enter__(self) -> None:
-        self.before = state.own_work, guarded.checkpointing, state.unseen, state.filling
-        state.own_work, guarded.checkpointing = False, True
-        if state.unseen:  # hooks around other regions call the function, so their recorders must skip it
-            state.unseen, state.filling = False, len(state.recordings)
-
-    def __exit__(self, *exception: Any) -> None:
-        state.own_work, guarded.checkpointing, state.unseen, state.filling = self.before
-
-
-class unseen:
-    """Within, operations are the package's own, which no recorder of a region sees; with False, the user's again."""
-
-    __slots__ = ("before", "value")
-
-    def __init__(self, value: bool = True) -> None:
-        self.value = value
-
-    def __enter__(self) -> None:
-        self.before, state.unseen = state.unseen, self.value
-
-    def __exit__(self, *exception: Any) -> None:
-        state.unseen = self.before
+def unseen() -> within:
+    """Within, operations are the package's own, which no recorder of a region sees."""
+    return within(unseen=True)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -158,11 +158,8 @@ def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     if tensor.stride() == stride:
         return tensor
     copy = tensor.new_zeros(span(tensor.shape, stride)).as_strided(tensor.shape, stride)
-    to = copy
-    for dim, step in enumerate(stride):
-        if step == 0 and tensor.shape[dim] > 1:
-            to, tensor = to.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
-    to.copy_(tensor)
+    once = tuple(slice(1 if step == 0 else None) for step in stride)  # of an expanded dimension
+    copy[once].copy_(tensor[once])
     return copy
 
 

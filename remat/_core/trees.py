@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import optree
 import torch
 from optree import PyTreeSpec as TreeSpec
 
-from .private import TORCH_NODES, MappingKey, SequenceKey
+from .private import TORCH_NODES
 
 
 def attributes(value: Any) -> Any:
@@ -51,26 +51,14 @@ def _base(container: Any) -> Any:
     return dict if issubclass(cls, dict) else list if issubclass(cls, list) else tuple
 
 
-__all__ = ["TreeSpec", "describe_difference", "flatten", "paths", "unflatten", "without_plain"]
-
 Node = tuple[Callable, Callable, type[optree.PyTreeEntry]]  # functions that flatten and unflatten it, type of its paths
 _NAMESPACE = "remat"
 # None is a node in optree, and torch.Size in torch's pytree; here they are leaves.
 _NEVER_NODES = (torch.Tensor, torch.nn.Module, enum.Enum, torch.Size, type(None))
-_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
-
-_lock = threading.Lock()
 
 
 def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
-    """Flatten a tree. ``None`` and every value that is not a container is a leaf.
-
-    >>> leaves, spec = flatten({"x": (1, None)})
-    >>> leaves, unflatten(spec, leaves)
-    ([1, None], {'x': (1, None)})
-    """
-    if isinstance(tree, torch.Tensor):
-        return [tree], _LEAF
+    """Flatten a tree. ``None`` and every value that is not a container is a leaf."""
     while True:
         leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
         if not any(_is_new_node(cls, len(TORCH_NODES)) for cls in set(map(type, leaves))):
@@ -83,20 +71,12 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any], /) -> Any:
 
 
 def paths(spec: TreeSpec, root: str, /) -> list[str]:
-    """The expression that reaches each leaf from `root`, as in ``args[0]['w1'].bias``.
-
-    >>> paths(flatten(({"a": 1}, [2]))[1], "args")
-    ["args[0]['a']", 'args[1][0]']
-    """
+    """The expression that reaches each leaf from `root`, as in ``args[0]['w1'].bias``."""
     return [accessor.codify(root) for accessor in spec.accessors()]
 
 
 def describe_difference(before: TreeSpec, after: TreeSpec, root: str, /) -> str:
-    """A sentence that describes where two structures first differ.
-
-    >>> describe_difference(flatten([{"a": 1}])[1], flatten([(1, 2)])[1], "output")
-    "output[0] was a dict with ['a'] and is now a tuple of 2."
-    """
+    """Where two structures first differ: "output[0] was a dict with ['a'] and is now a tuple of 2."."""
     if before.type is not after.type or before.entries() != after.entries():
         return f"{root} was {_kind(before)} and is now {_kind(after)}."
     for step, old, new in zip(_steps(before), before.children(), after.children(), strict=True):
@@ -130,45 +110,28 @@ def _is_new_node(cls: Any, torch_nodes: int) -> bool:
     """
     if issubclass(cls, _NEVER_NODES):
         return False
-    with _lock:
-        if optree.register_pytree_node.get(cls, namespace=_NAMESPACE) is not None:
-            return True  # another thread was faster
-        # All attributes of a dataclass count: torch's `register_dataclass` may leave out some that the first run sees.
-        node = _dataclass(cls) or _torch_node(cls)
-        if node is not None:
-            take, put, entry = node
-            optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
-    return node is not None
-
-
-class _TorchEntry(optree.PyTreeEntry):
-    """A step of a path as torch's key entry, which prints itself."""
-
-    def codify(self, node: str = "") -> str:
-        return f"{node}{self.entry}"
+    # All attributes of a dataclass count: torch's `register_dataclass` may leave out some that the first run sees.
+    if (node := _dataclass(cls) or _torch_node(cls)) is None:
+        return False
+    take, put, entry = node
+    with suppress(ValueError):  # another thread was faster
+        optree.register_pytree_node(cls, take, put, path_entry_type=entry, namespace=_NAMESPACE)
+    return True
 
 
 def _torch_node(cls: type) -> Node | None:
     if (node := TORCH_NODES.get(cls)) is None:
         return None
 
-    def take(obj: Any) -> tuple[Iterable[Any], Any, Iterable[Any]]:
+    def take(obj: Any) -> tuple[list[Any], Any, list[Any] | None]:
         found, context = node.flatten_fn(obj)
         children = list(found)
-        keys: Sequence[Any] = ()
-        if node.flatten_with_keys_fn is not None:
-            # Only the keys: its context may be another one, which `unflatten_fn` can't read.
-            keys = [key for key, _ in node.flatten_with_keys_fn(obj)[0]]
-        elif isinstance(obj, Mapping):
-            keys = [MappingKey(key) for key in obj]
-        if len(keys) != len(children):
-            keys = [SequenceKey(index) for index in range(len(children))]
-        return children, context, keys
+        return children, context, list(obj) if isinstance(obj, Mapping) and len(obj) == len(children) else None
 
     def put(context: Any, children: Iterable[Any]) -> Any:
         return node.unflatten_fn(list(children), context)
 
-    return take, put, _TorchEntry
+    return take, put, optree.MappingEntry
 
 
 def _dataclass(cls: type) -> Node | None:
@@ -189,11 +152,8 @@ def _dataclass(cls: type) -> Node | None:
     def take(obj: Any) -> tuple[Iterable[Any], tuple[str, ...], tuple[str, ...]]:
         state = dict(attributes(obj))
         for name, slot in slots.items():
-            try:
-                value = slot.__get__(obj)
-            except AttributeError:  # never set
-                continue
-            state[name] = value
+            with suppress(AttributeError):  # never set
+                state[name] = slot.__get__(obj)
         names = tuple(state)
         return state.values(), names, names
 

@@ -8,7 +8,6 @@ Ownership is one-way, so reference counts alone free everything: autograd's node
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from operator import length_hint
@@ -23,7 +22,7 @@ from .._core.devices import current_streams, is_on_another, make_readable, resum
 from .._core.lines import user_line
 from .._core.passes import current_group, current_scope
 from .._core.private import DispatchMode, modes_that_see, raw_version
-from .._core.state import alias, as_in_forward, own_work, state
+from .._core.state import alias, own_work, state, within
 from .._core.tensors import bare, is_in_graph
 from .._policy.policy import Policy
 from .._region.around import RegionHooks, of_region
@@ -205,7 +204,7 @@ class Frame:
             if running is None:
                 wanted.empty()
             else:
-                running.frames.append(weakref.ref(self))
+                running.frames.add(self)
             return value
 
     def _is_last(self) -> bool:
@@ -297,8 +296,10 @@ class Filler(RegionHooks):
         first_hook = RemovableHandle.next_id
         below = self._pack_below_levels if frame.region.root.kinds else self.pack
         private.push_hooks(self._pack_and_report if frame.is_noted else below, _identity)
+        # Recorders of inner regions skip nothing. The recompute may start within the bookkeeping of any other run.
+        filling = len(state.recordings) if frame.open else state.filling
         try:
-            with as_in_forward(policies, filling=frame.open):
+            with within(unseen=False, policies=policies, filling=filling):
                 result = frame.region.call_again(operands, run)
         except (Stop, Restart, Exception):
             # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.

@@ -30,7 +30,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
     if private.cached_weights()[0] and (private.GRAD in kinds or private.JVP in kinds):
         raise RematError(_CACHED)
     region = Region(fn, *take_apart(args, kwargs), options, known, Around())
-    region.kinds, region.graded, region.uses_func = kinds, known.graded, uses_func
+    region.kinds, region.uses_func = kinds, uses_func
     try:
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
@@ -67,7 +67,7 @@ def _first_run(region: Region, shared: Call) -> list[torch.Tensor] | None:
             state.watch.reads(region.inputs.operands())
         outs = apply(region, region.inputs.operands(), shared)
         if shared.watch.needs_levels:
-            region.graded = region.known.graded = True
+            region.graded = True
             return None
         shared.watch.check_end(outs)
         if state.watch is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -18,12 +18,7 @@ from ..errors import RematError
 
 
 def check_module(module: torch.nn.Module, name: str = "") -> None:
-    """Check that calls of a module can be regions.
-
-    Raises:
-        TypeError: they can't, for the reason in the message. ``name`` is the module's path in its model.
-        RematError: its library checkpoints it already.
-    """
+    """Raise an error if calls of a module can't be regions. ``name`` is its path in its model."""
     what = f"the {type(module).__name__} {name!r}" if name else f"a {type(module).__name__}"
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"remat recomputes Python code, but {what} is TorchScript: use the module that calls it.")
@@ -41,11 +36,7 @@ def check_module(module: torch.nn.Module, name: str = "") -> None:
 
 
 def check_library_is_off(module: torch.nn.Module, what: str) -> None:
-    """Check the attribute by which transformers and diffusers switch on checkpointing of a module.
-
-    Raises:
-        RematError: it is on.
-    """
+    """Raise an error if transformers or diffusers checkpoint a module, which they switch on by an attribute."""
     if module.training and getattr(module, "gradient_checkpointing", False) is True:
         raise RematError(
             f"The library's own activation checkpointing is on for {what}. If it were a region too, it would be "
@@ -70,11 +61,7 @@ def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callab
 
 
 def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments of a decoder layer without its key-value cache, which a recompute would fill again.
-
-    Raises:
-        RematError: the cache has values of this layer, so the result would be different without it.
-    """
+    """Return the arguments of a decoder layer without its key-value cache, which a recompute would fill again."""
     layers, caches = map(sys.modules.get, ("transformers.modeling_layers", "transformers.cache_utils"))
     if layers is None or caches is None or not isinstance(module, layers.GradientCheckpointingLayer):
         return args, kwargs
@@ -91,16 +78,10 @@ def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
                 f"training a region runs without a cache, because a recompute would fill it again, so the result would "
                 f"be different. Call it in eval mode, without a cache, or after `remat.nn.undo(model)`."
             )
-        _warn(type(module).__name__)
+        warn(
+            f"In training a {type(module).__name__} that is a region runs without a cache (`use_cache=False`), as with "
+            f"its library's own checkpointing. Pass `use_cache=False` to the model to avoid this warning."
+        )
     args = tuple(None if isinstance(value, caches.Cache) else value for value in args)
     kwargs = {name: None if isinstance(value, caches.Cache) else value for name, value in kwargs.items()}
     return args, {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
-
-
-@cache
-def _warn(name: str) -> None:
-    """Warn once for each class of layers."""
-    warn(
-        f"In training a {name} that is a region runs without a cache (`use_cache=False`), as with its library's own "
-        f"checkpointing. Pass `use_cache=False` to the model to avoid this warning."
-    )

@@ -11,7 +11,7 @@ import torch
 
 from .._core import private, trees
 from .._core.lines import user_line
-from .._core.state import guarded, state
+from .._core.state import state
 from ..errors import PolicyError, shown
 from .policy import RECOMPUTE, SAVE, Ask, Policy, Verdict, Verdicts
 
@@ -58,7 +58,7 @@ def checkpoint_name(x: T, name: str) -> T:
         swapped = " The arguments are swapped." if isinstance(x, str) else ""
         raise TypeError(f"checkpoint_name(x, name): the name must be a string; got {shown(name)}.{swapped}")
     if torch.compiler.is_compiling():
-        return _named_in_trace(x, name) if guarded.traced is not None and guarded.traced.judges_names else x
+        return _named_in_trace(x, name) if state.traced is not None and state.traced.judges_names else x
     if state.recordings:
         line = user_line()
         with private.without_torch_function():

@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from .._core import private
-from .._core.signatures import accepts
+from .._core.lines import accepts
 from ..errors import PolicyError, shown
 from . import operators
 

@@ -86,9 +86,7 @@ class Inputs:
     def release(self) -> None:
         """Release the operands, which the recompute gets from its caller, and the captured tensors."""
         self.tensors, self.captured_operands = [], []
-        if self._found is not None:
-            self._found.release()
-            self._found = None
+        self._found = None
 
     def roll_back(self) -> None:
         """Undo the effects of an abandoned first run on captured tensors and variables."""

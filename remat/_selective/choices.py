@@ -50,7 +50,7 @@ class Choices:
 
     def __init__(self, policy: Budget, known: Known) -> None:
         self._policy = policy
-        choices = known.shared.choices
+        choices = known.choices
         if policy not in choices and len(choices) >= _POLICIES:
             del choices[next(iter(choices))]
         self._known: list[tuple[Tradeoff, Choice]] = choices.setdefault(policy, [])

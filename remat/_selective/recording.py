@@ -53,7 +53,7 @@ class Recording:
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
         if self._compares:
-            self._last = self.known.shared.programs.get(self.verdicts.judge)
+            self._last = self.known.programs.get(self.verdicts.judge)
 
     @property
     def _compares(self) -> bool:
@@ -259,7 +259,7 @@ class Recording:
         """Return the program of this run, which has ended, and remember it."""
         if self._last is not None and self._last.is_of(self.log):
             return self._last
-        program, known = Program(self.log), self.known.shared.programs
+        program, known = Program(self.log), self.known.programs
         if self._compares and program.lasts:
             if len(known) >= _PROGRAMS and self.verdicts.judge not in known:
                 known.clear()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._core import private
-from .._core.state import disable_remat, guarded, is_recomputing
+from .._core.state import disable_remat, is_recomputing, state
 from .._modules.eligible import check_module
 from .._modules.region_class import change_in_place
 from .._policy.policy import PolicyLike, as_policy
@@ -73,7 +73,7 @@ def is_checkpointing() -> bool:
         >>> runs
         [(True, False), (False, True)]
     """
-    return guarded.checkpointing or guarded.traced is not None
+    return state.checkpointing or state.traced is not None
 
 
 disable_checkpointing = disable_remat

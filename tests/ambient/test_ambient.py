@@ -234,7 +234,6 @@ def test_settings_then_and_now(one: str, other: str) -> None:
             assert observed() == before
             with pytest.raises(KeyError), ambient.restored():
                 torch.set_default_dtype(torch.float16)  # what the body changes is undone as well
-                torch.set_default_device("cpu")
                 torch.set_grad_enabled(not torch.is_grad_enabled())
                 raise KeyError
             assert observed() == before

@@ -108,7 +108,7 @@ def solved(fn: Callable, cost: Cost = "roofline") -> tuple[Problem, Callable[[Ch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("remat._selective.recording.Choices", Seen)
         call(fn, Options(policy=policy), known, (leaf(),), {})
-    return *found[0], known.shared.choices[policy][0][0].options
+    return *found[0], known.choices[policy][0][0].options
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_bytes_and_flops_are_as_predicted(cls: type[nn.Module], transform: Calla
         policy = policies.budget(amount, cost="flops")
         fn = remat.remat(plain, policy=policy)
         held = held_at_end(fn, transform)
-        tradeoff, choice = fn._known.shared.choices[policy][-1]  # under torch.func, a first run may start over
+        tradeoff, choice = fn._known.choices[policy][-1]  # under torch.func, a first run may start over
         assert choice.nbytes <= policy.nbytes(tradeoff.whole)
         assert held == held_at_end(remat.remat(plain), transform)  # the first call saves nothing
         assert held_at_end(fn, transform) == held + choice.nbytes
@@ -310,7 +310,7 @@ def test_a_program_that_deviates_from_a_known_one() -> None:
     region = remat.remat(fn, policy=policies.budget(1.0))
     for turn in (0, 1, 0, 1, 1, 0):
         assert torch.equal(gradient(region, leaf(), turn), gradient(fn, leaf(), turn))
-    (known,) = region._known.shared.choices.values()
+    (known,) = region._known.choices.values()
     assert len(known) == 2
 
 

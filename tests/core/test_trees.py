@@ -133,7 +133,7 @@ TREES: list[tuple[Any, list[str]]] = [
     (FrozenSlots(1, FrozenSlots(2)), [".a", ".b.a", ".b.b"]),
     (Box(1, [2]), ["[<flat index 0>]", "[<flat index 1>][0]"]),
     (Bag(1, [2]), ["[0]", "[1][0]"]),
-    (Keyed(1, [2]), [".left", ".right[0]"]),
+    (Keyed(1, [2]), ["[0]", "[1][0]"]),
     (Node(None, [1], 2), [".a", ".b[0]", ".c", ".d"]),
     (Partly(1), [".x", ".dropped", ".doubled"]),
     ([Output(1, 2)], ["[0]['logits']", "[0]['loss']"]),

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:The policy"), pytest.mark.usefi
 def forget() -> None:
     """Clear everything that is recorded for functions."""
     known._of_code.cache_clear()
-    known._of_functions.clear()
+    known._of_modules.clear()
 
 
 @pytest.fixture(autouse=True)
