@@ -28,7 +28,7 @@ from .._function import call
 from .._region.options import Options, checked_options
 from ..errors import shown
 from .checks import Trees, checked_length, checked_pair
-from .results import Results, empty_results
+from .empty import empty_results
 
 
 def segments(count: int, spare: int) -> list[tuple[int, int]]:
@@ -137,13 +137,15 @@ def scan(
     options = replace(checked_options(policy), read_inside=True)  # a step may run a backward pass, inside many regions
     leaves, spec = ([], None) if xs is None else trees.flatten(xs)
     count = checked_length(leaves, spec, length)
-    loop = Loop(step, options, Trees(carry, "carry"), spec, Results(count))
+    loop = Loop(step, options, Trees("carry"), spec, Trees("y"))
+    loop.carry.checked(carry)
     spare = _spare(checkpoints, count, loop.carry)
     if count == 0:
         return carry, empty_results(loop, leaves)
     _check_depth(count, spare, options)
-    last, tokens = loop.in_regions(segments(count + 1, spare), 0, carry, leaves)
-    return last, loop.results.close(tokens)
+    last, ys = loop.in_regions(segments(count + 1, spare), 0, carry, leaves)
+    stacks = [None if column[0] is None else torch.stack(column) for column in zip(*ys)]
+    return last, trees.unflatten(loop.y.spec, stacks)
 
 
 def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
@@ -178,31 +180,31 @@ class Loop(NamedTuple):
     options: Options
     carry: Trees
     spec: Any  # of ``xs``; None if there are none
-    results: Results
+    y: Trees
 
-    def call(self, number: int, carry: Any, leaves: Iterable[torch.Tensor]) -> tuple[Any, Any]:
-        """Call step ``number`` with these leaves of ``x``, and check what it returns."""
+    def call(self, number: int, carry: Any, leaves: Iterable[torch.Tensor]) -> tuple[Any, list]:
+        """Call step ``number`` with these leaves of ``x``. Return the next carry and the leaves of ``y``, checked."""
         pair = self.step(carry, None if self.spec is None else trees.unflatten(self.spec, leaves))
         carry, y = checked_pair(pair, number)
         self.carry.checked(carry, number)
-        return carry, y
+        return carry, self.y.checked(y, number)
 
     def in_regions(self, sizes: Sequence[tuple[int, int]], start: int, carry: Any, xs: Tensors) -> tuple[Any, list]:
-        """Run steps, in a region for each segment. Return the carry after them, and tokens for each ``y``."""
-        known, tokens = known_of(self.step), list[Any]()
+        """Run steps, in a region for each segment. Return the carry after them, and the leaves of each ``y``."""
+        known, ys = known_of(self.step), list[Any]()
         for (size, spare), part in zip(sizes, _split(xs, [size for size, _ in sizes])):
             carry, found = call(partial(self._segment, size, spare, start), self.options, known, (carry, part), {})
-            tokens += found
+            ys += found
             start += size
-        return carry, tokens
+        return carry, ys
 
     def _segment(self, size: int, spare: int, start: int, carry: Any, xs: Tensors) -> tuple[Any, list]:
         """Run one segment: its last step itself, the steps before it in inner regions."""
         first, last = _split(xs, [size - 1, 1]) if size > 1 else ((), xs)
-        carry, tokens = self.in_regions(segments(size, spare), start, carry, first)
-        number = start + size - 1
-        carry, y = self.call(number, carry, [leaf[0] for leaf in last])
-        return carry, [*tokens, self.results.add(number, y)]
+        carry, ys = self.in_regions(segments(size, spare), start, carry, first)
+        carry, y = self.call(start + size - 1, carry, [leaf[0] for leaf in last])
+        # Copies, as the memory of `y` may be a part of a larger tensor, or be changed by a later step.
+        return carry, [*ys, [None if leaf is None else leaf.clone() for leaf in y]]
 
 
 def _split(xs: Tensors, sizes: list[int]) -> Sequence[Tensors]:
