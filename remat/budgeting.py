@@ -40,8 +40,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         PolicyError: ``cost`` is none of these.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> def f(x, w):
         ...     return torch.tanh(torch.tanh(x @ w) @ w).sum()
         >>> x, w = torch.ones(64, 32), torch.ones(32, 32)

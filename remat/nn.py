@@ -55,17 +55,13 @@ def apply(
             is never called, such as ``ModuleList``, a TorchScript module, or a lazy module without its shapes.
         PolicyError: ``policy`` is not a policy.
 
-    Note:
-        If an error is raised, no module is changed. The class of a chosen module becomes a subclass with the same name.
+    If an error is raised, no module is changed. The class of a chosen module becomes a subclass with the same name.
 
     Example:
-        >>> import torch
-        >>> import remat.nn
-        >>> layers = [torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(4)]
-        >>> model = torch.nn.Sequential(*layers)
-        >>> model = remat.nn.apply(model, remat.nn.every(2, torch.nn.TransformerEncoderLayer))
-        >>> model(torch.randn(3, 5, 16)).sum().backward()
-        >>> model = remat.nn.undo(model)
+        >>> import torch, remat.nn
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> model = remat.nn.apply(model, remat.nn.every(2, torch.nn.Linear))
+        >>> model(torch.randn(3, 8)).sum().backward()
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     for name, module in chosen_modules(model, where):
@@ -107,15 +103,12 @@ def budget(
         ValueError: ``where`` chooses none of the submodules.
         TypeError: ``where`` has the wrong type, or a chosen module can't have a region.
 
-    Note:
-        A block that later gets different shapes chooses again, within the bytes that it saves here. In a distributed
-        job call this function in all processes; they use the choice of the first one.
+    A block that later gets different shapes chooses again, within the bytes that it saves here. In a distributed job
+    call this function in all processes; they use the choice of the first one.
 
     Example:
-        >>> import torch
-        >>> import remat.nn
-        >>> layers = [torch.nn.TransformerEncoderLayer(16, 2, 64, batch_first=True) for _ in range(4)]
-        >>> model = torch.nn.Sequential(*layers)
+        >>> import torch, remat.nn
+        >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(16, 2, 64) for _ in range(4)))
         >>> result = remat.nn.budget(model, torch.nn.TransformerEncoderLayer, 0.6, torch.randn(8, 32, 16))
         >>> result.peak <= result.amount < result.without
         True
@@ -125,15 +118,7 @@ def budget(
 
 
 def undo(model: M) -> M:
-    """Undo :func:`apply` and :func:`budget` for all submodules, and return the model: their calls are plain again.
-
-    Example:
-        >>> import torch
-        >>> import remat.nn
-        >>> model = remat.nn.apply(torch.nn.Linear(2, 2), torch.nn.Linear)
-        >>> type(remat.nn.undo(model)) is torch.nn.Linear
-        True
-    """
+    """Undo :func:`apply` and :func:`budget` for all submodules, and return the model: their calls are plain again."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"The model must be a torch.nn.Module, got {type(model).__name__}.")
     for module in model.modules():
@@ -152,19 +137,7 @@ class Every:
 def every(n: int, of: Types) -> Every:
     """For :func:`apply`: choose the first, the (n+1)-th, ... module of a type, in the order of ``named_modules()``.
 
-    Args:
-        n: at least 1, which chooses all of them.
-        of: a type, or a tuple of types.
-
-    Raises:
-        ValueError: ``n`` is less than 1.
-        TypeError: ``n`` is not an integer, or ``of`` is not a type.
-
-    Example:
-        >>> import torch
-        >>> import remat.nn
-        >>> remat.nn.every(2, torch.nn.Linear)
-        Every(n=2, of=<class 'torch.nn.modules.linear.Linear'>)
+    ``n`` is at least 1, else a ``ValueError`` is raised; ``of`` is a type or a tuple of types, else a ``TypeError``.
     """
     if not isinstance(n, int) or isinstance(n, bool):
         raise TypeError(f"every(n, of) takes an integer n, got {shown(n)}.")

@@ -35,8 +35,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
         RematError: called where saved-tensor hooks are disabled.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> from remat import saved_residuals
         >>> def f(x, w):
         ...     return torch.tanh(x @ w).sin()

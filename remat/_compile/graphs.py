@@ -19,9 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .._core import private
 from .._core.facts import facts_of
 from .._core.tensors import holder
-from .._policy.judge import question
 from .._policy.names import NAME
 from .._policy.policy import RECOMPUTE, Policy, Verdict
+from .._policy.predicates import question
 
 _NAMES = "remat.names"  # the key of the names in a node's ``meta``
 

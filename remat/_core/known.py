@@ -16,7 +16,7 @@ class Shared:
     def __init__(self) -> None:
         # Each is given once.
         self.warnings: set[str] = set()
-        # The operations of the last first run under a policy, by the policy's judge. A later run compares each of its
+        # The operations of the last first run under a policy, by the policy. A later run compares each of its
         # own with them before it uses what is known of it.
         self.programs: dict[Any, Any] = {}
         # What a policy with a budget has chosen to save, by policy. A later run compares its operations too, and what

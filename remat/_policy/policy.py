@@ -8,7 +8,6 @@ created.
 from __future__ import annotations
 
 import enum
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
@@ -32,7 +31,6 @@ class Verdict(enum.Enum):
 
 
 RECOMPUTE, SAVE, OFFLOAD = Verdict.RECOMPUTE, Verdict.SAVE, Verdict.OFFLOAD
-Verdicts = frozenset[Verdict]
 Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # calls a predicate, or returns None where it is unknown
 
 
@@ -82,10 +80,6 @@ class Policy(ABC):
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         """Return the verdict on a value, or None where it depends on a predicate for which ``ask`` returns None."""
 
-    @abstractmethod
-    def _possible(self, named: bool) -> Verdicts:
-        """Return the verdicts that named values, or unnamed values, may get."""
-
     def _parts(self) -> tuple[Policy, ...]:
         """Return the policies that this policy combines."""
         return ()
@@ -112,11 +106,6 @@ class Policy(ABC):
         return any(part.asks for part in self._parts())
 
     @property
-    def has_predicate(self) -> bool:
-        """Whether the policy contains a user's function."""
-        return any(part.has_predicate for part in self._parts())
-
-    @property
     def ignores_operators(self) -> bool:
         """Whether verdicts don't depend on operators."""
         return all(part.ignores_operators for part in self._parts())
@@ -127,14 +116,9 @@ class Policy(ABC):
         return any(part.judges_names for part in self._parts())
 
     @property
-    def saves_everything(self) -> bool:
-        """Whether every value is certainly saved."""
-        return self._possible(named=False) | self._possible(named=True) == {SAVE}
-
-    @cached_property
     def saves_nothing(self) -> bool:
-        """Whether no value is ever saved or offloaded."""
-        return self._possible(named=False) | self._possible(named=True) == {RECOMPUTE}
+        """Whether it is known that no value is saved or offloaded."""
+        return bool(self._parts()) and all(part.saves_nothing for part in self._parts())
 
     @property
     def mentioned_names(self) -> tuple[str, ...]:
@@ -185,10 +169,7 @@ class Ops(Policy):
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict:
         return SAVE if op in self.ops or operators.packet_name(op) in self.ops else RECOMPUTE
 
-    def _possible(self, named: bool) -> Verdicts:
-        return frozenset((SAVE, RECOMPUTE) if self.ops else (RECOMPUTE,))
-
-    ignores_operators = property(lambda self: not self.ops)
+    ignores_operators = saves_nothing = property(lambda self: not self.ops)
     mentioned_ops = property(lambda self: self.ops)
 
 
@@ -198,7 +179,7 @@ class If(Policy):
 
     predicate: Callable[..., Any] = field(hash=False)  # a callable object may not be hashable
 
-    asks = has_predicate = True
+    asks = True
     ignores_operators = False
 
     def __repr__(self) -> str:
@@ -206,9 +187,6 @@ class If(Policy):
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         return ask(self.predicate)
-
-    def _possible(self, named: bool) -> Verdicts:
-        return frozenset((RECOMPUTE, SAVE, OFFLOAD))
 
 
 # --- trees --------------------------------------------------------------------------------------------------------
@@ -239,10 +217,6 @@ class _Pair(Policy):
     @abstractmethod
     def _join(a: Verdict, b: Verdict) -> Verdict:
         """Return the verdict on a value from the verdicts of the two sides."""
-
-    def _possible(self, named: bool) -> Verdicts:
-        pairs = itertools.product(self.left._possible(named), self.right._possible(named))
-        return frozenset(self._join(a, b) for a, b in pairs)  # torch 2.11 can trace this expression
 
     def _parts(self) -> tuple[Policy, ...]:
         return (self.left, self.right)
@@ -305,14 +279,12 @@ class _Turned(Policy):
         verdict = self.policy._evaluate(op, names, ask)
         return None if verdict is None else self._turn(verdict)
 
-    def _possible(self, named: bool) -> Verdicts:
-        return frozenset(map(self._turn, self.policy._possible(named)))
-
 
 class Opposite(_Turned):
     """Saves what a policy does not save."""
 
     _binds = 2
+    saves_nothing = False
 
     @staticmethod
     def _turn(verdict: Verdict) -> Verdict:
@@ -339,8 +311,6 @@ class Preset(_Turned):
 
     name: str
     doc: InitVar[str] = ""
-
-    has_predicate = False  # a predicate in a preset is not the user's
 
     def __post_init__(self, doc: str) -> None:
         object.__setattr__(self, "__doc__", doc)  # for `help` of the preset itself
@@ -421,9 +391,6 @@ class Within(Policy):
         verdict = self.outer._evaluate(op, names, ask)
         return self.inner._evaluate(op, names, ask) if verdict is RECOMPUTE else verdict
 
-    def _possible(self, named: bool) -> Verdicts:
-        return self.outer._possible(named) | self.inner._possible(named)
-
     def _parts(self) -> tuple[Policy, ...]:
         return self.outer, self.inner
 
@@ -482,6 +449,3 @@ class Budget(Policy):
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         return None
-
-    def _possible(self, named: bool) -> Verdicts:
-        return frozenset((SAVE, RECOMPUTE))

@@ -16,9 +16,10 @@ class Trees:
     """The structure of a pytree and the kinds of its leaves, tensors or None, from the first one that is checked."""
 
     __slots__ = ("kinds", "nbytes", "spec", "what")
+    spec: Any
 
     def __init__(self, what: str) -> None:
-        self.what, self.spec = what, None  # what it is called in errors
+        self.what, self.spec = what, None  # its name in errors
 
     def checked(self, tree: Any, number: int = 0) -> list[Any]:
         """Return the leaves of the pytree that step ``number`` has returned.

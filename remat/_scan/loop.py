@@ -119,8 +119,7 @@ def scan(
         which is traced once, not once for each step.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> w = torch.full((4, 4), 0.1, requires_grad=True)
         >>> def step(h, x):
         ...     h = torch.tanh(h @ w + x)
