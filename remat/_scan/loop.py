@@ -23,12 +23,13 @@ import torch
 from .._core import private, trees
 from .._core.amounts import parse_amount
 from .._core.known import known_of
-from .._core.state import state
+from .._core.state import disable_remat, own_work, state, unseen
 from .._function import call
+from .._measure.program import Program
+from .._region.hooks import hooks_hidden
 from .._region.options import Options, checked_options
 from ..errors import shown
 from .checks import Trees, checked_length, checked_pair
-from .empty import empty_results
 
 
 def segments(count: int, spare: int) -> list[tuple[int, int]]:
@@ -91,8 +92,8 @@ def scan(
             handled as in a region of :func:`remat.remat`.
         carry: the first carry, any pytree of tensors.
         xs: a pytree of tensors of shape ``[length, ...]``: a step gets one entry of each. If None, steps get None.
-        length: the number of steps; optional if ``xs`` has tensors. Without steps, ``step`` is called once on fake
-            tensors, which show the shapes of ``y``.
+        length: the number of steps; optional if ``xs`` has tensors. Without steps, ``step`` is called once on
+            zeros, to find the shapes of ``y``, and what it changes is restored.
         checkpoints: the maximum number of saved carries, without the first one, which is an input. An int, a string
             such as ``"64MiB"`` (as many as fit), or a float in (0, 1], a fraction of all carries. By default about
             the base-2 logarithm of ``length``.
@@ -140,7 +141,7 @@ def scan(
     loop.carry.checked(carry)
     spare = _spare(checkpoints, count, loop.carry)
     if count == 0:
-        return carry, empty_results(loop, leaves)
+        return carry, _empty_results(loop, carry, leaves)
     _check_depth(count, spare, options)
     last, ys = loop.in_regions(segments(count + 1, spare), 0, carry, leaves)
     stacks = [None if column[0] is None else torch.stack(column) for column in zip(*ys)]
@@ -204,6 +205,15 @@ class Loop(NamedTuple):
         carry, y = self.call(start + size - 1, carry, [leaf[0] for leaf in last])
         # Copies, as the memory of `y` may be a part of a larger tensor, or be changed by a later step.
         return carry, [*ys, [None if leaf is None else leaf.clone() for leaf in y]]
+
+
+def _empty_results(loop: Loop, carry: Any, xs: Tensors) -> Any:
+    """The ``y`` of no steps, with tensors of shape ``[0, ...]``: a step runs on zeros, and its changes are restored."""
+    preserved = Program(loop.step, (carry,), {}).preserved()
+    # Regions around must not see this run.
+    with own_work(), unseen(), hooks_hidden(), disable_remat(), torch.no_grad(), preserved:
+        loop.call(0, carry, [leaf.new_zeros(leaf.shape[1:]) for leaf in xs])
+    return loop.y.empty(0)
 
 
 def _split(xs: Tensors, sizes: list[int]) -> Sequence[Tensors]:
