@@ -152,9 +152,24 @@ def _is_types(value: Any) -> bool:
     return isinstance(value, type) or (isinstance(value, tuple) and all(isinstance(t, type) for t in value))
 
 
-def chosen_modules(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Module]]:
+def chosen_modules(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     """Return the chosen modules; raise if there are none or if one can't be a region."""
-    chosen = _chosen(model, where)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
+    n, kind = (where.n, where.of) if isinstance(where, Every) else (1, where)
+    if _is_types(kind):
+        chosen = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)][::n]
+    elif not callable(where) or isinstance(where, torch.nn.Module):
+        raise TypeError(
+            f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
+            f"submodule; got {shown(where)}."
+        )
+    elif accepts(where, "name", model) is False:
+        raise TypeError(
+            f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
+        )
+    else:
+        chosen = [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
     if not chosen:
         classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ValueError(
@@ -163,22 +178,3 @@ def chosen_modules(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.
     for name, module in chosen:
         check_module(module, name)
     return chosen
-
-
-def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
-    if isinstance(where, Every):
-        return _chosen(model, where.of)[:: where.n]
-    if _is_types(where):
-        return [(name, module) for name, module in model.named_modules() if isinstance(module, where)]
-    if callable(where) and not isinstance(where, torch.nn.Module):
-        if accepts(where, "name", model) is False:
-            raise TypeError(
-                f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
-            )
-        return [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
-    raise TypeError(
-        f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
-        f"submodule; got {shown(where)}."
-    )

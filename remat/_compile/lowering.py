@@ -69,13 +69,11 @@ _IGNORED_BUDGET = (
 
 @private.constant  # so that it is called while Dynamo traces
 def warn_once(message: str) -> bool:
-    if message not in _warned:
-        _warned.add(message)
-        warn(message)
+    _warn(message)
     return True
 
 
-_warned: set[str] = set()
+_warn = functools.cache(warn)
 
 
 class traced:

@@ -108,7 +108,7 @@ class Names(Policy):
             return unnamed
         return matched if any(is_named(name, pattern) for pattern in self.patterns for name in names) else unmatched
 
-    ignores_operators = judges_names = True
+    judges_names = True
     mentioned_names = property(lambda self: self.patterns)
 
 

@@ -40,11 +40,7 @@ def unknown(predicate: Callable) -> None:
 
 
 def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
-    """Call a predicate, which returns a bool or a ``CheckpointPolicy``, and return its verdict.
-
-    Raises:
-        PolicyError: the predicate returns something else.
-    """
+    """Call a predicate and return its verdict. PolicyError if it returns no bool or ``CheckpointPolicy``."""
     found = predicate(ctx, op, *args, **kwargs)
     if isinstance(found, bool):
         return Verdict.SAVE if found else Verdict.RECOMPUTE
@@ -87,11 +83,7 @@ class Policy(ABC):
     def judge(
         self, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str]
     ) -> Verdict:
-        """Return the verdict on a value with these names. The other arguments are those of a predicate.
-
-        Raises:
-            PolicyError: the value would be both saved and offloaded, or a predicate returned an invalid answer.
-        """
+        """Return the verdict on a value with these names. The other arguments are those of a predicate."""
         verdict = self._evaluate(op, names, lambda predicate: _answer(predicate, ctx, op, args, kwargs))
         assert verdict is not None
         return verdict
@@ -104,11 +96,6 @@ class Policy(ABC):
     def asks(self) -> bool:
         """Whether predicates must be called with the arguments of each operation."""
         return any(part.asks for part in self._parts())
-
-    @property
-    def ignores_operators(self) -> bool:
-        """Whether verdicts don't depend on operators."""
-        return all(part.ignores_operators for part in self._parts())
 
     @property
     def judges_names(self) -> bool:
@@ -169,7 +156,7 @@ class Ops(Policy):
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict:
         return SAVE if op in self.ops or operators.packet_name(op) in self.ops else RECOMPUTE
 
-    ignores_operators = saves_nothing = property(lambda self: not self.ops)
+    saves_nothing = property(lambda self: not self.ops)
     mentioned_ops = property(lambda self: self.ops)
 
 
@@ -180,7 +167,6 @@ class If(Policy):
     predicate: Callable[..., Any] = field(hash=False)  # a callable object may not be hashable
 
     asks = True
-    ignores_operators = False
 
     def __repr__(self) -> str:
         return f"policies.save_if({getattr(self.predicate, '__qualname__', None) or repr(self.predicate)})"
@@ -346,21 +332,7 @@ NOTHING = Preset(Ops(frozenset()), "nothing_saveable", "Saves the inputs of a re
 
 
 def as_policy(value: Any) -> Policy:
-    """Convert an argument to a policy.
-
-    Args:
-        value: a policy, None (nothing is saved), operators in a list, tuple or set, or a function with the signature
-            of torch's selective checkpoint, ``(ctx, op, *args, **kwargs) -> bool | CheckpointPolicy``.
-
-    Raises:
-        PolicyError: ``value`` is none of these; the message says what was expected.
-
-    Example:
-        >>> as_policy(None)
-        policies.nothing_saveable
-        >>> as_policy(["aten.mm"])
-        policies.save_ops(torch.ops.aten.mm)
-    """
+    """Convert a `PolicyLike` to a policy. PolicyError if it is something else; the message says what was expected."""
     if isinstance(value, Policy):
         return value
     if value is None:
@@ -379,10 +351,7 @@ def saving(ops: Iterable[Any], resolve: Callable[[Any], frozenset[Any]] = operat
 
 @dataclass(frozen=True)
 class Within(Policy):
-    """The policy of a region inside another region with a policy.
-
-    A value that only the inner policy saves is handed to the outer region, which releases it when its run ends.
-    """
+    """The policy of a region inside another one, which gets what only the inner policy saves, until its run ends."""
 
     outer: Policy
     inner: Policy
@@ -421,7 +390,6 @@ class Budget(Policy):
     chosen: Chosen | None = None
 
     is_budget = True
-    ignores_operators = True
 
     def __post_init__(self) -> None:
         self.nbytes(0)
@@ -432,11 +400,7 @@ class Budget(Policy):
             )
 
     def nbytes(self, whole: int) -> int:
-        """Return how many bytes a region may save if it saves ``whole`` bytes without remat.
-
-        Raises:
-            PolicyError: the amount is invalid.
-        """
+        """Return how many bytes a region may save if it saves ``whole`` bytes without remat."""
         try:
             return parse_amount(self.amount, whole, "The amount of a budget")
         except (TypeError, ValueError) as error:

@@ -46,7 +46,7 @@ def unmatched(recording: Any) -> Callable[[], None] | None:
     """
     verdicts, log = recording.verdicts, recording.log
     own, warned, alone = verdicts.own, verdicts.warned, verdicts.own is verdicts.policy
-    if warned.operators or own.ignores_operators or not log.steps:
+    if warned.operators or not (own.asks or own.mentioned_ops) or not log.steps:
         return None
     if own.asks and not alone:
         return None  # the outer region's policy may have decided, so that the predicates were not called

@@ -22,12 +22,7 @@ class Trees:
         self.what, self.spec = what, None  # its name in errors
 
     def checked(self, tree: Any, number: int = 0) -> list[Any]:
-        """Return the leaves of the pytree that step ``number`` has returned.
-
-        Raises:
-            TypeError: a leaf of the first one is not a tensor.
-            ValueError: its structure, or the kind of a leaf, is another one.
-        """
+        """Return the leaves of what step ``number`` returned. ValueError if its structure, or a kind, has changed."""
         leaves, spec = trees.flatten(tree)
         if self.spec is None:
             self._record(leaves, spec)
@@ -70,23 +65,8 @@ def _kind(leaf: Any) -> Any:
     return fingerprint(leaf, "metadata") if isinstance(leaf, torch.Tensor) else leaf
 
 
-def checked_pair(pair: Any, number: int) -> tuple[Any, Any]:
-    """Return the carry and the y that a step has returned."""
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else f"an object of type {type(pair).__name__}"
-        raise TypeError(
-            f"step must return a pair, the next carry and y (None if there is none); step {number} returned {got}."
-        )
-    return pair
-
-
 def checked_length(leaves: list, spec: Any, length: Any) -> int:
-    """Return the number of steps, for these leaves of ``xs``.
-
-    Raises:
-        TypeError: ``length`` is not an integer, or a leaf of ``xs`` is not a tensor.
-        ValueError: the number is unknown, negative, or differs from the length of a tensor in ``xs``.
-    """
+    """Return the number of steps, for these leaves of ``xs``, or raise the errors that `scan` documents."""
     if length is not None:
         if isinstance(length, (bool, torch.Tensor)) or not hasattr(length, "__index__"):
             raise TypeError(f"length must be an integer, got {shown(length)}.")

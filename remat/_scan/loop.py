@@ -29,7 +29,7 @@ from .._measure.program import Program
 from .._region.hooks import hooks_hidden
 from .._region.options import Options, checked_options
 from ..errors import shown
-from .checks import Trees, checked_length, checked_pair
+from .checks import Trees, checked_length
 
 
 def segments(count: int, spare: int) -> list[tuple[int, int]]:
@@ -185,7 +185,12 @@ class Loop(NamedTuple):
     def call(self, number: int, carry: Any, leaves: Iterable[torch.Tensor]) -> tuple[Any, list]:
         """Call step ``number`` with these leaves of ``x``. Return the next carry and the leaves of ``y``, checked."""
         pair = self.step(carry, None if self.spec is None else trees.unflatten(self.spec, leaves))
-        carry, y = checked_pair(pair, number)
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else f"an object of type {type(pair).__name__}"
+            raise TypeError(
+                f"step must return a pair, the next carry and y (None if there is none); step {number} returned {got}."
+            )
+        carry, y = pair
         self.carry.checked(carry, number)
         return carry, self.y.checked(y, number)
 

@@ -29,9 +29,9 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLi
     :func:`remat.nn.undo` makes calls plain again.
 
     Args:
-        offload_to_cpu: save the tensors that the module is called with in (pinned) host memory. Parameters, and tensors
-            that are already in host memory, are not copied. Under ``torch.func`` and ``torch.compile`` nothing is
-            copied. Where an outer region or saved-tensor hooks save the inputs, they decide where.
+        offload_to_cpu: save the tensors that the module is called with in (pinned) host memory, without parameters.
+            Under ``torch.func`` and ``torch.compile``, or if an outer region or saved-tensor hooks save the inputs,
+            this has no effect.
         policy: what may be saved beyond the inputs; see :func:`remat.remat`.
 
     Returns:
@@ -85,11 +85,11 @@ def apply_activation_checkpointing(
 ) -> None:
     """Make every call of the chosen submodules a region, in place. A drop-in for torch's function of this name.
 
-    The modules, their names and ``state_dict`` keys do not change. As in torch, the model itself is not chosen.
+    As in torch, the model itself is not chosen.
 
     Args:
-        checkpoint_wrapper_fn: called with each chosen module; its result replaces the module. The default is
-            :func:`checkpoint_wrapper`, which is also used in place of torch's function of that name or a partial of it.
+        checkpoint_wrapper_fn: called with each chosen module; its result replaces the module. By default, and in place
+            of torch's function of that name or a partial of it, :func:`checkpoint_wrapper`.
         check_fn: whether a submodule is chosen.
         auto_wrap_policy: an FSDP policy that chooses instead of ``check_fn``, such as ``ModuleWrapPolicy({Block})``.
         policy: what the regions may save beyond their inputs; see :func:`remat.remat`.
@@ -174,10 +174,9 @@ def install(policy: PolicyLike = None) -> Installation:
     Raises:
         PolicyError: ``policy`` is not a policy. Nothing is changed then.
 
-    Note:
-        Other references that were made before are not replaced, such as a ``functools.partial`` of torch's function.
-        Transformers makes one when a model's checkpointing is enabled: install before that, or use
-        ``remat.integrations.transformers.enable``.
+    Other references that were made before are not replaced, such as a ``functools.partial`` of torch's function.
+    Transformers makes one when a model's checkpointing is enabled: install before that, or use
+    ``remat.integrations.transformers.enable``.
 
     Example:
         >>> import remat, torch.utils.checkpoint
