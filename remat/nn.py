@@ -157,6 +157,7 @@ def chosen_modules(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
     n, kind = (where.n, where.of) if isinstance(where, Every) else (1, where)
+    chosen: list[tuple[str, Any]]
     if _is_types(kind):
         chosen = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)][::n]
     elif not callable(where) or isinstance(where, torch.nn.Module):

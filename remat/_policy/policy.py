@@ -77,8 +77,15 @@ class Policy(ABC):
         """Return the verdict on a value, or None where it depends on a predicate for which ``ask`` returns None."""
 
     def _parts(self) -> tuple[Policy, ...]:
-        """Return the policies that this policy combines."""
-        return ()
+        """Return the policies that this policy combines, which are its attributes."""
+        return tuple([part for part in vars(self).values() if isinstance(part, Policy)])
+
+    def __post_init__(self) -> None:
+        for part in self._parts():
+            if part.is_budget:
+                raise PolicyError(
+                    f"A budget can't be combined with another policy: {part!r} decides alone what is saved."
+                )
 
     def judge(
         self, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str]
@@ -190,7 +197,7 @@ class _Pair(Policy):
 
     def __post_init__(self) -> None:
         """Evaluate the policy for the operators and names it mentions, and for others: a conflict raises an error."""
-        _check_parts(self)
+        super().__post_init__()
         for op in (*self.mentioned_ops, _OTHER):
             self.verdict_for(op)
         for name in (*(pattern.replace("*", "") for pattern in self.mentioned_names), _OTHER_NAME):
@@ -203,9 +210,6 @@ class _Pair(Policy):
     @abstractmethod
     def _join(a: Verdict, b: Verdict) -> Verdict:
         """Return the verdict on a value from the verdicts of the two sides."""
-
-    def _parts(self) -> tuple[Policy, ...]:
-        return (self.left, self.right)
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         a = self.left._evaluate(op, names, ask)
@@ -254,12 +258,6 @@ class _Turned(Policy):
     @staticmethod
     def _turn(verdict: Verdict) -> Verdict:
         return verdict
-
-    def __post_init__(self) -> None:
-        _check_parts(self)
-
-    def _parts(self) -> tuple[Policy, ...]:
-        return (self.policy,)
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         verdict = self.policy._evaluate(op, names, ask)
@@ -316,12 +314,6 @@ PolicyLike: TypeAlias = (
 Preset.__module__ = "remat.policies"  # where pickle looks up presets, by their names
 
 
-def _check_parts(policy: Policy) -> None:
-    for part in policy._parts():
-        if part.is_budget:
-            raise PolicyError(f"A budget can't be combined with another policy: {part!r} decides alone what is saved.")
-
-
 def _bracketed(policy: Policy, binds: int) -> str:
     return repr(policy) if policy._binds >= binds else f"({policy!r})"
 
@@ -359,9 +351,6 @@ class Within(Policy):
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         verdict = self.outer._evaluate(op, names, ask)
         return self.inner._evaluate(op, names, ask) if verdict is RECOMPUTE else verdict
-
-    def _parts(self) -> tuple[Policy, ...]:
-        return self.outer, self.inner
 
 
 def within(outer: Policy | None, policy: Policy) -> Policy:
