@@ -50,14 +50,9 @@ class Trees:
     def _name(self, i: int) -> str:
         return trees.paths(self.spec, self.what)[i]
 
-    def empty(self, *length: int) -> Any:
-        """Tensors without values in place of the leaves."""
-        leaves = []
-        for kind in self.kinds:
-            if kind is not None:
-                dtype, shape, device, *_ = kind
-                kind = torch.empty((*length, *shape), dtype=dtype, device=device)
-            leaves.append(kind)
+    def empty(self) -> Any:
+        """The pytree with the leaves of no steps, of shape ``[0, ...]``."""
+        leaves = [kind and torch.empty((0, *kind[1]), dtype=kind[0], device=kind[2]) for kind in self.kinds]
         return trees.unflatten(self.spec, leaves)
 
 

@@ -1,6 +1,6 @@
 """``remat.scan``: a loop as regions of several steps, which contain regions of fewer steps.
 
-Where a loop saves its carry is decided by the binomial schedule, which recomputes the fewest steps. A run of ``count``
+The binomial schedule decides which carries are saved, so that the fewest steps are recomputed. A run of ``count``
 steps starts from a carry that is saved already, and may save ``spare`` more. All steps but the last are divided into
 segments: each is a region, which saves the carry that it starts from. The last step is the first one that a backward
 needs. When the backward comes to a segment, the carries of the segments after it have been freed.
@@ -110,14 +110,11 @@ def scan(
             steps, ``checkpoints`` is out of its range, or so low that regions would nest too deep.
         PolicyError: ``policy`` is not a policy.
 
-    Note:
-        The backward recomputes each step once, and some steps several times, since few carries are saved. The total is
-        the least possible, by the binomial schedule of Griewank and Walther's "revolve": with the default, 2.5 times
-        ``length`` for 100 steps, and 3.5 times for 1,000.
+    The backward recomputes each step once, and some steps several times, as few carries are saved. The total is the
+    least possible: with the default 2.5 times ``length`` for 100 steps, and 3.5 times for 1,000.
 
-        Under ``torch.func``, gradients of tensors that all steps read are summed region by region, so they may differ
-        by rounding. ``torch.compile`` breaks its graph here; compile the step, ``scan(torch.compile(step), ...)``,
-        which is traced once, not once for each step.
+    Under ``torch.func``, gradients of tensors that all steps read are summed region by region, so they may differ by
+    rounding. ``torch.compile`` breaks its graph here; compile the step, which is then traced once.
 
     Example:
         >>> import torch, remat
@@ -218,7 +215,7 @@ def _empty_results(loop: Loop, carry: Any, xs: Tensors) -> Any:
     # Regions around must not see this run.
     with own_work(), unseen(), hooks_hidden(), disable_remat(), torch.no_grad(), preserved:
         loop.call(0, carry, [leaf.new_zeros(leaf.shape[1:]) for leaf in xs])
-    return loop.y.empty(0)
+    return loop.y.empty()
 
 
 def _split(xs: Tensors, sizes: list[int]) -> Sequence[Tensors]:
