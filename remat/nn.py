@@ -81,7 +81,7 @@ def budget(
     """Make the chosen submodules regions, in place, that save as much as a memory budget for the model allows.
 
     The model runs a few times, forward and backward; gradients, buffers, generators and the training mode are restored.
-    The choice minimizes the cost of the recompute, and a run with it checks that its peak is within the budget.
+    The choice minimizes the cost of the recompute, and its peak is measured.
 
     Args:
         model: the model, on the device and in the mode that it is trained in.

@@ -145,9 +145,6 @@ class Policy(ABC):
         )
 
 
-# --- leaves; policies of names are in `names.py` ------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Ops(Policy):
     """Saves the results of operators. A name such as ``aten::mm`` means all its overloads."""
@@ -181,8 +178,6 @@ class If(Policy):
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         return ask(self.predicate)
 
-
-# --- trees --------------------------------------------------------------------------------------------------------
 
 _OTHER, _OTHER_NAME = "any other operator", "any other name"  # that no policy mentions
 
@@ -317,8 +312,6 @@ Preset.__module__ = "remat.policies"  # where pickle looks up presets, by their 
 def _bracketed(policy: Policy, binds: int) -> str:
     return repr(policy) if policy._binds >= binds else f"({policy!r})"
 
-
-# --- conversion ---------------------------------------------------------------------------------------------------
 
 NOTHING = Preset(Ops(frozenset()), "nothing_saveable", "Saves the inputs of a region only, as ``policy=None`` does.")
 

@@ -99,10 +99,6 @@ def checkpoint(
         >>> from remat.compat import checkpoint
         >>> x = torch.ones(3, requires_grad=True)
         >>> checkpoint(lambda x, scale: (x * scale).sin().cos(), x, scale=2.0, use_reentrant=False).sum().backward()
-        >>> @checkpoint(use_reentrant=False)
-        ... def f(x):
-        ...     return x.sin().cos()
-        >>> f(x).sum().backward()
 
     Based on torch's documentation of ``torch.utils.checkpoint``. :doc:`/how-to/migrating` lists the differences.
     """

@@ -166,7 +166,7 @@ def install(policy: PolicyLike = None) -> Installation:
 
     Args:
         policy: what the regions may save beyond their inputs; see :func:`remat.remat`. A call with a ``context_fn``
-            ignores it, as ``context_fn`` contains a policy.
+            ignores it.
 
     Returns:
         A context manager that removes the replacement at its end, as :func:`uninstall` does.
