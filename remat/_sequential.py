@@ -50,8 +50,7 @@ def sequential(
         PolicyError: ``policy`` is not a policy.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> layers = [torch.nn.Linear(8, 8) for _ in range(9)]
         >>> f = remat.sequential(layers, segments=3)
         >>> f(torch.ones(2, 8)).sum().backward()

@@ -27,9 +27,8 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
 
     Args:
         fn, args, kwargs: the function or module, and its arguments, any pytrees. Regions in it have no effect.
-        cost: what an operation costs when it is recomputed. ``"roofline"``: microseconds by its FLOPs and the bytes
-            that it moves, the same on every run. ``"flops"``: FLOPs of matrix products, convolutions and attention.
-            ``"time"``: microseconds as measured. Or a function ``(op, args, kwargs, result)`` that returns a number.
+        cost: what an operation costs when it is recomputed, as in :func:`remat.policies.budget`; ``"roofline"`` and
+            ``"time"`` are microseconds.
 
     Returns:
         The curve. It can be printed and drawn (``plot()``). ``points`` has the choices, and ``at("64MiB")`` returns a
@@ -40,8 +39,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         PolicyError: ``cost`` is none of these.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> def f(x, w):
         ...     return torch.tanh(torch.tanh(x @ w) @ w).sum()
         >>> x, w = torch.ones(64, 32), torch.ones(32, 32)

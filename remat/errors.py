@@ -13,13 +13,11 @@ __all__ = ["CaptureError", "MutationError", "PolicyError", "RecomputeMismatchErr
 class RematError(CheckpointError):
     """Base class of the package's errors, and a subclass of ``torch.utils.checkpoint.CheckpointError``.
 
-    Example:
-        >>> from remat import MutationError, RematError
-        >>> issubclass(MutationError, RematError)
-        True
+    Attributes:
+        region: where the message names a region, its name and the line that called it; else None.
     """
 
-    region: str | None = None  # set where the message names a region
+    region: str | None = None
 
 
 class RecomputeMismatchError(RematError):
@@ -29,13 +27,11 @@ class RecomputeMismatchError(RematError):
     or operation, different values (with ``determinism_check="values"``), or returns a different structure.
 
     Attributes:
-        region: the name of the region, and the line that called it, as in the message.
         logs: with ``debug=True`` the operations of the forward and of the recompute up to the error, each with its
             result and the line that called it. Else ``None``, as for recomputes that check only results.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> from remat import RecomputeMismatchError, is_recomputing
         >>> f = remat.remat(lambda x: (x.sin() if is_recomputing() else x.cos()).exp(), debug=True)
         >>> try:
@@ -54,12 +50,8 @@ class MutationError(RematError):
 
     The message names the tensor, the region that reads it, and the line that called the region.
 
-    Attributes:
-        region: the name of the region, and the line that called it, as in the message.
-
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> from remat import MutationError
         >>> w, x = torch.ones(3, requires_grad=True), torch.ones(3)
         >>> y = remat.remat(lambda w, x: (w * x).sin())(w, x).sum()
@@ -77,9 +69,6 @@ class CaptureError(RematError):
 
     The tensor is not an argument, no variable of the function leads to it, and it is a new object in each run: pass it
     as an argument. Or a region stores it outside (in an attribute, say): return it.
-
-    Attributes:
-        region: the name of the region, and the line that called it, as in the message.
     """
 
 
@@ -88,14 +77,7 @@ class PolicyError(RematError, ValueError):
 
 
 class RematWarning(UserWarning):
-    """The class of every warning of the package. Warnings point to a line of user code.
-
-    Example:
-        >>> import warnings
-        >>> from remat import RematWarning
-        >>> warnings.filterwarnings("error", category=RematWarning)
-        >>> warnings.filterwarnings("default", category=RematWarning)
-    """
+    """The class of every warning of the package. Warnings point to a line of user code."""
 
 
 def shown(value: Any) -> str:

@@ -55,17 +55,13 @@ def apply(
             is never called, such as ``ModuleList``, a TorchScript module, or a lazy module without its shapes.
         PolicyError: ``policy`` is not a policy.
 
-    Note:
-        If an error is raised, no module is changed. The class of a chosen module becomes a subclass with the same name.
+    If an error is raised, no module is changed. The class of a chosen module becomes a subclass with the same name.
 
     Example:
-        >>> import torch
-        >>> import remat.nn
-        >>> layers = [torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(4)]
-        >>> model = torch.nn.Sequential(*layers)
-        >>> model = remat.nn.apply(model, remat.nn.every(2, torch.nn.TransformerEncoderLayer))
-        >>> model(torch.randn(3, 5, 16)).sum().backward()
-        >>> model = remat.nn.undo(model)
+        >>> import torch, remat.nn
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> model = remat.nn.apply(model, remat.nn.every(2, torch.nn.Linear))
+        >>> model(torch.randn(3, 8)).sum().backward()
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     for name, module in chosen_modules(model, where):
@@ -85,7 +81,7 @@ def budget(
     """Make the chosen submodules regions, in place, that save as much as a memory budget for the model allows.
 
     The model runs a few times, forward and backward; gradients, buffers, generators and the training mode are restored.
-    The choice minimizes the cost of the recompute, and a run with it checks that its peak is within the budget.
+    The choice minimizes the cost of the recompute, and its peak is measured.
 
     Args:
         model: the model, on the device and in the mode that it is trained in.
@@ -107,15 +103,12 @@ def budget(
         ValueError: ``where`` chooses none of the submodules.
         TypeError: ``where`` has the wrong type, or a chosen module can't have a region.
 
-    Note:
-        A block that later gets different shapes chooses again, within the bytes that it saves here. In a distributed
-        job call this function in all processes; they use the choice of the first one.
+    A block that later gets different shapes chooses again, within the bytes that it saves here. In a distributed job
+    call this function in all processes; they use the choice of the first one.
 
     Example:
-        >>> import torch
-        >>> import remat.nn
-        >>> layers = [torch.nn.TransformerEncoderLayer(16, 2, 64, batch_first=True) for _ in range(4)]
-        >>> model = torch.nn.Sequential(*layers)
+        >>> import torch, remat.nn
+        >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(16, 2, 64) for _ in range(4)))
         >>> result = remat.nn.budget(model, torch.nn.TransformerEncoderLayer, 0.6, torch.randn(8, 32, 16))
         >>> result.peak <= result.amount < result.without
         True
@@ -125,15 +118,7 @@ def budget(
 
 
 def undo(model: M) -> M:
-    """Undo :func:`apply` and :func:`budget` for all submodules, and return the model: their calls are plain again.
-
-    Example:
-        >>> import torch
-        >>> import remat.nn
-        >>> model = remat.nn.apply(torch.nn.Linear(2, 2), torch.nn.Linear)
-        >>> type(remat.nn.undo(model)) is torch.nn.Linear
-        True
-    """
+    """Undo :func:`apply` and :func:`budget` for all submodules, and return the model: their calls are plain again."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"The model must be a torch.nn.Module, got {type(model).__name__}.")
     for module in model.modules():
@@ -152,19 +137,7 @@ class Every:
 def every(n: int, of: Types) -> Every:
     """For :func:`apply`: choose the first, the (n+1)-th, ... module of a type, in the order of ``named_modules()``.
 
-    Args:
-        n: at least 1, which chooses all of them.
-        of: a type, or a tuple of types.
-
-    Raises:
-        ValueError: ``n`` is less than 1.
-        TypeError: ``n`` is not an integer, or ``of`` is not a type.
-
-    Example:
-        >>> import torch
-        >>> import remat.nn
-        >>> remat.nn.every(2, torch.nn.Linear)
-        Every(n=2, of=<class 'torch.nn.modules.linear.Linear'>)
+    ``n`` is at least 1, else a ``ValueError`` is raised; ``of`` is a type or a tuple of types, else a ``TypeError``.
     """
     if not isinstance(n, int) or isinstance(n, bool):
         raise TypeError(f"every(n, of) takes an integer n, got {shown(n)}.")
@@ -179,9 +152,25 @@ def _is_types(value: Any) -> bool:
     return isinstance(value, type) or (isinstance(value, tuple) and all(isinstance(t, type) for t in value))
 
 
-def chosen_modules(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.nn.Module]]:
+def chosen_modules(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
     """Return the chosen modules; raise if there are none or if one can't be a region."""
-    chosen = _chosen(model, where)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
+    n, kind = (where.n, where.of) if isinstance(where, Every) else (1, where)
+    chosen: list[tuple[str, Any]]
+    if _is_types(kind):
+        chosen = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)][::n]
+    elif not callable(where) or isinstance(where, torch.nn.Module):
+        raise TypeError(
+            f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
+            f"submodule; got {shown(where)}."
+        )
+    elif accepts(where, "name", model) is False:
+        raise TypeError(
+            f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
+        )
+    else:
+        chosen = [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
     if not chosen:
         classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ValueError(
@@ -190,22 +179,3 @@ def chosen_modules(model: torch.nn.Module, where: Any) -> list[tuple[str, torch.
     for name, module in chosen:
         check_module(module, name)
     return chosen
-
-
-def _chosen(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
-    if isinstance(where, Every):
-        return _chosen(model, where.of)[:: where.n]
-    if _is_types(where):
-        return [(name, module) for name, module in model.named_modules() if isinstance(module, where)]
-    if callable(where) and not isinstance(where, torch.nn.Module):
-        if accepts(where, "name", model) is False:
-            raise TypeError(
-                f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
-            )
-        return [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
-    raise TypeError(
-        f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
-        f"submodule; got {shown(where)}."
-    )

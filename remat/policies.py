@@ -74,9 +74,8 @@ def save_ops(*ops: Any) -> Policy:
     """Save the results of the given operators. A list of operators, in which views are allowed, means the same policy.
 
     Args:
-        ops: overloads (``torch.ops.aten.mm.default``), overload packets (``torch.ops.aten.mm``), which mean all their
-            overloads, higher-order operators, functions made by ``torch.library.custom_op``, or names such as
-            ``"aten.mm"``.
+        ops: overloads (``torch.ops.aten.mm.default``), packets (``torch.ops.aten.mm``), which mean all their overloads,
+            higher-order operators, functions made by ``torch.library.custom_op``, or names such as ``"aten.mm"``.
 
     Raises:
         PolicyError: there is no such operator; it is a composite such as ``aten.linear``, which decomposes into
@@ -105,27 +104,17 @@ def save_only_these_names(*names: str) -> Policy:
 
 
 def save_any_names_but_these(*names: str) -> Policy:
-    """Save the values that have names, except those with one of these names.
+    """Save the values that have names, except those with one of these names, as in :func:`save_only_these_names`.
 
-    In a name ``*`` matches any characters. Raises ``PolicyError`` if one is empty or not a string.
-
-    Example:
-        >>> from remat import policies
-        >>> policies.save_any_names_but_these("scores")
-        policies.save_any_names_but_these('scores')
+    Example: ``policies.save_any_names_but_these("scores")``
     """
     return Names("save_any_names_but_these", names)
 
 
 def save_anything_except_these_names(*names: str) -> Policy:
-    """Save every value, except those with one of these names.
+    """Save every value, except those with one of these names, as in :func:`save_only_these_names`.
 
-    In a name ``*`` matches any characters. Raises ``PolicyError`` if one is empty or not a string.
-
-    Example:
-        >>> from remat import policies
-        >>> policies.save_anything_except_these_names("scores")
-        policies.save_anything_except_these_names('scores')
+    Example: ``policies.save_anything_except_these_names("scores")``
     """
     return Names("save_anything_except_these_names", names)
 
@@ -133,8 +122,8 @@ def save_anything_except_these_names(*names: str) -> Policy:
 def save_if(predicate: Callable[..., Any]) -> Policy:
     """Save the values that a function accepts, as in torch's selective checkpoint.
 
-    It is called as ``predicate(ctx, op, *args, **kwargs)``, with the operator and its arguments, and returns a bool or
-    a ``torch.utils.checkpoint.CheckpointPolicy``. Raises ``PolicyError`` if it can't be called with these arguments.
+    It is called as ``predicate(ctx, op, *args, **kwargs)`` and returns a bool or a
+    ``torch.utils.checkpoint.CheckpointPolicy``. Raises ``PolicyError`` if it can't be called with these arguments.
 
     Example:
         >>> import torch
@@ -171,10 +160,8 @@ def save_and_offload_only_these_names(
 ) -> Policy:
     """Save values with some names on the device, and values with other names in host memory.
 
-    In a name ``*`` matches any characters. ``offload_dst`` may also be ``"pinned_host"``. The keywords are JAX's.
-
-    Raises:
-        PolicyError: a name is in both lists, is not a string, or is empty; or one of the other arguments is invalid.
+    Names are as in :func:`save_only_these_names`. ``offload_dst`` may also be ``"pinned_host"``. The keywords are
+    JAX's. Raises ``PolicyError`` if a name is in both lists, or an argument is invalid.
 
     Example:
         >>> from remat import policies
@@ -194,9 +181,7 @@ def save_and_offload_only_these_names(
 
 
 def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "cpu") -> Policy:
-    """Save the results of products with weights in host memory: ``offload(save_matmuls_without_batch_dims)`` in JAX.
-
-    ``offload_dst`` may also be ``"pinned_host"``. Raises ``PolicyError`` if an argument is something else.
+    """Save the results of products with weights in host memory: JAX's name for an :func:`offload` policy.
 
     Example:
         >>> from remat import policies
@@ -223,8 +208,7 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
         PolicyError: ``amount`` or ``cost`` is none of these; or the budget is combined with another policy.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> from remat import policies
         >>> f = remat.remat(lambda x: torch.tanh(x @ x).sin(), policy=policies.budget("64KiB"))
         >>> f(torch.ones(8, 8, requires_grad=True)).sum().backward()
@@ -235,12 +219,9 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
 def save_from_both_policies(p: PolicyLike, q: PolicyLike, /) -> Policy:
     """Save what either of two policies saves: JAX's name for ``p | q``.
 
-    Each may be anything that is accepted as a policy. Raises ``PolicyError`` if one saves what the other offloads.
+    Raises ``PolicyError`` if one saves what the other offloads.
 
-    Example:
-        >>> from remat import policies
-        >>> policies.save_from_both_policies(policies.save_matmuls, policies.save_only_these_names("q"))
-        policies.save_matmuls | policies.save_only_these_names('q')
+    Example: ``policies.save_from_both_policies(policies.save_matmuls, policies.save_only_these_names("q"))``
     """
     return as_policy(p) | q
 

@@ -35,8 +35,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
         RematError: called where saved-tensor hooks are disabled.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> from remat import saved_residuals
         >>> def f(x, w):
         ...     return torch.tanh(x @ w).sin()
@@ -69,12 +68,9 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
 def print_saved_residuals(
     fn: Callable[..., Any], /, *args: Any, inputs: bool = False, file: TextIO | None = None, **kwargs: Any
 ) -> None:
-    """Print what :func:`saved_residuals` returns, and the total. Layers of the same kind share one row.
+    """Print what :func:`saved_residuals` returns, and the total with the inputs, to ``file`` or standard output.
 
-    Args:
-        fn, args, kwargs: the function and its arguments.
-        inputs: also print the arguments and captured tensors that are saved. The total line counts them in any case.
-        file: where to print; standard output by default.
+    Layers of the same kind share one row.
 
     Example:
         >>> import torch

@@ -83,8 +83,7 @@ def remat(
         MutationError: in the backward, if an input or a captured tensor was changed in place after the forward.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> def f(x):
         ...     return x.sin().exp().sin().sum()
         >>> x = torch.linspace(0, 1, 5)
@@ -96,11 +95,12 @@ def remat(
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if fn is None:
-        return functools.partial(_wrap, options=options)
-    return _wrap(fn, options)
+        return functools.partial(wrapped, options=options)
+    return wrapped(fn, options)
 
 
-def _wrap(fn: Any, options: Options) -> Any:
+def wrapped(fn: Any, options: Options) -> Any:
+    """Return the rematerialized function or module."""
     if isinstance(fn, Policy):
         raise TypeError("The policy is a keyword argument: `remat(fn, policy=...)`.")
     if not callable(fn) and not isinstance(fn, (classmethod, staticmethod)):
@@ -113,7 +113,7 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, type):
         raise TypeError(f"remat takes a function, not the class {fn.__name__}: wrap an instance, or its method.")
     if isinstance(fn, (classmethod, staticmethod)):
-        return type(fn)(_wrap(fn.__func__, options))
+        return type(fn)(wrapped(fn.__func__, options))
     if (
         isinstance(fn, torch.nn.Module)
         and not isinstance(fn, torch.jit.ScriptModule)

@@ -160,8 +160,6 @@ def _fitting(
         peak = _agreed(_measured(program, _options(plan, blocks, budget)).peak)
         if peak <= amount and _cost(plan) < _cost(best[0]):
             best = plan, peak
-        if abs(amount - peak) < amount / 100 and peak <= amount:
-            break
         aim += amount - peak
     return best
 

@@ -1,8 +1,4 @@
-"""What is traced: a policy as tags on its operations, and regions that can't be part of a compiled graph.
-
-A policy tags operations as torch's selective checkpoint does. A value gets its name after the operation that made it
-was tagged, so that operation is tagged once more.
-"""
+"""What is traced: a policy as tags on its operations, and regions that can't be part of a compiled graph."""
 
 from __future__ import annotations
 
@@ -19,15 +15,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .._core import private
 from .._core.facts import facts_of
 from .._core.tensors import holder
-from .._policy.judge import question
 from .._policy.names import NAME
 from .._policy.policy import RECOMPUTE, Policy, Verdict
+from .._policy.predicates import question
 
 _NAMES = "remat.names"  # the key of the names in a node's ``meta``
 
 
 def judge(policy: Policy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy's decision about an operation of the trace, as torch's policy functions return it."""
+    """The policy's decision about an operation of the trace, as torch's policy functions return it.
+
+    A value gets its name after the operation that made it was tagged, so that operation is tagged once more.
+    """
     for node, verdict in judge_named(policy, op, args):
         for each in (node, *(user for user in node.users if user.target is operator.getitem)):
             each.meta["recompute"] = _tag(verdict)

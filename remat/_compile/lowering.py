@@ -38,8 +38,6 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
         return fn(*args, **kwargs)
     known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list selects no names
     with traced(known), private.no_nested_graph_breaks():
-        if known.saves_everything:
-            return fn(*args, **kwargs)
         if private.transforms_active():
             return transforms.call(fn, args, kwargs, policy, settings.get("context_fn"))
         if policy is not None:
@@ -71,13 +69,11 @@ _IGNORED_BUDGET = (
 
 @private.constant  # so that it is called while Dynamo traces
 def warn_once(message: str) -> bool:
-    if message not in _warned:
-        _warned.add(message)
-        warn(message)
+    _warn(message)
     return True
 
 
-_warned: set[str] = set()
+_warn = functools.cache(warn)
 
 
 class traced:

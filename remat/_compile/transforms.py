@@ -25,8 +25,8 @@ from .._functorch import lowering as functorch
 from .._functorch.bottom import CHANGES, Call, is_refused_change, transforms_of
 from .._functorch.derived import Pullback, Tensors
 from .._functorch.levels import apply
-from .._policy.judge import question
 from .._policy.policy import RECOMPUTE, Policy, Verdict, as_policy
+from .._policy.predicates import question
 from .._region.arguments import Outputs, take_apart
 from .._region.hooks import hooks_allowed
 from .._region.options import Options

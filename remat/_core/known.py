@@ -16,17 +16,17 @@ class Known:
     def __init__(self) -> None:
         # It calls `torch.cond` or the like, which compile what they run: Dynamo guards whether a mode has said so.
         self.compiles = False
-        # The operations of the last first run under a policy, by the policy's judge. A later run compares each of its
+        # The operations of the last first run under a policy, by the policy. A later run compares each of its
         # own with them before it uses what is known of it.
         self.programs: dict[Any, Any] = {}
         # What a policy with a budget has chosen to save, by policy. A later run compares its operations too.
         self.choices: dict[Any, list[Any]] = {}
-        self._warnings: set[str] = set()
+        self.warnings: set[str] = set()  # each is given once
 
     def is_new_warning(self, warning: str) -> bool:
         """Whether this warning was not given yet; from now on it counts as given."""
-        news = warning not in self._warnings
-        self._warnings.add(warning)
+        news = warning not in self.warnings
+        self.warnings.add(warning)
         return news
 
 

@@ -44,19 +44,14 @@ class Observer(PlainDispatchMode):
 class PeakMemory(Observer):
     """Counts the bytes of the storages that are made while the mode is active.
 
-    A storage counts once, however many views share it, from the operation that returns it until it is freed. Storages
-    that existed before the mode was entered are not counted.
-
-    Limits: memory that a kernel uses and frees within one operation, data that reaches torch without an operation
-    (``torch.tensor``, ``torch.from_numpy``) and tensors that aren't strided are not counted.
-
-    Attributes:
-        peak: the most bytes that were alive after an operation.
+    A storage counts once, however many views share it, from the operation that returns it until it is freed. Not
+    counted are storages that existed before, memory that a kernel uses and frees, data that reaches torch without an
+    operation (``torch.tensor``, ``torch.from_numpy``) and tensors that aren't strided.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
+        self.peak = 0  # the most bytes that were alive after an operation
         # The Python object of a storage lives as long as the storage, so a weak reference to it dies only when no
         # Python or C++ code (such as autograd) refers to the memory.
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -73,12 +68,10 @@ class PeakMemory(Observer):
         return [storage for ref in list(self._refs.values()) if (storage := ref()) is not None]
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        given = {id(storage): storage for storage, _ in strided((args, kwargs))}
-        for key, storage in given.items():
-            self._resized(key, storage)
+        given = {id(storage) for storage, _ in strided((args, kwargs))}
         for storage, tensor in strided(result):
             key = id(storage)
-            if key not in given and not self._resized(key, storage):
+            if not self._resized(key, storage) and key not in given:
                 self._refs[key] = weakref.ref(storage, functools.partial(self._freed, key))
                 self._sizes[key] = size = storage.nbytes()
                 self.total += size

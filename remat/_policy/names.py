@@ -13,7 +13,7 @@ from .._core import private, trees
 from .._core.lines import user_line
 from .._core.state import state
 from ..errors import PolicyError, shown
-from .policy import RECOMPUTE, SAVE, Ask, Policy, Verdict, Verdicts
+from .policy import RECOMPUTE, SAVE, Ask, Policy, Verdict
 
 T = TypeVar("T")
 
@@ -42,8 +42,7 @@ def checkpoint_name(x: T, name: str) -> T:
         the part, name a copy of it.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> from remat import checkpoint_name, policies
         >>> @remat.remat(policy=policies.save_only_these_names("hidden"))
         ... def mlp(x, w1, w2):
@@ -73,7 +72,7 @@ NAME = "remat.name"  # the key under which a trace annotates an alias with its n
 
 
 def _named_in_trace(x: T, name: str) -> T:
-    """Return aliases that are annotated with the name, for Dynamo. `_compile/tags.py` resolves them to the values."""
+    """Return aliases that are annotated with the name, for Dynamo. `_compile/graphs.py` resolves them to the values."""
     with torch.fx.traceback.annotate({NAME: name}):
         return private.tree_map(lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x)
 
@@ -111,14 +110,7 @@ class Names(Policy):
             return unnamed
         return matched if any(is_named(name, pattern) for pattern in self.patterns for name in names) else unmatched
 
-    def _possible(self, named: bool) -> Verdicts:
-        unnamed, matched, unmatched = _KINDS[self.kind]
-        if not named:
-            return frozenset((unnamed,))
-        return frozenset((matched,) * bool(self.patterns) + (unmatched,) * ("*" not in self.patterns))
-
-    ignores_operators = True
-    judges_names = property(lambda self: self._possible(named=True) != self._possible(named=False))
+    judges_names = True
     mentioned_names = property(lambda self: self.patterns)
 
 

@@ -1,7 +1,6 @@
 """The operators that users write, resolved, and the groups of operators that the presets in ``remat.policies`` save.
 
-A policy sees the operators that reach a dispatch mode. Many that users write, such as ``linear``, never do: they are
-composites, and decompose into other operators first.
+A policy sees the operators that reach a dispatch mode. Composites, such as ``linear``, decompose into others first.
 """
 
 from __future__ import annotations
@@ -100,10 +99,7 @@ COLLECTIVES = (
 
 
 def is_unbatched_einsum(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether this is a ``bmm`` with batch size 1 by which ``torch.einsum`` multiplies two matrices.
-
-    Its arguments look like those of a user's own ``bmm``, so the call stack is searched for ``torch.einsum``.
-    """
+    """Whether this is a ``bmm`` of batch size 1 that ``torch.einsum``, somewhere in the call stack, has issued."""
     if not args or args[0].shape[0] != 1:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -147,28 +143,19 @@ def full_name(op: Op) -> str:
 
 def expressions(ops: frozenset[Op]) -> list[str]:
     """Return the operators as Python expressions. A complete set of overloads is shown as its packet."""
-    out, rest = [], set(ops)
+    out = []
     for op in sorted(ops, key=full_name):
-        if op not in rest:
-            continue
         packet = getattr(op, "overloadpacket", None)
-        reaching = _reaching(packet) if packet is not None else frozenset()
-        if reaching and reaching <= rest:
-            rest -= reaching
-            out.append(f"torch.ops.{packet}")
-        else:
-            out.append(f"torch.ops.{full_name(op)}")
-    return out
+        whole = packet is not None and frozenset() < _reaching(packet) <= ops
+        out.append(f"torch.ops.{packet if whole else full_name(op)}")
+    return list(dict.fromkeys(out))
 
 
 _BACKENDS = "CPU", "CUDA", "MPS", "XPU", "HPU", "MTIA", "PrivateUse1"
 
 
 def reaches_dispatch(op: Any) -> bool:
-    """Whether a dispatch mode sees an operator, rather than the operators that it decomposes into.
-
-    An operator with only a composite kernel is never seen. Kernels for nested tensors (``aten.linear``) are ignored.
-    """
+    """Whether a dispatch mode sees an operator: not if it has only a composite kernel, which decomposes it."""
     try:
         is_composite = private.has_kernel(op.name(), "CompositeImplicitAutograd")
         return not is_composite or any(private.has_kernel(op.name(), backend) for backend in _BACKENDS)
@@ -177,11 +164,7 @@ def reaches_dispatch(op: Any) -> bool:
 
 
 def find(name: str) -> Any:
-    """Look up a name: an overload, an overload packet, or a higher-order operator.
-
-    Raises:
-        PolicyError: there is no such operator; the message has the nearest names.
-    """
+    """Look up the name of an overload, a packet, or a higher-order operator. PolicyError if there is none."""
     found = _lookup(name)
     if found is None:
         raise PolicyError(
@@ -193,21 +176,10 @@ def find(name: str) -> Any:
 
 
 def resolve(op: Any) -> frozenset[Op]:
-    """Return the operators that an argument refers to: an overload, or all overloads of a packet.
-
-    Args:
-        op: an ``OpOverload``, ``OpOverloadPacket`` or ``HigherOrderOperator``, a function made by
-            ``torch.library.custom_op``, or a name such as ``"aten.mm"``, ``"aten::mm"`` or ``"aten.mm.default"``.
-
-    Returns:
-        The overloads that reach a policy.
+    """Return the overloads that reach a policy, of an overload, a packet, a higher-order operator, or a name of one.
 
     Raises:
         PolicyError: there is no such operator, or it decomposes into others before a policy sees it.
-
-    Example:
-        >>> sorted(map(str, resolve("aten::bmm")))[:2]
-        ['aten.bmm.default', 'aten.bmm.dtype']
     """
     found = find(op) if isinstance(op, str) else private.overload_of(op)
     if isinstance(found, private.OpOverloadPacket):
@@ -224,11 +196,7 @@ def resolve(op: Any) -> frozenset[Op]:
 
 
 def makers_of(op: Any) -> frozenset[Op]:
-    """Return the operators that an argument refers to, without those that only return views.
-
-    Raises:
-        PolicyError: as in `resolve`, or no operator is left.
-    """
+    """Return what `resolve` returns, without operators that only return views. PolicyError if none is left."""
     ops = frozenset(each for each in resolve(op) if not facts_of(each).views)
     if not ops:
         raise PolicyError(

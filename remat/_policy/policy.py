@@ -8,7 +8,6 @@ created.
 from __future__ import annotations
 
 import enum
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
@@ -32,7 +31,6 @@ class Verdict(enum.Enum):
 
 
 RECOMPUTE, SAVE, OFFLOAD = Verdict.RECOMPUTE, Verdict.SAVE, Verdict.OFFLOAD
-Verdicts = frozenset[Verdict]
 Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # calls a predicate, or returns None where it is unknown
 
 
@@ -42,11 +40,7 @@ def unknown(predicate: Callable) -> None:
 
 
 def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
-    """Call a predicate, which returns a bool or a ``CheckpointPolicy``, and return its verdict.
-
-    Raises:
-        PolicyError: the predicate returns something else.
-    """
+    """Call a predicate and return its verdict. PolicyError if it returns no bool or ``CheckpointPolicy``."""
     found = predicate(ctx, op, *args, **kwargs)
     if isinstance(found, bool):
         return Verdict.SAVE if found else Verdict.RECOMPUTE
@@ -82,22 +76,21 @@ class Policy(ABC):
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         """Return the verdict on a value, or None where it depends on a predicate for which ``ask`` returns None."""
 
-    @abstractmethod
-    def _possible(self, named: bool) -> Verdicts:
-        """Return the verdicts that named values, or unnamed values, may get."""
-
     def _parts(self) -> tuple[Policy, ...]:
-        """Return the policies that this policy combines."""
-        return ()
+        """Return the policies that this policy combines, which are its attributes."""
+        return tuple([part for part in vars(self).values() if isinstance(part, Policy)])
+
+    def __post_init__(self) -> None:
+        for part in self._parts():
+            if part.is_budget:
+                raise PolicyError(
+                    f"A budget can't be combined with another policy: {part!r} decides alone what is saved."
+                )
 
     def judge(
         self, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str]
     ) -> Verdict:
-        """Return the verdict on a value with these names. The other arguments are those of a predicate.
-
-        Raises:
-            PolicyError: the value would be both saved and offloaded, or a predicate returned an invalid answer.
-        """
+        """Return the verdict on a value with these names. The other arguments are those of a predicate."""
         verdict = self._evaluate(op, names, lambda predicate: _answer(predicate, ctx, op, args, kwargs))
         assert verdict is not None
         return verdict
@@ -112,29 +105,14 @@ class Policy(ABC):
         return any(part.asks for part in self._parts())
 
     @property
-    def has_predicate(self) -> bool:
-        """Whether the policy contains a user's function."""
-        return any(part.has_predicate for part in self._parts())
-
-    @property
-    def ignores_operators(self) -> bool:
-        """Whether verdicts don't depend on operators."""
-        return all(part.ignores_operators for part in self._parts())
-
-    @property
     def judges_names(self) -> bool:
         """Whether verdicts may depend on names, even if the policy mentions no name."""
         return any(part.judges_names for part in self._parts())
 
     @property
-    def saves_everything(self) -> bool:
-        """Whether every value is certainly saved."""
-        return self._possible(named=False) | self._possible(named=True) == {SAVE}
-
-    @cached_property
     def saves_nothing(self) -> bool:
-        """Whether no value is ever saved or offloaded."""
-        return self._possible(named=False) | self._possible(named=True) == {RECOMPUTE}
+        """Whether it is known that no value is saved or offloaded."""
+        return bool(self._parts()) and all(part.saves_nothing for part in self._parts())
 
     @property
     def mentioned_names(self) -> tuple[str, ...]:
@@ -167,9 +145,6 @@ class Policy(ABC):
         )
 
 
-# --- leaves; policies of names are in `names.py` ------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Ops(Policy):
     """Saves the results of operators. A name such as ``aten::mm`` means all its overloads."""
@@ -185,10 +160,7 @@ class Ops(Policy):
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict:
         return SAVE if op in self.ops or operators.packet_name(op) in self.ops else RECOMPUTE
 
-    def _possible(self, named: bool) -> Verdicts:
-        return frozenset((SAVE, RECOMPUTE) if self.ops else (RECOMPUTE,))
-
-    ignores_operators = property(lambda self: not self.ops)
+    saves_nothing = property(lambda self: not self.ops)
     mentioned_ops = property(lambda self: self.ops)
 
 
@@ -198,8 +170,7 @@ class If(Policy):
 
     predicate: Callable[..., Any] = field(hash=False)  # a callable object may not be hashable
 
-    asks = has_predicate = True
-    ignores_operators = False
+    asks = True
 
     def __repr__(self) -> str:
         return f"policies.save_if({getattr(self.predicate, '__qualname__', None) or repr(self.predicate)})"
@@ -207,11 +178,6 @@ class If(Policy):
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         return ask(self.predicate)
 
-    def _possible(self, named: bool) -> Verdicts:
-        return frozenset((RECOMPUTE, SAVE, OFFLOAD))
-
-
-# --- trees --------------------------------------------------------------------------------------------------------
 
 _OTHER, _OTHER_NAME = "any other operator", "any other name"  # that no policy mentions
 
@@ -226,7 +192,7 @@ class _Pair(Policy):
 
     def __post_init__(self) -> None:
         """Evaluate the policy for the operators and names it mentions, and for others: a conflict raises an error."""
-        _check_parts(self)
+        super().__post_init__()
         for op in (*self.mentioned_ops, _OTHER):
             self.verdict_for(op)
         for name in (*(pattern.replace("*", "") for pattern in self.mentioned_names), _OTHER_NAME):
@@ -239,13 +205,6 @@ class _Pair(Policy):
     @abstractmethod
     def _join(a: Verdict, b: Verdict) -> Verdict:
         """Return the verdict on a value from the verdicts of the two sides."""
-
-    def _possible(self, named: bool) -> Verdicts:
-        pairs = itertools.product(self.left._possible(named), self.right._possible(named))
-        return frozenset(self._join(a, b) for a, b in pairs)  # torch 2.11 can trace this expression
-
-    def _parts(self) -> tuple[Policy, ...]:
-        return (self.left, self.right)
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         a = self.left._evaluate(op, names, ask)
@@ -295,24 +254,16 @@ class _Turned(Policy):
     def _turn(verdict: Verdict) -> Verdict:
         return verdict
 
-    def __post_init__(self) -> None:
-        _check_parts(self)
-
-    def _parts(self) -> tuple[Policy, ...]:
-        return (self.policy,)
-
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         verdict = self.policy._evaluate(op, names, ask)
         return None if verdict is None else self._turn(verdict)
-
-    def _possible(self, named: bool) -> Verdicts:
-        return frozenset(map(self._turn, self.policy._possible(named)))
 
 
 class Opposite(_Turned):
     """Saves what a policy does not save."""
 
     _binds = 2
+    saves_nothing = False
 
     @staticmethod
     def _turn(verdict: Verdict) -> Verdict:
@@ -340,8 +291,6 @@ class Preset(_Turned):
     name: str
     doc: InitVar[str] = ""
 
-    has_predicate = False  # a predicate in a preset is not the user's
-
     def __post_init__(self, doc: str) -> None:
         object.__setattr__(self, "__doc__", doc)  # for `help` of the preset itself
 
@@ -360,37 +309,15 @@ PolicyLike: TypeAlias = (
 Preset.__module__ = "remat.policies"  # where pickle looks up presets, by their names
 
 
-def _check_parts(policy: Policy) -> None:
-    for part in policy._parts():
-        if part.is_budget:
-            raise PolicyError(f"A budget can't be combined with another policy: {part!r} decides alone what is saved.")
-
-
 def _bracketed(policy: Policy, binds: int) -> str:
     return repr(policy) if policy._binds >= binds else f"({policy!r})"
 
-
-# --- conversion ---------------------------------------------------------------------------------------------------
 
 NOTHING = Preset(Ops(frozenset()), "nothing_saveable", "Saves the inputs of a region only, as ``policy=None`` does.")
 
 
 def as_policy(value: Any) -> Policy:
-    """Convert an argument to a policy.
-
-    Args:
-        value: a policy, None (nothing is saved), operators in a list, tuple or set, or a function with the signature
-            of torch's selective checkpoint, ``(ctx, op, *args, **kwargs) -> bool | CheckpointPolicy``.
-
-    Raises:
-        PolicyError: ``value`` is none of these; the message says what was expected.
-
-    Example:
-        >>> as_policy(None)
-        policies.nothing_saveable
-        >>> as_policy(["aten.mm"])
-        policies.save_ops(torch.ops.aten.mm)
-    """
+    """Convert a `PolicyLike` to a policy. PolicyError if it is something else; the message says what was expected."""
     if isinstance(value, Policy):
         return value
     if value is None:
@@ -409,10 +336,7 @@ def saving(ops: Iterable[Any], resolve: Callable[[Any], frozenset[Any]] = operat
 
 @dataclass(frozen=True)
 class Within(Policy):
-    """The policy of a region inside another region with a policy.
-
-    A value that only the inner policy saves is handed to the outer region, which releases it when its run ends.
-    """
+    """The policy of a region inside another one, which gets what only the inner policy saves, until its run ends."""
 
     outer: Policy
     inner: Policy
@@ -420,12 +344,6 @@ class Within(Policy):
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         verdict = self.outer._evaluate(op, names, ask)
         return self.inner._evaluate(op, names, ask) if verdict is RECOMPUTE else verdict
-
-    def _possible(self, named: bool) -> Verdicts:
-        return self.outer._possible(named) | self.inner._possible(named)
-
-    def _parts(self) -> tuple[Policy, ...]:
-        return self.outer, self.inner
 
 
 def within(outer: Policy | None, policy: Policy) -> Policy:
@@ -454,7 +372,6 @@ class Budget(Policy):
     chosen: Chosen | None = None
 
     is_budget = True
-    ignores_operators = True
 
     def __post_init__(self) -> None:
         self.nbytes(0)
@@ -465,11 +382,7 @@ class Budget(Policy):
             )
 
     def nbytes(self, whole: int) -> int:
-        """Return how many bytes a region may save if it saves ``whole`` bytes without remat.
-
-        Raises:
-            PolicyError: the amount is invalid.
-        """
+        """Return how many bytes a region may save if it saves ``whole`` bytes without remat."""
         try:
             return parse_amount(self.amount, whole, "The amount of a budget")
         except (TypeError, ValueError) as error:
@@ -482,6 +395,3 @@ class Budget(Policy):
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         return None
-
-    def _possible(self, named: bool) -> Verdicts:
-        return frozenset((SAVE, RECOMPUTE))

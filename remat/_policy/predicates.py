@@ -1,13 +1,16 @@
-"""The check that a user's function can be a policy, and the error messages for anything else."""
+"""Functions as policies: what they are called with, and the error messages for what can't be a policy."""
 
 from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Callable
-from typing import Any
+from inspect import isfunction
+from typing import Any, TypeAlias
 
 import torch.utils.checkpoint
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from .._core import private
 from .._core.lines import accepts
@@ -19,41 +22,33 @@ _EXPECTED = (
     "list of operators, or a function `(ctx, op, *args, **kwargs)` that returns a bool or a "
     "torch.utils.checkpoint.CheckpointPolicy"
 )
-# The public names of `remat.policies`, for hints.
-_CONSTANTS = """
-    checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable dots_with_no_batch_dims_saveable
-    everything_saveable nothing_saveable save_attention save_collectives save_convolutions save_matmuls
-    save_matmuls_without_batch_dims
-"""
-_CONSTRUCTORS = """
-    budget offload offload_dot_with_no_batch_dims save_and_offload_only_these_names save_any_names_but_these
-    save_anything_except_these_names save_from_both_policies save_if save_only_these_names save_ops
-"""
-PUBLIC_NAMES = sorted((_CONSTANTS + _CONSTRUCTORS).split())
+Question: TypeAlias = tuple[Any, Any, tuple, dict]  # a predicate's arguments: context, operator, args, kwargs
+
+
+def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
+    """Return the arguments for predicates about a call. In torch 2.11 the context has no ``op_output``."""
+    try:
+        return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs
+    except TypeError:
+        return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs
 
 
 def checked_predicate(value: Any) -> Callable:
-    """Return ``value`` if it can be called with a context, an operator and the operator's arguments.
-
-    Raises:
-        PolicyError: it can't be called so; the message says what was expected.
-    """
+    """Return ``value`` if it can be called with a context, an operator and the operator's arguments, else raise."""
     function = getattr(value, "func", value)  # the function of a functools.partial
     if isinstance(private.overload_of(value), private.OPERATORS):
         raise PolicyError(f"{_EXPECTED}. For one operator write `policies.save_ops(...)`; got {shown(value)}.")
     if not callable(value) or isinstance(value, (type, torch.nn.Module)):
         raise PolicyError(f"{_EXPECTED}; got {shown(value)}.{_of_text(value) if isinstance(value, str) else ''}")
     name = getattr(function, "__name__", "")
-    if getattr(function, "__module__", None) == "remat.policies" and name in PUBLIC_NAMES:
+    if getattr(function, "__module__", None) == "remat.policies" and name in sys.modules["remat.policies"].__all__:
         raise PolicyError(f"policies.{name} returns a policy: call it, as in `policies.{name}(...)`.")
     if function is torch.utils.checkpoint.create_selective_checkpoint_contexts:
         raise PolicyError(f"{_EXPECTED}; give the function or list itself, without {function.__name__}.")
     if (getattr(value, "__module__", None) or "").partition(".")[0] == "jax":
         raise PolicyError(f"{_EXPECTED}; got JAX's {value!r}.{_nearest(name)}")
     fits = accepts(value, *range(9))  # a context, an operator and several arguments of the operator
-    if fits is None:
-        fits = not operators.operator_like(value)
-    if not fits:
+    if fits is False or (fits is None and operators.operator_like(value)):
         raise PolicyError(f"A policy is called with `(ctx, op, *args, **kwargs)`, which {shown(value)} doesn't accept.")
     return value
 
@@ -66,13 +61,15 @@ def _of_text(text: str) -> str:
 
 
 def _nearest(text: str) -> str:
+    policies = sys.modules["remat.policies"]
+    names = policies.__all__
     wanted = text.rpartition(".")[2].strip().lower().replace("-", "_")
-    if wanted in PUBLIC_NAMES:
+    if wanted in names:
         near = [wanted]
     else:
-        near = difflib.get_close_matches(wanted, PUBLIC_NAMES, n=3, cutoff=0.6)
+        near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
         if len(wanted) > 2:
-            containing = [name for name in PUBLIC_NAMES if wanted in name]
+            containing = [name for name in names if wanted in name]
             near = [*sorted(containing, key=lambda name: (name.find(wanted), len(name))), *near]
-    shown = [f"policies.{name}{'(...)' * (name in _CONSTRUCTORS.split())}" for name in dict.fromkeys(near)][:3]
-    return f" Did you mean {' or '.join(shown)}?" if shown else ""
+    calls = [f"policies.{name}{'(...)' * isfunction(getattr(policies, name))}" for name in dict.fromkeys(near)][:3]
+    return f" Did you mean {' or '.join(calls)}?" if calls else ""

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .._core.known import Known
-from .._core.lines import user_line, warn
+from .._core.lines import Line, user_line, warn
 from .names import is_named
-from .policy import Verdict
+from .policy import If, Policy, Verdict
 
 
 class Warned:
     """The warnings already given about a policy, shared by all functions or modules that got it in one call."""
 
-    silenced = False
-
-    def __init__(self) -> None:
+    def __init__(self, operators: bool = False) -> None:
         self.names: set[str] = set()  # names that were warned about
-        self.operators = False  # whether no (further) warning about unmatched operators is due
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Within the context, no region warns, and no warning counts as given."""
-    before, Warned.silenced = Warned.silenced, True
-    try:
-        yield
-    finally:
-        Warned.silenced = before
+        self.operators = operators  # whether no (further) warning about unmatched operators is due
 
 
 def warn_of_names(verdicts: Any, known: Known) -> None:
     """Warn of the names that a policy mentions but that no value of the region has, after the region's first run."""
-    if Warned.silenced:
-        return
     given = sorted(verdicts.given)
     for pattern in verdicts.own.mentioned_names:
         if any(is_named(name, pattern) for name in given) or pattern in verdicts.warned.names:
@@ -53,37 +39,14 @@ def warn_of_names(verdicts: Any, known: Known) -> None:
             )
 
 
-class Unmatched:
-    """A region whose policy has matched no operator. It warns in the backward pass, as later calls may match one."""
+def unmatched(recording: Any) -> Callable[[], None] | None:
+    """Return a warning if a region's own policy judges operators, and none of those of its first run matches.
 
-    __slots__ = ("known", "line", "operators", "policy", "warned")
-
-    def __init__(self, recording: Any) -> None:
-        self.policy, self.warned, self.known = recording.verdicts.own, recording.verdicts.warned, recording.known
-        self.operators = list(dict.fromkeys(str(step.facts.func) for step in recording.log.steps))
-        self.line = user_line()
-
-    def warn(self) -> None:
-        """Warn, unless another call has matched an operator or this warning was given before."""
-        if self.warned.operators or Warned.silenced:
-            return
-        self.warned.operators = True
-        if not self.known.is_new_warning(f"the operators of {self.policy!r}"):
-            return
-        shown, more = self.operators[:_SHOWN], len(self.operators) - _SHOWN
-        warn(
-            f"The policy {self.policy!r} of a rematerialized function saves nothing, because it has matched none of "
-            f"the operators that were executed: {', '.join(shown)}{f' and {more} more' if more > 0 else ''}. "
-            f"{_OF_FUNCTIONS if self.policy.has_predicate else _OF_OPERATORS}",
-            self.line,
-        )
-
-
-def unmatched(recording: Any) -> Unmatched | None:
-    """Return the region that has just run, if its own policy judges operators and has matched none of them."""
+    It is given in the backward pass, as later calls may match one.
+    """
     verdicts, log = recording.verdicts, recording.log
     own, warned, alone = verdicts.own, verdicts.warned, verdicts.own is verdicts.policy
-    if warned.operators or own.ignores_operators or not log.steps:
+    if warned.operators or not (own.asks or own.mentioned_ops) or not log.steps:
         return None
     if own.asks and not alone:
         return None  # the outer region's policy may have decided, so that the predicates were not called
@@ -91,7 +54,25 @@ def unmatched(recording: Any) -> Unmatched | None:
     for value, names in verdicts.names.items() if not own.asks else ():
         found.add(own.judge(None, log.maker(value).facts.func, (), {}, frozenset(names)))
     warned.operators = bool(alone and recording.saved_values.numbers()) or not found <= {Verdict.RECOMPUTE}
-    return None if warned.operators else Unmatched(recording)
+    if warned.operators:
+        return None
+    executed = list(dict.fromkeys(str(step.facts.func) for step in log.steps))
+    return partial(_warn_of_operators, own, warned, recording.known, executed, user_line())
+
+
+def _warn_of_operators(policy: Policy, warned: Warned, known: Known, executed: list[str], line: Line) -> None:
+    """Warn, unless another call has matched an operator or this warning was given before."""
+    if warned.operators:
+        return
+    warned.operators = True
+    if known.is_new_warning(f"the operators of {policy!r}"):
+        more = len(executed) - _SHOWN
+        warn(
+            f"The policy {policy!r} of a rematerialized function saves nothing, because it has matched none of the "
+            f"operators that were executed: {', '.join(executed[:_SHOWN])}{f' and {more} more' if more > 0 else ''}. "
+            f"{_OF_FUNCTIONS if isinstance(policy, If) else _OF_OPERATORS}",
+            line,
+        )
 
 
 _SHOWN = 8

@@ -13,66 +13,55 @@ from ..errors import shown
 
 
 class Trees:
-    """The structure of a pytree and the kinds of its leaves. ``what`` is its name in errors."""
+    """The structure of a pytree and the kinds of its leaves, tensors or None, from the first one that is checked."""
 
     __slots__ = ("kinds", "nbytes", "spec", "what")
+    spec: Any
 
-    def __init__(self, tree: Any, what: str) -> None:
-        leaves, self.spec = trees.flatten(tree)
-        self.what = what
-        for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                raise TypeError(
-                    f"{self._name(i)} must be a tensor, got {shown(leaf)}. Convert numbers with `torch.as_tensor`, and "
-                    f"let the step function capture values that steps don't change."
-                )
-        self.kinds = [fingerprint(leaf, "metadata") for leaf in leaves]
-        self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    def __init__(self, what: str) -> None:
+        self.what, self.spec = what, None  # its name in errors
 
-    def checked(self, tree: Any, number: int) -> list[torch.Tensor]:
-        """Return the leaves of the pytree that step ``number`` has returned.
-
-        Raises:
-            ValueError: its structure, or the kind of a leaf, is another one.
-        """
+    def checked(self, tree: Any, number: int = 0) -> list[Any]:
+        """Return the leaves of what step ``number`` returned. ValueError if its structure, or a kind, has changed."""
         leaves, spec = trees.flatten(tree)
+        if self.spec is None:
+            self._record(leaves, spec)
         if spec != self.spec:
             raise ValueError(
                 f"Step {number} changes the structure of {self.what}: "
                 f"{trees.describe_difference(self.spec, spec, self.what)} It must not change."
             )
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds)):
-            now = fingerprint(leaf, "metadata") if isinstance(leaf, torch.Tensor) else repr(leaf)
-            if now != kind:
+            if (now := _kind(leaf)) != kind:
                 raise ValueError(f"Step {number} changes {self._name(i)} from {kind} to {now}. It must not change.")
         return leaves
+
+    def _record(self, leaves: list[Any], spec: Any) -> None:
+        self.spec = spec
+        for i, leaf in enumerate(leaves):
+            if not (leaf is None or isinstance(leaf, torch.Tensor)):
+                raise TypeError(
+                    f"{self._name(i)} must be a tensor, got {shown(leaf)}. Convert numbers with `torch.as_tensor`, and "
+                    f"let the step function capture values that steps don't change."
+                )
+        self.kinds = list(map(_kind, leaves))
+        self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf is not None)
 
     def _name(self, i: int) -> str:
         return trees.paths(self.spec, self.what)[i]
 
-    def empty(self, *length: int) -> Any:
-        """Tensors without values in place of the leaves."""
-        pairs = [(shape, {"dtype": dtype, "device": device}) for dtype, shape, device, *_ in self.kinds]
-        return trees.unflatten(self.spec, [torch.empty((*length, *shape), **options) for shape, options in pairs])
+    def empty(self) -> Any:
+        """The pytree with the leaves of no steps, of shape ``[0, ...]``."""
+        leaves = [kind and torch.empty((0, *kind[1]), dtype=kind[0], device=kind[2]) for kind in self.kinds]
+        return trees.unflatten(self.spec, leaves)
 
 
-def checked_pair(pair: Any, number: int) -> tuple[Any, Any]:
-    """Return the carry and the y that a step has returned."""
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else f"an object of type {type(pair).__name__}"
-        raise TypeError(
-            f"step must return a pair, the next carry and y (None if there is none); step {number} returned {got}."
-        )
-    return pair
+def _kind(leaf: Any) -> Any:
+    return fingerprint(leaf, "metadata") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def checked_length(leaves: list, spec: Any, length: Any) -> int:
-    """Return the number of steps, for these leaves of ``xs``.
-
-    Raises:
-        TypeError: ``length`` is not an integer, or a leaf of ``xs`` is not a tensor.
-        ValueError: the number is unknown, negative, or differs from the length of a tensor in ``xs``.
-    """
+    """Return the number of steps, for these leaves of ``xs``, or raise the errors that `scan` documents."""
     if length is not None:
         if isinstance(length, (bool, torch.Tensor)) or not hasattr(length, "__index__"):
             raise TypeError(f"length must be an integer, got {shown(length)}.")

@@ -1,6 +1,6 @@
 """``remat.scan``: a loop as regions of several steps, which contain regions of fewer steps.
 
-Where a loop saves its carry is decided by the binomial schedule, which recomputes the fewest steps. A run of ``count``
+The binomial schedule decides which carries are saved, so that the fewest steps are recomputed. A run of ``count``
 steps starts from a carry that is saved already, and may save ``spare`` more. All steps but the last are divided into
 segments: each is a region, which saves the carry that it starts from. The last step is the first one that a backward
 needs. When the backward comes to a segment, the carries of the segments after it have been freed.
@@ -23,12 +23,13 @@ import torch
 from .._core import private, trees
 from .._core.amounts import parse_amount
 from .._core.known import known_of
-from .._core.state import state
+from .._core.state import disable_remat, own_work, state, unseen
 from .._function import call
+from .._measure.program import Program
+from .._region.hooks import hooks_hidden
 from .._region.options import Options, checked_options
 from ..errors import shown
-from .checks import Trees, checked_length, checked_pair
-from .results import Results, empty_results
+from .checks import Trees, checked_length
 
 
 def segments(count: int, spare: int) -> list[tuple[int, int]]:
@@ -91,8 +92,8 @@ def scan(
             handled as in a region of :func:`remat.remat`.
         carry: the first carry, any pytree of tensors.
         xs: a pytree of tensors of shape ``[length, ...]``: a step gets one entry of each. If None, steps get None.
-        length: the number of steps; optional if ``xs`` has tensors. Without steps, ``step`` is called once on fake
-            tensors, which show the shapes of ``y``.
+        length: the number of steps; optional if ``xs`` has tensors. Without steps, ``step`` is called once on
+            zeros, to find the shapes of ``y``, and what it changes is restored.
         checkpoints: the maximum number of saved carries, without the first one, which is an input. An int, a string
             such as ``"64MiB"`` (as many as fit), or a float in (0, 1], a fraction of all carries. By default about
             the base-2 logarithm of ``length``.
@@ -109,18 +110,14 @@ def scan(
             steps, ``checkpoints`` is out of its range, or so low that regions would nest too deep.
         PolicyError: ``policy`` is not a policy.
 
-    Note:
-        The backward recomputes each step once, and some steps several times, since few carries are saved. The total is
-        the least possible, by the binomial schedule of Griewank and Walther's "revolve": with the default, 2.5 times
-        ``length`` for 100 steps, and 3.5 times for 1,000.
+    The backward recomputes each step once, and some steps several times, as few carries are saved. The total is the
+    least possible: with the default 2.5 times ``length`` for 100 steps, and 3.5 times for 1,000.
 
-        Under ``torch.func``, gradients of tensors that all steps read are summed region by region, so they may differ
-        by rounding. ``torch.compile`` breaks its graph here; compile the step, ``scan(torch.compile(step), ...)``,
-        which is traced once, not once for each step.
+    Under ``torch.func``, gradients of tensors that all steps read are summed region by region, so they may differ by
+    rounding. ``torch.compile`` breaks its graph here; compile the step, which is then traced once.
 
     Example:
-        >>> import torch
-        >>> import remat
+        >>> import torch, remat
         >>> w = torch.full((4, 4), 0.1, requires_grad=True)
         >>> def step(h, x):
         ...     h = torch.tanh(h @ w + x)
@@ -137,13 +134,15 @@ def scan(
     options = replace(checked_options(policy), read_inside=True)  # a step may run a backward pass, inside many regions
     leaves, spec = ([], None) if xs is None else trees.flatten(xs)
     count = checked_length(leaves, spec, length)
-    loop = Loop(step, options, Trees(carry, "carry"), spec, Results(count))
+    loop = Loop(step, options, Trees("carry"), spec, Trees("y"))
+    loop.carry.checked(carry)
     spare = _spare(checkpoints, count, loop.carry)
     if count == 0:
-        return carry, empty_results(loop, leaves)
+        return carry, _empty_results(loop, carry, leaves)
     _check_depth(count, spare, options)
-    last, tokens = loop.in_regions(segments(count + 1, spare), 0, carry, leaves)
-    return last, loop.results.close(tokens)
+    last, ys = loop.in_regions(segments(count + 1, spare), 0, carry, leaves)
+    stacks = [None if column[0] is None else torch.stack(column) for column in zip(*ys)]
+    return last, trees.unflatten(loop.y.spec, stacks)
 
 
 def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
@@ -178,31 +177,45 @@ class Loop(NamedTuple):
     options: Options
     carry: Trees
     spec: Any  # of ``xs``; None if there are none
-    results: Results
+    y: Trees
 
-    def call(self, number: int, carry: Any, leaves: Iterable[torch.Tensor]) -> tuple[Any, Any]:
-        """Call step ``number`` with these leaves of ``x``, and check what it returns."""
+    def call(self, number: int, carry: Any, leaves: Iterable[torch.Tensor]) -> tuple[Any, list]:
+        """Call step ``number`` with these leaves of ``x``. Return the next carry and the leaves of ``y``, checked."""
         pair = self.step(carry, None if self.spec is None else trees.unflatten(self.spec, leaves))
-        carry, y = checked_pair(pair, number)
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else f"an object of type {type(pair).__name__}"
+            raise TypeError(
+                f"step must return a pair, the next carry and y (None if there is none); step {number} returned {got}."
+            )
+        carry, y = pair
         self.carry.checked(carry, number)
-        return carry, y
+        return carry, self.y.checked(y, number)
 
     def in_regions(self, sizes: Sequence[tuple[int, int]], start: int, carry: Any, xs: Tensors) -> tuple[Any, list]:
-        """Run steps, in a region for each segment. Return the carry after them, and tokens for each ``y``."""
-        known, tokens = known_of(self.step), list[Any]()
+        """Run steps, in a region for each segment. Return the carry after them, and the leaves of each ``y``."""
+        known, ys = known_of(self.step), list[Any]()
         for (size, spare), part in zip(sizes, _split(xs, [size for size, _ in sizes])):
             carry, found = call(partial(self._segment, size, spare, start), self.options, known, (carry, part), {})
-            tokens += found
+            ys += found
             start += size
-        return carry, tokens
+        return carry, ys
 
     def _segment(self, size: int, spare: int, start: int, carry: Any, xs: Tensors) -> tuple[Any, list]:
         """Run one segment: its last step itself, the steps before it in inner regions."""
         first, last = _split(xs, [size - 1, 1]) if size > 1 else ((), xs)
-        carry, tokens = self.in_regions(segments(size, spare), start, carry, first)
-        number = start + size - 1
-        carry, y = self.call(number, carry, [leaf[0] for leaf in last])
-        return carry, [*tokens, self.results.add(number, y)]
+        carry, ys = self.in_regions(segments(size, spare), start, carry, first)
+        carry, y = self.call(start + size - 1, carry, [leaf[0] for leaf in last])
+        # Copies, as the memory of `y` may be a part of a larger tensor, or be changed by a later step.
+        return carry, [*ys, [None if leaf is None else leaf.clone() for leaf in y]]
+
+
+def _empty_results(loop: Loop, carry: Any, xs: Tensors) -> Any:
+    """The ``y`` of no steps, with tensors of shape ``[0, ...]``: a step runs on zeros, and its changes are restored."""
+    preserved = Program(loop.step, (carry,), {}).preserved()
+    # Regions around must not see this run.
+    with own_work(), unseen(), hooks_hidden(), disable_remat(), torch.no_grad(), preserved:
+        loop.call(0, carry, [leaf.new_zeros(leaf.shape[1:]) for leaf in xs])
+    return loop.y.empty()
 
 
 def _split(xs: Tensors, sizes: list[int]) -> Sequence[Tensors]:

@@ -79,7 +79,7 @@ class Record:
     def in_backward(self) -> None:
         """Give the warning about unmatched operators, as a backward pass has begun."""
         if self._unmatched is not None:
-            self._unmatched.warn()
+            self._unmatched()
             self._unmatched = None
 
     def plan(self, slots: Iterable[Any] | None = None, whole: bool = False) -> Plan:

@@ -53,18 +53,18 @@ class Recording:
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
         if self._compares:
-            self._last = self.known.programs.get(self.verdicts.judge)
+            self._last = self.known.programs.get(self.verdicts.policy)
 
     @property
     def _compares(self) -> bool:
         # A policy with predicates is not compared, as its predicate may be a new object in each call.
-        return self._flags and not (self.verdicts.judge.asks or self.choices)
+        return self._flags and not (self.verdicts.policy.asks or self.choices)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """Copy values that an operation is about to overwrite if they may have to be saved."""
-        may_recompute = self.verdicts.judge.verdict_for(facts) in (None, Verdict.RECOMPUTE)
+        may_recompute = self.verdicts.policy.verdict_for(facts.func) in (None, Verdict.RECOMPUTE)
         for tensor in facts.written(args, kwargs):
             self.saved_values.copy_before_writing(self.storages.get(tensor), tensor, may_recompute)
 
@@ -178,7 +178,7 @@ class Recording:
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
-        log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judge.judges_names
+        log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judges_names
         value, form = (self.storages.find(tensor), place_of(tensor)[1]) if is_plain(tensor) else (None, None)
         if value is not None and form is not None and is_as_it_lies(form):
             allowed = value in self.saved_values
@@ -261,9 +261,9 @@ class Recording:
             return self._last
         program, known = Program(self.log), self.known.programs
         if self._compares and program.lasts:
-            if len(known) >= _PROGRAMS and self.verdicts.judge not in known:
+            if len(known) >= _PROGRAMS and self.verdicts.policy not in known:
                 known.clear()
-            known[self.verdicts.judge] = program
+            known[self.verdicts.policy] = program
         return program
 
     def release(self) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from .._core.facts import Facts
 from .._core.lines import Line
-from .._policy.judge import Question, judge_of, question
 from .._policy.policy import Policy, Verdict
+from .._policy.predicates import Question, question
 from .._policy.warnings import Warned
 from .program import Step
 from .values import UNDESCRIBED
@@ -25,7 +25,7 @@ class Verdicts:
     def __init__(self, policy: Policy, own: Policy, warned: Warned) -> None:
         self.policy = policy
         self.own, self.warned = own, warned  # the region's own policy, without those of enclosing regions
-        self.judge = judge_of(policy)
+        self.judges_names = policy.judges_names
         self.names: dict[int, dict[str, Line]] = {}  # the names of each value
         self.given: dict[str, Line] = {}  # all names that were given in the region
         self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
@@ -35,17 +35,17 @@ class Verdicts:
         """Return the verdict on an operation whose results these steps have made, or None if they are recomputed."""
         if facts in self.around:
             return None
-        asked: Question = question(facts.func, args, kwargs, result) if self.judge.asks else (None, facts.func, (), {})
-        if self.judge.judges_names:
+        asked: Question = question(facts.func, args, kwargs, result) if self.policy.asks else (None, facts.func, (), {})
+        if self.judges_names:
             self._questions.update(dict.fromkeys(made, asked))
-        verdict = self.judge.verdict_for(facts) or self.policy.judge(*asked, frozenset())
+        verdict = self.policy.verdict_for(facts.func) or self.policy.judge(*asked, frozenset())
         return None if verdict is Verdict.RECOMPUTE else verdict
 
     def on_name(self, value: int, number: int, step: Step, name: str, line: Line) -> Verdict | None:
         """Return the verdict on a value that got a name, or None if its names don't change the verdict."""
         names = self.names.setdefault(value, {})
         names.setdefault(name, line)
-        if not (self.judge.judges_names and is_judged(step.result, step.facts)):
+        if not (self.judges_names and is_judged(step.result, step.facts)):
             return None
         asked: Question = self._questions.get(number, (None, step.facts.func, (), {}))
         return self.policy.judge(*asked, frozenset(names))

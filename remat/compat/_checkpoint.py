@@ -74,18 +74,15 @@ def checkpoint(
     the function.
 
     Args:
-        function: the function that is called now and recomputed in the backward pass.
-        args: its positional arguments.
+        function, args, kwargs: the function that is called now and recomputed in the backward pass, and its arguments.
         use_reentrant: must not be true, as there is no reentrant variant.
-        preserve_rng_state, policy: as in :func:`remat.remat`.
         context_fn: returns two context managers, for the forward and for recomputes. If torch's
             ``create_selective_checkpoint_contexts`` made the pair, its policy is the region's policy.
         determinism_check: as in :func:`remat.remat`; ``"default"`` is ``"metadata"``.
-        debug, early_stop: as in :func:`remat.remat`; ``set_checkpoint_debug_enabled``, ``set_checkpoint_early_stop``
-            and :func:`remat.override` override them.
-        respect_saved_tensors_hooks: whether saved-tensor hooks around the region, such as those of ``save_on_cpu``, get
-            what the policy saves. They always do, without torch's warning, so this must not be false.
-        kwargs: the keyword arguments of ``function``.
+        preserve_rng_state, policy, debug, early_stop: as in :func:`remat.remat`. torch's
+            ``set_checkpoint_debug_enabled`` and ``set_checkpoint_early_stop`` override the last two.
+        respect_saved_tensors_hooks: must not be false, as saved-tensor hooks around the region, such as those of
+            ``save_on_cpu``, always get what the policy saves.
 
     Returns:
         What ``function`` returns; a decorator if ``function`` is not given.
@@ -102,10 +99,6 @@ def checkpoint(
         >>> from remat.compat import checkpoint
         >>> x = torch.ones(3, requires_grad=True)
         >>> checkpoint(lambda x, scale: (x * scale).sin().cos(), x, scale=2.0, use_reentrant=False).sum().backward()
-        >>> @checkpoint(use_reentrant=False)
-        ... def f(x):
-        ...     return x.sin().cos()
-        >>> f(x).sum().backward()
 
     Based on torch's documentation of ``torch.utils.checkpoint``. :doc:`/how-to/migrating` lists the differences.
     """
@@ -194,9 +187,6 @@ def checkpoint_sequential(
         use_reentrant: must not be true, as there is no reentrant variant.
         policy: what may be saved beyond the inputs of a segment; see :func:`remat.remat`.
         kwargs: ``preserve_rng_state``, by default true.
-
-    Returns:
-        The result of the last function.
 
     Raises:
         ValueError: ``segments`` is out of its range, ``use_reentrant`` is true, or there are other keyword arguments.

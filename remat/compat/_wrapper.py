@@ -26,12 +26,12 @@ M = TypeVar("M", bound=torch.nn.Module)
 def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLike = None) -> M:
     """Make every later call of ``module`` a region, in place. A drop-in for fairscale's ``checkpoint_wrapper``.
 
-    Keyword arguments, containers and non-tensor results work. :func:`remat.nn.undo` makes calls plain again.
+    :func:`remat.nn.undo` makes calls plain again.
 
     Args:
-        offload_to_cpu: save the tensors that the module is called with in (pinned) host memory. Parameters, and tensors
-            that are already in host memory, are not copied. Under ``torch.func`` and ``torch.compile`` nothing is
-            copied. Where an outer region or saved-tensor hooks save the inputs, they decide where.
+        offload_to_cpu: save the tensors that the module is called with in (pinned) host memory, without parameters.
+            Under ``torch.func`` and ``torch.compile``, or if an outer region or saved-tensor hooks save the inputs,
+            this has no effect.
         policy: what may be saved beyond the inputs; see :func:`remat.remat`.
 
     Returns:
@@ -61,15 +61,12 @@ def is_checkpointing() -> bool:
     """Whether the calling code is in the first run of a region.
 
     Example:
-        >>> import torch
-        >>> import remat
-        >>> from remat.compat import is_checkpointing, is_recomputing
+        >>> import torch, remat
         >>> runs = []
-        >>> @remat.remat
-        ... def f(x):
-        ...     runs.append((is_checkpointing(), is_recomputing()))
+        >>> def f(x):
+        ...     runs.append((remat.compat.is_checkpointing(), remat.compat.is_recomputing()))
         ...     return x.sin().cos()
-        >>> f(torch.ones(3, requires_grad=True)).sum().backward()
+        >>> remat.remat(f)(torch.ones(3, requires_grad=True)).sum().backward()
         >>> runs
         [(True, False), (False, True)]
     """
@@ -88,11 +85,11 @@ def apply_activation_checkpointing(
 ) -> None:
     """Make every call of the chosen submodules a region, in place. A drop-in for torch's function of this name.
 
-    The modules, their names and ``state_dict`` keys do not change. As in torch, the model itself is not chosen.
+    As in torch, the model itself is not chosen.
 
     Args:
-        checkpoint_wrapper_fn: called with each chosen module; its result replaces the module. The default is
-            :func:`checkpoint_wrapper`, which is also used in place of torch's function of that name or a partial of it.
+        checkpoint_wrapper_fn: called with each chosen module; its result replaces the module. By default, and in place
+            of torch's function of that name or a partial of it, :func:`checkpoint_wrapper`.
         check_fn: whether a submodule is chosen.
         auto_wrap_policy: an FSDP policy that chooses instead of ``check_fn``, such as ``ModuleWrapPolicy({Block})``.
         policy: what the regions may save beyond their inputs; see :func:`remat.remat`.
@@ -108,12 +105,9 @@ def apply_activation_checkpointing(
     Example:
         >>> import torch
         >>> from remat.compat import apply_activation_checkpointing
-        >>> layers = [torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(4)]
-        >>> model = torch.nn.Sequential(*layers)
-        >>> apply_activation_checkpointing(
-        ...     model, check_fn=lambda module: isinstance(module, torch.nn.TransformerEncoderLayer)
-        ... )
-        >>> model(torch.randn(3, 5, 16)).sum().backward()
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, torch.nn.Linear))
+        >>> model(torch.randn(3, 8)).sum().backward()
 
     Based on torch's documentation of its function.
     """
@@ -172,7 +166,7 @@ def install(policy: PolicyLike = None) -> Installation:
 
     Args:
         policy: what the regions may save beyond their inputs; see :func:`remat.remat`. A call with a ``context_fn``
-            ignores it, as ``context_fn`` contains a policy.
+            ignores it.
 
     Returns:
         A context manager that removes the replacement at its end, as :func:`uninstall` does.
@@ -180,15 +174,12 @@ def install(policy: PolicyLike = None) -> Installation:
     Raises:
         PolicyError: ``policy`` is not a policy. Nothing is changed then.
 
-    Note:
-        Other references that were made before are not replaced, such as a ``functools.partial`` of torch's function.
-        Transformers makes one when a model's checkpointing is enabled: install before that, or use
-        ``remat.integrations.transformers.enable``.
+    Other references that were made before are not replaced, such as a ``functools.partial`` of torch's function.
+    Transformers makes one when a model's checkpointing is enabled: install before that, or use
+    ``remat.integrations.transformers.enable``.
 
     Example:
-        >>> import torch
-        >>> import torch.utils.checkpoint
-        >>> import remat
+        >>> import remat, torch.utils.checkpoint
         >>> w = torch.ones(4, 4, requires_grad=True)
         >>> with remat.compat.install(policy=remat.policies.save_matmuls):
         ...     y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin(), torch.ones(2, 4), use_reentrant=False)
@@ -207,17 +198,7 @@ def install(policy: PolicyLike = None) -> Installation:
 
 
 def uninstall() -> None:
-    """Restore torch's own function everywhere. Has no effect if nothing is installed.
-
-    Example:
-        >>> import torch.utils.checkpoint
-        >>> import remat
-        >>> before = torch.utils.checkpoint.checkpoint
-        >>> _ = remat.compat.install()
-        >>> remat.compat.uninstall()
-        >>> torch.utils.checkpoint.checkpoint is before
-        True
-    """
+    """Restore torch's own function everywhere. Has no effect if nothing is installed."""
     _set([])
 
 

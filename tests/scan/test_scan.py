@@ -228,12 +228,10 @@ def test_only_carries_are_saved_between_forward_and_backward(checkpoints: Any, c
     assert saved * UNIT <= held <= (saved + 1.05) * UNIT
 
 
-def test_results_are_written_into_the_stack() -> None:
-    """The plain loop needs memory for all results and for their stack."""
-    assert peak_bytes(lambda: loop(large_y, STATE, INPUTS)) > 128 * UNIT
-    assert peak_bytes(lambda: remat.scan(large_y, STATE, INPUTS)) < (64 + 9) * UNIT
+def test_results_take_their_memory_twice_as_in_a_loop() -> None:
+    assert peak_bytes(lambda: remat.scan(large_y, STATE, INPUTS)) <= peak_bytes(lambda: loop(large_y, STATE, INPUTS))
     peaks = [peak_bytes(trained, loss_by(run, large_y)) for run in (scan_with(4), loop)]
-    assert peaks[0] < (64 + 4 + 7) * UNIT < peaks[1] / 2
+    assert peaks[0] < (2 * 64 + 4 + 7) * UNIT < peaks[1]
 
 
 def test_nothing_stays_alive() -> None:
@@ -465,7 +463,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: scan(lambda h, x: (h + 1, h if h[0] > 1 else None), ONES, **TWO),
         ValueError,
-        "1 changes y from None to an",
+        "1 changes y from None to float32",
     ),
     (
         lambda: scan(same, (ONES, 3), **TWO),
@@ -478,7 +476,6 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: scan(same, ONES, length=2.0), TypeError, "length must be an integer, got 2.0"),
     (lambda: scan(same, ONES, length=True), TypeError, "length must be an integer, got True"),
     (lambda: scan(same, ONES, length=-1), ValueError, "not be negative"),
-    (lambda: scan(lambda h, x: (h, h * float(h.sum())), ONES, length=0), ValueError, "on tensors without values"),
     (lambda: scan(lambda h, x: (h.double(), None), ONES, length=0), ValueError, "Step 0 changes carry"),
     (lambda: scan(same, ONES, torch.tensor(1.0)), TypeError, "xs must be a tensor of shape .* without dimensions"),
     (lambda: scan(same, ONES, [3]), TypeError, r"xs\[0\] must be a tensor of shape .*, got 3"),
@@ -535,3 +532,5 @@ def test_no_steps(xs: Any) -> None:
     assert step.calls == 0 and step.seen == [] and type(step.count) is Tensor
     assert all(torch.equal(value, before[name]) for name, value in step.state_dict().items())
     assert remat.scan(lambda h, x: (h, None), ONES, length=0) == (ONES, None)
+    loss = lambda h, w: sum(each.sum() for each in remat.scan(lambda h, x: (h * w, (h * w).sum()), h, length=0))
+    assert torch.equal(vmap(grad(loss), (0, None))(torch.ones(2, 3), torch.ones(3)), torch.ones(2, 3))
