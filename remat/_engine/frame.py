@@ -94,8 +94,8 @@ class Frame:
 
     @property
     def is_noted(self) -> bool:
-        """Whether slots may own values in the first run."""
-        return self.read_inside or self.policy is not None
+        """Whether slots may own values in the first run, or it is below levels of torch.func."""
+        return self.read_inside or self.policy is not None or bool(self.region.root.kinds)
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
@@ -180,7 +180,6 @@ class Frame:
             if value is not None:
                 return value  # another thread has recomputed it
             running = current_scope()
-            slots.let_go()
             alive = slots.alive()
             if running is None:
                 alive = [slot if slot is wanted else None for slot in alive]
@@ -295,8 +294,7 @@ class Filler(RegionHooks):
         if frame.open and frame.policy is not None:  # there is no replay yet that adds it for inner regions
             policies = (*policies, frame.policy)
         first_hook = RemovableHandle.next_id
-        below = self._pack_below_levels if frame.region.root.kinds else self.pack
-        private.push_hooks(self._pack_and_report if frame.is_noted else below, _identity)
+        private.push_hooks(self._pack_any if frame.is_noted else self.pack, _identity)
         try:
             with as_in_forward(policies, filling=frame.open):
                 result = frame.region.call_again(operands, run)
@@ -358,12 +356,8 @@ class Filler(RegionHooks):
             self._end()
         return value
 
-    def _pack_below_levels(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``pack`` below levels of torch.func. Levels inside the region save tensors too, which are wrapped."""
-        return bare(tensor) if private.is_wrapped(tensor) else self.pack(tensor)
-
-    def _pack_and_report(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``pack`` for a run that may skip operations: it must know which tensors go into live slots."""
+    def _pack_any(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``pack`` for a run that may skip operations, or below levels: inner levels save tensors that are wrapped."""
         if private.is_wrapped(tensor):
             return bare(tensor)
         replay = self.attempt.replay

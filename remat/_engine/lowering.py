@@ -81,7 +81,7 @@ class Saver(RegionHooks):
         self._start = private.next_sequence_number()
         self._slot: Callable[[Any], Slot] = Slot if self._recording is None else RecordedSlot
         self._check = region.root.options.determinism_check
-        self._look, self._slots = LOOKS[self._check], frame.slots.new
+        self._look, self._slots = LOOKS[self._check], frame.slots
         self._known: dict[int, Guard] = {id(guard.tensor): guard for guard in (*captured_inputs, *operands)}
 
     def run(self, call: Callable, *args: Any) -> Any:
@@ -94,9 +94,8 @@ class Saver(RegionHooks):
             recording.saved_values.hooks = frame.outer
             recording.saved_values.in_region = root.around is not None and root.around.region is not None
         with hooks_allowed(even_if_disabled=root.ran):
-            below = self._pack_below_levels if root.kinds else self.pack
             unpack = frame.unpack if recording is None else frame.unpack_under_policy
-            private.push_hooks(self._pack_and_note if frame.is_noted else below, unpack)
+            private.push_hooks(self._pack_and_note if frame.is_noted else self.pack, unpack)
             try:
                 result = call(*args, run)
             finally:
@@ -112,51 +111,41 @@ class Saver(RegionHooks):
     def pack(self, tensor: torch.Tensor) -> Any:
         found = self._known.get(id(tensor))
         if found is not None and (found.version < 0 or raw_version(tensor) == found.version):
-            self._slots.append(None)
+            self._slots.add(None)
             return found
         base, node = origin(tensor)
         if base is not None or node is None or self._is_older(node):
             held = None if found else self._held(tensor, base, node)
             if held is not None:
-                self._slots.append(None)
+                self._slots.add(None)
                 return held
         if node is None and not tensor.requires_grad:
             slot = self._slot(look_at(tensor, self._check))
             slot.watch(tensor)
         else:
             slot = self._slot(self._look(tensor))
-        self._slots.append(slot)
+        self._slots.add(slot)
         return slot
 
-    def _pack_below_levels(self, tensor: torch.Tensor) -> Any:
-        """``pack`` below levels of torch.func. Levels inside the region save tensors too, which are wrapped."""
-        if is_wrapped(tensor) and id(tensor) not in self._known:
-            return Held(bare(tensor))  # the tensor itself could be part of a reference cycle
-        with own_work():  # if an autograd Function calls the hooks, they run under modes
-            return self.pack(tensor)
-
     def _pack_and_note(self, tensor: torch.Tensor) -> Any:
-        """``pack`` where slots may own values: at once, or because a policy saves them.
+        """``pack`` where slots may own values, at once or because a policy saves them, or below levels of torch.func.
 
-        So the frame has only a weak reference to such a slot, which is freed with autograd's node.
+        Levels inside the region save tensors too, which are wrapped.
         """
         recording = self._recording
         if is_wrapped(tensor) and id(tensor) not in self._known:
             if recording is not None:
                 recording.needs(tensor)
-            return Held(bare(tensor))
-        with own_work():
+            return Held(bare(tensor))  # the tensor itself could be part of a reference cycle
+        with own_work():  # if an autograd Function calls the hooks, they run under modes
             packed = self.pack(tensor)
-        slot = self._slots[-1]
-        self.frame.slots.let_go()
-        if slot is None:
-            return packed
-        if recording is not None:
-            recording.saved(tensor, slot)
-        if self.frame.read_inside:
-            value = alias(tensor)
-            slot.fill(value, private.version(value))
-        return slot
+        if isinstance(packed, Slot):
+            if recording is not None:
+                recording.saved(tensor, packed)
+            if self.frame.read_inside:
+                value = alias(tensor)
+                packed.fill(value, private.version(value))
+        return packed
 
     def _held(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Held | Packed | None:
         """What returns a tensor that needs no recompute: a view of an input, or an older tensor."""
