@@ -28,8 +28,6 @@ class Known:
     """What is remembered of one rematerialized function."""
 
     def __init__(self, shared: Shared | None = None) -> None:
-        # Both save time only. Its first run restores ``grad`` levels from the start; otherwise it would start twice.
-        self.graded = False
         # It calls `torch.cond` or the like, which compile what they run: Dynamo guards whether a mode has said so.
         self.compiles = False
         self.shared = shared or Shared()
