@@ -15,15 +15,15 @@ from .._core import private
 class Slot:
     """The placeholder of one saved tensor. It owns the value only while a backward pass needs it."""
 
-    __slots__ = ("__weakref__", "fingerprint", "first", "value", "version")
-    source: Any = None  # set only in regions with a policy, like ``residual``
-    residual: Any = None
+    __slots__ = ("__weakref__", "fingerprint", "first", "residual", "source", "value", "version")
 
     def __init__(self, fingerprint: Any) -> None:
         self.fingerprint = fingerprint  # what a recompute is compared with
         self.first: tuple[weakref.ref, int] | None = None  # the saved tensor and its version, see ``watch``
         self.value: torch.Tensor | None = None
         self.version = 0  # of the value
+        self.source: Any = None  # under a policy: which value it is, in the record of the first run
+        self.residual: Any = None  # the residual, if that value is saved
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that requires no grad for changes: it may be a captured tensor that the search didn't find."""
@@ -46,21 +46,10 @@ class Slot:
         self.value = None
 
 
-class RecordedSlot(Slot):
-    """A slot of a region with a policy."""
-
-    __slots__ = ("residual", "source")
-
-    def __init__(self, fingerprint: Any) -> None:
-        super().__init__(fingerprint)
-        self.source: Any = None  # which value it is, in the record of the first run
-        self.residual: Any = None  # the residual, if that value is saved
-
-
 class Slots:
     """The slots of a frame, one for each tensor that autograd saved in the first run, None where it needs no slot."""
 
-    __slots__ = ("_refs", "lock", "mixed", "once", "stopped")
+    __slots__ = ("__weakref__", "_refs", "lock", "mixed", "once", "stopped")
 
     def __init__(self) -> None:
         self._refs: list[Callable[[], Slot | None]] = []  # only nodes of autograd own the slots

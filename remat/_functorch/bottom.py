@@ -15,7 +15,7 @@ import torch
 from .._core import private
 from .._core.lines import warn
 from .._core.tensors import as_leaf, detached, is_dual, is_in_graph, is_recorded
-from .._engine.frame import outside_of_batched_backward
+from .._engine.frame import Frame, outside_of_batched_backward
 from .._engine.lowering import Saver
 from .._engine.operation_log import log_for
 from .._region.around import Around
@@ -184,7 +184,7 @@ def _run(region: Any, inputs: Tensors, operands: Guards, captured: Guards, run: 
     around = Around()
     around.take(operands)
     around.take_captured(captured)
-    return Saver(region, operands, captured, around.hooks, run, read_inside).run(region.run, inputs)
+    return Saver(Frame(region, operands, captured, around.hooks, run, read_inside), run).run(region.run, inputs)
 
 
 CHANGES = (

@@ -41,8 +41,8 @@ class Derived(ABC):
     @property
     def uses_func(self) -> bool:
         """Whether it calls ``torch.func.vjp``, which can't run under saved-tensor hooks: a pullback at a level does."""
-        is_pullback, inner_is = (isinstance(each, (Pullback, BatchedPullback)) for each in (self, self.inner))
-        return self.inner.uses_func or (inner_is and not is_pullback)
+        at_level = isinstance(self.inner, _PULLBACKS) and not isinstance(self, _PULLBACKS)
+        return self.inner.uses_func or at_level
 
 
 class Graded(Derived):
@@ -225,6 +225,9 @@ class BatchedPullback(Batched):
         count = len(self.inner.needs)
         pull = self.inner.linearize(operands[:count], run, tape)
         return self._mapped(pull, operands[count:], self.in_dims[count:])
+
+
+_PULLBACKS = Pullback, BatchedPullback
 
 
 class PullbackOfBatched(Pullback):

@@ -57,9 +57,8 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
     with interpreter.lower():
         outs = apply(batched, values, call, wanted)
-    if wanted is not None and not isinstance(
-        batched, PullbackOfBatched
-    ):  # a node above refers to the region, so it may need its pullback
+    if wanted is not None and not isinstance(batched, PullbackOfBatched):
+        # A node above refers to the region, so it may need its pullback.
         call.batched[region] = batched
     return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
