@@ -104,24 +104,27 @@ class _Calls(private.DispatchMode):
         return own[0] if result is None else result
 
 
-def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | None) -> list:
-    """Run a region, or a transform of it, on tensors of AOT autograd."""
-    root = region.root
-    run = partial(_again, region) if root.ran else partial(region.run, run=Run())
-    recorded = torch.is_grad_enabled() and any(map(is_recorded, operands))
-    if recorded and not region.uses_func:
-        run = partial(_checkpointed, run, root.policy)
-    if root.ran:
-        return run(operands)
-    before = list(map(private.value_now, operands))
-    if recorded or not any(wanted or ()):
-        outs = run(operands)
-    else:  # with grad mode the same kernels are chosen as in a recompute, which is differentiated
-        with torch.enable_grad():
-            outs = run([as_leaf(t) if each else t for t, each in zip(operands, wanted or ())])
-        outs = [t.detach() for t in outs]
-    root.note_changes(operands, before)
-    return outs
+class TracedCall(Call):
+    """A call of a region in a trace."""
+
+    def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
+        """Run a region, or a transform of it, on tensors of AOT autograd."""
+        root = region.root
+        run = partial(_again, region) if root.ran else partial(region.run, run=Run())
+        recorded = torch.is_grad_enabled() and any(map(is_recorded, operands))
+        if recorded and not region.uses_func:
+            run = partial(_checkpointed, run, root.policy)
+        if root.ran:
+            return run(operands)
+        before = list(map(private.value_now, operands))
+        if recorded or not any(wanted or ()):
+            outs = run(operands)
+        else:  # with grad mode the same kernels are chosen as in a recompute, which is differentiated
+            with torch.enable_grad():
+                outs = run([as_leaf(t) if each else t for t, each in zip(operands, wanted or ())])
+            outs = [t.detach() for t in outs]
+        root.note_changes(operands, before)
+        return outs
 
 
 def _again(region: Any, operands: Tensors) -> list:
@@ -216,7 +219,7 @@ def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
         return functorch.call(Interpreter(graph).run, options, Known(), args, {})
     region = TracedRegion(graph, policy, kinds, args)
     try:
-        outs = apply(region, region.operands, Call(None, run_at_bottom))
+        outs = apply(region, region.operands, TracedCall())
     except RuntimeError as error:
         if not is_refused_change(error):
             raise
@@ -242,7 +245,7 @@ def _acts_on_one_level(node: Any) -> bool:
 class TracedRegion:
     """One call of a graph, with the interface of a ``Region`` that the rules of the levels use."""
 
-    is_pullback = uses_func = ran = graded = False
+    uses_func = ran = graded = False
 
     def __init__(self, graph: GraphModule, policy: Policy, kinds: tuple, args: tuple) -> None:
         self.graph, self.policy, self.kinds = graph, policy, kinds

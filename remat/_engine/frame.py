@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -17,14 +18,13 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch.utils.hooks import RemovableHandle
 
-from .._core import private
+from .._core import private, trees
 from .._core.devices import current_streams, is_on_another, make_readable, resumed
 from .._core.lines import user_line
 from .._core.passes import current_group, current_scope
 from .._core.private import DispatchMode, modes_that_see, raw_version
 from .._core.state import alias, own_work, state, within
 from .._core.tensors import bare, is_in_graph
-from .._policy.policy import Policy
 from .._region.around import RegionHooks, of_region
 from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS, describe, fingerprint, is_other, look_at, may_be_unset
@@ -35,7 +35,6 @@ from .._region.region import Run
 from .._region.turns import turn
 from .._selective.replay import Attempt
 from ..errors import MutationError, RecomputeMismatchError
-from .operation_log import OpLog
 from .slots import Slot, Slots
 
 
@@ -52,49 +51,36 @@ class Frame:
     )  # fmt: skip
 
     def __init__(
-        self,
-        region: Any,
-        operands: Guards,
-        captured_inputs: Guards,
-        outer: tuple | None,
-        policy: Policy | None,
-        read_inside: bool,
-        log: OpLog | None,
+        self, region: Any, operands: Guards, captured_inputs: Guards, outer: tuple | None, run: Run, read_inside: bool
     ) -> None:
-        self.region = region
-        self.operands = operands
-        self.captured_inputs = captured_inputs
+        self.region, self.operands, self.captured_inputs = region, operands, captured_inputs
         self.outer = outer  # the hooks around the region, to which operands and captured tensors were handed
-        self.policy, self.policies = policy, state.policies  # its own policy, and those of the regions around it
+        self.policy = None if run.recorder is None else run.recorder.recording.verdicts.policy
+        self.policies = state.policies  # of the regions around it
         self.read_inside = read_inside  # backward passes inside read slots, which own their values in the first run
         self.slots = Slots()
         self.open = True  # in the first run
         self.inside = False  # a backward pass ran inside the region's forward
         self.streams = current_streams()
         self.modes = modes_that_see() > 0
-        self.log = log
+        self.log = run.log
         self.record: Any = None  # of the first run under the policy, once that run has ended
 
-    def close(self) -> None:
+    def close(self, recorder: Any, result: Any) -> None:
         """End the first run."""
         self.open = False
         if self.read_inside:
             self.slots.clear()
         close(self.operands, self.captured_inputs)
         self.captured_inputs.forget_histories()
-
-    def remember(self, record: Any) -> None:
-        """Set the record of the first run."""
-        self.record = record
-
-    def clear(self) -> None:
-        """Release the values that were filled in for a backward pass and not read."""
-        self.slots.clear()
+        if recorder is not None:
+            self.record = recorder.close([t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor)])
+            self.region.root.remember(self.record)
 
     @property
     def is_noted(self) -> bool:
-        """Whether slots may own values in the first run."""
-        return self.read_inside or self.policy is not None
+        """Whether slots may own values in the first run, or it is below levels of torch.func."""
+        return self.read_inside or self.policy is not None or bool(self.region.root.kinds)
 
     # --- the backward -----------------------------------------------------------------------------------------------
 
@@ -104,18 +90,10 @@ class Frame:
             value = packed.value
             if value is not None and self.slots.once and packed.first is None and raw_version(value) == packed.version:
                 return value
-        elif type(packed) is Guard and packed.packed is None and not self.open:
+        elif type(packed) is Guard and packed.packed is None and self.policy is None and not self.open:
             tensor = packed.tensor
             if packed.version >= 0 and raw_version(tensor) == packed.version:
                 return tensor
-        return self._unpacked(packed)
-
-    def unpack_under_policy(self, packed: Any) -> torch.Tensor:
-        if self.record is not None:  # a backward pass inside the region may come before the record exists
-            self.record.in_backward()
-        return self.unpack(packed)
-
-    def _unpacked(self, packed: Any) -> torch.Tensor:
         try:
             return self._read(packed)
         except Exception as error:
@@ -123,6 +101,8 @@ class Frame:
 
     def _read(self, packed: Any) -> torch.Tensor:
         """``unpack`` for the cases that its fast path doesn't handle."""
+        if self.record is not None:  # a backward pass inside the region may come before the record exists
+            self.record.in_backward()
         if self.open:
             self.on_inner_backward()
         if isinstance(packed, (Held, Packed)):
@@ -179,7 +159,6 @@ class Frame:
             if value is not None:
                 return value  # another thread has recomputed it
             running = current_scope()
-            slots.let_go()
             alive = slots.alive()
             if running is None:
                 alive = [slot if slot is wanted else None for slot in alive]
@@ -191,7 +170,7 @@ class Frame:
                 filler.run()
                 value = wanted.value
                 if value is None and alive.index(wanted) >= filler.count:
-                    raise RecomputeMismatchError(filler.too_few())
+                    raise filler.too_few()
             except RecomputeMismatchError as error:
                 if self.log is not None and error.logs is None:
                     error.logs = self.log.texts()
@@ -204,7 +183,7 @@ class Frame:
             if running is None:
                 wanted.empty()
             else:
-                running.frames.add(self)
+                running.frames.add(self.slots)
             return value
 
     def _is_last(self) -> bool:
@@ -254,34 +233,24 @@ class Filler(RegionHooks):
         self.attempt = Run()
         self.stopped = False  # as soon as all slots were filled
         self.mixed = frame.slots.mixed  # this recompute or one before it has used other streams
-        self.difference: str | None = None
+        self.difference: RecomputeMismatchError | None = None
         self.last_slot = next(filter(None, reversed(slots)))
 
     def run(self) -> None:
-        contexts = shields(self.frame)
-        before = torch.is_grad_enabled()
-        logs = [log for log in state.logs if log.noting]  # of unfinished runs, which must not record this recompute
+        before, logs = torch.is_grad_enabled(), state.logs
         private.set_grad_enabled(True)
-        for log in logs:
-            log.noting = False
+        state.logs = ()  # those of unfinished runs must not record this recompute
         try:
-            if not contexts:
-                return self._run()
             with ExitStack() as stack:
-                for context in contexts:
+                for context in shields(self.frame):
                     stack.enter_context(context)
-                self._run()
+                if not self._attempt(whole=not self.options.may_skip):  # it has read a value that it skipped
+                    self.go_back(0)
+                    self.stopped, self.difference = False, None
+                    self._attempt(whole=True)
         finally:
             private.set_grad_enabled(before)
-            for log in logs:
-                log.noting = True
-
-    def _run(self) -> None:
-        """Recompute the region; if that reads a value that it skipped, recompute all of it."""
-        if not self._attempt(whole=not self.options.may_skip):
-            self.go_back(0)
-            self.stopped, self.difference = False, None
-            self._attempt(whole=True)
+            state.logs = logs
 
     def _attempt(self, whole: bool) -> bool:
         """Recompute the region once; return False if that has to be repeated in full."""
@@ -294,8 +263,7 @@ class Filler(RegionHooks):
         if frame.open and frame.policy is not None:  # there is no replay yet that adds it for inner regions
             policies = (*policies, frame.policy)
         first_hook = RemovableHandle.next_id
-        below = self._pack_below_levels if frame.region.root.kinds else self.pack
-        private.push_hooks(self._pack_and_report if frame.is_noted else below, _identity)
+        private.push_hooks(self._pack_any if frame.is_noted else self.pack, _identity)
         # Recorders of inner regions skip nothing. The recompute may start within the bookkeeping of any other run.
         filling = len(state.recordings) if frame.open else state.filling
         try:
@@ -328,7 +296,7 @@ class Filler(RegionHooks):
 
     def release(self) -> None:
         """Drop all references: a container may still lead to a node of the recompute, which owns its pack hook."""
-        del self.attempt, self.frame, self.slots, self.rest, self.last_slot
+        del self.attempt, self.difference, self.frame, self.slots, self.rest, self.last_slot
 
     @property
     def count(self) -> int:
@@ -359,12 +327,8 @@ class Filler(RegionHooks):
             self._end()
         return value
 
-    def _pack_below_levels(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``pack`` below levels of torch.func. Levels inside the region save tensors too, which are wrapped."""
-        return bare(tensor) if private.is_wrapped(tensor) else self.pack(tensor)
-
-    def _pack_and_report(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``pack`` for a run that may skip operations: it must know which tensors go into live slots."""
+    def _pack_any(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``pack`` for a run that may skip operations, or below levels: inner levels save tensors that are wrapped."""
         if private.is_wrapped(tensor):
             return bare(tensor)
         replay = self.attempt.replay
@@ -378,7 +342,8 @@ class Filler(RegionHooks):
         if self.stopped or (self.frame.open and self.to_the_end):  # the first run has come no further
             self._stop()
         if self.check != "none":
-            raise RecomputeMismatchError(self._too_many())
+            expected = f"The region saved {len(self.slots)} tensors for its backward in the forward"
+            raise self.mismatch(f"{expected}, and one more in the recompute, at {user_line()}")
 
     def _compare(self, slot: Slot, now: tuple) -> None:
         before, index = slot.fingerprint, self.count - 1
@@ -386,14 +351,17 @@ class Filler(RegionHooks):
         if previous is not None and may_be_unset(before, previous.fingerprint[3]):
             before, now = before[:6], now[:6]  # without checksums
         if is_other(before, now):
-            self.difference = self.difference or self._differs(index, before, now)
+            self.difference = self.difference or self.mismatch(
+                f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and "
+                f"{describe(now, before)} in the recompute, at {user_line()}"
+            )
             if self.frame.log is None:  # otherwise the log raises a more precise error at the next operation
-                raise RecomputeMismatchError(self.difference)
+                raise self.difference
 
     def _end(self) -> None:
         """All slots are filled."""
         if self.difference is not None:
-            raise RecomputeMismatchError(self.difference)
+            raise self.difference
         # After the last operation user code may call `record_stream` or let streams wait for each other, so a recompute
         # on several streams doesn't stop early. In the middle of a first run it does: the first run came no further.
         if not self.to_the_end and ((self.options.early_stop and not self.mixed) or self.frame.open):
@@ -410,32 +378,18 @@ class Filler(RegionHooks):
         if self.check == "none":
             return
         if self.difference is not None:
-            raise RecomputeMismatchError(self.difference)
+            raise self.difference
         if self.count < len(self.slots):
-            raise RecomputeMismatchError(self.too_few())
+            raise self.too_few()
         self.frame.region.check_result(result)
 
-    def _differs(self, index: int, before: Any, now: Any) -> str:
-        return (
-            f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and "
-            f"{describe(now, before)} in the recompute, at {user_line()}. {self._advice}"
-        )
+    def mismatch(self, what: str) -> RecomputeMismatchError:
+        advice = _ADVICE if self.options.debug else f"{_ADVICE} {_DEBUG}"
+        return RecomputeMismatchError(f"{what}. {advice}")
 
-    def _too_many(self) -> str:
-        return (
-            f"The region saved {len(self.slots)} tensors for its backward in the forward, and one more in the "
-            f"recompute, at {user_line()}. {self._advice}"
-        )
-
-    @property
-    def _advice(self) -> str:
-        return _ADVICE if self.options.debug else f"{_ADVICE} {_DEBUG}"
-
-    def too_few(self) -> str:
-        return (
-            f"The region saved {len(self.slots)} tensors for its backward in the forward, and only {self.count} in "
-            f"the recompute. {self._advice}"
-        )
+    def too_few(self) -> RecomputeMismatchError:
+        expected = f"The region saved {len(self.slots)} tensors for its backward in the forward"
+        return self.mismatch(f"{expected}, and only {self.count} in the recompute")
 
 
 _ADVICE = (
@@ -454,17 +408,7 @@ def _identity(value: torch.Tensor) -> torch.Tensor:
 
 def shields(frame: Frame) -> list[Any]:
     """The contexts of a recompute: none, in a plain backward pass."""
-    contexts: list[Any] = []
-    if private.transforms_active():
-        contexts.append(private.without_levels())
-    if in_batched_backward():
-        contexts.append(outside_of_batched_backward())
-    if torch.is_inference_mode_enabled():  # only the backward is in it: autograd saves nothing in a forward under it
-        contexts.append(torch.inference_mode(False))
-    if not private.is_torch_function_enabled():
-        contexts.append(private.torch_function_enabled())
-    if private.hooks_disabled_message() is not None:
-        contexts.append(hooks_allowed(even_if_disabled=True))
+    contexts = [make() for is_needed, make in _SHIELDS if is_needed()]
     if frame.modes and not modes_that_see():
         contexts.append(PlainMode())
     if (frame.operands.has_duals or frame.captured_inputs.has_duals) and not private.dual_level_active():
@@ -502,3 +446,13 @@ def outside_of_batched_backward() -> Iterator[None]:
     finally:
         for _ in range(depth):
             private.increment_batched_depth()
+
+
+_SHIELDS: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+    (private.transforms_active, private.without_levels),
+    (in_batched_backward, outside_of_batched_backward),
+    # Only the backward is in it: autograd saves nothing in a forward under it.
+    (torch.is_inference_mode_enabled, partial(torch.inference_mode, False)),
+    (lambda: not private.is_torch_function_enabled(), private.torch_function_enabled),
+    (private.hooks_disabled_message, partial(hooks_allowed, even_if_disabled=True)),
+]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._core import private, trees
+from .._core import private
 from .._core.known import Known
 from .._core.private import is_wrapped, origin, raw_version, sequence_number
 from .._core.state import alias, own_work, state
@@ -27,7 +27,7 @@ from .._region.region import FirstRun, Region, Run
 from .._selective.recorder import recorder_for
 from .frame import Frame
 from .operation_log import log_for
-from .slots import RecordedSlot, Slot
+from .slots import Slot
 
 
 def call(fn: Callable, options: Options, known: Known, around: Around, args: Any, kwargs: dict) -> Any:
@@ -45,9 +45,9 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
     try:
         region.open(around=around)
         run = FirstRun(recorder_for(region), log=log_for(options))
-        saver = Saver(region, operands, region.inputs.captured, around.hooks, run, options.read_inside)
+        frame = Frame(region, operands, region.inputs.captured, around.hooks, run, options.read_inside)
         try:
-            return saver.run(region.first, args, kwargs)
+            return Saver(frame, run).run(region.first, args, kwargs)
         except RuntimeError as error:
             if is_hooks_refusal(error):
                 # The function calls torch.func.grad or vjp, which refuse to run under saved-tensor hooks.
@@ -63,26 +63,15 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
 class Saver(RegionHooks):
     """The hooks of a first run: they make a slot of a new frame for each tensor that a recompute has to provide."""
 
-    __slots__ = ("_check", "_known", "_look", "_recording", "_run", "_slot", "_slots", "_start", "frame")
+    __slots__ = ("_check", "_known", "_look", "_recording", "_run", "_slots", "_start", "frame")
 
-    def __init__(
-        self,
-        region: Any,
-        operands: Guards,
-        captured_inputs: Guards,
-        outer: tuple | None,
-        run: Run,
-        read_inside: bool = False,
-    ) -> None:
-        self._run = run
+    def __init__(self, frame: Frame, run: Run) -> None:
+        self.frame, self._run = frame, run
         self._recording = None if run.recorder is None else run.recorder.recording
-        policy = None if self._recording is None else self._recording.verdicts.policy
-        self.frame = frame = Frame(region, operands, captured_inputs, outer, policy, read_inside, run.log)
         self._start = private.next_sequence_number()
-        self._slot: Callable[[Any], Slot] = Slot if self._recording is None else RecordedSlot
-        self._check = region.root.options.determinism_check
-        self._look, self._slots = LOOKS[self._check], frame.slots.new
-        self._known: dict[int, Guard] = {id(guard.tensor): guard for guard in (*captured_inputs, *operands)}
+        self._check = frame.region.root.options.determinism_check
+        self._look, self._slots = LOOKS[self._check], frame.slots
+        self._known: dict[int, Guard] = {id(each.tensor): each for each in (*frame.captured_inputs, *frame.operands)}
 
     def run(self, call: Callable, *args: Any) -> Any:
         """Execute the region for the first time, by ``call(*args, run)``."""
@@ -94,69 +83,52 @@ class Saver(RegionHooks):
             recording.saved_values.hooks = frame.outer
             recording.saved_values.in_region = root.around is not None and root.around.region is not None
         with hooks_allowed(even_if_disabled=root.ran):
-            below = self._pack_below_levels if root.kinds else self.pack
-            unpack = frame.unpack if recording is None else frame.unpack_under_policy
-            private.push_hooks(self._pack_and_note if frame.is_noted else below, unpack)
+            private.push_hooks(self._pack_and_note if frame.is_noted else self.pack, frame.unpack)
             try:
                 result = call(*args, run)
             finally:
                 private.pop_hooks()
                 self._known, self._recording = {}, None  # inner regions may still refer to these hooks
-        frame.close()
-        if run.recorder is not None:
-            outputs = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor)]
-            root.remember(run.recorder.close(outputs))
-            frame.remember(root.record)
+        frame.close(run.recorder, result)
         return result
 
     def pack(self, tensor: torch.Tensor) -> Any:
         found = self._known.get(id(tensor))
         if found is not None and (found.version < 0 or raw_version(tensor) == found.version):
-            self._slots.append(None)
+            self._slots.add(None)
             return found
         base, node = origin(tensor)
-        if base is not None or node is None or self._is_older(node):
-            held = None if found else self._held(tensor, base, node)
-            if held is not None:
-                self._slots.append(None)
-                return held
+        held = None if found else self._held(tensor, base, node)
+        if held is not None:
+            self._slots.add(None)
+            return held
         if node is None and not tensor.requires_grad:
-            slot = self._slot(look_at(tensor, self._check))
+            slot = Slot(look_at(tensor, self._check))
             slot.watch(tensor)
         else:
-            slot = self._slot(self._look(tensor))
-        self._slots.append(slot)
+            slot = Slot(self._look(tensor))
+        self._slots.add(slot)
         return slot
 
-    def _pack_below_levels(self, tensor: torch.Tensor) -> Any:
-        """``pack`` below levels of torch.func. Levels inside the region save tensors too, which are wrapped."""
-        if is_wrapped(tensor) and id(tensor) not in self._known:
-            return Held(bare(tensor))  # the tensor itself could be part of a reference cycle
-        with own_work():  # if an autograd Function calls the hooks, they run under modes
-            return self.pack(tensor)
-
     def _pack_and_note(self, tensor: torch.Tensor) -> Any:
-        """``pack`` where slots may own values: at once, or because a policy saves them.
+        """``pack`` where slots may own values, at once or because a policy saves them, or below levels of torch.func.
 
-        So the frame has only a weak reference to such a slot, which is freed with autograd's node.
+        Levels inside the region save tensors too, which are wrapped.
         """
         recording = self._recording
         if is_wrapped(tensor) and id(tensor) not in self._known:
             if recording is not None:
                 recording.needs(tensor)
-            return Held(bare(tensor))
-        with own_work():
+            return Held(bare(tensor))  # the tensor itself could be part of a reference cycle
+        with own_work():  # if an autograd Function calls the hooks, they run under modes
             packed = self.pack(tensor)
-        slot = self._slots[-1]
-        self.frame.slots.let_go()
-        if slot is None:
-            return packed
-        if recording is not None:
-            recording.saved(tensor, slot)
-        if self.frame.read_inside:
-            value = alias(tensor)
-            slot.fill(value, private.version(value))
-        return slot
+        if isinstance(packed, Slot):
+            if recording is not None:
+                recording.saved(tensor, packed)
+            if self.frame.read_inside:
+                value = alias(tensor)
+                packed.fill(value, private.version(value))
+        return packed
 
     def _held(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Held | Packed | None:
         """What returns a tensor that needs no recompute: a view of an input, or an older tensor."""

@@ -37,13 +37,12 @@ class OpLog(DispatchMode):
         self.entries: list[Operation] = []
         self.recomputed: list[Operation] = []  # by the last recompute
         self.ranges = Ranges()
-        self.noting = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if facts_of(func).marks:
             return self.ranges.mark(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if self.noting and func not in _IGNORED and not (state.unseen or self.ranges):
+        if self in state.logs and func not in _IGNORED and not (state.unseen or self.ranges):
             self.note(Operation(_called(func, args, kwargs or {}), _describe(result), str(user_line())))
         return result
 

@@ -15,15 +15,15 @@ from .._core import private
 class Slot:
     """The placeholder of one saved tensor. It owns the value only while a backward pass needs it."""
 
-    __slots__ = ("__weakref__", "fingerprint", "first", "value", "version")
-    source: Any = None  # set only in regions with a policy, like ``residual``
-    residual: Any = None
+    __slots__ = ("__weakref__", "fingerprint", "first", "residual", "source", "value", "version")
 
     def __init__(self, fingerprint: Any) -> None:
         self.fingerprint = fingerprint  # what a recompute is compared with
         self.first: tuple[weakref.ref, int] | None = None  # the saved tensor and its version, see ``watch``
         self.value: torch.Tensor | None = None
         self.version = 0  # of the value
+        self.source: Any = None  # under a policy: which value it is, in the record of the first run
+        self.residual: Any = None  # the residual, if that value is saved
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that requires no grad for changes: it may be a captured tensor that the search didn't find."""
@@ -46,43 +46,27 @@ class Slot:
         self.value = None
 
 
-class RecordedSlot(Slot):
-    """A slot of a region with a policy."""
-
-    __slots__ = ("residual", "source")
-
-    def __init__(self, fingerprint: Any) -> None:
-        super().__init__(fingerprint)
-        self.source: Any = None  # which value it is, in the record of the first run
-        self.residual: Any = None  # the residual, if that value is saved
-
-
 class Slots:
     """The slots of a frame, one for each tensor that autograd saved in the first run, None where it needs no slot."""
 
-    __slots__ = ("_refs", "lock", "mixed", "new", "once", "stopped")
+    __slots__ = ("__weakref__", "_refs", "lock", "mixed", "once", "stopped")
 
     def __init__(self) -> None:
-        self.new: list[Slot | None] = []  # the last ones
-        self._refs: list[Callable[[], Slot | None]] = []  # weak references to those before, which only nodes own
+        self._refs: list[Callable[[], Slot | None]] = []  # only nodes of autograd own the slots
         self.lock = threading.RLock()  # of the thread that fills them
         self.once = False  # the values are for one pass, which reads each of them once
         self.stopped = False  # the recompute that made the values stopped as soon as all slots were filled
         self.mixed = False  # a recompute has used other streams than the first run
 
     def __len__(self) -> int:
-        return len(self._refs) + len(self.new)
+        return len(self._refs)
+
+    def add(self, slot: Slot | None) -> None:
+        self._refs.append(_dead if slot is None else weakref.ref(slot))
 
     def go_back(self, count: int) -> None:
         """Forget all slots after the first ``count``."""
-        del self.new[max(0, count - len(self._refs)) :]
         del self._refs[count:]
-
-    def let_go(self) -> None:
-        """Drop the references to slots: from now on a slot lives as long as the node of autograd that saved it."""
-        for slot in self.new:
-            self._refs.append(_dead if slot is None else weakref.ref(slot))
-        self.new.clear()
 
     def alive(self) -> list[Slot | None]:
         """Return the slots that nodes own, None for others."""
@@ -101,9 +85,8 @@ class Slots:
         if not self.lock.acquire(blocking=False):
             return  # another pass fills the slots, and clears them at its end; it may be waiting for this thread
         try:
-            for slot in self.alive():
-                if slot is not None:
-                    slot.empty()
+            for slot in filter(None, self.alive()):
+                slot.empty()
         finally:
             self.lock.release()
 

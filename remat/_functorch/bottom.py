@@ -6,8 +6,8 @@ is a *tape*, whose saved tensors are slots. The first backward executes the tape
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ import torch
 from .._core import private
 from .._core.lines import warn
 from .._core.tensors import as_leaf, detached, is_dual, is_in_graph, is_recorded
-from .._engine.frame import in_batched_backward, outside_of_batched_backward
+from .._engine.frame import Frame, outside_of_batched_backward
 from .._engine.lowering import Saver
 from .._engine.operation_log import log_for
 from .._region.around import Around
 from .._region.guards import NO_GUARDS, Guards, close
-from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_are_allowed, hooks_hidden
+from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
 from .._region.region import FirstRun, Run
 from .._selective.replay import Recompute
 from ..errors import MutationError
@@ -31,11 +31,10 @@ from .watch import Watch
 class Call:
     """What the nodes of one call of a region share of its first run. It owns the tape, so no region may own it."""
 
-    __slots__ = ("batched", "bottom", "depends", "guards", "operands", "recorder", "tape", "watch")
+    __slots__ = ("batched", "depends", "guards", "operands", "recorder", "tape", "watch")
 
-    def __init__(self, recorder: Any, bottom: Callable[..., list]) -> None:
+    def __init__(self, recorder: Any = None) -> None:
         self.recorder = recorder  # records the first run, under a policy
-        self.bottom = bottom  # runs the region below all levels
         self.watch: Any = None  # of the first run
         self.depends: list[bool] | None = None  # which results depend on operands that are followed
         self.batched: dict[Any, Batched] = {}  # the ``vmap`` of the region, and of its pullbacks
@@ -43,15 +42,89 @@ class Call:
         self.operands: Tensors = ()
         self.guards: Guards = NO_GUARDS  # the operands' guards
 
-    def guard(self, root: Any, operands: Tensors, inputs: Tensors) -> None:
-        """Guard the operands of the first run, as its ``inputs``, which may be leaves in place of operands."""
-        self.operands, self.guards = operands, Guards(inputs, root.inputs.name)
+    def close(self) -> None:
+        """End the first run. A watch refers to its region."""
+        self.watch = self.recorder = None
+
+    def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
+        """Run a region, or a transform of it, on plain operands."""
+        recorded, dual = is_followed_by_autograd(operands), has_dual(operands)
+        root = region.root
+        if not root.ran:
+            return self._first(region, operands, wanted, recorded, dual)
+        if root.record is not None:
+            root.record.in_backward()
+        with hooks_allowed(even_if_disabled=True), outside_of_batched_backward():
+            outs = self._again(region, self.guarded(operands), recorded)
+        return list(map(detached, outs)) if private.dual_level_active() and not recorded else outs
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, checked for changes, and as they were before the region changed them."""
         known = len(self.operands)
         same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
         return [self.guards[i].checked(t) if same[i] else t for i, t in enumerate(operands)]
+
+    def _first(self, region: Any, operands: Tensors, wanted: Any, recorded: bool, dual: bool) -> list:
+        root, transforms = region.root, list(transforms_of(region))
+        inference = any(t.is_inference() for t in operands)  # autograd can't record inference tensors
+        follows = wanted is not None and any(wanted) and not inference
+        # Whether one graph has the gradients that each of the levels needs.
+        fits = follows and not any(isinstance(each, Batched) and each.sums for each in transforms)
+        inputs = operands
+        if fits:  # operands that autograd itself follows, below all levels, stay as they are
+            cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
+            inputs = [as_leaf(t) if each else t for t, each in zip(operands, cut)]
+        self.operands, self.guards = operands, Guards(inputs, root.inputs.name)
+        in_node = recorded and region.uses_func and not dual  # a node of plain autograd represents all of the region
+        self.watch = Watch(root, follows or in_node, recorded or dual)
+        with torch.enable_grad() if follows else nullcontext():
+            if region.uses_func or not (recorded or follows):
+                outs = self._first_without_hooks(region, inputs, recorded or follows)
+            else:
+                outs = self._first_under_hooks(region, inputs)
+        if fits and not any(isinstance(each, Jvp) for each in transforms):
+            self.depends = [t.requires_grad for t in outs]
+        if recorded or not follows:
+            return outs
+        if fits and not region.uses_func:
+            self.tape = Tape(region, inputs, outs)
+        elif root.record is not None:
+            root.record.keep_all()
+        return list(map(detached, outs))
+
+    def _first_under_hooks(self, region: Any, inputs: Tensors) -> list:
+        check_hooks_are_allowed()
+        root = region.root
+        run = FirstRun(self.recorder, self.watch, log_for(root.options))
+        try:
+            return _run(region, inputs, self.guards, root.inputs.captured, run, root.options.read_inside)
+        except RuntimeError as error:
+            if is_refused_change(error):
+                raise MutationError(CHANGES) from error
+            raise
+
+    def _first_without_hooks(self, region: Any, inputs: Tensors, differentiated: bool) -> list:
+        root, recorder = region.root, self.recorder if differentiated else None
+        if recorder is not None:
+            recorder.recording.has_slots = False
+        outs = region.run(inputs, FirstRun(recorder, self.watch))
+        close(self.guards, root.inputs.captured)
+        if recorder is not None:
+            root.remember(recorder.close(outs))
+        return outs
+
+    def _again(self, region: Any, operands: Tensors, recorded: bool) -> list:
+        root = region.root
+        if recorded and not region.uses_func:
+            guards, run = Guards(operands, root.inputs.name), Recompute(root, log_for(root.options))
+            return _run(region, operands, guards, NO_GUARDS, run, read_inside=True)
+        pullback = region.inner if isinstance(region, BatchedPullback) else region
+        if self.tape is not None and isinstance(pullback, Pullback) and self.tape.serves(pullback):
+            return region.run(operands, Recompute(root), self.tape)
+        if root.options.debug and root.known.is_new_warning(UNCOMPARED):
+            warn(UNCOMPARED, root.line)
+        with hooks_hidden():
+            return region.run(operands, Recompute(root))
 
 
 def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
@@ -77,6 +150,10 @@ class Tape:
         edges, heads = pullback.chosen(self.edges), pullback.heads(self.inputs)
         return lambda cotangents: gradients(edges, heads, cotangents, create=False, retain=not self.last)
 
+    def let_go(self) -> None:
+        """Note that only one more backward will run it."""
+        self.last = True
+
     def serves(self, pullback: Pullback) -> bool:
         return pullback.inner is self.region and all(t.requires_grad for t in pullback.heads(self.inputs))
 
@@ -88,72 +165,6 @@ def is_followed_by_autograd(operands: Tensors) -> bool:
 
 def has_dual(operands: Tensors) -> bool:
     return private.dual_level_active() and any(map(is_dual, operands))
-
-
-def run_at_bottom(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] | None) -> list:
-    """Run a region, or a transform of it, on plain operands."""
-    recorded, dual = is_followed_by_autograd(operands), has_dual(operands)
-    if not region.root.ran:
-        return _first(region, operands, call, wanted, recorded, dual)
-    with _recompute(region.root):
-        outs = _again(region, call.guarded(operands), call, recorded, dual)
-    return list(map(detached, outs)) if private.dual_level_active() and not recorded else outs
-
-
-def run_in_node(region: Any, operands: Tensors, call: Call) -> list:
-    """Run a region without saved-tensor hooks, for a node of plain autograd that represents all of it."""
-    root = region.root
-    if root.ran:
-        with _recompute(root), hooks_hidden():
-            return region.run(_leaves(call.guarded(operands)), Recompute(root))
-    call.guard(root, operands, operands)
-    call.watch = Watch(root, plain_too=True, recorded=True)
-    return _first_without_hooks(region, _leaves(operands), call)
-
-
-def _leaves(operands: Tensors) -> list[torch.Tensor]:
-    return [t.detach().requires_grad_(t.requires_grad) for t in operands]
-
-
-@contextmanager
-def _recompute(root: Any) -> Iterator[None]:
-    """The contexts of a recompute, which may use saved-tensor hooks and is not part of a batched backward."""
-    if root.record is not None:
-        root.record.in_backward()
-    batched = outside_of_batched_backward() if in_batched_backward() else nullcontext()
-    with hooks_allowed(even_if_disabled=True), batched:
-        yield
-
-
-def _first(region: Any, operands: Tensors, call: Call, wanted: Any, recorded: bool, dual: bool) -> list:
-    root = region.root
-    inference = any(t.is_inference() for t in operands)  # autograd can't record inference tensors
-    follows = wanted is not None and any(wanted) and not inference
-    # Whether one graph has the gradients that each of the levels needs.
-    fits = not any(isinstance(each, Batched) and each.sums for each in transforms_of(region))
-    inputs = operands
-    if follows and fits:  # operands that autograd itself follows, below all levels, stay as they are
-        cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
-        inputs = [as_leaf(t) if each else t for t, each in zip(operands, cut)]
-    call.guard(root, operands, inputs)
-    call.watch = Watch(root, follows, recorded or dual)
-    with torch.enable_grad() if follows else nullcontext():
-        if region.uses_func:
-            outs = _first_without_hooks(region, inputs, call)
-        elif recorded or follows or (torch.is_grad_enabled() and not inference and hooks_are_allowed()):
-            outs = _first_under_hooks(region, inputs, call)
-        else:
-            call.recorder = None  # nothing is differentiated
-            outs = _first_without_hooks(region, inputs, call)
-    if follows and fits and not any(isinstance(each, Jvp) for each in transforms_of(region)):
-        call.depends = [t.requires_grad for t in outs]
-    if recorded or not follows:
-        return outs
-    if fits and not region.uses_func:
-        call.tape = Tape(region, inputs, outs)
-    elif root.record is not None:
-        root.record.keep_all()
-    return list(map(detached, outs))
 
 
 def transforms_of(region: Any) -> Iterator[Any]:
@@ -168,50 +179,12 @@ def is_refused_change(error: RuntimeError) -> bool:
     return "leaf Variable that requires grad" in str(error)
 
 
-def _first_under_hooks(region: Any, inputs: Tensors, call: Call) -> list:
-    check_hooks_are_allowed()
-    options = region.root.options
-    run = FirstRun(call.recorder, call.watch, log_for(options))
-    try:
-        return _run(region, inputs, call.guards, region.root.inputs.captured, run, options.read_inside)
-    except RuntimeError as error:
-        if is_refused_change(error):
-            raise MutationError(CHANGES) from error
-        raise
-
-
-def _first_without_hooks(region: Any, inputs: Tensors, call: Call) -> list:
-    root = region.root
-    if call.recorder is not None:
-        call.recorder.recording.has_slots = False
-    outs = region.run(inputs, FirstRun(call.recorder, call.watch))
-    close(call.guards, root.inputs.captured)
-    if call.recorder is not None:
-        root.remember(call.recorder.close(outs))
-    return outs
-
-
 def _run(region: Any, inputs: Tensors, operands: Guards, captured: Guards, run: Run, read_inside: bool) -> list:
     """Run a region under the saved-tensor hooks of the engine."""
     around = Around()
     around.take(operands)
     around.take_captured(captured)
-    return Saver(region, operands, captured, around.hooks, run, read_inside).run(region.run, inputs)
-
-
-def _again(region: Any, operands: Tensors, call: Call, recorded: bool, dual: bool) -> list:
-    if recorded and not (dual and region.uses_func):
-        root = region.root
-        guards, run = Guards(operands, root.inputs.name), Recompute(root, log_for(root.options))
-        return _run(region, operands, guards, NO_GUARDS, run, read_inside=True)
-    pullback = region.inner if isinstance(region, BatchedPullback) else region
-    if call.tape is not None and isinstance(pullback, Pullback) and call.tape.serves(pullback):
-        count = len(pullback.needs)
-        return region.linearize(operands[:count], Recompute(region.root), call.tape)(operands[count:])
-    if region.root.options.debug and region.root.known.is_new_warning(UNCOMPARED):
-        warn(UNCOMPARED, region.root.line)
-    with hooks_hidden():
-        return region.run(operands, Recompute(region.root))
+    return Saver(Frame(region, operands, captured, around.hooks, run, read_inside), run).run(region.run, inputs)
 
 
 CHANGES = (

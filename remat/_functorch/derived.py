@@ -24,8 +24,6 @@ class Derived(ABC):
 
     __slots__ = ("inner", "root")
 
-    is_pullback = False  # it differentiates ``inner``, by torch.func.vjp if a level is active
-
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.root = inner.root
@@ -43,7 +41,8 @@ class Derived(ABC):
     @property
     def uses_func(self) -> bool:
         """Whether it calls ``torch.func.vjp``, which can't run under saved-tensor hooks: a pullback at a level does."""
-        return self.inner.uses_func or (self.inner.is_pullback and not self.is_pullback)
+        at_level = isinstance(self.inner, _PULLBACKS) and not isinstance(self, _PULLBACKS)
+        return self.inner.uses_func or at_level
 
 
 class Graded(Derived):
@@ -107,8 +106,6 @@ class Pullback(Derived):
 
     __slots__ = ("given", "level", "needs", "present")
 
-    is_pullback = True
-
     def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...], level: int) -> None:
         super().__init__(inner)
         self.level = level  # the level that needs it
@@ -116,11 +113,11 @@ class Pullback(Derived):
         self.given = given
         self.present: list[bool] = []  # found by running
 
-    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
+    def run(self, operands: Tensors, run: Run, tape: Any = None) -> list[torch.Tensor]:
         count = len(self.needs)
-        return self.linearize(operands[:count], run)(operands[count:])
+        return self.linearize(operands[:count], run, tape)(operands[count:])
 
-    def linearize(self, primals: Tensors, run: Run, tape: Any = None) -> Pull:
+    def linearize(self, primals: Tensors, run: Run, tape: Any) -> Pull:
         """Recompute the region at ``primals``, by the tape if there is one, and return the linear map."""
         if tape is not None:
             pull = tape.pull(self)
@@ -134,7 +131,7 @@ class Pullback(Derived):
             if self.present:  # another way to pull back may find more zeros by structure than the first one did
                 grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, self.heads(primals))]
             else:
-                self.present = [g is not None for g in grads]
+                self.present += [g is not None for g in grads]
             return [g for g, present in zip(grads, self.present) if present]
 
         return gradients
@@ -224,21 +221,23 @@ class BatchedPullback(Batched):
 
     __slots__ = ()
 
-    is_pullback = True
-
-    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
+    def run(self, operands: Tensors, run: Run, tape: Any = None) -> list[torch.Tensor]:
         count = len(self.inner.needs)
-        return self.linearize(operands[:count], run)(operands[count:])
+        pull = self.inner.linearize(operands[:count], run, tape)
+        return self._mapped(pull, operands[count:], self.in_dims[count:])
 
-    def linearize(self, primals: Tensors, run: Run, tape: Any = None) -> Pull:
-        pull = self.inner.linearize(primals, run, tape)
-        return lambda cotangents: self._mapped(pull, cotangents, self.in_dims[len(primals) :])
+
+_PULLBACKS = Pullback, BatchedPullback
 
 
 class PullbackOfBatched(Pullback):
-    """A pullback whose gradients have the batch dimensions of the operands."""
+    """A pullback of the ``vmap`` of a region, in place of ``pullback``. Its gradients have the operands' dimensions."""
 
     __slots__ = ()
+
+    def __init__(self, inner: Batched, pullback: Pullback) -> None:
+        super().__init__(inner, pullback.needs, pullback.given, pullback.level)
+        self.present = pullback.present  # one list for both
 
     @property
     def out_dims(self) -> list:
@@ -258,7 +257,7 @@ def batched_pullback(
     if None in targets or None in pullback.heads(inner.in_dims):
         return Batched(pullback, dims, size, randomness), values
     aligned = [_align(t, dim, target, size) for t, dim, target in zip(values[count:], dims[count:], targets)]
-    return PullbackOfBatched(inner, pullback.needs, pullback.given, pullback.level), values[:count] + aligned
+    return PullbackOfBatched(inner, pullback), values[:count] + aligned
 
 
 def _align(tensor: torch.Tensor, dim: int | None, target: int | None, size: int) -> torch.Tensor:

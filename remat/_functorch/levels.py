@@ -22,7 +22,7 @@ from .._core.state import own_work
 from .._core.tensors import is_differentiable, is_dual
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
-from .bottom import Call, has_dual, is_followed_by_autograd, run_in_node
+from .bottom import Call, has_dual, is_followed_by_autograd
 from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback
 
 Wanted = Sequence[bool] | None
@@ -39,7 +39,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> 
         return _RULES[interpreter.key().value](interpreter, region, operands, call, wanted)
     if region.uses_func and is_followed_by_autograd(operands) and not has_dual(operands):
         return list(PlainNode.apply(region, call, *operands))
-    return call.bottom(region, operands, call, wanted)
+    return call.at_bottom(region, operands, wanted)
 
 
 def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
@@ -57,9 +57,8 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
     with interpreter.lower():
         outs = apply(batched, values, call, wanted)
-    if isinstance(batched, PullbackOfBatched):
-        region.present = batched.present
-    elif wanted is not None:  # a node above refers to the region, so it may need its pullback
+    if wanted is not None and not isinstance(batched, PullbackOfBatched):
+        # A node above refers to the region, so it may need its pullback.
         call.batched[region] = batched
     return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
@@ -156,7 +155,7 @@ class RegionNode(private.SingleLevelFunction):
         else:  # this is the node's only backward, and its level need not record it
             ctx.region = ctx.call = ctx.operands = None
             if call.tape is not None and region is region.root and len(region.kinds) == 1:
-                call.tape.last = True  # neither a further derivative nor another level needs it
+                call.tape.let_go()  # neither a further derivative nor another level needs it
             with private.current_interpreter().lower():
                 values, below = _unwrapped(operands, level), _unwrapped(cotangents, level)
                 grads = pull_back(region, values, below, needs, call, level)
@@ -170,7 +169,7 @@ class PlainNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: Any, call: Call, *operands: torch.Tensor) -> tuple:
         with torch.enable_grad(), private.set_forward_grad_enabled(True):
-            outs = run_in_node(region, operands, call)
+            outs = call.at_bottom(region, [t.detach().requires_grad_(t.requires_grad) for t in operands], None)
         ctx.region, ctx.call = region, call
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)

@@ -18,7 +18,7 @@ from .._region.options import Options
 from .._region.region import Region
 from .._selective.recorder import recorder_for
 from ..errors import RematError
-from .bottom import Call, run_at_bottom
+from .bottom import Call
 from .levels import apply
 
 
@@ -29,26 +29,26 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
         return fn(*args, **kwargs)  # the function is being traced
     if private.cached_weights()[0] and (private.GRAD in kinds or private.JVP in kinds):
         raise RematError(_CACHED)
-    region = Region(fn, *take_apart(args, kwargs), options, known, Around())
-    region.kinds, region.uses_func = kinds, uses_func
+    region = Region(fn, *take_apart(args, kwargs), options, known, Around(), kinds, uses_func)
     try:
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
                 region.open(follow=_is_followed)
-            shared = Call(recorder_for(region), run_at_bottom)
+            shared = Call(recorder_for(region))
             try:
                 outs = _first_run(region, shared)
-                if outs is not None:
+                if not shared.watch.needs_levels:
+                    shared.close()
                     return region.outputs.build(outs, region.inputs.operands())
             except Exception as error:
                 if "INTERNAL ASSERT" in str(error) and shared.watch is not None:
                     shared.watch.check_captured()  # torch has met a wrapper that it can't place
                 if not is_hooks_refusal(error) or region.uses_func:
                     raise
-                region.uses_func = True
+                uses_func = True
             with own_work():
                 shared.guards.roll_back()
-                region.restart()
+                region.restart(uses_func, shared.watch.needs_levels)
     except Exception as error:
         raise with_region(error, region, recomputing=False)  # noqa: B904
     finally:
@@ -60,20 +60,17 @@ def _is_followed(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad or private.is_wrapped(tensor)
 
 
-def _first_run(region: Region, shared: Call) -> list[torch.Tensor] | None:
-    """The new tensors of a first run, or None if the region must start again."""
+def _first_run(region: Region, shared: Call) -> list[torch.Tensor]:
+    """The new tensors of a first run."""
     with own_work():
         if state.watch is not None:
             state.watch.reads(region.inputs.operands())
         outs = apply(region, region.inputs.operands(), shared)
-        if shared.watch.needs_levels:
-            region.graded = True
-            return None
-        shared.watch.check_end(outs)
-        if state.watch is not None:
-            state.watch.made(outs)
-    shared.watch = shared.recorder = None  # a watch refers to its region
-    return outs
+        if not shared.watch.needs_levels:
+            shared.watch.check_end(outs)
+            if state.watch is not None:
+                state.watch.made(outs)
+        return outs
 
 
 _CACHED = (

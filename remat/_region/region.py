@@ -75,16 +75,15 @@ _on_cpu = attrgetter("is_cpu")
 class Region:
     """One call of ``fn(*args, **kwargs)``."""
 
-    is_pullback = False
-
     __slots__ = (
         "ambient", "around", "fn", "graded", "inputs", "kinds", "known", "line", "options", "outputs", "ran",
         "record", "uses_func",
     )  # fmt: skip
 
     def __init__(
-        self, fn: Callable, arguments: Arguments, tensors: list, options: Options, known: Known, around: Around | None
-    ) -> None:
+        self, fn: Callable, arguments: Arguments, tensors: list, options: Options, known: Known, around: Around | None,
+        kinds: tuple = (), uses_func: bool = False,
+    ) -> None:  # fmt: skip
         self.fn, self.options, self.known = fn, options, known
         self.line: Line = user_line(4)  # the user's line that called it
         self.around = around  # the hooks around it, with their positions at its start, for `restart`
@@ -93,8 +92,8 @@ class Region:
         self.ambient: Ambient | None = None  # at its start
         self.ran = False
         self.record: Any = None  # of the first run under a policy, when it has ended
-        self.kinds: tuple = ()  # of the torch.func levels that it was called under, the bottom one first
-        self.uses_func = False  # its function calls torch.func transforms, so it can't run under saved-tensor hooks
+        self.kinds = kinds  # of the torch.func levels that it was called under, the bottom one first
+        self.uses_func = uses_func  # its function calls torch.func transforms, so it can't run under saved-tensor hooks
         self.graded = False  # its first run must restore the ``grad`` levels
 
     root = property(lambda self: self)
@@ -189,9 +188,10 @@ class Region:
         """Set the record of the first run under a policy."""
         self.record = record
 
-    def restart(self) -> None:
-        """Undo the effects of a first run that was abandoned, so that it can start again."""
+    def restart(self, uses_func: bool = False, graded: bool = False) -> None:
+        """Undo the effects of a first run that was abandoned, so that it can start again, now with what it needs."""
         assert self.ambient is not None
+        self.uses_func, self.graded = uses_func, self.graded or graded
         self.ambient.rewind()
         self.inputs.roll_back()
         if self.around is not None:

@@ -22,7 +22,6 @@ class RegionMode(DispatchMode):
         self._drawing = drawing  # operations of other libraries that have drawn random numbers
         self.number = 0  # of enclosing regions in a first run under a policy
         self.draws = 0  # operations so far that have drawn random numbers
-        self.noting = False  # it is no log of ``debug=True``
         self.ranges = Ranges()
 
     @property

@@ -378,3 +378,14 @@ def test_passes_in_several_threads_at_once(shared: bool) -> None:
         fresh = lambda: out if shared else remat(mm_chain)(X, W)
         job = lambda: [grad(fresh(), (X, W), retain_graph=True) for _ in range(5)]
         assert_same(in_threads(job, job, job), [[expected] * 5] * 3)
+
+
+def test_a_tensor_that_autograd_saves_before_it_is_filled() -> None:
+    def grads(wrap: Callable) -> Tensor:
+        torch.manual_seed(0)
+        x = rand(100).requires_grad_()
+        out = wrap(lambda x: F.rrelu(x * 1.5, training=True))(x)
+        junk = [torch.full((100,), 7.0, dtype=x.dtype) for _ in range(20)]
+        return grad(out, x)[0] + 0 * len(junk)
+
+    assert torch.equal(grads(plain), grads(remat))
