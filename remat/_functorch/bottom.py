@@ -31,7 +31,7 @@ from .watch import Watch
 class Call:
     """What the nodes of one call of a region share of its first run. It owns the tape, so no region may own it."""
 
-    __slots__ = ("batched", "depends", "guards", "operands", "recorder", "tape", "watch")
+    __slots__ = ("batched", "depends", "guards", "operands", "recorder", "tape", "unread", "watch")
 
     def __init__(self, recorder: Any = None) -> None:
         self.recorder = recorder  # records the first run, under a policy
@@ -41,6 +41,7 @@ class Call:
         self.tape: Tape | None = None
         self.operands: Tensors = ()
         self.guards: Guards = NO_GUARDS  # the operands' guards
+        self.unread: set[int] = set()  # operands that autograd follows below all levels, and no result depends on
 
     def close(self) -> None:
         """End the first run. A watch refers to its region."""
@@ -48,6 +49,7 @@ class Call:
 
     def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
         """Run a region, or a transform of it, on plain operands."""
+        operands = [t.detach() if i in self.unread else t for i, t in enumerate(operands)] if self.unread else operands
         recorded, dual = is_followed_by_autograd(operands), has_dual(operands)
         root = region.root
         if not root.ran:
@@ -84,6 +86,9 @@ class Call:
                 outs = self._first_under_hooks(region, inputs)
         if fits and not any(isinstance(each, Jvp) for each in transforms):
             self.depends = [t.requires_grad for t in outs]
+        if recorded and fits:  # else the results would have a history that the same program without remat hasn't
+            self.unread = unreached(outs, {i: t for i, t in enumerate(operands) if is_in_graph(t)})
+            recorded = any(is_in_graph(t) for i, t in enumerate(operands) if i not in self.unread)
         if recorded or not follows:
             return outs
         if fits and not region.uses_func:
@@ -125,6 +130,22 @@ class Call:
             warn(UNCOMPARED, root.line)
         with hooks_hidden():
             return region.run(operands, Recompute(root))
+
+
+def unreached(outs: Tensors, operands: dict[int, torch.Tensor]) -> set[int]:
+    """Return the numbers of the operands to which the graph of the results doesn't lead."""
+    numbers: dict[Any, set[int]] = {}
+    for number, tensor in operands.items():
+        numbers.setdefault(torch.autograd.graph.get_gradient_edge(tensor).node, set()).add(number)
+    left, seen, stack = set(operands), set(), [t.grad_fn for t in outs]
+    while stack and left:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left -= numbers.get(node, set())
+            if node not in numbers:
+                stack += [after for after, _ in node.next_functions]
+    return left
 
 
 def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:

@@ -66,8 +66,8 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
 def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
     level = interpreter.level()
     duals = [fwAD.unpack_dual(t) if private.level_of(t) == level else (t, None) for t in operands]
-    primals = [private.unwrap_grad(primal, level) for primal, _ in duals]
-    tangents = [private.unwrap_grad(t, level) for _, t in duals if t is not None]
+    primals = [private.unwrap_grad(private.unwrap_if_dead(primal), level) for primal, _ in duals]
+    tangents = [private.unwrap_grad(private.unwrap_if_dead(t), level) for _, t in duals if t is not None]
     mask = tuple(t is not None for _, t in duals)
     if not tangents:
         region = _graded(region, level, operands, (False,) * len(mask))

@@ -33,6 +33,7 @@ class Watch(TorchFunctionMode):
         self.region, self.plain_too = region, plain_too
         self.one_graph = len(region.kinds) == 1 and not recorded and not region.graded
         self.inputs: set[int] = set()
+        self.level: int | None = None  # of the transforms, where the function is called
         self.start = private.next_sequence_number()
         self.needs_levels = False  # the function observes that ``grad`` levels are missing
         self.inside: dict[int, weakref.ref] = {}
@@ -60,7 +61,8 @@ class Watch(TorchFunctionMode):
         return result
 
     def gets(self, operands: Sequence[torch.Tensor]) -> None:
-        """Note the operands that the function gets."""
+        """Note the operands that the function gets, and the level at which it gets them."""
+        self.level = private.current_level()
         self.inputs.update(map(id, operands))
         self.made(operands)
 
@@ -75,6 +77,9 @@ class Watch(TorchFunctionMode):
             below = private.VMAP in kinds and private.GRAD in kinds[kinds.index(private.VMAP) :]
             if below and not args[0].generate_vmap_rule:
                 raise RematError(_OWN_RULE.format(args[0].__name__))
+            at_grad = level and level == self.level and private.current_interpreter().key().value == private.GRAD
+            if at_grad and not torch.is_grad_enabled():
+                raise RematError(_NO_GRAD.format(args[0].__name__))  # torch enables grad mode below this level
         elif func in _ON_ONE_LEVEL and private.level_of(args[0]) <= level and requires_grad_somewhere(args[0]):
             if func in _HOOKS and id(args[0]) in self.inputs:
                 raise RematError(_HOOK.format("an argument or a captured tensor"))
@@ -204,6 +209,10 @@ _HOOK = (
 _OWN_RULE = (
     "A region under torch.func calls {}, an autograd Function with a `vmap` rule of its own, whose gradient may differ "
     "from that of the Function. Set `generate_vmap_rule = True` in its place, or call it outside of the region."
+)
+_NO_GRAD = (
+    "A region under torch.func calls {}, an autograd Function, within `torch.no_grad()`, which acts on one of the "
+    "transforms around it only. Give the Function detached arguments, `.detach()`, in place of `no_grad`."
 )
 _HIDDEN = (
     "A region under torch.func reads a tensor of shape {} that a transform follows, and that is neither an argument "

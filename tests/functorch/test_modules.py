@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
-from remat import remat
+from remat import RematError, remat
 
 
 class Block(nn.Module):
@@ -135,6 +135,67 @@ def test_statistics_and_dropout(way: str) -> None:
         return found, buffers
 
     both(program)
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: lambda p: jvp(grad(f), (p,), (p,))[1]])
+def test_the_models_own_parameters_give_the_result_no_history(transform: Callable) -> None:
+    """The region finds them in the model that it captures, but reads those that it gets as arguments."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    params = {name: torch.stack([p, p]) for name, p in detached(net)[0].items()}
+
+    def program(wrap: Wrap) -> Any:
+        region = wrap(lambda params: functional_call(net, params, (X,)))
+        found = vmap(transform(lambda params: region(params).sin().sum()))(params)
+        assert not any(each.requires_grad for each in found.values())
+        return found
+
+    both(program)
+
+
+def test_a_recurrent_network_in_a_loop_in_a_region() -> None:
+    """Its list of weights has wrappers of levels that have ended."""
+    net = nn.GRU(4, 4).double()
+    params = detached(net)[0]
+
+    def program(wrap: Wrap) -> Any:
+        def loop(params: dict, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = wrap(lambda x: functional_call(net, params, (x[None],))[0][0])(x)
+            return x
+
+        region = wrap(loop)
+        return jvp(grad(lambda params: region(params, X).sin().sum()), (params,), (params,))[1]
+
+    both(program)
+
+
+class Square(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return 2 * cotangent * ctx.saved_tensors[0]
+
+
+def test_an_autograd_function_without_grad_mode() -> None:
+    """torch enables grad mode below the level of the `grad`, where a region has its only graph."""
+
+    def fn(x: Tensor, cut: bool) -> Tensor:
+        with torch.set_grad_enabled(cut):
+            scale = Square.apply(x.detach() if cut else x)
+        return (scale * x).sum()
+
+    with pytest.raises(RematError, match=r"calls Square, .* within `torch.no_grad\(\)`.* detached arguments"):
+        vmap(grad(remat(lambda x: fn(x, cut=False))))(X)
+    both(lambda wrap: vmap(grad(wrap(lambda x: fn(x, cut=True))))(X))
 
 
 def test_expanded_weights_are_refused() -> None:
