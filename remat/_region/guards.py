@@ -88,9 +88,9 @@ class Guard(Held):
         self._copy: torch.Tensor | None = None
         self._differs: _Comparison | None = None
         self.lost = False  # the region has changed it, and it was not copied
-        self.dual: tuple | None = None  # its primal and tangent, which are freed when their level ends
+        self.dual: list[Guard] | None = None  # of its primal and tangent, which are freed when their level ends
         if is_dual(tensor):
-            self.dual = tuple((t, t.requires_grad, _leafness(t)) for t in fwAD.unpack_dual(tensor))
+            self.dual = [Guard(t, name, i, limit) for t in fwAD.unpack_dual(tensor)]
         elif not self.requires_grad and _is_small(tensor, limit):
             self._copy = copied(tensor.detach())
 
@@ -198,8 +198,7 @@ class Guard(Held):
         """Return the tensor for a recompute: cut from its autograd graph, with its tangent."""
         tensor = self.get()
         if self.dual is not None:
-            primal, tangent = self.dual
-            return fwAD.make_dual(cut(*primal), cut(*tangent))
+            return fwAD.make_dual(*(each.again() for each in self.dual))
         return cut(tensor, self.requires_grad, self.leaf)
 
     def captured_again(self, accumulated: bool) -> torch.Tensor:

@@ -273,3 +273,20 @@ def test_levels_inside_of_regions(program: str, policy: Any) -> None:
 
     assert_same(run(partial(remat, policy=policy)), run(plain), exact=False)
     assert not fwAD._current_level >= 0
+
+
+def test_a_dual_input_that_is_changed_after_its_region_and_an_outer_one() -> None:
+    """The outer region's hooks save the input without its tangent, which must be as in the first run too."""
+
+    def outer(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x.sin()
+        return h, remat(lambda h: (h * 2).sin())(h)
+
+    x = rand(3).requires_grad_()
+    with fwAD.dual_level():
+        h, y = remat(outer)(fwAD.make_dual(x, torch.ones_like(x)))
+        h.mul_(0.7)
+        tangent = fwAD.unpack_dual(y).tangent
+        assert tangent is not None
+        with pytest.raises(MutationError, match="argument h was changed in place"):
+            torch.autograd.grad(tangent.sum(), x)
