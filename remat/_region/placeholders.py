@@ -13,6 +13,8 @@ from .._core.facts import tensors
 from .._core.private import as_subclass, without_overrides
 from .._core.tensors import holder
 
+_LARGE = 64 * 1024  # bytes
+
 
 class Restart(BaseException):
     """A recompute reads a value that it has skipped. Not an Exception, so that user code doesn't catch it."""
@@ -23,6 +25,7 @@ class Placeholders:
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref] = {}
+        self._memory: dict[torch.device, torch.Tensor] = {}
         self._thread = threading.get_ident()
         self.is_read = False  # a placeholder was read
 
@@ -30,10 +33,24 @@ class Placeholders:
         return bool(self._storages)
 
     def placeholder(self, layout: Any) -> torch.Tensor:
-        """Return a new placeholder of a `Layout`. It contains NaN, so that an undetected read shows in the result."""
-        tensor = layout.empty().fill_(torch.nan)
+        """Return a new placeholder of a `Layout`. Large ones on a device share one memory, as nothing writes to them.
+
+        They contain NaN, so that an undetected read shows in the result.
+        """
+        memory = self._memory_for(layout) if layout.nbytes >= _LARGE else None
+        if type(memory) is torch.Tensor:
+            tensor = layout.on(torch.from_dlpack(memory[: layout.nbytes]).untyped_storage())
+        else:  # the memory of a FakeTensor can't be shared
+            tensor = layout.empty().fill_(torch.nan)
         self.add(tensor)
         return tensor
+
+    def _memory_for(self, layout: Any) -> torch.Tensor | None:
+        memory = self._memory.get(layout.device)
+        if layout.device.type != "meta" and (memory is None or len(memory) < layout.nbytes):
+            memory = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8, device=layout.device)
+            self._memory[layout.device] = memory
+        return memory
 
     def add(self, tensor: torch.Tensor) -> None:
         """Make a tensor a placeholder."""

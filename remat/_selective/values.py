@@ -15,7 +15,7 @@ import torch
 
 from .._core.facts import Facts, tensors
 from .._core.private import FakeTensor, has_no_memory, without_dispatch
-from .._core.tensors import as_bytes, bytes_of, holder, is_dense
+from .._core.tensors import as_bytes, bytes_of, holder, is_dense, span
 
 New: TypeAlias = tuple[torch.Tensor, Any]  # a tensor and its storage, or the tensor twice (see `holder`)
 
@@ -57,9 +57,13 @@ class Layout(NamedTuple):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of this layout on another tensor's storage."""
+        return self.on(tensor.untyped_storage())
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor of this layout on a storage."""
         offset, size, stride, dtype, device, *_ = self.form
         with without_dispatch():
-            return torch.empty(0, dtype=dtype, device=device).set_(tensor.untyped_storage(), offset, size, stride)
+            return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
 
     def fills(self, tensor: torch.Tensor) -> bool:
         """Whether a contiguous tensor of this layout covers the whole storage of another tensor."""
@@ -70,6 +74,12 @@ class Layout(NamedTuple):
                 return False
             expected *= size
         return offset == 0 and expected * count == tensor.untyped_storage().nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes from the start of the storage to the last element."""
+        offset, size, stride, dtype, *_ = self.form
+        return (offset + span(size, stride)) * dtype.itemsize
 
     def empty(self) -> torch.Tensor:
         """Return an uninitialized tensor of this layout."""

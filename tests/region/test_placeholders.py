@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad
 
+from benchmarks.measure import PeakMemory
 from remat import checkpoint_name, policies, remat
 
 N = 4
@@ -121,6 +122,21 @@ def test_an_error_after_a_read_does_not_hide_the_read() -> None:
     region, x = remat(fn, policy=NAMES), rand(N, N, grad=False)
     assert_same(derivatives(region), derivatives(fn))
     assert_same(grad(lambda x: region(x).sum())(x), grad(lambda x: fn(x).sum())(x))
+
+
+def test_large_placeholders_share_memory() -> None:
+    def fn(x: Tensor) -> Tensor:
+        found = [x]
+        for _ in range(8):
+            found.append(found[-1] + 1)  # all are alive until the end, and nothing needs them
+        return checkpoint_name(found[-1] + 1, "h").sin().exp().sin()
+
+    x = torch.ones(256, 256, requires_grad=True)
+    loss = remat(fn, policy=NAMES)(x).sum()
+    with PeakMemory() as memory:
+        (found,) = torch.autograd.grad(loss, x)
+    assert_same(found, torch.autograd.grad(fn(x).sum(), x)[0])
+    assert memory.peak <= 3 * x.nbytes + 64  # 10 if each placeholder had its own memory
 
 
 def test_placeholders_of_other_sizes() -> None:
