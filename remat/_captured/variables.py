@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._core.trees import contents, copy_dict, without_plain
+from .._core.trees import contents, copy_dict
 
 COPIED = (dict, OrderedDict, defaultdict, list)
 
@@ -127,13 +127,10 @@ class Copy:
     def may_stay(self, now: dict[Any, Any], wanted: dict[Any, Any]) -> bool:
         """Whether a recompute may use the container with its contents ``now`` instead of the old ones, ``wanted``.
 
-        That is so if it has plain values only, or if no entry was removed or replaced and no tensor added: it may be a
-        log of the runs.
+        That is so if no entry was removed or replaced and no tensor added: it may be a log of the runs.
         """
         if self.whole:
             return False
-        if wanted and not without_plain(wanted.values()):
-            return not _tensors(now)
         same = all(now.get(key, MISSING) is value for key, value in wanted.items())
         return same and not _tensors({key: value for key, value in now.items() if key not in wanted})
 

@@ -22,12 +22,13 @@ from .._core.facts import facts_of, mapped, tensors
 from .._core.known import Known
 from .._core.tensors import as_leaf, is_recorded
 from .._functorch import lowering as functorch
-from .._functorch.bottom import CHANGES, Call, is_refused_change, transforms_of
+from .._functorch.bottom import Call, is_refused_change, transforms_of
 from .._functorch.derived import Pullback, Tensors
 from .._functorch.levels import apply
 from .._policy.policy import RECOMPUTE, Policy, Verdict, as_policy
 from .._policy.predicates import question
 from .._region.arguments import Outputs, take_apart
+from .._region.guards import CHANGED
 from .._region.hooks import hooks_allowed
 from .._region.options import Options
 from .._region.region import Run
@@ -262,7 +263,7 @@ class TracedRegion:
         now = map(private.value_now, operands)
         self.changed = {i: old for i, (old, new) in enumerate(zip(before, now)) if old is not new}
         if any(is_recorded(operands[i]) for i in self.changed):
-            raise MutationError(CHANGES)
+            raise MutationError(f"An argument or a captured tensor {CHANGED}")
 
     def before(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, with their values before the first run."""

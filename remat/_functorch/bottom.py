@@ -19,7 +19,7 @@ from .._engine.frame import Frame, outside_of_batched_backward
 from .._engine.lowering import Saver
 from .._engine.operation_log import log_for
 from .._region.around import Around
-from .._region.guards import NO_GUARDS, Guards, close
+from .._region.guards import CHANGED, NO_GUARDS, Guards, close
 from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
 from .._region.region import FirstRun, Run
 from .._selective.replay import Recompute
@@ -105,7 +105,7 @@ class Call:
             return _run(region, inputs, self.guards, root.inputs.captured, run, root.options.read_inside)
         except RuntimeError as error:
             if is_refused_change(error):
-                raise MutationError(CHANGES) from error
+                raise MutationError(f"An argument or a captured tensor {CHANGED}") from error
             raise
 
     def _first_without_hooks(self, region: Any, inputs: Tensors, differentiated: bool) -> list:
@@ -208,10 +208,6 @@ def _run(region: Any, inputs: Tensors, operands: Guards, captured: Guards, run: 
     return Saver(Frame(region, operands, captured, around.hooks, run, read_inside), run).run(region.run, inputs)
 
 
-CHANGES = (
-    "The region changes an argument or a captured tensor in place while a torch.func transform differentiates it, so "
-    "it can't be recomputed from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
-)
 UNCOMPARED = (
     "debug=True compares no operations of a region whose derivative is itself mapped or differentiated, as in a "
     "Hessian-vector product. Use determinism_check='values', which compares the region's results there."

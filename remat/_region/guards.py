@@ -124,10 +124,7 @@ class Guard(Held):
         changed = not self.is_as_before
         if changed:
             if not self.tensor.is_leaf:
-                raise MutationError(
-                    f"{self.name} requires grad and was changed in place by the region, which can't be recomputed "
-                    f"from the new value. Use the out-of-place operation, or give the region a copy: `.clone()`."
-                )
+                raise MutationError(f"{self.name} {CHANGED}")
             self.lost = self._copy is None
         elif self._copy is not None:
             self._compare(self._copy)
@@ -405,6 +402,10 @@ def _is_activation(tensor: torch.Tensor) -> bool:
     return not (tensor.is_leaf and tensor.requires_grad) and not host_memory.in_host_memory(tensor)
 
 
+CHANGED = (
+    "requires grad and was changed in place by the region, which can't be recomputed from the new value. Use the "
+    "out-of-place operation, or give the region a copy: `.clone()`."
+)
 _OF_PARAMETERS = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
 _OF_OTHERS = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
 NO_GUARDS = Guards([], str)

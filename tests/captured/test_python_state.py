@@ -266,3 +266,17 @@ def test_tensors_in_attributes_of_parameters_are_left_alone() -> None:
     loss.backward()
     assert module.weight.none is new is module.center.new is module.weight.list[0]
     assert not hasattr(module.weight, "old")
+
+
+@pytest.mark.parametrize("make", [lambda i: [i + 1.0], lambda i: {0: i + 1.0}])
+def test_a_container_that_is_made_anew_in_each_step_of_a_loop(make: Callable) -> None:
+    """A later one may lie at the address of an earlier one, which is free by then."""
+
+    def steps(wrap: Wrap) -> Tensor:
+        x, total = X.clone().requires_grad_(), torch.zeros(())
+        for i in range(6):
+            factors = make(i)
+            total = total + wrap(lambda x: (x * factors[0]).sin())(x).sum()
+        return torch.autograd.grad(total, x)[0]
+
+    assert_same(steps(rematerialized), steps(lambda fn: fn))

@@ -29,7 +29,6 @@ PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.convoluti
 # Errors on purpose: what a region can't do, and says so.
 MEANT = re.compile(
     r"requires grad and was changed in place by the region"  # an in-place module that is itself a region
-    r"|changes an argument or a captured tensor in place(.|\n)*The region is ReLU"  # the same under torch.func
     r"|A region under torch\.func stored a tensor"  # in an attribute, say
     r"|A region under torch\.func (uses `detach_`|registers a hook|calls )"  # which act on one of several transforms
     r"|A region with a policy traces a function"  # by torch.func.linearize

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from remat import RecomputeMismatchError, override, remat
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "what_remat_cant_detect.md"
-OBJECT, NUMBERS, NUMBER, CAPTURED = SimpleNamespace(k=2.0), {"k": 2.0}, 2.0, torch.tensor(2.0, dtype=torch.float64)
+OBJECT, NUMBER, CAPTURED = SimpleNamespace(k=2.0), 2.0, torch.tensor(2.0, dtype=torch.float64)
 IMPORTED, CONTEXT, MEMBERS = ModuleType("remat_test_imported"), ContextVar("k", default=2.0), {2.0}
 CAPTURED.k = IMPORTED.k = 2.0
 
@@ -111,9 +111,6 @@ ROWS: dict[str, list[Program]] = {
     "attributes of objects (variables or arguments) that are not modules and hold no tensors": [
         later(lambda x: of(x, OBJECT.k), attribute(OBJECT, "k")),
         later(lambda x, given=OBJECT: of(x, given.k), attribute(OBJECT, "k")),
-    ],
-    "numbers and strings in a list or dict, except in those of a module or of the object that is called": [
-        later(lambda x: of(x, NUMBERS["k"]), item(NUMBERS, "k")),
     ],
     "attributes of tensors, except numbers and strings in those of a module's parameters and buffers": [
         later(lambda x: of(x, CAPTURED.k), attribute(CAPTURED, "k")),
