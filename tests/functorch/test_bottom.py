@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, ONCE, RECOMPUTE, Fn, V, W, X, both, rows, summed
+from both import ALL, ONCE, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, rows, summed
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
@@ -149,3 +149,19 @@ def test_an_error_in_user_code_leaves_nothing_behind(name: str, again: bool) -> 
     assert torch._C._len_torch_function_stack() == 0
     assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled() and not is_recomputing()
     both(lambda wrap: EVERY[name](wrap(steady), V))
+
+
+def test_cotangents_that_autograd_follows_below_two_transforms() -> None:
+    """The tangent of the region's operand has no effect on its result's tangent, a cotangent with its number has."""
+
+    def program(wrap: Wrap) -> Any:
+        a, b, c = (t.clone().requires_grad_() for t in (X, Y, W))
+
+        def pulled(a: Tensor) -> Tensor:
+            loss = lambda v: wrap(lambda a, b: torch.maximum(a, b * b))(a * v.sum(), b) * c
+            return jacrev(loss)(b[1]).sum(0)
+
+        value = jvp(pulled, (a,), (a.sin(),))[1].sin().sum()
+        return torch.autograd.grad(value, (a, b, c))
+
+    both(program)
