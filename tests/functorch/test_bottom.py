@@ -158,8 +158,11 @@ def test_cotangents_that_autograd_follows_below_two_transforms() -> None:
         a, b, c = (t.clone().requires_grad_() for t in (X, Y, W))
 
         def pulled(a: Tensor) -> Tensor:
-            loss = lambda v: wrap(lambda a, b: torch.maximum(a, b * b))(a * v.sum(), b) * c
-            return jacrev(loss)(b[1]).sum(0)
+            def fn(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+                copy = a.clone()
+                return wrap(lambda unused: torch.maximum(copy, b * b))(a) * c
+
+            return jacrev(lambda v: fn(a * v.sum(), b, c + v[0])[0])(b[1]).sum(0) + a
 
         value = jvp(pulled, (a,), (a.sin(),))[1].sin().sum()
         return torch.autograd.grad(value, (a, b, c))
