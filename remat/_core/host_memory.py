@@ -120,7 +120,7 @@ class Group:
 
     def prefetch(self) -> None:
         if (running := current_pass()) is not None:
-            running.frames.add(self)
+            running.frames.append(weakref.ref(self))
         with suppress(torch.OutOfMemoryError):  # a prefetch only saves time
             for member in self._alive():
                 member.prefetch()

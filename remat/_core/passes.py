@@ -22,7 +22,7 @@ class Pass:
     """
 
     def __init__(self) -> None:
-        self.frames: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.frames: list[weakref.ref[Any]] = []
         self.reading: dict[Any, tuple[Any, list[Any]]] = {}  # the last reader, and what it has read
         self.unpacked: dict[Any, torch.Tensor] = {}
 
@@ -33,8 +33,9 @@ class Pass:
         for _, slots in self.reading.values():
             for slot in slots:
                 slot.empty()
-        for frame in self.frames:
-            frame.clear()
+        for ref in self.frames:
+            if (frame := ref()) is not None:
+                frame.clear()
 
     def read(self, slot: Any, frame: Any, reader: Any) -> None:
         """Note that a slot of ``frame`` was read by a node, or by ``reader``, the frame of an inner region."""

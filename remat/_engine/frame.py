@@ -1,13 +1,12 @@
-"""The frame of a region under saved-tensor hooks. Autograd saves slots in place of tensors; reading one fills them all.
+"""The frame of a region under saved-tensor hooks: when a backward reads the first slot, the region is recomputed.
 
-When a backward pass reads the first slot, the region is recomputed under hooks. The hooks put the tensors that autograd
-saves, in the same order, into the slots that are still alive.
-
-Ownership is one-way, so reference counts alone free everything: autograd's node -> slot and frame -> region.
+Hooks put the tensors that autograd saves, in the same order, into the slots that are still alive. Ownership is one-way,
+so reference counts alone free everything: autograd's node -> slot and frame -> region.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,7 +26,7 @@ from .._core.state import alias, own_work, state, within
 from .._core.tensors import bare, is_in_graph
 from .._region.around import RegionHooks, of_region
 from .._region.error_context import with_region
-from .._region.fingerprints import LOOKS, describe, fingerprint, is_other, look_at, may_be_unset
+from .._region.fingerprints import describe, fingerprint, is_other, look_at, may_be_unset
 from .._region.guards import Guard, Guards, Held, close
 from .._region.hooks import Packed, drop_gradient_hooks, hooks_allowed
 from .._region.placeholders import Restart
@@ -136,7 +135,6 @@ class Frame:
         return value
 
     def on_inner_backward(self) -> None:
-        """Note that a backward pass runs before the first run has ended, here and in outer regions."""
         if not self.inside:
             self.inside = True
             self.captured_inputs.note_inner_backward()
@@ -183,24 +181,18 @@ class Frame:
             if running is None:
                 wanted.empty()
             else:
-                running.frames.add(self.slots)
+                running.frames.append(weakref.ref(self.slots))
             return value
 
     def _is_last(self) -> bool:
-        """Whether no recompute comes after this one, as the pass reads all slots and doesn't keep the graph.
-
-        False inside an outer region, where each recompute must do the same.
-        """
+        """Whether no recompute comes after this one. Inside an outer region each recompute must do the same."""
         record = self.record
         if record is None or record.saved_values.in_region or self.inside or not record.one_output:
             return False
-        if record.saved_values.nbytes <= LEFT_ALONE_BYTES:
+        if record.saved_values.nbytes <= 4096:  # not worth a query of autograd, which takes 20 us for each input
             return False
         inputs = *self.operands.tensors, *self.captured_inputs.tensors
         return all(t is not None and (not is_in_graph(t) or _is_reached(t)) for t in inputs)
-
-
-LEFT_ALONE_BYTES = 4096  # so little is not worth a query of autograd, which takes 20 us for each input
 
 
 def _is_reached(tensor: torch.Tensor) -> bool:
@@ -217,7 +209,7 @@ class Filler(RegionHooks):
     """One recompute of a region: hooks that count the tensors that autograd saves, and put them into the live slots."""
 
     __slots__ = (
-        "attempt", "check", "difference", "frame", "is_last", "last_slot", "look", "mixed", "options", "rest", "slots",
+        "attempt", "check", "difference", "frame", "is_last", "last_slot", "mixed", "options", "rest", "slots",
         "stopped", "to_the_end",
     )  # fmt: skip
 
@@ -227,7 +219,6 @@ class Filler(RegionHooks):
         self.is_last = last  # there will be no other recompute
         self.options = options = frame.region.root.options
         self.check = "none" if frame.open else options.determinism_check  # how the ends of the runs are compared
-        self.look = LOOKS[options.determinism_check]
         self.slots = slots
         self.rest: Any = iter(slots)
         self.attempt = Run()
@@ -263,7 +254,7 @@ class Filler(RegionHooks):
         if frame.open and frame.policy is not None:  # there is no replay yet that adds it for inner regions
             policies = (*policies, frame.policy)
         first_hook = RemovableHandle.next_id
-        private.push_hooks(self._pack_any if frame.is_noted else self.pack, _identity)
+        private.push_hooks(self._pack_any if frame.is_noted else self.pack, lambda packed: packed)
         # Recorders of inner regions skip nothing. The recompute may start within the bookkeeping of any other run.
         filling = len(state.recordings) if frame.open else state.filling
         try:
@@ -316,13 +307,10 @@ class Filler(RegionHooks):
         value = alias(tensor) if modes_that_see() else tensor.detach()
         if self.frame.streams and not self.mixed:
             self.mixed = is_on_another(tensor.device, self.frame.streams)
-        try:
-            now = self.look(tensor)
-        except RuntimeError:  # an inference tensor
-            now = look_at(value, self.options.determinism_check)
+        now = look_at(tensor, self.options.determinism_check)
         if now != slot.fingerprint:
             self._compare(slot, now)
-        slot.fill(value, now[4])
+        slot.fill(value, private.version(value))
         if slot is self.last_slot:
             self._end()
         return value
@@ -347,7 +335,7 @@ class Filler(RegionHooks):
 
     def _compare(self, slot: Slot, now: tuple) -> None:
         before, index = slot.fingerprint, self.count - 1
-        previous = self.frame.slots.at(index - 1) if index else None
+        previous = self.frame.slots.alive()[index - 1] if index else None
         if previous is not None and may_be_unset(before, previous.fingerprint[3]):
             before, now = before[:6], now[:6]  # without checksums
         if is_other(before, now):
@@ -402,10 +390,6 @@ _DEBUG = "`remat(..., debug=True)` shows the first operation that differs."
 _NO_SLOT: Any = object()  # for a tensor that autograd did not save in the first run
 
 
-def _identity(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
 def shields(frame: Frame) -> list[Any]:
     """The contexts of a recompute: none, in a plain backward pass."""
     contexts = [make() for is_needed, make in _SHIELDS if is_needed()]
@@ -426,13 +410,9 @@ class PlainMode(DispatchMode):
 
 
 def _batched_depth() -> int:
+    """How many ``torch.autograd.grad(..., is_grads_batched=True)`` run, which forbid random numbers."""
     private.increment_batched_depth()
     return private.decrement_batched_depth()
-
-
-def in_batched_backward() -> bool:
-    """Whether a ``torch.autograd.grad(..., is_grads_batched=True)`` runs, which forbids random numbers."""
-    return _batched_depth() > 0
 
 
 @contextmanager
@@ -450,7 +430,7 @@ def outside_of_batched_backward() -> Iterator[None]:
 
 _SHIELDS: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
     (private.transforms_active, private.without_levels),
-    (in_batched_backward, outside_of_batched_backward),
+    (_batched_depth, outside_of_batched_backward),
     # Only the backward is in it: autograd saves nothing in a forward under it.
     (torch.is_inference_mode_enabled, partial(torch.inference_mode, False)),
     (lambda: not private.is_torch_function_enabled(), private.torch_function_enabled),

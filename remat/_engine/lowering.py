@@ -1,7 +1,6 @@
-"""The lowering for plain autograd: a region under the engine.
+"""The lowering for plain autograd: in the first run autograd gets slots in place of tensors that the region computes.
 
-In the first run autograd gets slots in place of tensors that the region computes. Inputs, captured tensors, views of
-these, and tensors that are older than the region are saved as they are.
+Inputs, captured tensors, views of these, and tensors that are older than the region are saved as they are.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from .._core.tensors import bare
 from .._region.arguments import take_apart
 from .._region.around import Around, RegionHooks, of_region
 from .._region.error_context import with_region
-from .._region.fingerprints import LOOKS, look_at
+from .._region.fingerprints import look_at
 from .._region.guards import Guard, Guards, Held, View
 from .._region.hooks import Packed, hooks_allowed, is_hooks_refusal
 from .._region.options import Options
 from .._region.region import FirstRun, Region, Run
 from .._selective.recorder import recorder_for
 from .frame import Frame
-from .operation_log import log_for
+from .operation_log import OpLog
 from .slots import Slot
 
 
@@ -44,7 +43,7 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
     region = Region(fn, arguments, tensors, options, known, around)
     try:
         region.open(around=around)
-        run = FirstRun(recorder_for(region), log=log_for(options))
+        run = FirstRun(recorder_for(region), log=OpLog() if options.debug else None)
         frame = Frame(region, operands, region.inputs.captured, around.hooks, run, options.read_inside)
         try:
             return Saver(frame, run).run(region.first, args, kwargs)
@@ -63,14 +62,14 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
 class Saver(RegionHooks):
     """The hooks of a first run: they make a slot of a new frame for each tensor that a recompute has to provide."""
 
-    __slots__ = ("_check", "_known", "_look", "_recording", "_run", "_slots", "_start", "frame")
+    __slots__ = ("_check", "_known", "_recording", "_run", "_slots", "_start", "frame")
 
     def __init__(self, frame: Frame, run: Run) -> None:
         self.frame, self._run = frame, run
         self._recording = None if run.recorder is None else run.recorder.recording
         self._start = private.next_sequence_number()
         self._check = frame.region.root.options.determinism_check
-        self._look, self._slots = LOOKS[self._check], frame.slots
+        self._slots = frame.slots
         self._known: dict[int, Guard] = {id(each.tensor): each for each in (*frame.captured_inputs, *frame.operands)}
 
     def run(self, call: Callable, *args: Any) -> Any:
@@ -102,19 +101,14 @@ class Saver(RegionHooks):
         if held is not None:
             self._slots.add(None)
             return held
+        slot = Slot(look_at(tensor, self._check))
         if node is None and not tensor.requires_grad:
-            slot = Slot(look_at(tensor, self._check))
             slot.watch(tensor)
-        else:
-            slot = Slot(self._look(tensor))
         self._slots.add(slot)
         return slot
 
     def _pack_and_note(self, tensor: torch.Tensor) -> Any:
-        """``pack`` where slots may own values, at once or because a policy saves them, or below levels of torch.func.
-
-        Levels inside the region save tensors too, which are wrapped.
-        """
+        """``pack`` where slots may own values, or below levels of torch.func: inner levels save wrapped tensors."""
         recording = self._recording
         if is_wrapped(tensor) and id(tensor) not in self._known:
             if recording is not None:
@@ -142,10 +136,7 @@ class Saver(RegionHooks):
         return Held(tensor) if self.frame.outer is None else Packed(tensor, self.frame.outer)
 
     def _is_older(self, node: Any) -> bool:
-        """Whether a node was made before the region.
-
-        Each thread numbers its own nodes, and a backward pass inside may have run in a device thread.
-        """
+        # Each thread numbers its own nodes, and a backward pass inside may have run in a device thread.
         return sequence_number(node) < self._start and not (self.frame.inside and self.frame.streams)
 
     # --- for inner regions ------------------------------------------------------------------------------------------

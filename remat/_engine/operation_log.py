@@ -19,7 +19,7 @@ _IGNORED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class Operation(NamedTuple):
-    """An operation: its name and constants, its result, and the user's line that called it."""
+    """An operation: its name and constants, its result, and the user's line."""
 
     op: str
     result: str
@@ -51,11 +51,9 @@ class OpLog(DispatchMode):
 
     @property
     def count(self) -> int:
-        """The number of operations so far."""
         return len(self.entries)
 
     def go_back(self, count: int) -> None:
-        """Delete the operations after the first ``count``."""
         del self.entries[count:]
 
     def __enter__(self) -> OpLog:
@@ -73,21 +71,11 @@ class OpLog(DispatchMode):
         return comparison
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """Both runs, as users see them."""
         return [*map(str, self.entries)], [*map(str, self.recomputed)]
 
 
-def log_for(options: Any) -> OpLog | None:
-    """Return the log of a first run, for ``debug=True``."""
-    return OpLog() if options.debug else None
-
-
 class ComparedLog(OpLog):
-    """The operations of a recompute, each compared with that of the first run.
-
-    Raises:
-        RecomputeMismatchError: at the first one that differs.
-    """
+    """The operations of a recompute. The first one that differs from the first run is a RecomputeMismatchError."""
 
     def __init__(self, first: OpLog) -> None:
         super().__init__()

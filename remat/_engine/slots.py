@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class Slots:
     __slots__ = ("__weakref__", "_refs", "lock", "mixed", "once", "stopped")
 
     def __init__(self) -> None:
-        self._refs: list[Callable[[], Slot | None]] = []  # only nodes of autograd own the slots
+        self._refs: list[weakref.ref[Slot] | None] = []  # only nodes of autograd own the slots
         self.lock = threading.RLock()  # of the thread that fills them
         self.once = False  # the values are for one pass, which reads each of them once
         self.stopped = False  # the recompute that made the values stopped as soon as all slots were filled
@@ -62,7 +61,7 @@ class Slots:
         return len(self._refs)
 
     def add(self, slot: Slot | None) -> None:
-        self._refs.append(_dead if slot is None else weakref.ref(slot))
+        self._refs.append(None if slot is None else weakref.ref(slot))
 
     def go_back(self, count: int) -> None:
         """Forget all slots after the first ``count``."""
@@ -70,11 +69,7 @@ class Slots:
 
     def alive(self) -> list[Slot | None]:
         """Return the slots that nodes own, None for others."""
-        return [ref() for ref in self._refs]
-
-    def at(self, index: int) -> Slot | None:
-        """Return one of the slots, or None if it was freed."""
-        return self._refs[index]()
+        return [None if ref is None else ref() for ref in self._refs]
 
     def are_filled(self, once: bool, stopped: bool, mixed: bool) -> None:
         """Note how a recompute has made the values."""
@@ -89,7 +84,3 @@ class Slots:
                 slot.empty()
         finally:
             self.lock.release()
-
-
-def _dead() -> None:
-    """A reference to no slot."""

@@ -1,7 +1,7 @@
 """The bottom of the func lowering: no level is left, the operands are plain tensors.
 
-For ``grad`` levels above, the engine executes the first run, on inputs cut from any history. The graph that this leaves
-is a *tape*, whose saved tensors are slots. The first backward executes the tape: one recompute, stopped early.
+For ``grad`` levels above, the engine executes the first run on inputs without history. Its graph, whose saved tensors
+are slots, is a *tape*. The first backward executes it: one recompute, stopped early.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .._core.lines import warn
 from .._core.tensors import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from .._engine.frame import Frame, outside_of_batched_backward
 from .._engine.lowering import Saver
-from .._engine.operation_log import log_for
+from .._engine.operation_log import OpLog
 from .._region.around import Around
 from .._region.guards import CHANGED, NO_GUARDS, Guards, close
 from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
@@ -62,9 +62,9 @@ class Call:
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, checked for changes, and as they were before the region changed them."""
-        known = len(self.operands)
-        same = [i < known and _is_same(t, self.operands[i]) for i, t in enumerate(operands)]
-        return [self.guards[i].checked(t) if same[i] else t for i, t in enumerate(operands)]
+        first = zip(operands, self.operands, self.guards)
+        known = [guard.checked(t) if _is_same(t, before) else t for t, before, guard in first]
+        return [*known, *operands[len(known) :]]
 
     def _first(self, region: Any, operands: Tensors, wanted: Any, recorded: bool, dual: bool) -> list:
         root, transforms = region.root, list(transforms_of(region))
@@ -101,7 +101,7 @@ class Call:
     def _first_under_hooks(self, region: Any, inputs: Tensors) -> list:
         check_hooks_are_allowed()
         root = region.root
-        run = FirstRun(self.recorder, self.watch, log_for(root.options))
+        run = FirstRun(self.recorder, self.watch, OpLog() if root.options.debug else None)
         try:
             return _run(region, inputs, self.guards, root.inputs.captured, run, root.options.read_inside)
         except RuntimeError as error:
@@ -122,7 +122,7 @@ class Call:
     def _again(self, region: Any, operands: Tensors, recorded: bool) -> list:
         root = region.root
         if recorded and not region.uses_func:
-            guards, run = Guards(operands, root.inputs.name), Recompute(root, log_for(root.options))
+            guards, run = Guards(operands, root.inputs.name), Recompute(root, OpLog() if root.options.debug else None)
             return _run(region, operands, guards, NO_GUARDS, run, read_inside=True)
         pullback = region.inner if isinstance(region, BatchedPullback) else region
         if self.tape is not None and isinstance(pullback, Pullback) and self.tape.serves(pullback):

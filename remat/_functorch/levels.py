@@ -29,10 +29,7 @@ Wanted = Sequence[bool] | None
 
 
 def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> list:
-    """Run a region at the top of the stack of levels, and return its new tensors.
-
-    ``wanted`` marks the operands that a ``grad`` level above follows.
-    """
+    """Run a region at the top of the levels. ``wanted`` marks the operands that a ``grad`` level above follows."""
     operands = list(map(private.unwrap_if_dead, operands))
     if private.transforms_active():
         interpreter = private.current_interpreter()
@@ -189,12 +186,11 @@ class PlainNode(torch.autograd.Function):
 
 
 def _graph_is_unreachable(level: int, operands: Tensors, thread: int) -> bool:
-    """Whether it is proved that nothing can read the graph that a node's backward would record.
+    """Whether nothing can read the graph of a node's backward, which would keep each recompute's inputs alive.
 
-    At a ``grad`` level the backward runs with ``create_graph=True``, and that graph would keep each recompute's inputs
-    alive until the level ends. If torch.func.grad itself runs the backward, it unwraps the results and ends the level,
-    so the graph is not reachable. It must be recorded for a ``vjp`` whose level has ended, and for user code that calls
-    ``torch.autograd.grad`` inside of a transformed function. ``thread`` has run the node's forward.
+    If torch.func.grad itself runs the backward, it unwraps the results and ends the level. The graph must be recorded
+    for a ``vjp`` whose level has ended, and for user code that calls ``torch.autograd.grad`` inside of a transformed
+    function. ``thread`` has run the node's forward.
     """
     alive = any(private.level_of(t) == level and not private.is_dead(t) for t in operands)
     if not alive or not private.transforms_active():

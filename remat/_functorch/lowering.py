@@ -36,7 +36,8 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                 region.open(follow=_is_followed)
             shared = Call(recorder_for(region))
             try:
-                outs = _first_run(region, shared)
+                with own_work():
+                    outs = _first_run(region, shared)
                 if not shared.watch.needs_levels:
                     shared.close()
                     return region.outputs.build(outs, region.inputs.operands())
@@ -62,15 +63,14 @@ def _is_followed(tensor: torch.Tensor) -> bool:
 
 def _first_run(region: Region, shared: Call) -> list[torch.Tensor]:
     """The new tensors of a first run."""
-    with own_work():
+    if state.watch is not None:
+        state.watch.reads(region.inputs.operands())
+    outs = apply(region, region.inputs.operands(), shared)
+    if not shared.watch.needs_levels:
+        shared.watch.check_end(outs)
         if state.watch is not None:
-            state.watch.reads(region.inputs.operands())
-        outs = apply(region, region.inputs.operands(), shared)
-        if not shared.watch.needs_levels:
-            shared.watch.check_end(outs)
-            if state.watch is not None:
-                state.watch.made(outs)
-        return outs
+            state.watch.made(outs)
+    return outs
 
 
 _CACHED = (

@@ -101,16 +101,13 @@ class Watch(TorchFunctionMode):
     def reads(self, read: Sequence[torch.Tensor]) -> None:
         """Check that no tensor is a captured one that isn't an operand.
 
-        A wrapper of a level that isn't on the stack is certainly captured. Another one may have been made by an inner
-        transform, unseen, as inner levels reuse the numbers of levels that were taken off the stack. If its history
-        doesn't show that, it is captured if it is still alive when the run has ended.
+        A wrapper of a level that isn't on the stack is captured. Another one may have been made, unseen, by an inner
+        transform. If its history doesn't show that, it is captured if it is alive when the run has ended.
         """
         for tensor in read:
-            if self._is_inside(tensor):
+            if self._is_inside(tensor) or (private.is_wrapped(tensor) and private.is_dead(tensor)):
                 continue
             if private.is_wrapped(tensor):
-                if private.is_dead(tensor):
-                    continue
                 if id(tensor) in self.wrappers or private.level_of(tensor) > (private.current_level() or 0):
                     raise CaptureError(_HIDDEN.format(tuple(tensor.shape)))
                 if not any(map(self._is_inside, chain := _chain(tensor))) and not self._is_newer(chain[-1]):
@@ -120,14 +117,10 @@ class Watch(TorchFunctionMode):
             self.made([tensor])
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
-        ref = self.inside.get(id(tensor))
-        return ref is not None and ref() is tensor
+        return (ref := self.inside.get(id(tensor))) is not None and ref() is tensor
 
     def _is_newer(self, tensor: torch.Tensor) -> bool:
-        """Whether the history of a plain tensor began in the run: ``vmap`` returns tensors that no function has made.
-
-        That of a view begins with its base; the node of the view itself may be made anew when it is asked for.
-        """
+        """Whether the history of a plain tensor, or of its base, whose node isn't made anew, began in the run."""
         base, node = private.origin(tensor)
         node = node if base is None else base.grad_fn
         return node is not None and private.sequence_number(node) >= self.start
