@@ -86,7 +86,7 @@ def flat(case: Case, fn: Callable[..., Any] | None = None) -> tuple[Callable[...
 
     def call(*primals: Tensor) -> tuple[Tensor, ...]:
         full = [primals[position[id(t)]] if id(t) in position else copied(t) for t in leaves]
-        result = fn(*trees.unflatten(spec, full))
+        result = fn(*spec.unflatten(full))
         return tuple(t for t in tensor_leaves(result) if t.is_floating_point() or t.is_complex())
 
     return call, tuple(t.detach() for t in unique.values())

@@ -65,11 +65,6 @@ def flatten(tree: Any, /) -> tuple[list[Any], TreeSpec]:
             return leaves, spec
 
 
-def unflatten(spec: TreeSpec, leaves: Iterable[Any], /) -> Any:
-    """Build a tree from its leaves."""
-    return spec.unflatten(leaves)
-
-
 def paths(spec: TreeSpec, root: str, /) -> list[str]:
     """The expression that reaches each leaf from `root`, as in ``args[0]['w1'].bias``."""
     return [accessor.codify(root) for accessor in spec.accessors()]

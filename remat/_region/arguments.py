@@ -41,7 +41,8 @@ class Arguments:
         leaves = list(self.leaves)
         for position, index in self.uses:
             leaves[position] = operands[index]
-        return trees.unflatten(self.spec, leaves)
+        result: Any = self.spec.unflatten(leaves)
+        return result
 
     def name(self, i: int) -> str:
         """The name of the i-th operand in errors."""
@@ -156,7 +157,7 @@ class Outputs:
         leaves = [value if kind == VALUE else source[kind][value] for kind, value in self.entries]
         # Values that are not tensors are not needed any more, and could hold a reference to the region's own graph.
         self.entries = [(kind, None if kind == VALUE else value) for kind, value in self.entries]
-        return trees.unflatten(self.spec, leaves)
+        return self.spec.unflatten(leaves)
 
 
 def _sort(leaves: Sequence[Any], operands: Sequence[torch.Tensor]) -> tuple[list[tuple[str, Any]], list[torch.Tensor]]:

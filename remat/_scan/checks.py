@@ -53,7 +53,7 @@ class Trees:
     def empty(self) -> Any:
         """The pytree with the leaves of no steps, of shape ``[0, ...]``."""
         leaves = [kind and torch.empty((0, *kind[1]), dtype=kind[0], device=kind[2]) for kind in self.kinds]
-        return trees.unflatten(self.spec, leaves)
+        return self.spec.unflatten(leaves)
 
 
 def _kind(leaf: Any) -> Any:

@@ -142,7 +142,7 @@ def scan(
     _check_depth(count, spare, options)
     last, ys = loop.in_regions(segments(count + 1, spare), 0, carry, leaves)
     stacks = [None if column[0] is None else torch.stack(column) for column in zip(*ys)]
-    return last, trees.unflatten(loop.y.spec, stacks)
+    return last, loop.y.spec.unflatten(stacks)
 
 
 def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
@@ -181,7 +181,7 @@ class Loop(NamedTuple):
 
     def call(self, number: int, carry: Any, leaves: Iterable[torch.Tensor]) -> tuple[Any, list]:
         """Call step ``number`` with these leaves of ``x``. Return the next carry and the leaves of ``y``, checked."""
-        pair = self.step(carry, None if self.spec is None else trees.unflatten(self.spec, leaves))
+        pair = self.step(carry, None if self.spec is None else self.spec.unflatten(leaves))
         if not isinstance(pair, tuple) or len(pair) != 2:
             got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else f"an object of type {type(pair).__name__}"
             raise TypeError(

@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import nn
 
-from remat._core.trees import describe_difference, flatten, paths, unflatten
+from remat._core.trees import describe_difference, flatten, paths
 
 
 class Point(NamedTuple):
@@ -145,13 +145,13 @@ TREES: list[tuple[Any, list[str]]] = [
 @pytest.mark.parametrize("tree, expected", TREES, ids=repr)
 def test_a_tree_has_leaves_with_paths_and_is_rebuilt_from_them(tree: Any, expected: list[str]) -> None:
     leaves, spec = flatten(tree)
-    result = unflatten(spec, leaves)
+    result = spec.unflatten(leaves)
     assert type(result) is type(tree) and repr(result) == repr(tree)  # with the order of keys
     assert paths(spec, "x") == [f"x{path}" for path in expected]
     numbers = [leaf for leaf in leaves if leaf is not None]
     assert numbers == sorted(numbers) and spec == flatten(tree)[1]
     others = [object() for _ in leaves]
-    assert flatten(unflatten(spec, others))[0] == others
+    assert flatten(spec.unflatten(others))[0] == others
 
 
 class Level(Plain, enum.Enum):
@@ -171,7 +171,7 @@ def test_what_is_no_container_is_a_leaf() -> None:
         torch.float32, nn.Parameter(torch.ones(1)), torch.ones(2).as_subclass(sub), torch.Generator(),
     ):  # fmt: skip
         leaves, spec = flatten([value])
-        assert len(leaves) == 1 and leaves[0] is value and unflatten(spec, leaves)[0] is value
+        assert len(leaves) == 1 and leaves[0] is value and spec.unflatten(leaves)[0] is value
         assert flatten(value)[0][0] is value
 
 
@@ -191,7 +191,7 @@ def test_all_attributes_of_a_dataclass_are_children_and_init_is_not_called() -> 
     partly.doubled, partly.later = 5, "text"  # type: ignore[attr-defined]
     for each in (obj, partly):
         leaves, spec = flatten([each])
-        assert len(leaves) == len(vars(each)) and vars(unflatten(spec, leaves)[0]) == vars(each)
+        assert len(leaves) == len(vars(each)) and vars(spec.unflatten(leaves)[0]) == vars(each)
 
 
 def test_threads_learn_types_together() -> None:
