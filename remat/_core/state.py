@@ -127,14 +127,12 @@ class within:
         self.values = values
 
     def __enter__(self) -> None:
-        self.before = {name: getattr(state, name) for name in self.values}
-        self._set(self.values)
+        self.before = [getattr(state, name) for name in self.values]
+        for name, value in self.values.items():
+            setattr(state, name, value)
 
     def __exit__(self, *exception: Any) -> None:
-        self._set(self.before)
-
-    def _set(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
+        for name, value in zip(self.values, self.before):
             setattr(state, name, value)
 
 

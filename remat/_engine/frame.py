@@ -26,7 +26,7 @@ from .._core.state import alias, own_work, state, within
 from .._core.tensors import bare, is_in_graph
 from .._region.around import RegionHooks, of_region
 from .._region.error_context import with_region
-from .._region.fingerprints import describe, fingerprint, is_other, look_at, may_be_unset
+from .._region.fingerprints import LOOKS, describe, fingerprint, is_other, may_be_unset
 from .._region.guards import Guard, Guards, Held, close
 from .._region.hooks import Packed, drop_gradient_hooks, hooks_allowed
 from .._region.placeholders import Restart
@@ -209,7 +209,7 @@ class Filler(RegionHooks):
     """One recompute of a region: hooks that count the tensors that autograd saves, and put them into the live slots."""
 
     __slots__ = (
-        "attempt", "check", "difference", "frame", "is_last", "last_slot", "mixed", "options", "rest", "slots",
+        "attempt", "check", "difference", "frame", "is_last", "last_slot", "look", "mixed", "options", "rest", "slots",
         "stopped", "to_the_end",
     )  # fmt: skip
 
@@ -219,7 +219,7 @@ class Filler(RegionHooks):
         self.is_last = last  # there will be no other recompute
         self.options = options = frame.region.root.options
         self.check = "none" if frame.open else options.determinism_check  # how the ends of the runs are compared
-        self.slots = slots
+        self.look, self.slots = LOOKS[options.determinism_check], slots
         self.rest: Any = iter(slots)
         self.attempt = Run()
         self.stopped = False  # as soon as all slots were filled
@@ -307,7 +307,7 @@ class Filler(RegionHooks):
         value = alias(tensor) if modes_that_see() else tensor.detach()
         if self.frame.streams and not self.mixed:
             self.mixed = is_on_another(tensor.device, self.frame.streams)
-        now = look_at(tensor, self.options.determinism_check)
+        now = self.look(tensor)
         if now != slot.fingerprint:
             self._compare(slot, now)
         slot.fill(value, private.version(value))

@@ -5,6 +5,7 @@ Inputs, captured tensors, views of these, and tensors that are older than the re
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from .._core.tensors import bare
 from .._region.arguments import take_apart
 from .._region.around import Around, RegionHooks, of_region
 from .._region.error_context import with_region
-from .._region.fingerprints import look_at
+from .._region.fingerprints import LOOKS
 from .._region.guards import Guard, Guards, Held, View
 from .._region.hooks import Packed, hooks_allowed, is_hooks_refusal
 from .._region.options import Options
@@ -62,14 +63,14 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
 class Saver(RegionHooks):
     """The hooks of a first run: they make a slot of a new frame for each tensor that a recompute has to provide."""
 
-    __slots__ = ("_check", "_known", "_recording", "_run", "_slots", "_start", "frame")
+    __slots__ = ("_add", "_known", "_look", "_recording", "_run", "_start", "frame")
 
     def __init__(self, frame: Frame, run: Run) -> None:
         self.frame, self._run = frame, run
         self._recording = None if run.recorder is None else run.recorder.recording
         self._start = private.next_sequence_number()
-        self._check = frame.region.root.options.determinism_check
-        self._slots = frame.slots
+        self._look = LOOKS[frame.region.root.options.determinism_check]
+        self._add = frame.slots.add
         self._known: dict[int, Guard] = {id(each.tensor): each for each in (*frame.captured_inputs, *frame.operands)}
 
     def run(self, call: Callable, *args: Any) -> Any:
@@ -94,17 +95,18 @@ class Saver(RegionHooks):
     def pack(self, tensor: torch.Tensor) -> Any:
         found = self._known.get(id(tensor))
         if found is not None and (found.version < 0 or raw_version(tensor) == found.version):
-            self._slots.add(None)
+            self._add(None)
             return found
         base, node = origin(tensor)
-        held = None if found else self._held(tensor, base, node)
-        if held is not None:
-            self._slots.add(None)
-            return held
-        slot = Slot(look_at(tensor, self._check))
+        if found is None and (base is not None or node is None or self._is_older(node)):
+            held = self._held(tensor, base, node)
+            if held is not None:
+                self._add(None)
+                return held
+        slot = Slot(self._look(tensor))
         if node is None and not tensor.requires_grad:
             slot.watch(tensor)
-        self._slots.add(slot)
+        self._add(weakref.ref(slot))
         return slot
 
     def _pack_and_note(self, tensor: torch.Tensor) -> Any:

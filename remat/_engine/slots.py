@@ -48,10 +48,11 @@ class Slot:
 class Slots:
     """The slots of a frame, one for each tensor that autograd saved in the first run, None where it needs no slot."""
 
-    __slots__ = ("__weakref__", "_refs", "lock", "mixed", "once", "stopped")
+    __slots__ = ("__weakref__", "_refs", "add", "lock", "mixed", "once", "stopped")
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[Slot] | None] = []  # only nodes of autograd own the slots
+        self.add = self._refs.append  # the reference to the next slot
         self.lock = threading.RLock()  # of the thread that fills them
         self.once = False  # the values are for one pass, which reads each of them once
         self.stopped = False  # the recompute that made the values stopped as soon as all slots were filled
@@ -59,9 +60,6 @@ class Slots:
 
     def __len__(self) -> int:
         return len(self._refs)
-
-    def add(self, slot: Slot | None) -> None:
-        self._refs.append(None if slot is None else weakref.ref(slot))
 
     def go_back(self, count: int) -> None:
         """Forget all slots after the first ``count``."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from .._core.private import NO_VERSION, FakeTensor, raw_version, saved_look, without_levels
+from .._core.private import NO_VERSION, FakeTensor, saved_look, version, without_levels
 from .._core.state import unseen
 from .._core.tensors import bottom
 from .placeholders import Placeholder
@@ -38,7 +38,10 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
 
 
 def _look(tensor: torch.Tensor) -> tuple:
-    return (*saved_look(tensor), _stride(tensor))
+    try:
+        return (*saved_look(tensor), _stride(tensor))
+    except RuntimeError:  # an inference tensor has no version
+        return tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), NO_VERSION, _stride(tensor)
 
 
 def form_of(tensor: torch.Tensor) -> tuple:
@@ -54,21 +57,12 @@ def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 # Fingerprints of saved tensors. They also contain the version, the strides, and the type of the node that made the
-# tensor: another type means that the recompute took another path. An inference tensor has none: RuntimeError.
-LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+# tensor: another type means that the recompute took another path.
+LOOKS: dict[str, Callable[[torch.Tensor], tuple]] = {
     "metadata": _look,
     "values": lambda tensor: (*_look(tensor), checksum(tensor)),
-    "none": lambda tensor: (None, None, None, type(None), raw_version(tensor)),
+    "none": lambda tensor: (None, None, None, type(None), version(tensor)),
 }
-
-
-def look_at(tensor: torch.Tensor, check: str) -> tuple:
-    """The fingerprint of a saved tensor, which may be an inference tensor."""
-    try:
-        return LOOKS[check](tensor)
-    except RuntimeError:
-        look = tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), NO_VERSION, _stride(tensor)
-        return (*look, checksum(tensor)) if check == "values" else look
 
 
 def is_other(before: tuple, now: tuple) -> bool:
