@@ -81,8 +81,6 @@ class Frame:
         """Whether slots may own values in the first run, or it is below levels of torch.func."""
         return self.read_inside or self.policy is not None or bool(self.region.root.kinds)
 
-    # --- the backward -----------------------------------------------------------------------------------------------
-
     @private.never_traced  # compiled autograd calls it in its graph
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Slot):

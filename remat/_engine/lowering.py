@@ -141,8 +141,6 @@ class Saver(RegionHooks):
         # Each thread numbers its own nodes, and a backward pass inside may have run in a device thread.
         return sequence_number(node) < self._start and not (self.frame.inside and self.frame.streams)
 
-    # --- for inner regions ------------------------------------------------------------------------------------------
-
     @property
     def around(self) -> RegionHooks | None:
         return of_region(self.frame.outer)

@@ -101,7 +101,7 @@ class Policy(ABC):
 
     @cached_property
     def asks(self) -> bool:
-        """Whether predicates must be called with the arguments of each operation."""
+        """Whether predicates must be called with the arguments of each operation, so that runs can't be compared."""
         return any(part.asks for part in self._parts())
 
     @property

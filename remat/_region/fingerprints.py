@@ -56,8 +56,8 @@ def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return None
 
 
-# Fingerprints of saved tensors. They also contain the version, the strides, and the type of the node that made the
-# tensor: another type means that the recompute took another path.
+# Fingerprints of saved tensors: dtype, shape, device, type of the node that made the tensor (another one means that the
+# recompute took another path), version, strides, and with "values" a checksum. They are compared by `!=`.
 LOOKS: dict[str, Callable[[torch.Tensor], tuple]] = {
     "metadata": _look,
     "values": lambda tensor: (*_look(tensor), checksum(tensor)),

@@ -150,8 +150,6 @@ class Guard(Held):
         ):
             self._differs = _Comparison(tensor, copy)
 
-    # --- for a recompute --------------------------------------------------------------------------------------------
-
     def get(self) -> torch.Tensor:
         """Return the tensor, as it was before the first run.
 

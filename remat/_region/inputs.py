@@ -102,8 +102,6 @@ class Inputs:
         count = max([count, *(index + 1 for index in captured)])
         return captured[i] if i < count else f"the derivative of {self.name(i % count)}"
 
-    # --- for a run ----------------------------------------------------------------------------------------------------
-
     def apart_first(self, operands: Tensors) -> Tensors:
         """Return the operands of a first run below all levels, different tensors where the caller's are different."""
         self._twice = self._twice_below(operands, self.operands())

@@ -98,8 +98,6 @@ class Region:
 
     root = property(lambda self: self)
 
-    # --- before the first run -------------------------------------------------------------------------------------
-
     def open(self, follow: Callable[[torch.Tensor], bool] | None = None, around: Around | None = None) -> None:
         """Record the ambient state and the captured tensors, as they are now.
 
@@ -118,8 +116,6 @@ class Region:
         """Release what only the first run needs."""
         self.inputs.release()
         self.around = None
-
-    # --- running ----------------------------------------------------------------------------------------------------
 
     def _called(self, args: Sequence, kwargs: dict, mode: Any, log: Any, again: bool) -> Any:
         """Call the function, in its first run or ``again``."""

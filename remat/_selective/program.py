@@ -30,7 +30,7 @@ class Step(NamedTuple):
     result: Any  # the description of its result
     differentiated: bool  # whether an operand required grad
     grad_mode: bool
-    verdict: Verdict | None  # on its results as long as they have no names; None: they are recomputed
+    verdict: Verdict | None  # on its results when it ran; None: not saved, unless `SavedValues.decide` says so later
 
     @property
     def facts(self) -> Facts:

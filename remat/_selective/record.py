@@ -70,8 +70,6 @@ class Record:
         """Whether steps that nothing seems to need can be skipped: compiled code may read their results undetected."""
         return self.program.lazy and not self.known.compiles
 
-    # --- recomputes ---------------------------------------------------------------------------------------------------
-
     def keep_all(self) -> None:
         """Own the residuals that only slots own so far, before the slots are freed."""
         self.saved_values.own(self._wanted)

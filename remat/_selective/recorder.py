@@ -89,7 +89,7 @@ class Recorder(RegionMode):
         return self.draws, self.recording.saved_values.saved
 
     def go_back(self, count: Any) -> None:
-        """Forget later draws, and what was handed to the hooks around the region since."""
+        """Forget later draws, and what was handed to the hooks around the region since. The log isn't shortened."""
         self.draws, saved = count
         self.recording.saved_values.go_back(saved)
 

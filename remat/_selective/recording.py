@@ -60,8 +60,6 @@ class Recording:
         # A policy with predicates is not compared, as its predicate may be a new object in each call.
         return self._flags and not (self.verdicts.policy.asks or self.choices)
 
-    # --- operations ---------------------------------------------------------------------------------------------------
-
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """Copy values that an operation is about to overwrite if they may have to be saved."""
         may_recompute = self.verdicts.policy.verdict_for(facts.func) in (None, Verdict.RECOMPUTE)
@@ -102,7 +100,7 @@ class Recording:
     ) -> Step | None:
         """Return the step of an operation, or None if it only returned views; add the tensors that it has read.
 
-        If the operation equals the step of the ``last`` program at its place, it is that step.
+        If the operation equals the step of the ``last`` program at its place, it is that step, and is not judged again.
         """
         storages = self.storages
         new = storages.new(result)
@@ -174,8 +172,6 @@ class Recording:
             for value in step.outs:
                 self.saved_values.decide(value, step.verdict)
 
-    # --- what autograd saves ------------------------------------------------------------------------------------------
-
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
         log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judges_names
@@ -200,8 +196,6 @@ class Recording:
             if value is not None:
                 self.saves.above.append(value)
                 self.saved_values.hold(value, part)
-
-    # --- names --------------------------------------------------------------------------------------------------------
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """Record the name of a tensor."""
@@ -233,8 +227,6 @@ class Recording:
                 return True
         return self.saves.has(value, self.log.made[value])
 
-    # --- what is needed -----------------------------------------------------------------------------------------------
-
     def _drop_unneeded(self) -> None:
         """Drop candidates, in the middle of a run, that no living value and no saved tensor needs.
 
@@ -252,8 +244,6 @@ class Recording:
         values.drop(program.plan([*alive, *saved, *self.saves.above], count, available, skip).used)
         held = len(values.candidates)
         self._enough = held + max(4, held, count // 16)
-
-    # --- the end ------------------------------------------------------------------------------------------------------
 
     def program(self) -> Program:
         """Return the program of this run, which has ended, and remember it."""

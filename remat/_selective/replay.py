@@ -117,8 +117,6 @@ class Replay(RegionMode):
                 self.placeholders.read(tensors((args, kwargs)))
         return self.placeholders.mark(result)
 
-    # --- matching -----------------------------------------------------------------------------------------------------
-
     def _match(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, read: list) -> int | None:
         """Return the number of the step that is the same function of the same values, or None."""
         key, program = self.storages.key(facts, draw, args, kwargs, read), self.record.program
@@ -132,8 +130,6 @@ class Replay(RegionMode):
             return None
         self.position = found + 1
         return found
-
-    # --- results without execution ------------------------------------------------------------------------------------
 
     def _fits(self, step: Step, args: tuple, kwargs: dict) -> bool:
         """Whether the tensors that a step writes to have as much memory as in the first run.

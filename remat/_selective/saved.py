@@ -261,8 +261,6 @@ class SavedValues:
         """The values that may be saved."""
         return [*self._values]
 
-    # --- the policy's decisions -------------------------------------------------------------------------------------
-
     def verdict(self, value: int) -> Verdict:
         """The decision about a value."""
         return self._values[value].verdict if value in self._values else Verdict.RECOMPUTE
@@ -285,8 +283,6 @@ class SavedValues:
         for slot, source in self.saves.slots() if gone else ():
             if slot is not None and not gone.isdisjoint(source.values):
                 slot.residual = None
-
-    # --- candidates -------------------------------------------------------------------------------------------------
 
     def hold(self, value: int, tensor: torch.Tensor) -> None:
         """Make a value a candidate, if the policy allows it to be saved."""
@@ -311,8 +307,6 @@ class SavedValues:
         """Release the residual of a value whose storage was overwritten."""
         if value in self._values:
             self._values[value].forget()
-
-    # --- saved values -----------------------------------------------------------------------------------------------
 
     def save(self, value: int, tensor: torch.Tensor) -> Residual:
         """Save a value, as long as the returned residual lives. ``tensor`` is on its storage."""

@@ -144,8 +144,6 @@ class Storages:
         self.count += 1
         return self.count - 1
 
-    # --- contents of storages -----------------------------------------------------------------------------------------
-
     def find(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the value in a tensor's storage, or None for an unknown storage."""
         return self._in(holder(tensor))
@@ -217,8 +215,6 @@ class Storages:
             if tensor.requires_grad:
                 self.tracked.add(number)
         return number, form
-
-    # --- calls --------------------------------------------------------------------------------------------------------
 
     def key(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, read: list) -> tuple:
         """Return a key, equal for calls that compute the same result, and add the tensors that are read.
