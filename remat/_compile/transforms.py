@@ -213,7 +213,12 @@ def _run_safely(policy: Policy, graph: GraphModule, *args: Any) -> Any:
 def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
     """Run the graph as a region, or inline it where that is not possible."""
     kinds = tuple(interpreter.key().value for interpreter in private.interpreter_stack() or ())
-    if private.JVP in kinds or _has_levels(graph) or (len(kinds) > 1 and any(map(_acts_on_one_level, nodes(graph)))):
+    targets = [node.target for node in nodes(graph)]
+    # Transforms in the graph, whose levels Dynamo has numbered.
+    has_levels = any("functorch" in (getattr(target, "__module__", None) or "") for target in targets)
+    # Operations that may act on one level only: an autograd Function, or another higher-order operator.
+    one_level = (isinstance(t, private.HigherOrderOperator) or t in ("detach_", "register_hook") for t in targets)
+    if private.JVP in kinds or has_levels or (len(kinds) > 1 and any(one_level)):
         return _inlined(graph, args)
     if not private.functionalizing():  # a backend runs Dynamo's trace as it is
         options = Options(policy=policy, determinism_check="none")
@@ -231,16 +236,6 @@ def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
 def _inlined(graph: GraphModule, args: tuple) -> Any:
     with torch.fx.traceback.preserve_node_meta():
         return Interpreter(graph).run(*args)
-
-
-def _has_levels(graph: GraphModule) -> bool:
-    """Whether the graph contains transforms, whose levels Dynamo has numbered."""
-    return any("functorch" in (getattr(node.target, "__module__", None) or "") for node in nodes(graph))
-
-
-def _acts_on_one_level(node: Any) -> bool:
-    """Whether an operation may act on one level only: an autograd Function, or another higher-order operator."""
-    return isinstance(node.target, private.HigherOrderOperator) or node.target in ("detach_", "register_hook")
 
 
 class TracedRegion:

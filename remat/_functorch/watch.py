@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .._captured.captured import Path, find
+from .._captured.captured import find
 from .._core import private
 from .._core.devices import wait_for_backward_threads
 from .._core.facts import tensors
@@ -135,7 +135,8 @@ class Watch(TorchFunctionMode):
         values = [*region.inputs.arguments.searched(), *without_plain(value for _, value in region.outputs.entries)]
         for path, value in find(region.fn, *values).tensors:
             lost = isinstance(value, torch.Tensor) and id(value) not in known and self._has_lost(value)
-            if lost and not _is_made_anew(path):
+            # A recurrent network makes the list of its parameters anew in each call if they have changed.
+            if lost and (path.up is None or path.up.step != "._flat_weights"):
                 raise CaptureError(_STORED.format(tuple(value.shape), path))
 
     def check_captured(self) -> None:
@@ -184,11 +185,6 @@ def _chain(tensor: torch.Tensor) -> list[torch.Tensor]:
     while private.is_wrapped(chain[-1]):
         chain.append(private.unwrap_once(chain[-1]))
     return chain
-
-
-def _is_made_anew(path: Path) -> bool:
-    """Whether a path is the list of an LSTM's or GRU's parameters, which each call makes anew if they have changed."""
-    return path.up is not None and path.up.step == "._flat_weights"
 
 
 _CUT = (

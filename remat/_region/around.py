@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from .._core import private
 from .._core.state import state
 from .guards import Guards
@@ -71,15 +69,7 @@ class Around:
         """Pass captured tensors to the hooks, except those that stay alive anyway."""
         if self.hooks is not None and len(captured_inputs):
             in_region, takes_all = self.region is not None, getattr(self.owner, "takes_all", False)
-            which = _made_by_an_outer_region if in_region else _has_history
-            each = [i for i, t in enumerate(captured_inputs.tensors) if takes_all or (t is not None and which(t))]
+            # An outer region refers to a parameter without packing it, as it has not made it.
+            stay = [t is None or (t.is_leaf and (t.requires_grad or not in_region)) for t in captured_inputs.tensors]
+            each = [i for i, stays in enumerate(stay) if takes_all or not stays]
             captured_inputs.hand_over(self.hooks, each, in_region)
-
-
-def _has_history(tensor: torch.Tensor) -> bool:
-    return not tensor.is_leaf
-
-
-def _made_by_an_outer_region(tensor: torch.Tensor) -> bool:
-    """Whether an outer region may have made a tensor. If it has not, it refers to the tensor without packing it."""
-    return not (tensor.is_leaf and tensor.requires_grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 from .._core.ranges import name_of
@@ -35,17 +35,13 @@ def without_internals(traceback: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this package."""
     entries = []
     while traceback is not None:
-        if not _is_internal(traceback.tb_frame):
+        if not str(traceback.tb_frame.f_globals.get("__name__")).startswith("remat."):
             entries.append(traceback)
         traceback = traceback.tb_next
     result = None
     for each in reversed(entries):
         result = TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return result
-
-
-def _is_internal(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("remat.")
 
 
 def _name(root: Any) -> str:

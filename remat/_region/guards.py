@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -259,7 +260,9 @@ class Guards(list[Guard]):
     def offload(self) -> None:
         """Move activations to host memory. Device memory is freed if no other reference keeps it alive."""
         hooks = functools.partial(Offloaded, group=Group()), Offloaded.get
-        self.hand_over(hooks, [i for i, tensor in enumerate(self.tensors) if _is_activation(tensor)])
+        parameters = [guard.requires_grad and guard.tensor.is_leaf for guard in self]
+        far = [host_memory.in_host_memory(tensor) for tensor in self.tensors]
+        self.hand_over(hooks, [i for i in range(len(self)) if not (parameters[i] or far[i])])
 
     def close(self) -> list[torch.Tensor]:
         """End the first run, and return the tensors that the region has changed and that were copied before.
@@ -293,13 +296,14 @@ class Guards(list[Guard]):
         """Return all tensors, captured ones, for a recompute."""
         return [guard.captured_again(self.accumulated) for guard in self]
 
-    def stale(self) -> dict[int, str]:
-        """Return the ids of tensors that were changed since, each with the message for a recompute that reads it."""
-        return {
+    def watched(self) -> AbstractContextManager:
+        """Within, reads of tensors that were changed since are errors."""
+        stale = {
             id(guard.tensor): guard.message()
             for guard in self
             if guard.tensor is not None and guard.copy is None and not guard.lost and not guard.is_as_before
         }
+        return Stale(stale) if stale else nullcontext()
 
 
 def close(operands: Guards, captured_inputs: Guards) -> None:
@@ -394,10 +398,6 @@ def _may_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     with unseen():
         return isinstance(a, private.FakeTensor) or a.is_nested or not torch.equal(a, b)
-
-
-def _is_activation(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_leaf and tensor.requires_grad) and not host_memory.in_host_memory(tensor)
 
 
 CHANGED = (

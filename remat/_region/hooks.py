@@ -146,10 +146,11 @@ class Packed:
         """
         if self._kind is None:
             return self._unpack(self.contents)
-        running = current_scope() if _unpacks_once(self._unpack) else None
+        of_checkpoint = getattr(self._unpack, "__module__", None) == "torch.utils.checkpoint"
+        running = current_scope() if of_checkpoint else None
         if running is None:
             return self._unpacked()
-        if self not in running.unpacked:  # such hooks can be called once in a pass, or in a GraphExecGroup
+        if self not in running.unpacked:  # torch's checkpoint unpacks a tensor once in a pass, or in a GraphExecGroup
             running.unpacked[self] = self._unpacked()
         return running.unpacked[self]
 
@@ -164,11 +165,6 @@ class Packed:
                     f"let the unpack hook convert it back, or the pack hook return it unchanged."
                 )
             return tensor if self._stride is None else laid_out(tensor, self._stride)
-
-
-def _unpacks_once(unpack: Any) -> bool:
-    """Whether a hook is from ``torch.utils.checkpoint``, which raises when a tensor is unpacked twice."""
-    return getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:

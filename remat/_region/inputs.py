@@ -17,7 +17,7 @@ from .._captured.variables import Variables, bound
 from .._core.state import unseen
 from .._core.tensors import is_left_from_vmap
 from .arguments import Arguments
-from .guards import NO_GUARDS, Guards, Stale
+from .guards import NO_GUARDS, Guards
 
 Tensors = Sequence[torch.Tensor]
 
@@ -143,11 +143,6 @@ class Inputs:
     def bound_again(self, operands: Tensors, captured: Tensors) -> AbstractContextManager:
         """Within, variables have the values of the first run, with these tensors, for a recompute."""
         return bound(self._variables, {**self._followed(operands), **dict(zip(self._ids, captured))})
-
-    def watched(self) -> AbstractContextManager:
-        """Within, reads of captured tensors that were changed since are errors."""
-        stale = self.captured.stale()
-        return Stale(stale) if stale else nullcontext()
 
     def _followed(self, operands: Tensors) -> dict[int, torch.Tensor]:
         return {key: operands[i] for key, (_, i) in self._bindings.items()}

@@ -155,7 +155,7 @@ class Region:
         try:
             with turn(), recomputing(self.options.override), self.ambient.restored():
                 operands, captured = inputs.again(operands)
-                with inputs.bound_again(operands, captured), inputs.watched():
+                with inputs.bound_again(operands, captured), inputs.captured.watched():
                     mode = run.mode([*operands, *captured])
                     return self._called(*inputs.arguments.filled(operands), mode, run.log, again=True)
         except Exception as error:
