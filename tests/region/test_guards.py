@@ -192,6 +192,18 @@ def gradients_of_captured_parameters(wrap: Wrap) -> Any:
     return before, torch.autograd.grad(out.sum(), (x, w)), w.grad
 
 
+def gradients_of_a_linear_loss(wrap: Wrap) -> Any:
+    """The backward pass inside reads no saved tensor."""
+    x, w = rand(3), rand(3, seed=1)
+
+    def f(x: Tensor) -> Tensor:
+        w.sum().backward()
+        return (x * w).sin()
+
+    wrap(f)(x).sum().backward()
+    return x.grad, w.grad
+
+
 def gradients_that_are_cleared(wrap: Wrap) -> Any:
     """A recompute doesn't add to the gradients that captured parameters have by then, nor clear them."""
     x, w = rand(3), rand(3, seed=1)
@@ -228,6 +240,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     ),
     "counted": statistics(counted),
     "gradients of captured parameters": gradients_of_captured_parameters,
+    "gradients of a linear loss": gradients_of_a_linear_loss,
     "gradients that are cleared": gradients_that_are_cleared,
     "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
     "detached later": then(lambda layer, h: h.detach_()),
