@@ -146,6 +146,21 @@ def test_only_the_outermost_region_saves(depth: int) -> None:
 # --- several backward passes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_values_are_released_while_the_pass_goes_on(retain: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(10):
+            x = x.sin()
+        return x
+
+    x, alive = torch.ones(64, 64, requires_grad=True), list[int]()
+    out = remat(fn)(x).sum()
+    with PeakMemory() as memory:
+        x.register_hook(lambda _: alive.append(memory.total))
+        grad(out, x, retain_graph=retain)
+    assert alive[0] <= 2 * x.nbytes + 64  # the gradient, and the last value; all ten if they lived until the end
+
+
 def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
     runs = Runs(mm_chain)
     out, expected = remat(runs)(X, W), grad(mm_chain(X, W), (X, W))
