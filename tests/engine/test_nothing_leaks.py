@@ -130,3 +130,22 @@ def test_few_objects_live_for_each_region() -> None:
         for _ in range(100):
             out = fn(out, w)
         assert 100 <= len(gc.get_objects()) - before <= 100 * 36
+
+
+def test_a_node_of_a_recompute_that_the_region_stores() -> None:
+    """The node owns the hook of the recompute, which must not lead to the function, and so to the node."""
+
+    def run() -> weakref.ref:
+        nodes, scale = list[Any](), torch.ones(3)
+
+        def fn(x: Tensor) -> Tensor:
+            y = (x * scale).exp()
+            nodes.append(y.grad_fn)
+            return y.cos()
+
+        x = torch.ones(3, requires_grad=True)
+        torch.autograd.grad(remat(fn)(x).sum(), x)
+        return weakref.ref(scale)
+
+    with gc_disabled():
+        assert run()() is None
