@@ -1,0 +1,63 @@
+"""What is asked of tensors at the levels of torch.func, and the operations of operators."""
+
+from __future__ import annotations
+
+import torch
+from cases import rand
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+from torch.utils.flop_counter import FlopCounterMode
+
+from remat._core.facts import flops
+from remat._core.tensors import bottom, is_in_graph, is_left_from_vmap, requires_grad_somewhere
+
+
+def test_requires_grad_at_some_level() -> None:
+    found: dict[str, bool] = {}
+
+    def see(name: str, x: Tensor) -> Tensor:
+        found[name] = requires_grad_somewhere(x)
+        return x.sin().sum()
+
+    x = rand(3, grad=False)
+    grad(lambda x: see("grad", x))(x)
+    vmap(lambda x: see("vmap", x))(x)
+    grad(lambda x: vmap(lambda x: see("vmap below", x))(x).sum())(x)
+    vmap(lambda x: see("autograd", x))(x.clone().requires_grad_())
+    jvp(lambda x: see("jvp", x), (x,), (x,))
+    assert found == {"grad": True, "vmap": False, "vmap below": True, "autograd": True, "jvp": False}
+
+
+def test_views_that_autograd_does_not_follow() -> None:
+    x = rand(3)
+    with torch.no_grad():
+        view = x[:2]
+    assert is_in_graph(x) and is_in_graph(x[:2]) and not is_in_graph(view) and not is_in_graph(x.detach())
+
+
+def test_the_bottom_of_a_wrapper_and_what_vmap_has_left() -> None:
+    x, kept = rand(3, 2, grad=False), list[Tensor]()
+
+    def keep(row: Tensor) -> Tensor:
+        kept.append(row)
+        assert bottom(row) is bottom(x) and not is_left_from_vmap(row)
+        return row * 2
+
+    vmap(keep)(x)
+    assert is_left_from_vmap(kept[0]) and not is_left_from_vmap(x)
+
+
+def test_flops_of_attention_and_products() -> None:
+    """The CPU's attention has no formula in torch, and gets numbers among its tensors."""
+    q = rand(2, 4, 8, 16, grad=False)
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    result = op(q, q, q, 0.0, True)
+    product = 2 * 2 * 4 * 8 * 8 * 16
+    assert flops(op, (q, q, q, 0.0, True), {}, result) == 2 * product
+    args = q, q, q, q, *result, 0.0, True
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    assert flops(backward, args, {}, None) == 5 * product
+    with FlopCounterMode(display=False) as counter:
+        q[0, 0] @ q[0, 0].T
+    assert flops(torch.ops.aten.mm.default, (q[0, 0], q[0, 0].T), {}, q) == counter.get_total_flops() == 2 * 8 * 8 * 16
+    assert flops(torch.ops.aten.sin.default, (q,), {}, q) == 0
