@@ -129,11 +129,7 @@ class Choices:
         """Return the steps and values to choose from. Results of the region count as 0 bytes, as they exist anyway."""
         values = [(value, step) for step in program.steps for value in step.outs]
         sizes = {value: 0 if value in results else self.sizes.get(value, 0) for value, _ in values}
-        keepable = {
-            value
-            for value, step in values
-            if is_judged(step.result, step.facts) and (step.facts.writes or value not in program.overwritten)
-        }
+        keepable = {value for value, step in values if is_judged(step.result, step.facts)}
         stays = {number for number in range(len(program.steps)) if not (lazy and number in program.skippable)}
         return Problem(program.steps, program.reads, self.costs, sizes, keepable, roots, stays)
 

@@ -152,6 +152,21 @@ def test_long_programs_have_only_corners(monkeypatch: pytest.MonkeyPatch) -> Non
     assert curve.points[0].nbytes == 0 and curve.points[-1].cost == 0
 
 
+def test_a_value_that_the_program_overwrites_can_be_saved() -> None:
+    """It is copied before the write."""
+
+    def fn(x: Tensor) -> Tensor:
+        h = x @ W
+        y = h.tanh()
+        h.relu_()
+        return (y * 2).exp() + h.sin()
+
+    curve = remat.pareto(fn, X, cost="flops")
+    nothing, product = curve.points
+    assert (nothing.nbytes, product.nbytes, product.flops) == (0, X.nbytes, 0)
+    assert [products(remat.remat(fn, policy=curve.at(p.nbytes or 1))) for p in curve.points] == [3, 2]
+
+
 def test_results_and_inputs_are_not_counted() -> None:
     curve = remat.pareto(lambda x: x.exp(), leaf())
     assert [(point.nbytes, point.cost) for point in curve.points] == [(0, 0)]
