@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -77,7 +76,6 @@ def _named_in_trace(x: T, name: str) -> T:
         return private.tree_map(lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x)
 
 
-@lru_cache(4096)
 def is_named(name: str, pattern: str) -> bool:
     """Whether a name matches a policy's pattern, in which ``*`` matches any characters."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None

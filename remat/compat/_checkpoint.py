@@ -22,37 +22,14 @@ _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-TorchsCheck = Literal["default", "metadata", "values", "none"]
 
 
 @overload
-def checkpoint(
-    function: Callable[..., R],
-    *args: Any,
-    use_reentrant: bool | None = False,
-    preserve_rng_state: bool = True,
-    context_fn: Callable[[], Any] = noop_context_fn,
-    determinism_check: TorchsCheck = "default",
-    debug: bool = False,
-    early_stop: bool = True,
-    respect_saved_tensors_hooks: bool | None = None,
-    policy: PolicyLike = None,
-    **kwargs: Any,
-) -> R: ...
+def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
 
 
 @overload
-def checkpoint(
-    *,
-    use_reentrant: bool | None = False,
-    preserve_rng_state: bool = True,
-    context_fn: Callable[[], Any] = noop_context_fn,
-    determinism_check: TorchsCheck = "default",
-    debug: bool = False,
-    early_stop: bool = True,
-    respect_saved_tensors_hooks: bool | None = None,
-    policy: PolicyLike = None,
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def checkpoint(**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def checkpoint(
@@ -61,7 +38,7 @@ def checkpoint(
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], Any] = noop_context_fn,
-    determinism_check: TorchsCheck = "default",
+    determinism_check: Literal["default", "metadata", "values", "none"] = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
@@ -127,12 +104,11 @@ def _decorated(options: Options, context_fn: Callable, function: Callable) -> Ca
 @private.skipped_unless_inlined  # as calls of rematerialized functions
 def _call(function: Any, options: Options, context_fn: Callable, args: tuple, kwargs: dict) -> Any:
     if torch.compiler.is_compiling():  # Dynamo can't trace the checks for all kinds of callables
-        given: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
-        if context_fn is not noop_context_fn:  # compiled code takes only a selective one, as in torch
-            if options.policy is not None:
-                raise ValueError(_TWO_POLICIES)
-            given["context_fn"] = context_fn
-        return compiled.checkpoint(function, args, kwargs, options, given)
+        if context_fn is noop_context_fn:
+            return compiled.call(function, options, args, kwargs)
+        if options.policy is not None:  # compiled code takes only a selective context_fn, as in torch
+            raise ValueError(_TWO_POLICIES)
+        return compiled.call(function, options, args, kwargs, context_fn)
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
     check_returns(function)
