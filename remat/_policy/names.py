@@ -56,7 +56,10 @@ def checkpoint_name(x: T, name: str) -> T:
         swapped = " The arguments are swapped." if isinstance(x, str) else ""
         raise TypeError(f"checkpoint_name(x, name): the name must be a string; got {shown(name)}.{swapped}")
     if torch.compiler.is_compiling():
-        return _named_in_trace(x, name) if state.traced is not None and state.traced.judges_names else x
+        if state.traced is None or not state.traced.judges_names:
+            return x
+        with torch.fx.traceback.annotate({NAME: name}):  # `_compile/graphs.py` finds the values of these aliases
+            return private.tree_map(lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x)
     if state.recordings:
         line = user_line()
         with private.without_torch_function():
@@ -68,12 +71,6 @@ def checkpoint_name(x: T, name: str) -> T:
 
 
 NAME = "remat.name"  # the key under which a trace annotates an alias with its name
-
-
-def _named_in_trace(x: T, name: str) -> T:
-    """Return aliases that are annotated with the name, for Dynamo. `_compile/graphs.py` resolves them to the values."""
-    with torch.fx.traceback.annotate({NAME: name}):
-        return private.tree_map(lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x)
 
 
 def is_named(name: str, pattern: str) -> bool:
