@@ -145,10 +145,7 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
 def _fitting(
     program: Program, trace: _Trace, blocks: Mapping[nn.Module, Tradeoff], amount: int, budget: Budget
 ) -> tuple[Plan, int]:
-    """Return the best plan whose measured peak is within the amount, and this peak.
-
-    The predicted peak is mostly too high, and never much too low. Each run corrects the aim by the measured error.
-    """
+    """Return the best plan whose measured peak is within the amount, and this peak. Each run corrects the aim."""
     options = {module: tradeoff.options for module, tradeoff in blocks.items()}
     nothing = _agreed_plan({module: each[0] for module, each in options.items()})
     best, aim, tried = (nothing, _agreed(trace.peak)), amount, [nothing]

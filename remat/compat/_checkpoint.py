@@ -113,18 +113,16 @@ def _call(function: Any, options: Options, context_fn: Callable, args: tuple, kw
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
     check_returns(function)
     if context_fn is not noop_context_fn:
-        options = _with_contexts(options, Contexts(context_fn()))
+        contexts = Contexts(context_fn())
+        if (type(contexts.first), type(contexts.again)) != private.SelectiveModes:
+            options = replace(options, contexts=contexts)
+        elif options.policy is not None:
+            raise ValueError(_TWO_POLICIES)
+        else:
+            policy_fn = contexts.first.policy_fn
+            policy = functools.update_wrapper(functools.partial(_answer, policy_fn), policy_fn, updated=())
+            options = replace(options, policy=as_policy(policy))
     return _function.call(function, options, known_of(function), args, kwargs)
-
-
-def _with_contexts(options: Options, contexts: Contexts) -> Options:
-    if (type(contexts.first), type(contexts.again)) != private.SelectiveModes:
-        return replace(options, contexts=contexts)
-    if options.policy is not None:
-        raise ValueError(_TWO_POLICIES)
-    policy_fn = contexts.first.policy_fn
-    policy = functools.update_wrapper(functools.partial(_answer, policy_fn), policy_fn, updated=())
-    return replace(options, policy=as_policy(policy))
 
 
 def _answer(policy_fn: Callable, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool | CheckpointPolicy:
