@@ -22,14 +22,37 @@ _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine 
 
 P = ParamSpec("P")
 R = TypeVar("R")
+TorchsCheck = Literal["default", "metadata", "values", "none"]
 
 
 @overload
-def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
+def checkpoint(
+    function: Callable[..., R],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Any] = noop_context_fn,
+    determinism_check: TorchsCheck = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    policy: PolicyLike = None,
+    **kwargs: Any,
+) -> R: ...
 
 
 @overload
-def checkpoint(**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def checkpoint(
+    *,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Any] = noop_context_fn,
+    determinism_check: TorchsCheck = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    policy: PolicyLike = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def checkpoint(
@@ -38,7 +61,7 @@ def checkpoint(
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], Any] = noop_context_fn,
-    determinism_check: Literal["default", "metadata", "values", "none"] = "default",
+    determinism_check: TorchsCheck = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
