@@ -1,8 +1,7 @@
 """One budget for a model: what each block saves, so that the peak of a training step stays below the budget.
 
-The model runs once with blocks that save nothing. This shows how much memory is alive at each moment, and how many
-blocks have run by then, whose saved values would be added. So each moment limits what the blocks that have run save
-together. Late blocks can save more, as their values are freed before the backward pass of early blocks.
+The model runs once with blocks that save nothing. The memory alive at each moment limits what the blocks that have run
+by then save together. Late blocks can save more, as their values are freed before the backward pass of early blocks.
 """
 
 from __future__ import annotations

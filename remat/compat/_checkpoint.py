@@ -127,11 +127,10 @@ def _decorated(options: Options, context_fn: Callable, function: Callable) -> Ca
 @private.skipped_unless_inlined  # as calls of rematerialized functions
 def _call(function: Any, options: Options, context_fn: Callable, args: tuple, kwargs: dict) -> Any:
     if torch.compiler.is_compiling():  # Dynamo can't trace the checks for all kinds of callables
-        if context_fn is noop_context_fn:
-            return compiled.call(function, options, args, kwargs)
-        if options.policy is not None:  # compiled code takes only a selective context_fn, as in torch
+        given = None if context_fn is noop_context_fn else context_fn
+        if given is not None and options.policy is not None:  # only a selective context_fn can be traced, as in torch
             raise ValueError(_TWO_POLICIES)
-        return compiled.call(function, options, args, kwargs, context_fn)
+        return compiled.call(function, options, args, kwargs, given)
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
     check_returns(function)
