@@ -59,20 +59,16 @@ def sequential(
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if isinstance(functions, torch.nn.Sequential):
-        _check_sequential(functions)
+        own = unwrap(type(functions).forward) is not torch.nn.Sequential.forward or "forward" in vars(functions)
+        if own or any(vars(functions).get(name) for name in _HOOKS):
+            raise ValueError(
+                f"The {type(functions).__name__} has {'a forward' if own else 'hooks'} of its own, which would be "
+                f"skipped. Pass `list(module)` if they are not needed, or make it one region: `remat(module)`."
+            )
     row = row_of(functions, 1 if segments is None else segments)
     count = round(len(row) ** 0.5) if segments is None else segments
     ends = [len(row) * i // count for i in range(count + 1)]
     return chain([Remat(chain(row[start:end]), options, Known()) for start, end in pairwise(ends)])
-
-
-def _check_sequential(module: torch.nn.Sequential) -> None:
-    own = unwrap(type(module).forward) is not torch.nn.Sequential.forward or "forward" in vars(module)
-    if own or any(vars(module).get(name) for name in _HOOKS):
-        raise ValueError(
-            f"The {type(module).__name__} has {'a forward' if own else 'hooks'} of its own, which would be skipped. "
-            f"Pass `list(module)` if they are not needed, or make it one region: `remat(module)`."
-        )
 
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._budget.curve import Curve, Point, curve_of
+from ._budget.curve import Curve, Point
 from ._core.known import Known
 from ._function import call
 from ._measure.program import Program
@@ -62,4 +62,10 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
             "captured tensors, or the function calls torch.func transforms itself."
         )
-    return curve_of(known.choices[policy][-1][0], cost)
+    found = known.choices[policy][-1][0]
+    names = [f"{name} at {found.lines.get(i)}" for i, name in enumerate(found.operators)]
+    points = [
+        Point(each.nbytes, each.cost, each.flops, tuple(names[i] for i in sorted(each.steps)), each.steps)
+        for each in found.options
+    ]
+    return Curve(tuple(points), found.whole, cost, found.is_exact, found.operators)

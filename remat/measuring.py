@@ -92,9 +92,8 @@ def report(
     """Measure what a program saves and recomputes, without rematerialization and under policies.
 
     Runs ``fn(*args, **kwargs)`` and the backward of a loss as :func:`check` does: without any region; as it is, if it
-    has regions; and as ``remat(fn, policy=policy)`` for each policy. Bytes of live tensors are counted at each
-    operation, FLOPs are those of matrix products, convolutions and attention: both are deterministic. On a device, the
-    report also has the peak of its allocator.
+    has regions; and as ``remat(fn, policy=policy)`` for each policy. The bytes of live tensors and the FLOPs are
+    deterministic. On a device, the report also has the peak of its allocator.
 
     Args:
         fn, args: the function or module, and its arguments, any pytrees.

@@ -9,7 +9,6 @@ from typing import Any
 from .._core.amounts import aligned, flops_text, size_text
 from .._measure.costs import plot_choices
 from .._policy.policy import Budget, Chosen
-from .._selective.choices import Tradeoff
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,3 @@ class Curve:
 
 
 _UNITS = {"roofline": ", us", "time": ", us", "flops": ", FLOP"}
-
-
-def curve_of(tradeoff: Tradeoff, cost: Any) -> Curve:
-    """Return the curve of a program, from the choices for it."""
-    names = [f"{name} at {tradeoff.lines.get(i)}" for i, name in enumerate(tradeoff.operators)]
-    points = [
-        Point(each.nbytes, each.cost, each.flops, tuple(names[i] for i in sorted(each.steps)), each.steps)
-        for each in tradeoff.options
-    ]
-    return Curve(tuple(points), tradeoff.whole, cost, tradeoff.is_exact, tradeoff.operators)

@@ -1,8 +1,7 @@
 """One budget for a model: what each block saves, so that the peak of a training step stays below the budget.
 
-The model runs once with blocks that save nothing. This shows how much memory is alive at each moment, and how many
-blocks have run by then, whose saved values would be added. So each moment limits what the blocks that have run save
-together. Late blocks can save more, as their values are freed before the backward pass of early blocks.
+The model runs once with blocks that save nothing. The memory alive at each moment limits what the blocks that have run
+by then save together. Late blocks can save more, as their values are freed before the backward pass of early blocks.
 """
 
 from __future__ import annotations
@@ -145,10 +144,7 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
 def _fitting(
     program: Program, trace: _Trace, blocks: Mapping[nn.Module, Tradeoff], amount: int, budget: Budget
 ) -> tuple[Plan, int]:
-    """Return the best plan whose measured peak is within the amount, and this peak.
-
-    The predicted peak is mostly too high, and never much too low. Each run corrects the aim by the measured error.
-    """
+    """Return the best plan whose measured peak is within the amount, and this peak. Each run corrects the aim."""
     options = {module: tradeoff.options for module, tradeoff in blocks.items()}
     nothing = _agreed_plan({module: each[0] for module, each in options.items()})
     best, aim, tried = (nothing, _agreed(trace.peak)), amount, [nothing]

@@ -18,13 +18,8 @@ from . import transforms
 from .graphs import judge, reason_to_break
 
 
-def call(fn: Callable, options: Options, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a checkpointed part of the graph that is being traced."""
-    return checkpoint(fn, args, kwargs, options, {"preserve_rng_state": options.preserve_rng_state})
-
-
-def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settings: dict[str, Any]) -> Any:
-    """The same with settings of torch's function, which may contain a ``context_fn`` instead of a policy.
+def call(fn: Callable, options: Options, args: tuple, kwargs: dict, context_fn: Callable | None = None) -> Any:
+    """Call ``fn`` as a checkpointed part of the graph that is being traced, with a ``context_fn`` or a policy.
 
     The outermost region decides for everything inside it, so inner regions are inlined.
     """
@@ -39,12 +34,17 @@ def checkpoint(fn: Callable, args: tuple, kwargs: dict, options: Options, settin
     known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list selects no names
     with traced(known), private.no_nested_graph_breaks():
         if private.transforms_active():
-            return transforms.call(fn, args, kwargs, policy, settings.get("context_fn"))
+            return transforms.call(fn, args, kwargs, policy, context_fn)
         if policy is not None:
             # Dynamo takes a partial of a function as a context, and only one that it sees being made.
-            settings = {**settings, "context_fn": functools.partial(_contexts_of, policy)}
+            context_fn = functools.partial(_contexts_of, policy)
+        settings: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
         return private.original_checkpoint(
-            lambda *inputs: _or_break(fn(*inputs, **kwargs)), *args, use_reentrant=False, **settings
+            lambda *inputs: _or_break(fn(*inputs, **kwargs)),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=options.preserve_rng_state,
+            **settings,
         )
 
 

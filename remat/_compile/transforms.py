@@ -1,9 +1,8 @@
 """A region in a ``torch.func`` transform that is compiled.
 
 Dynamo lifts the region's function to a graph whose arguments are everything that it reads. While AOT autograd traces,
-the region is taken through the levels by the rules of the func lowering. All of it is one graph, in which a recompute
-is a second copy of the region. The copy is made to depend on the cotangents, as a compiler could otherwise move it to
-the first run, where its values would live until the backward.
+the region is taken through the levels by the rules of the func lowering. In this one graph a recompute is a second copy
+of the region, made to depend on the cotangents, as a compiler could otherwise move it to the first run.
 """
 
 from __future__ import annotations

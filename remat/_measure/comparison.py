@@ -14,7 +14,7 @@ from .._core.state import disable_remat
 from .._core.tensors import parts
 from ..errors import shown
 from .origins import tensor_text
-from .program import NOT_DIFFERENTIATED, Overwritten, Program
+from .program import NOT_DIFFERENTIATED, Program
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,12 @@ def compared(program: Program, with_regions: Callable, context: Callable[[], Any
         try:
             runs.append(_outcome(program, fn, around))
         except Exception as error:
-            return _failure(error, without=not runs)
+            found = [
+                Line(frame.f_code, n) for frame, n in traceback.walk_tb(error.__traceback__) if not is_library(frame)
+            ]
+            # A traceback keeps the variables of its frames alive.
+            error = error.with_traceback(None)
+            return CheckResult(error=error, line=str(found[-1]) if found else "", fails_without_remat=not runs)
     differences, rounding = _differences(*runs)
     names = [name for name, value in runs[1].items() if not isinstance(value, _State)]
     gradients = sum(name.startswith("gradient of ") for name in names)
@@ -106,29 +111,18 @@ def compared(program: Program, with_regions: Callable, context: Callable[[], Any
 
 
 def _outcome(program: Program, fn: Callable, context: Callable[[], Any]) -> dict[str, Any]:
-    """The values of one run, by name."""
+    """The values of one run, by name, with copies of the tensors that it has changed in place or assigned."""
+    before = {id(tensor) for _, tensor in program.captured}
     with program.preserved() as overwritten, context():
         results = program.run(fn, keep=True)
         states = {name: _State(state) for name, state in program.generator_states().items()}
-        return {**dict(results), **_changed(program, overwritten), **states}
-
-
-def _changed(program: Program, overwritten: Overwritten) -> dict[str, torch.Tensor]:
-    """Copies of the tensors that the program has changed in place or assigned to its variables."""
-    before = {id(tensor) for _, tensor in program.captured}
-    now = [(f"argument {name}", tensor) for name, tensor in zip(program.names, program.tensors)] + program.read_now()
-    return {
-        f"{name} after the run": tensor.detach().clone()
-        for name, tensor in now
-        if overwritten.wrote(tensor) or (id(tensor) not in before and not name.startswith("argument "))
-    }
-
-
-def _failure(error: Exception, without: bool) -> CheckResult:
-    lines = [Line(frame.f_code, n) for frame, n in traceback.walk_tb(error.__traceback__) if not is_library(frame)]
-    line = str(lines[-1]) if lines else ""
-    # A traceback keeps the variables of its frames alive.
-    return CheckResult(error=error.with_traceback(None), line=line, fails_without_remat=without)
+        now = [(f"argument {name}", tensor) for name, tensor in zip(program.names, program.tensors)]
+        changed = {
+            f"{name} after the run": tensor.detach().clone()
+            for name, tensor in now + program.read_now()
+            if overwritten.wrote(tensor) or (id(tensor) not in before and not name.startswith("argument "))
+        }
+        return {**dict(results), **changed, **states}
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[Difference], float]:

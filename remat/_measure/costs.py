@@ -76,13 +76,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one run of a program.
+    """The costs of one run of a program. Arguments and captured tensors are not counted.
 
     Attributes:
         label: the policy as text.
         policy: the policy; None for no policy and for runs that were not made for a policy.
-        saved_bytes: bytes alive at the end of the forward, which are saved for the backward. Arguments and captured
-            tensors are not counted, here and below.
+        saved_bytes: bytes alive at the end of the forward, which are saved for the backward.
         peak_bytes: the most bytes alive at any time.
         flops: floating-point operations of matrix products, convolutions and attention.
         recomputed_flops: the number of these beyond a run without rematerialization.

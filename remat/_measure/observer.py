@@ -70,25 +70,24 @@ class PeakMemory(Observer):
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         given = {id(storage) for storage, _ in strided((args, kwargs))}
         for storage, tensor in strided(result):
-            key = id(storage)
-            if not self._resized(key, storage) and key not in given:
-                self._refs[key] = weakref.ref(storage, functools.partial(self._freed, key))
-                self._sizes[key] = size = storage.nbytes()
-                self.total += size
+            is_new = id(storage) not in self._refs
+            if is_new and id(storage) in given:
+                continue
+            self._count(storage)
+            if is_new:
                 self.made(storage, tensor, func)
         if self.total > self.peak:
             for storage in self.storages():  # some may have been resized without an operation
-                self._resized(id(storage), storage)
+                self._count(storage)
             self.peak = max(self.peak, self.total)
 
-    def _resized(self, key: int, storage: torch.UntypedStorage) -> bool:
-        """Update the size of a storage. Returns whether it was made while the mode was active."""
-        if key not in self._sizes:
-            return False
-        size = storage.nbytes()
-        self.total += size - self._sizes[key]
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage at its current size."""
+        key, size = id(storage), storage.nbytes()
+        if key not in self._refs:
+            self._refs[key] = weakref.ref(storage, functools.partial(self._freed, key))
+        self.total += size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        return True
 
     def _freed(self, key: int, ref: weakref.ref) -> None:
         if self._refs.get(key) is ref:

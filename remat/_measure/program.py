@@ -164,10 +164,9 @@ class Program:
         return {n: bytes_of(s) if isinstance(s, torch.Tensor) else pickle.dumps(s) for n, s in states.items()}
 
     def run(self, fn: Callable, at_end: Callable[[], None] = lambda: None, keep: bool = False) -> Named:
-        """Run the program with ``fn`` in place of its function, and call ``at_end`` at the end of its forward.
+        """Run it with ``fn``, and call ``at_end`` after its forward. Return the transform's result, or the gradients.
 
-        Returns the transform's result, or the gradients. With ``keep`` also the function's own result, before the
-        gradients, which is then alive during the backward.
+        With ``keep`` also the function's own result, before the gradients, which is then alive during the backward.
         """
         if self.transform is None:
             return self._differentiated(fn, at_end, keep)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -57,7 +56,10 @@ def checkpoint_name(x: T, name: str) -> T:
         swapped = " The arguments are swapped." if isinstance(x, str) else ""
         raise TypeError(f"checkpoint_name(x, name): the name must be a string; got {shown(name)}.{swapped}")
     if torch.compiler.is_compiling():
-        return _named_in_trace(x, name) if state.traced is not None and state.traced.judges_names else x
+        if state.traced is None or not state.traced.judges_names:
+            return x
+        with torch.fx.traceback.annotate({NAME: name}):  # `_compile/graphs.py` finds the values of these aliases
+            return private.tree_map(lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x)
     if state.recordings:
         line = user_line()
         with private.without_torch_function():
@@ -71,13 +73,6 @@ def checkpoint_name(x: T, name: str) -> T:
 NAME = "remat.name"  # the key under which a trace annotates an alias with its name
 
 
-def _named_in_trace(x: T, name: str) -> T:
-    """Return aliases that are annotated with the name, for Dynamo. `_compile/graphs.py` resolves them to the values."""
-    with torch.fx.traceback.annotate({NAME: name}):
-        return private.tree_map(lambda t: torch.ops.aten.alias.default(t) if isinstance(t, torch.Tensor) else t, x)
-
-
-@lru_cache(4096)
 def is_named(name: str, pattern: str) -> bool:
     """Whether a name matches a policy's pattern, in which ``*`` matches any characters."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None

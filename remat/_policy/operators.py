@@ -191,7 +191,12 @@ def resolve(op: Any) -> frozenset[Op]:
     else:
         raise PolicyError(f"save_ops takes operators such as torch.ops.aten.mm, got {op!r}.{operator_like(op)}")
     if not ops:
-        raise PolicyError(_about_composite(found))
+        name = str(getattr(found, "overloadpacket", found)).replace(".", "::")
+        instead = next((use for use, names in _INSTEAD.items() if name in names), _OTHERWISE)
+        raise PolicyError(
+            f"{found} is a composite: it decomposes into other operators before a policy sees it, and only the results "
+            f"of these can be saved. Use {instead}."
+        )
     return ops
 
 
@@ -229,16 +234,6 @@ def _nearest(name: str) -> str:
     wanted = wanted if "." in wanted else f"aten.{wanted}"
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.75)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-def _about_composite(op: Op) -> str:
-    packet = getattr(op, "overloadpacket", op)
-    name = str(packet).replace(".", "::")
-    instead = next((use for use, names in _INSTEAD.items() if name in names), _OTHERWISE)
-    return (
-        f"{op} is a composite: it decomposes into other operators before a policy sees it, and only the results of "
-        f"these can be saved. Use {instead}."
-    )
 
 
 def operator_like(value: Any) -> str:

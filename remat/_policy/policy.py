@@ -1,8 +1,6 @@
 """Policies: their verdicts on values, their classes, how they are combined, and conversions to them.
 
-A policy is evaluated in two ways. For a value of a region, predicates are called. In advance, the verdicts of
-predicates are unknown (``None``). Verdicts known in advance can be cached, and reveal contradictions when a policy is
-created.
+For a value of a region, predicates are called. In advance, when a policy is created, their verdicts are unknown: None.
 """
 
 from __future__ import annotations

@@ -62,14 +62,11 @@ def _of_text(text: str) -> str:
 
 def _nearest(text: str) -> str:
     policies = sys.modules["remat.policies"]
-    names = policies.__all__
     wanted = text.rpartition(".")[2].strip().lower().replace("-", "_")
-    if wanted in names:
-        near = [wanted]
-    else:
-        near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
-        if len(wanted) > 2:
-            containing = [name for name in names if wanted in name]
-            near = [*sorted(containing, key=lambda name: (name.find(wanted), len(name))), *near]
+    near = [wanted]
+    if wanted not in policies.__all__:
+        containing = [name for name in policies.__all__ if len(wanted) > 2 and wanted in name]
+        near = sorted(containing, key=lambda name: (name.find(wanted), len(name)))
+        near += difflib.get_close_matches(wanted, policies.__all__, n=3, cutoff=0.6)
     calls = [f"policies.{name}{'(...)' * isfunction(getattr(policies, name))}" for name in dict.fromkeys(near)][:3]
     return f" Did you mean {' or '.join(calls)}?" if calls else ""

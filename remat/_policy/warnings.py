@@ -46,10 +46,9 @@ def unmatched(recording: Any) -> Callable[[], None] | None:
     """
     verdicts, log = recording.verdicts, recording.log
     own, warned, alone = verdicts.own, verdicts.warned, verdicts.own is verdicts.policy
-    if warned.operators or not (own.asks or own.mentioned_ops) or not log.steps:
+    # An outer region's policy may have decided, so that the predicates were not called.
+    if warned.operators or not (alone if own.asks else own.mentioned_ops) or not log.steps:
         return None
-    if own.asks and not alone:
-        return None  # the outer region's policy may have decided, so that the predicates were not called
     found = set() if own.asks else {own.verdict_for(step.facts.func) for step in log.steps}
     for value, names in verdicts.names.items() if not own.asks else ():
         found.add(own.judge(None, log.maker(value).facts.func, (), {}, frozenset(names)))

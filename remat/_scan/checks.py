@@ -25,7 +25,14 @@ class Trees:
         """Return the leaves of what step ``number`` returned. ValueError if its structure, or a kind, has changed."""
         leaves, spec = trees.flatten(tree)
         if self.spec is None:
-            self._record(leaves, spec)
+            self.spec, self.kinds = spec, list(map(_kind, leaves))
+            for i, leaf in enumerate(leaves):
+                if leaf is not None and not isinstance(leaf, torch.Tensor):
+                    raise TypeError(
+                        f"{self._name(i)} must be a tensor, got {shown(leaf)}. Convert numbers with "
+                        f"`torch.as_tensor`, and let the step function capture values that steps don't change."
+                    )
+            self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf is not None)
         if spec != self.spec:
             raise ValueError(
                 f"Step {number} changes the structure of {self.what}: "
@@ -35,17 +42,6 @@ class Trees:
             if (now := _kind(leaf)) != kind:
                 raise ValueError(f"Step {number} changes {self._name(i)} from {kind} to {now}. It must not change.")
         return leaves
-
-    def _record(self, leaves: list[Any], spec: Any) -> None:
-        self.spec = spec
-        for i, leaf in enumerate(leaves):
-            if not (leaf is None or isinstance(leaf, torch.Tensor)):
-                raise TypeError(
-                    f"{self._name(i)} must be a tensor, got {shown(leaf)}. Convert numbers with `torch.as_tensor`, and "
-                    f"let the step function capture values that steps don't change."
-                )
-        self.kinds = list(map(_kind, leaves))
-        self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf is not None)
 
     def _name(self, i: int) -> str:
         return trees.paths(self.spec, self.what)[i]

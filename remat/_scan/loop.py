@@ -138,7 +138,11 @@ def scan(
     loop.carry.checked(carry)
     spare = _spare(checkpoints, count, loop.carry)
     if count == 0:
-        return carry, _empty_results(loop, carry, leaves)
+        # A step runs on zeros. Its changes are restored, and regions around must not see it.
+        preserved = Program(step, (carry,), {}).preserved()
+        with own_work(), unseen(), hooks_hidden(), disable_remat(), torch.no_grad(), preserved:
+            loop.call(0, carry, [leaf.new_zeros(leaf.shape[1:]) for leaf in leaves])
+        return carry, loop.y.empty()
     _check_depth(count, spare, options)
     last, ys = loop.in_regions(segments(count + 1, spare), 0, carry, leaves)
     stacks = [None if column[0] is None else torch.stack(column) for column in zip(*ys)]
@@ -207,15 +211,6 @@ class Loop(NamedTuple):
         carry, y = self.call(start + size - 1, carry, [leaf[0] for leaf in last])
         # Copies, as the memory of `y` may be a part of a larger tensor, or be changed by a later step.
         return carry, [*ys, [None if leaf is None else leaf.clone() for leaf in y]]
-
-
-def _empty_results(loop: Loop, carry: Any, xs: Tensors) -> Any:
-    """The ``y`` of no steps, with tensors of shape ``[0, ...]``: a step runs on zeros, and its changes are restored."""
-    preserved = Program(loop.step, (carry,), {}).preserved()
-    # Regions around must not see this run.
-    with own_work(), unseen(), hooks_hidden(), disable_remat(), torch.no_grad(), preserved:
-        loop.call(0, carry, [leaf.new_zeros(leaf.shape[1:]) for leaf in xs])
-    return loop.y.empty()
 
 
 def _split(xs: Tensors, sizes: list[int]) -> Sequence[Tensors]:

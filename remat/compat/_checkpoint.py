@@ -127,28 +127,24 @@ def _decorated(options: Options, context_fn: Callable, function: Callable) -> Ca
 @private.skipped_unless_inlined  # as calls of rematerialized functions
 def _call(function: Any, options: Options, context_fn: Callable, args: tuple, kwargs: dict) -> Any:
     if torch.compiler.is_compiling():  # Dynamo can't trace the checks for all kinds of callables
-        given: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
-        if context_fn is not noop_context_fn:  # compiled code takes only a selective one, as in torch
-            if options.policy is not None:
-                raise ValueError(_TWO_POLICIES)
-            given["context_fn"] = context_fn
-        return compiled.checkpoint(function, args, kwargs, options, given)
+        given = None if context_fn is noop_context_fn else context_fn
+        if given is not None and options.policy is not None:  # only a selective context_fn can be traced, as in torch
+            raise ValueError(_TWO_POLICIES)
+        return compiled.call(function, options, args, kwargs, given)
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
     check_returns(function)
     if context_fn is not noop_context_fn:
-        options = _with_contexts(options, Contexts(context_fn()))
+        contexts = Contexts(context_fn())
+        if (type(contexts.first), type(contexts.again)) != private.SelectiveModes:
+            options = replace(options, contexts=contexts)
+        elif options.policy is not None:
+            raise ValueError(_TWO_POLICIES)
+        else:
+            policy_fn = contexts.first.policy_fn
+            policy = functools.update_wrapper(functools.partial(_answer, policy_fn), policy_fn, updated=())
+            options = replace(options, policy=as_policy(policy))
     return _function.call(function, options, known_of(function), args, kwargs)
-
-
-def _with_contexts(options: Options, contexts: Contexts) -> Options:
-    if (type(contexts.first), type(contexts.again)) != private.SelectiveModes:
-        return replace(options, contexts=contexts)
-    if options.policy is not None:
-        raise ValueError(_TWO_POLICIES)
-    policy_fn = contexts.first.policy_fn
-    policy = functools.update_wrapper(functools.partial(_answer, policy_fn), policy_fn, updated=())
-    return replace(options, policy=as_policy(policy))
 
 
 def _answer(policy_fn: Callable, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool | CheckpointPolicy:
