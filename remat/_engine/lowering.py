@@ -33,8 +33,7 @@ from .slots import Slot
 def call(fn: Callable, options: Options, known: Known, around: Around, args: Any, kwargs: dict) -> Any:
     """Call ``fn`` as a region, with the hooks ``around``.
 
-    Raises:
-        RuntimeError: ``fn`` raised it, or refuses to run under saved-tensor hooks; then its changes are undone.
+    Raises RuntimeError if ``fn`` raised it, or refuses to run under saved-tensor hooks; then its changes are undone.
     """
     arguments, tensors = take_apart(args, kwargs)
     if state.watch is not None:  # the arguments of a region are read by the region around it

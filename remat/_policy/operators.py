@@ -178,8 +178,7 @@ def find(name: str) -> Any:
 def resolve(op: Any) -> frozenset[Op]:
     """Return the overloads that reach a policy, of an overload, a packet, a higher-order operator, or a name of one.
 
-    Raises:
-        PolicyError: there is no such operator, or it decomposes into others before a policy sees it.
+    Raises PolicyError if there is no such operator, or it decomposes into others before a policy sees it.
     """
     found = find(op) if isinstance(op, str) else private.overload_of(op)
     if isinstance(found, private.OpOverloadPacket):

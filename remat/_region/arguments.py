@@ -58,11 +58,6 @@ class Positional(Arguments):
     def __init__(self, count: int) -> None:
         super().__init__(trees.flatten(((0,) * count, {}))[1], (None,) * count, [(i, i) for i in range(count)])
 
-    def searched(self) -> list[Any]:
-        return []
-
-    generators = searched
-
     def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         return operands[: len(self.leaves)], {}
 

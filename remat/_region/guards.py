@@ -42,11 +42,7 @@ class Held:
         self.version = _version(tensor)
 
     def saved(self) -> torch.Tensor:
-        """Return the tensor for a backward.
-
-        Raises:
-            MutationError: it has been changed since.
-        """
+        """Return the tensor for a backward. Raises MutationError if it has been changed since."""
         if not self.is_as_before:
             raise MutationError(self.message())
         return self.tensor
@@ -119,8 +115,7 @@ class Guard(Held):
     def close(self) -> bool:
         """End the first run: release what isn't needed, and return whether the region has changed the tensor.
 
-        Raises:
-            MutationError: the region changed a tensor in place that is not a leaf.
+        Raises MutationError if the region changed a tensor in place that is not a leaf.
         """
         changed = not self.is_as_before
         if changed:
@@ -152,11 +147,7 @@ class Guard(Held):
             self._differs = _Comparison(tensor, copy)
 
     def get(self) -> torch.Tensor:
-        """Return the tensor, as it was before the first run.
-
-        Raises:
-            MutationError: it has been changed since.
-        """
+        """Return the tensor, as it was before the first run. Raises MutationError if it has been changed since."""
         if self.packed is not None and self.copy is None:
             return self.packed.get()
         return self.checked(self.tensor)
@@ -267,8 +258,7 @@ class Guards(list[Guard]):
     def close(self) -> list[torch.Tensor]:
         """End the first run, and return the tensors that the region has changed and that were copied before.
 
-        Raises:
-            MutationError: the region changed a tensor in place that is not a leaf.
+        Raises MutationError if the region changed a tensor in place that is not a leaf.
         """
         if self._grads is not None:
             self.accumulated |= self._grads != self._gradients()
@@ -309,8 +299,7 @@ class Guards(list[Guard]):
 def close(operands: Guards, captured_inputs: Guards) -> None:
     """End a first run.
 
-    Raises:
-        MutationError: the region changed a tensor in place that is not a leaf, or tensors that share memory.
+    Raises MutationError if the region changed a tensor in place that is not a leaf, or tensors that share memory.
     """
     changed = {id(tensor): tensor for tensor in (*operands.close(), *captured_inputs.close())}
     if len({id(holder(tensor)) for tensor in changed.values()}) < len(changed):

@@ -72,11 +72,7 @@ def in_torch_checkpoint() -> bool:
 
 
 def check_hooks_are_allowed() -> None:
-    """Check it before anything is changed.
-
-    Raises:
-        RematError: the user has disabled saved-tensor hooks.
-    """
+    """Check it before anything is changed. Raises RematError if the user has disabled saved-tensor hooks."""
     if not hooks_are_allowed():
         message = private.hooks_disabled_message()
         raise RematError(
@@ -141,8 +137,7 @@ class Packed:
     def get(self) -> torch.Tensor:
         """Unpack the tensor for one reader.
 
-        Raises:
-            RematError: the unpack hook returns a different shape, dtype or device, or no tensor.
+        Raises RematError if the unpack hook returns a different shape, dtype or device, or no tensor.
         """
         if self._kind is None:
             return self._unpack(self.contents)

@@ -23,8 +23,7 @@ from .fingerprints import CHECKS
 class Contexts:
     """A pair of context managers, as ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` returns them.
 
-    Raises:
-        TypeError: ``pair`` is not a pair of context managers.
+    Raises TypeError if ``pair`` is not a pair of context managers.
     """
 
     __slots__ = ("again", "first")
@@ -61,8 +60,7 @@ class Contexts:
 def check_returns(fn: Any) -> None:
     """Check that a function has computed its result when it returns.
 
-    Raises:
-        TypeError: it is a generator function or an async function.
+    Raises TypeError if it is a generator function or an async function.
     """
     fn = getattr(fn, "__func__", fn) if isinstance(fn, (classmethod, staticmethod)) else fn
     called = fn.forward if isinstance(fn, torch.nn.Module) and hasattr(fn, "forward") else fn

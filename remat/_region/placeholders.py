@@ -69,11 +69,7 @@ class Placeholders:
             del self._storages[id(holder(tensor))]
 
     def read(self, read: Iterable[torch.Tensor]) -> None:
-        """Note that these tensors are read.
-
-        Raises:
-            Restart: one of them is a placeholder.
-        """
+        """Note that these tensors are read. Raises Restart if one of them is a placeholder."""
         if self._storages and any(map(self.has, read)):
             self.restart()
 

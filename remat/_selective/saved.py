@@ -90,8 +90,7 @@ class Residual:
     def on(self, layout: Layout) -> torch.Tensor:
         """Return a new tensor of a layout, whose storage contains the value.
 
-        Raises:
-            MutationError: the value was changed in place.
+        Raises MutationError if the value was changed in place.
         """
         tensor = self.get()
         if self._bring is None and form_of(tensor) == layout.form:
@@ -100,11 +99,7 @@ class Residual:
             return layout.of(tensor)
 
     def get(self) -> torch.Tensor:
-        """Return a tensor whose storage contains the value.
-
-        Raises:
-            MutationError: the value was changed in place.
-        """
+        """Return a tensor whose storage contains the value. Raises MutationError if the value was changed in place."""
         if self.has_changed:
             op, line = self.op or "an operation", self.line or "an unknown line"
             raise MutationError(

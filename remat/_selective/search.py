@@ -141,7 +141,7 @@ class Problem(NamedTuple):
 # The needed values; those read only by steps whose results nothing needs; those that autograd saved after the end of
 # the recompute and that the choice saves; whether the recompute reaches this step; whether it draws numbers later.
 _State = tuple[frozenset[int], frozenset[int], frozenset[int], bool, bool]
-_Label = tuple[int, float, Any]  # bytes, cost, the saved steps as a linked list
+_Label = tuple[int, float, tuple[int, ...]]  # bytes, cost, the saved steps
 _Way = TypeVar("_Way", bound=tuple)
 MOST_WAYS = 20_000
 _MOST_STATES = 100  # that are continued at one price
@@ -160,8 +160,7 @@ class TooMany(Exception):
 def pareto(problem: Problem) -> list[Choice]:
     """Return the Pareto-optimal choices, by increasing bytes.
 
-    Raises:
-        TooMany: there are more than ``MOST_WAYS`` ways at one step.
+    Raises TooMany if there are more than ``MOST_WAYS`` ways at one step.
     """
     return _search(problem, _merged)
 
@@ -191,7 +190,7 @@ def _search(problem: Problem, merge: _Merge) -> list[Choice]:
     for value, after in problem.roots.items():
         if value in made:
             saved[after].append(value)
-    ways: _Ways = {(none, none, none, False, False): [(0, 0.0, None)]}
+    ways: _Ways = {(none, none, none, False, False): [(0, 0.0, ())]}
     for number in range(len(problem.steps), -1, -1):
         for value in saved[number]:
             ways = merge(_at_root(ways, value, value in problem.keepable))
@@ -199,7 +198,7 @@ def _search(problem: Problem, merge: _Merge) -> list[Choice]:
             reads = frozenset(value for value in problem.reads[number - 1] if value in made)
             ways = merge(_at_step(ways, number - 1, reads, problem))
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
-    return [Choice(nbytes, cost, frozenset(_listed(steps))) for nbytes, cost, steps in best]
+    return [Choice(nbytes, cost, frozenset(steps)) for nbytes, cost, steps in best]
 
 
 def _at_root(ways: _Ways, value: int, keepable: bool) -> Iterable[tuple[_State, list[_Label]]]:
@@ -227,7 +226,7 @@ def _at_step(
         may_save = saved or (wanted and all(value in problem.keepable for value in whole))
         if may_save:
             nbytes = sum(problem.sizes[value] for value in whole)
-            saving = [(size + nbytes, spent, (number, before)) for size, spent, before in labels]
+            saving = [(size + nbytes, spent, (*before, number)) for size, spent, before in labels]
             if not must_draw:
                 yield (*rest, begun, draws), saving
             elif saved:
@@ -284,9 +283,3 @@ def best_of(ways: Iterable[_Way], margin: float = 0.0) -> list[_Way]:
         if not found or way[1] < found[-1][1] - margin:
             found.append(way)
     return found
-
-
-def _listed(steps: Any) -> Iterable[int]:
-    while steps is not None:
-        number, steps = steps
-        yield number
