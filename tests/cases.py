@@ -147,9 +147,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
 def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:
     """`fn` applied `count` times."""
 
@@ -192,9 +189,6 @@ def module(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make().double()
-
-
-# --- functions --------------------------------------------------------------------------------------------------------
 
 
 def elementwise(x: Tensor) -> Tensor:

@@ -58,9 +58,6 @@ def kind(error: Exception | None) -> str:
     return f"{type(error).__name__}: " + re.sub(r"\d[\d.e+-]*", "#", text)[:160]
 
 
-# --- programs in processes of their own, as one may crash or hang -----------------------------------------------------
-
-
 def messages(work: Callable[[Callable[[str], None]], None], patience: float) -> Iterator[str]:
     """What `work(send)` sends from a child process, and at last a text if the child crashes or is silent for long.
 
@@ -100,9 +97,6 @@ def in_a_row(first: int, count: int, patience: float = 60) -> Iterator[tuple[int
         if seed < first + count:
             crashed = found.startswith("killed") and alone(source(seed).replace("\ncompare(", "\nonly_plain(")) == found
             yield seed, "skip" if crashed else found
-
-
-# --- smaller programs -------------------------------------------------------------------------------------------------
 
 
 def simpler(text: str) -> Iterator[str]:

@@ -25,8 +25,6 @@ from remat.policies import save_matmuls, save_only_these_names
 by_name = partial(pytest.mark.parametrize, "case", ids=lambda case: getattr(case, "name", ""))
 
 
-# --- memory and policies ----------------------------------------------------------------------------------------------
-
 SIZES = Sizes(batch=2, time=16, width=32)
 OUTPUT = 2 * 16 * 32 * 4  # bytes of the block's output, which the loss saves
 LINEAR = 2 * 2 * 16 * 32 * 32  # floating-point operations of a linear layer with equal widths
@@ -54,9 +52,6 @@ def test_a_block_saves_and_recomputes_no_more_than_its_bounds(case: policies.Cas
     step = partial(policies.program, "autograd.grad")
     for wrap in (partial(remat, policy=case.policy), case.torch):
         torch.testing.assert_close(step(wrap)(*SIZES.arguments()), step(plain)(*SIZES.arguments()))
-
-
-# --- overhead and speed -----------------------------------------------------------------------------------------------
 
 
 def leaves(result: Any) -> list[torch.Tensor]:
@@ -114,9 +109,6 @@ if keep_freed_memory():
     assert int(printed) < 100  # otherwise 10240 in each of ten iterations
 
 
-# --- compiled steps, and memory against time, on the CPU with small sizes ---------------------------------------------
-
-
 @pytest.mark.parametrize("transform", ["autograd", "func.grad"])
 def test_compiled_steps_with_regions_have_the_lowest_peak(transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DEPTH": 3, "ROWS": 32, "WIDTH": 16, "STEPS": 1}.items():
@@ -152,9 +144,6 @@ def test_steps_of_a_transformer_have_the_same_results_and_more_memory_if_more_is
     for family, policy in (("of remat", "full"), ("of remat", "save_matmuls"), ("", "budget 0.5"), ("", "budget 0.2")):
         row = rows[f"torch.compile {family}".strip(), policy]
         assert row.recomputed_flops is None and row.peak_bytes < rows["torch.compile", "none"].peak_bytes
-
-
-# --- output -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -145,9 +145,6 @@ def test_a_block_that_is_not_called_in_the_measured_step_has_the_budget_itself()
     assert 0 < first < second < held_bytes(remat.nn.undo(model).spare, x)
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
 def best_plan(calls: list, options: Mapping, peaks: Mapping, amount: int) -> float | None:
     """The least cost of all plans that stay within the amount at each moment."""
     costs = []
@@ -194,9 +191,6 @@ def test_of_many_ways_some_are_continued(monkeypatch: pytest.MonkeyPatch) -> Non
         best = best_plan(calls, options, peaks, amount)
         found = best_plan(calls, {name: [choice] for name, choice in plan.items()}, peaks, amount)
         assert found is not None and found <= best + 0.2 * sum(each[0].cost for each in options.values())
-
-
-# --- several processes ------------------------------------------------------------------------------------------------
 
 
 def _choose(rank: int, folder: str) -> None:

@@ -212,8 +212,6 @@ def test_classes_that_are_made_at_run_time_are_freed() -> None:
     assert watched() is None
 
 
-# --- variables that changed -------------------------------------------------------------------------------------------
-
 Point = namedtuple("Point", "x y")
 
 

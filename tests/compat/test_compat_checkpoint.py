@@ -94,9 +94,6 @@ def test_without_grad_it_is_a_plain_call_that_enters_no_context(module: Any, off
     assert not out.requires_grad and entered == []
 
 
-# --- the decorator, and names of parameters ---------------------------------------------------------------------------
-
-
 @checkpoint(use_reentrant=False, policy=policies.save_matmuls)
 def decorated(x: Tensor, policy: float = 1.0, debug: bool = False) -> Tensor:
     """Its keyword arguments have the names of options."""
@@ -130,9 +127,6 @@ def test_a_function_may_have_a_parameter_named_policy() -> None:
         assert_same(values_and_grads(call, x), values_and_grads(lambda x: fn(x, 2.0), x))
     with pytest.raises(PolicyError):
         checkpoint(fn, x, policy=2.0)
-
-
-# --- options ----------------------------------------------------------------------------------------------------------
 
 
 @row("`use_reentrant`")
@@ -284,9 +278,6 @@ def test_the_default_device_type_has_no_influence(call: Callable) -> Any:
         default.set_device_type(before)
 
 
-# --- where torch is wrong, or raises ----------------------------------------------------------------------------------
-
-
 @compared("statistics of batch norm, counters in buffers", theirs=OTHER)
 def test_statistics_change_once(call: Callable) -> Any:
     norm, x = made(lambda: nn.BatchNorm1d(3)), rand(4, 3)
@@ -411,8 +402,6 @@ def test_hooks_that_the_function_registers_run_once(call: Callable, kind: str) -
     return len(seen)
 
 
-# --- transforms -------------------------------------------------------------------------------------------------------
-
 H = rand(3, grad=False)
 REVERSE, BATCHED = "`torch.func`: `grad`, `vjp`, `jacrev`, `hessian`", "`torch.func`: `vmap`"
 FORWARD = "`torch.func`: `jvp`, `jacfwd`, `linearize`"
@@ -446,9 +435,6 @@ def test_a_backward_after_functional_call_uses_the_given_parameters(call: Callab
     params = {name: (2 * p.detach()).requires_grad_() for name, p in outer.named_parameters()}
     out = torch.func.functional_call(outer, params, (x,)).sin().sum()
     return torch.autograd.grad(out, (x, *params.values()))
-
-
-# --- checkpoint_sequential --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
@@ -546,9 +532,6 @@ def test_checkpoint_sequential_saves_the_inputs_of_segments_and_what_a_policy_sa
     assert (products(None), products(policies.save_matmuls)) == (3, 0)
 
 
-# --- torch.compile ----------------------------------------------------------------------------------------------------
-
-
 def block(x: Tensor, w: Tensor) -> Tensor:
     return ((x @ w).sin() @ w).sin().exp()
 
@@ -572,8 +555,6 @@ def test_options_in_compiled_code(options: dict, selective: bool, theirs: bool) 
         call = functools.partial(module.checkpoint, block, use_reentrant=False, **options)
         assert checkpoints_in_graph(lambda x, w, call=call: call(x, w), *W) == [selective]
 
-
-# --- the documentation ------------------------------------------------------------------------------------------------
 
 # Rows that tests/engine/test_graph_exec_group.py and tests/selective/test_wrapper_subclasses.py are about.
 row("`GraphExecGroup`", "selective: tensors made of others (wrapper subclasses)")

@@ -61,9 +61,6 @@ def region_of(module: Any, fn: Callable = deep, policy: Any = (MM,), **options: 
     return functools.partial(module.checkpoint, fn, use_reentrant=False, context_fn=selective(policy), **options)
 
 
-# --- selective contexts -----------------------------------------------------------------------------------------------
-
-
 @both
 @pytest.mark.parametrize("answer", [*CheckpointPolicy, True, False, None, 1, "save"], ids=str)
 @row("selective: `MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`")
@@ -238,9 +235,6 @@ def test_a_policy_function_is_not_kept_alive() -> None:
     found = [run() for _ in range(3)]
     gc.collect()
     assert [ref() for ref in found] == [None] * 3
-
-
-# --- any other pair ---------------------------------------------------------------------------------------------------
 
 
 class Noted:

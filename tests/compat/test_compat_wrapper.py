@@ -154,9 +154,6 @@ def test_plain_calls_while_checkpointing_is_disabled_and_without_grad(lib: Any) 
     assert RUNS == [NEITHER] * 4
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
-
-
 @row("`checkpoint_wrapper(module)`", "reference cycle", "the recompute")
 def test_the_module_itself_changes_and_saves_its_inputs(lib: Any) -> None:
     module, plain, x = made(), made(), rand(64, 4)
@@ -269,9 +266,6 @@ def test_inputs_that_were_changed_in_place_are_an_error(wrap: Callable) -> Any:
     return x.grad
 
 
-# --- the module -------------------------------------------------------------------------------------------------------
-
-
 @compared("`state_dict`, names, `isinstance`, `repr`")
 def test_names_and_state_are_unchanged(wrap: Callable) -> Any:
     module = wrap(made())
@@ -353,9 +347,6 @@ def test_programs_that_fairscale_cannot_run(library: str, name: str, theirs: Out
     FAIRSCALE.check(library, program, theirs)
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
 @row("`policy`", "wrapped twice")
 def test_a_policy_decides_what_is_saved_and_a_second_wrap_replaces_it() -> None:
     module, x = made(), rand(64, 4)
@@ -416,9 +407,6 @@ INSIDE: dict[str, Callable[[nn.Module], Any]] = {
 def test_where_others_decide_how_inputs_are_saved_nothing_is_offloaded(far: Copies, inside: str) -> None:
     assert_same(*(INSIDE[inside](m) for m in (checkpoint_wrapper(made(), offload_to_cpu=True), made())))
     assert not far.out
-
-
-# --- the documentation ------------------------------------------------------------------------------------------------
 
 
 def test_each_row_of_the_documentation_has_its_tests() -> None:

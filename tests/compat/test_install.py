@@ -123,9 +123,6 @@ def test_a_module_that_is_imported_meanwhile_gets_torchs_function_back(monkeypat
     assert module.checkpoint is ORIGINAL
 
 
-# --- compiled code ----------------------------------------------------------------------------------------------------
-
-
 MODULE = nn.Sequential(nn.Tanh(), nn.Softplus())
 MADE_BEFORE = functools.partial(torch.add, other=1.0, alpha=3)
 CALLED: dict[str, Callable] = {
@@ -148,9 +145,6 @@ def test_an_installed_checkpoint_of_any_callable_compiles(library: Any, called: 
             warnings.simplefilter("error", RematWarning)  # no option is set
             fn = lambda x: CALLED[called](functools.partial(call, use_reentrant=False), x)
             assert checkpoints_in_graph(fn, rand(4, 8)) == [policy is not None]
-
-
-# --- apply_activation_checkpointing -----------------------------------------------------------------------------------
 
 
 def model() -> nn.Module:
@@ -222,9 +216,6 @@ def test_errors_of_apply_activation_checkpointing(options: dict, kind: type, tex
     with pytest.raises(kind, match=text):
         compat.apply_activation_checkpointing(**{"model": ours, **options})
     assert changed(ours) == []
-
-
-# --- imports of libraries ---------------------------------------------------------------------------------------------
 
 
 def test_no_library_is_imported_before_it_is_needed() -> None:

@@ -64,9 +64,6 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-# --- breaks ---------------------------------------------------------------------------------------------------------
-
-
 class Block(nn.Module):
     """A block that draws random numbers, counts its calls in a buffer and in an attribute, and breaks the graph."""
 
@@ -169,9 +166,6 @@ def test_disable_remat_is_active_after_a_break() -> None:
     assert RUNS == [False] * 3
 
 
-# --- derivatives inside ---------------------------------------------------------------------------------------------
-
-
 def smooth(z: Tensor) -> Tensor:
     return (z @ W).sin()
 
@@ -224,9 +218,6 @@ def test_a_region_that_calls_another_transform_is_compiled(fn: Callable) -> None
     f = torch.compile(remat.remat(fn), backend=counter, fullgraph=True)
     torch.testing.assert_close(value_and_grad(f), value_and_grad(fn))
     assert regions(counter) == 1
-
-
-# --- changes in place -----------------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):

@@ -31,9 +31,6 @@ def compiled(f: Callable, **options: Any) -> Callable:
     return torch.compile(f, backend="aot_eager", **{"fullgraph": True, **options})
 
 
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("make", "products"), PROGRAMS.values(), ids=PROGRAMS)
 def test_values_are_right_and_the_backward_recomputes(make: Callable, products: int) -> None:
     graphs, result = graphs_of(make(remat.remat), grads)
@@ -50,9 +47,6 @@ def test_values_with_dynamic_sizes_in_eager_backend_and_without_gradients(name: 
         with torch.no_grad():
             torch.testing.assert_close(f(given(rows), W), make(plain)(given(rows), W))
         torch.testing.assert_close(grads(f, rows), grads(make(plain), rows))
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -121,9 +115,6 @@ def test_a_region_around_a_compiled_function(module: bool) -> None:
         torch.testing.assert_close(value_and_grad(f, given()), value_and_grad(layer, given()))
 
 
-# --- regions created in compiled code ---------------------------------------------------------------------------------
-
-
 def smooth(x: Tensor) -> Tensor:
     return ((x @ W).sin() @ W).exp()
 
@@ -181,9 +172,6 @@ def test_a_context_fn_in_compiled_code() -> None:
     assert recomputed(lambda x: compat.checkpoint(smooth, x, context_fn=CONTEXTS)) == 0
 
 
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -238,9 +226,6 @@ def test_code_is_compiled_once_with_and_once_without_disable_remat() -> None:
     assert regions == [1, 0]
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
@@ -266,8 +251,6 @@ def test_options_without_effect_cause_one_warning(options: dict) -> None:
         compiled(lambda x: compat.checkpoint(smooth, x, **options))(given())
         compiled(remat.remat(smooth))(given())
 
-
-# --- failures ---------------------------------------------------------------------------------------------------------
 
 FAILS = """
 import torch

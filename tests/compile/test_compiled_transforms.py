@@ -217,9 +217,6 @@ def test_values_with_inductor(name: str, policy: Any) -> None:
     torch.testing.assert_close(torch.compile(make(region))(*args), make(plain)(*args))
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
 def blocks(wrap: Callable, depth: int) -> Callable:
     return grad(loss(wrap, depth), (0, 1, 2))
 
@@ -325,9 +322,6 @@ def test_a_transform_is_compiled_once_for_all_sizes() -> None:
     assert counter.frame_count == 1
 
 
-# --- random numbers -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("backend", "mapped"), [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)]
 )
@@ -347,9 +341,6 @@ def test_dropout_has_the_same_mask_in_the_recompute(backend: str, mapped: bool) 
     torch.testing.assert_close(gradient, torch.where(mask, (x.cos() * x + x.sin()) / 0.75, 0.0))
     assert (mask.float().mean(-1) - 0.75).abs().max() < 0.05
     assert not mapped or (mask[0] != mask[1]).any()
-
-
-# --- which products are computed twice --------------------------------------------------------------------------------
 
 
 def products(f: Callable) -> int:
@@ -401,9 +392,6 @@ def test_each_outermost_region_saves_by_its_policy(name: str) -> None:
 def test_disable_remat_around_a_compiled_transform() -> None:
     with disable_remat():
         assert products(chain(remat, 2)) == 12
-
-
-# --- breaks and errors ------------------------------------------------------------------------------------------------
 
 
 def breaks(x: Tensor) -> Tensor:

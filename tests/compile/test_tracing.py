@@ -85,9 +85,6 @@ def test_jit_trace(name: str, policy: Any, around: Callable) -> None:
     assert all(p.grad is not None for p in ours.parameters())
 
 
-# --- torch.export -----------------------------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     def __init__(self, wrap: Callable) -> None:
         super().__init__()

@@ -121,8 +121,6 @@ def test_values_live_as_long_as_a_pass_can_need_them(module: Any, retain: bool) 
         assert live(memory, x) == 0
 
 
-# --- retained graphs --------------------------------------------------------------------------------------------------
-
 N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
 
 

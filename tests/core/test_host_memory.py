@@ -54,9 +54,6 @@ def plainly(x: Tensor, count: int) -> Tensor:
     return torch.autograd.grad(y.sum(), x)[0]
 
 
-# --- one tensor -----------------------------------------------------------------------------------------------------
-
-
 def test_a_tensor_that_is_not_on_a_device_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = Copies(monkeypatch)
     x, meta = leaf(3), torch.ones(3, device="meta")
@@ -165,9 +162,6 @@ def test_levels_and_tangents_are_not_copied(far: Copies) -> None:
     assert_same(taken, [plain, plain])
 
 
-# --- groups, in the order of a backward pass ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_a_read_copies_back_its_group_and_the_one_before(retain_graph: bool, far: Copies) -> None:
     reads: list[list[int]] = []
@@ -255,9 +249,6 @@ def test_nothing_is_kept_alive(far: Copies) -> None:
     assert source() is None and kept.shape == (8, 4)
 
 
-# --- threads --------------------------------------------------------------------------------------------------------
-
-
 def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
     x = leaf(8)
     first, _ = regions(x, 1)
@@ -285,8 +276,6 @@ def test_the_caller_waits_when_too_much_is_in_flight(limit: int, late: int, monk
     kept = [Offloaded(torch.ones(4)) for _ in range(5)]  # 16 bytes each
     assert stream.record_event.return_value.synchronize.call_count == late and kept
 
-
-# --- on a device ----------------------------------------------------------------------------------------------------
 
 LONG = 10**9  # cycles: the device is busy for about half a second
 
@@ -330,9 +319,6 @@ def test_gradients_and_peak_on_a_device(limit: int, retain_graph: bool, monkeypa
             peak = backend.max_memory_allocated() - before
             assert_same(found, expected)
             assert peak < 20 * 4 * MIB  # two groups of four, and the operands of the computation
-
-
-# --- with a policy ----------------------------------------------------------------------------------------------------
 
 
 def chain(x: Tensor, w: Tensor) -> Tensor:

@@ -171,9 +171,6 @@ def test_the_host_does_not_wait_for_the_device(policy: str) -> None:
     assert backend.host_waits() == before
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fn", [chain, norms, in_place, nested])
 def test_as_much_is_saved_and_recomputed_as_on_the_cpu(fn: Callable, policy: str) -> None:
@@ -259,9 +256,6 @@ def test_offload_saves_nothing_on_the_device(devices: list[int]) -> None:
     assert more == [3 * x.nbytes if i in devices else 0 for i in range(len(more))]
 
 
-# --- backward passes inside -------------------------------------------------------------------------------------------
-
-
 def make_many_nodes() -> None:
     """Each thread numbers the autograd nodes that it makes, so those of the device's thread have lower numbers."""
     for _ in range(100):
@@ -301,9 +295,6 @@ def test_a_backward_inside_after_many_nodes_saves_nothing_of_the_region() -> Non
     out = remat.remat(fn)(x)
     assert allocated() == before
     assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(fn(x).sum(), x))
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -354,9 +345,6 @@ def test_training(train: Callable, policy: str) -> None:
             remat.nn.apply(model, Block, policy=POLICIES[policy])
         results.append((train(model), list(model.state_dict().values())))
     assert_same(*results)
-
-
-# --- CUDA graphs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="the simulated device has no CUDA graphs")

@@ -102,9 +102,6 @@ def test_the_current_device_is_restored_after_an_error() -> None:
     assert backend.current_device() == 0
 
 
-# --- two backward threads ---------------------------------------------------------------------------------------------
-
-
 class Pauses:
     """Makes the recomputes of two devices overlap: the one of device 1 is always half a step ahead."""
 
@@ -190,9 +187,6 @@ def test_a_backward_over_both_devices_in_a_recompute() -> None:
         assert_same(torch.autograd.grad(loss, xs), expected)
     finally:
         pauses.on = False
-
-
-# --- state of threads -------------------------------------------------------------------------------------------------
 
 
 class Notes(torch.autograd.Function):

@@ -22,8 +22,6 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE, requires_grad=True)
 
 
-# --- copies to the host, and changes in place -------------------------------------------------------------------------
-
 LEFT: list[Tensor] = []
 
 
@@ -97,9 +95,6 @@ def test_nothing_waits_for_copies_of_unchanged_values(monkeypatch: pytest.Monkey
     found = torch.autograd.grad(remat(fn, policy=SINES)(x).sum(), x)
     assert_same(found, torch.autograd.grad(fn(x).sum(), x))
     assert waits == []
-
-
-# --- side streams in a region -----------------------------------------------------------------------------------------
 
 
 def told_late(x: Tensor, side: torch.Stream) -> Tensor:
@@ -221,9 +216,6 @@ def test_record_stream_does_not_make_a_new_value() -> None:
     out = remat(fn, policy=policies.save_matmuls)(x)
     assert backend.memory_allocated() - before == 2 * x.nbytes  # the product and the result
     assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(fn(x).sum(), x))
-
-
-# --- a region called on a side stream, which works on another device than that of its argument ------------------------
 
 
 def on_a_device(x: Tensor) -> Tensor:

@@ -118,9 +118,6 @@ def test_the_flags_of_the_table_describe_plain_torch(case: Case, flag: str) -> N
         assert getattr(case, flag)
 
 
-# --- bytes and operations of each case --------------------------------------------------------------------------------
-
-
 def forward(case: Case, fn: Callable, args: tuple) -> Any:
     with case.state():
         return fn(*args)
@@ -164,9 +161,6 @@ def test_no_operation_is_recomputed_more_than_once(case: Case) -> None:
     plain, ours = count_ops(step, case, case.fn), count_ops(step, case, fn)
     own = {"aten.detach", "aten.clone", "aten.copy_", "aten.view", "aten.alias", "aten.equal"}
     assert {op for op, n in ours.items() if op not in own and n - plain[op] > once[op]} == set()
-
-
-# --- a chain of regions -----------------------------------------------------------------------------------------------
 
 
 def block(x: Tensor, w: Tensor) -> Tensor:

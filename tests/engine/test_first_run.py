@@ -27,9 +27,6 @@ def grad(out: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out.sum(), inputs, **options)
 
 
-# --- tensors that are older than the region ---------------------------------------------------------------------------
-
-
 def an_input_of_the_outer_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
     """In the forward it has a history from before the outer region, in the recompute it has none."""
     inner = lambda a, b: wrap(lambda y: ((y @ a).tanh() @ b).tanh())
@@ -84,9 +81,6 @@ def test_what_exists_without_the_region_takes_no_memory_and_no_recompute() -> No
     assert count_ops(lambda: grad(remat(lambda x: x.t() * w[:])(x), x))["aten.mul"] == 1 + 1
 
 
-# --- changes in place -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("change", [Tensor.sin_, lambda t: t.mul_(2), lambda t: t[0].zero_()], ids=["sin", "mul", "0"])
 def test_a_result_that_is_changed_in_place(change: Callable) -> None:
     def run(wrap: Wrap) -> Any:
@@ -119,9 +113,6 @@ def test_a_value_that_the_region_saves_and_then_changes_is_an_error_as_without_r
         grad(fn(x), x)
     with pytest.raises(MutationError, match=r"float64\[3\], was saved for the backward .* `\.clone\(\)`"):
         grad(remat(fn, early_stop=False)(x), x)
-
-
-# --- tensors of unusual kinds -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])

@@ -67,9 +67,6 @@ def test_tangents_of_every_function_and_their_gradients(case: Case) -> None:
         assert_same(grads, expected_grads)
 
 
-# --- every order of the two modes -------------------------------------------------------------------------------------
-
-
 def reverse_over_forward(
     fn: Callable, x: Tensor, w: Tensor, v: Tensor, after: bool = False, follow: bool = False
 ) -> Any:
@@ -169,9 +166,6 @@ def test_every_order_of_forward_and_reverse_mode(order: str, region: str) -> Non
     assert_same(run(remat), run(plain))
 
 
-# --- recomputes, bytes and the level itself ---------------------------------------------------------------------------
-
-
 def hessian_vector_product(fn: Callable, x: Tensor, w: Tensor, v: Tensor) -> Any:
     with fwAD.dual_level():
         tangent = pair(fn(fwAD.make_dual(x, v), w))[1]
@@ -232,9 +226,6 @@ def test_a_dual_made_inside_a_transform_is_an_error(differentiated: int) -> None
 
     with pytest.raises(RematError, match="Make the dual tensor outside of that function"):
         grad(product)(x.detach())
-
-
-# --- levels that are entered in a region ------------------------------------------------------------------------------
 
 
 def moved(fn: Callable, x: Tensor, y: Tensor) -> Tensor:

@@ -34,9 +34,6 @@ def line_of(fn: Callable, text: str) -> str:
     return f"{fn.__code__.co_filename}:{first + i} ({fn.__name__})"
 
 
-# --- the tensors that autograd saves ----------------------------------------------------------------------------------
-
-
 def saves_more(x: Tensor) -> Tensor:
     y = x.sin().exp()
     return y.cos().sin() if is_recomputing() else y.cos()
@@ -108,9 +105,6 @@ def test_without_a_check_or_after_the_early_stop_nothing_is_compared(fn: Callabl
     assert backward(remat(fn, determinism_check="none", early_stop=early_stop)).shape == (3,)
     stops = remat(lambda x: (x.sin().exp(), fn(x).detach())[0])
     assert_same(backward(stops), backward(lambda x: x.sin().exp()))
-
-
-# --- debug: the logs of all operations --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("early_stop", [True, False])

@@ -42,9 +42,6 @@ def two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return (x @ w).tanh(), ((x @ w @ w).exp() @ w).exp()
 
 
-# --- what is recomputed -----------------------------------------------------------------------------------------------
-
-
 def of_captured_tensors(wrap: Wrap, x: Tensor, w: Tensor) -> None:
     h = (w * 2).exp()
     grad(wrap(lambda: h * w)(), w, retain_graph=True)
@@ -105,9 +102,6 @@ def test_code_that_catches_exceptions_is_recomputed_as_it_ran(caught: Any, depth
     assert inside == [] and torch.is_grad_enabled() and not is_recomputing()
 
 
-# --- nested regions ---------------------------------------------------------------------------------------------------
-
-
 def tree(fn: Callable, depth: int, wrap: Wrap = remat) -> Callable:
     """`depth` nested regions; each calls the next one twice in a row."""
     if depth == 0:
@@ -141,9 +135,6 @@ def test_the_memory_of_a_tree_of_regions_is_logarithmic() -> None:
 def test_only_the_outermost_region_saves(depth: int) -> None:
     x, w = rand(N, N), rand(N, N, seed=1)
     assert held_bytes(tree(remat(mm_chain), depth), x, w) == KB
-
-
-# --- several backward passes ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("retain", [False, True])
@@ -184,9 +175,6 @@ def test_a_batched_pass_recomputes_once() -> None:
         results.append(torch.autograd.grad(fn(X, W), (X, W), rows, is_grads_batched=True))
     assert_same(*results)
     assert runs.count == 2
-
-
-# --- a backward pass inside a region ----------------------------------------------------------------------------------
 
 
 def without_graph(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
@@ -257,9 +245,6 @@ def test_a_backward_pass_inside_recomputes_no_more_than_its_part() -> None:
         assert_same(grad(out, (X, W)), grad(f(middle(X)), (X, W)))
 
 
-# --- what reads saved tensors -----------------------------------------------------------------------------------------
-
-
 class ReadsTwice(torch.autograd.Function):
     """Reads its saved tensors twice in its backward."""
 
@@ -298,9 +283,6 @@ def test_reading_a_saved_tensor_outside_of_a_pass_keeps_nothing() -> None:
             del value
             assert memory.live == held
     assert_same(grad(out, (x, w)), grad(fn(x, w), (x, w)))
-
-
-# --- modes around the backward ----------------------------------------------------------------------------------------
 
 
 class CosineForSine(TorchFunctionMode):
@@ -362,9 +344,6 @@ def test_a_recompute_uses_the_derivatives_of_a_forward_under_a_dispatch_mode() -
             out = region(x)
         results.append(grad(out, x))
     assert_same(*results)
-
-
-# --- threads ----------------------------------------------------------------------------------------------------------
 
 
 def in_threads(*jobs: Callable) -> list:

@@ -37,8 +37,6 @@ def model() -> nn.Module:
     return remat.nn.apply(nn.Sequential(Block(), Block()), Block)
 
 
-# --- errors of a recompute --------------------------------------------------------------------------------------------
-
 CHANGED = (
     "was changed in place between the region's forward and its backward, which recomputes the region and would give "
     "wrong gradients. "
@@ -149,9 +147,6 @@ def test_tracebacks_have_few_frames_of_the_package(debug: bool) -> None:
     assert max(found) > 6 if debug else max(found) <= 4
 
 
-# --- wrong calls ------------------------------------------------------------------------------------------------------
-
-
 def layer(x: Tensor) -> Tensor:
     return x.sin()
 
@@ -244,9 +239,6 @@ def test_functions_that_return_before_they_have_computed_their_result_are_refuse
         f"remat takes functions that have computed their result when they return, but {what}. Apply remat to a "
         "function that it calls."
     )
-
-
-# --- warnings and names -----------------------------------------------------------------------------------------------
 
 
 def test_errors_have_their_public_names() -> None:

@@ -124,9 +124,6 @@ def test_under_torch_func() -> None:
     derivative(x)
 
 
-# --- precedence and lifetime ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lowering", ["autograd", "func"])
 def test_inner_regions_are_recomputed_with_the_options_around_the_forward(lowering: str) -> None:
     """The outer region's recompute calls the inner region again, after the caller's context has ended."""

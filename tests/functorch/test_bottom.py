@@ -25,9 +25,6 @@ REPEATED = RECOMPUTE | SHARED
 EVERY = ALL | SHARED
 
 
-# --- values that differ -----------------------------------------------------------------------------------------------
-
-
 def steady(x: Tensor, y: Tensor = V) -> Tensor:
     return ((x @ W).sin() * 1.0).cos() @ W * y
 
@@ -61,9 +58,6 @@ def test_other_values_are_found(name: str, policy: Any) -> None:
         with pytest.raises(RecomputeMismatchError, match="checksum"):
             REPEATED[name](region, V)
     REPEATED[name](remat(drifting), V)  # not compared by default
-
-
-# --- changes in place -------------------------------------------------------------------------------------------------
 
 
 def changes_intermediates(x: Tensor) -> Tensor:
@@ -125,9 +119,6 @@ def test_another_tensor_that_is_changed_before_the_pullback(sparse: bool) -> Non
     if not sparse:
         with pytest.raises(MutationError, match="the derivative of argument"):
             pull_after(lambda x: jvp(remat(torch.sin), (x,), (w,))[1], False, change)
-
-
-# --- errors in user code ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["forward", "recompute"])

@@ -18,8 +18,6 @@ from remat import policies, remat
 
 EVERYTHING = policies.everything_saveable
 
-# --- operands of several levels ---------------------------------------------------------------------------------------
-
 # Programs of a function of two tensors, which outer transforms and inner ones follow.
 GIVEN: dict[str, Callable[[Fn], Fn]] = {
     "first inside": lambda g: lambda y: grad(lambda x: g(x, y).sum())(Y[0]),
@@ -86,9 +84,6 @@ def test_a_region_in_a_traced_function_is_called() -> None:
     assert count_ops(functionalize(grad(summed(remat(torch.sin)))), X)["aten.sin"] == 1
 
 
-# --- random numbers and modes -----------------------------------------------------------------------------------------
-
-
 def drops(x: Tensor) -> Tensor:
     return dropout(x.sin(), 0.5) * x
 
@@ -152,9 +147,6 @@ def with_grad(wrap: Wrap) -> Fn:
 def test_grad_mode_inside(transform: Callable, fn: Callable) -> None:
     both(lambda wrap: transform(summed(fn(wrap)))(X))
     both(lambda wrap: transform(summed(wrap(fn(wrap))))(X))
-
-
-# --- pullbacks and nested regions -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, leaked_bytes, peak_bytes
 from remat import is_recomputing, remat
 
-# --- operations -------------------------------------------------------------------------------------------------------
-
 # How many of a chain of four regions are recomputed.
 COUNTS: dict[str, int] = {
     "grad": 4, "vjp": 8, "vmap of a pullback": 4, "jacrev": 4, "grad(vmap)": 4, "vmap(grad)": 4, "vmap(jacrev)": 4,
@@ -84,8 +82,6 @@ def test_gradients_of_parameters_that_are_not_requested(given: str, transform: C
     assert after == before + 1  # the recompute
     both(program)
 
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 LONG = rand(64, grad=False)
 
@@ -154,8 +150,6 @@ def test_everything_is_freed_without_garbage_collection() -> None:
         watch(x, *tree_leaves(results))
         del x, out, pull, results
 
-
-# --- per-sample gradients ---------------------------------------------------------------------------------------------
 
 WEIGHTS = [(rand(6, 6, seed=i, grad=False) / 3, rand(6, seed=i, grad=False)) for i in range(5)]
 SAMPLES = rand(16, 6, grad=False)

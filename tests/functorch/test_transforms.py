@@ -103,9 +103,6 @@ def test_every_composition_of_three_transforms(word: tuple[str, ...]) -> None:
     check(word)
 
 
-# --- arguments, results and options of the transforms -----------------------------------------------------------------
-
-
 def of_all_kinds(x: Tensor, y: Tensor) -> tuple:
     """Differentiable or not, of one argument or of both, inputs and views of inputs, new and batched or not."""
     values, places = x.sort()

@@ -24,8 +24,6 @@ from remat import CaptureError, RematError, policies, remat
 
 EVERYTHING = policies.everything_saveable
 
-# --- captured tensors -------------------------------------------------------------------------------------------------
-
 other = types.ModuleType("remat_test_other")  # an imported module: the search for captured tensors skips its attributes
 sys.modules["remat_test_other"] = other
 LINEAR = nn.Linear(4, 4, bias=False)
@@ -143,9 +141,6 @@ def test_tensors_made_inside_and_kept_are_not_captured(name: str, policy: Any) -
     assert leaked_bytes(region, X) == 0
 
 
-# --- stored tensors ---------------------------------------------------------------------------------------------------
-
-
 class Stores:
     def __init__(self, detach: bool) -> None:
         self.detach, self.kept = detach, None
@@ -178,9 +173,6 @@ def test_parameters_that_a_recurrent_layer_lists_anew_are_not_stored(cls: type[n
         return vmap(grad(lambda p: functional_call(region, p, (X,))[0].sum()))(params)
 
     both(program)
-
-
-# --- functions that act on one level ----------------------------------------------------------------------------------
 
 
 def hook(tensor: Tensor) -> None:
@@ -298,9 +290,6 @@ def test_refused_under_several_levels(fn: Fn, text: str, transform: str) -> None
         return both(lambda wrap: ALL[transform](wrap(fn), V))
     with pytest.raises(RematError, match=text):
         ALL[transform](remat(fn), V)
-
-
-# --- functions that see their levels ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transform", ALL)

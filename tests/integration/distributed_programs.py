@@ -57,9 +57,6 @@ COLLECTIVES = [
 SILENT = "wait_tensor", "_wrap_tensor_autograd"
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
-
-
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -115,9 +112,6 @@ class Transformer(nn.Module):
             x = self.call(block, x)
         x = self.norm(x) if self.norm else x
         return self.head(x) if self.head else x
-
-
-# --- the ways to checkpoint its blocks --------------------------------------------------------------------------------
 
 
 class Way(NamedTuple):
@@ -178,9 +172,6 @@ WAYS = {
 }
 USUAL = "plain", "torch", "torch, products", "apply", "apply, products"
 CALLED = "torch, called", "torch, called, products", "called", "called, products"
-
-
-# --- measurements -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -276,9 +267,6 @@ def train(model: nn.Module, same: bool = False, micro: int = 1) -> Result:
                     del loss
         peaks.append(meter.peak)
     return Result(losses, gradients(model), meter.costs(kept, min(peaks)))
-
-
-# --- the programs -----------------------------------------------------------------------------------------------------
 
 
 Change = Callable[[Any], Any]
@@ -451,9 +439,6 @@ PROGRAMS = {
 }
 
 
-# --- checkpoints on disk ----------------------------------------------------------------------------------------------
-
-
 SAVED = {
     "DDP": ("plain", "apply"),
     "FSDP2": ("plain", "torch", "apply", "apply last"),
@@ -499,9 +484,6 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# --- the processes ----------------------------------------------------------------------------------------------------
 
 
 def jobs(folder: str) -> dict[tuple[str, str], Callable[[], Any]]:

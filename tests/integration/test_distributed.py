@@ -151,9 +151,6 @@ def test_collectives(outcomes: Outcomes, program: str, way: str) -> None:
         assert taken.collectives.total() > 0
 
 
-# --- checkpoints on disk ----------------------------------------------------------------------------------------------
-
-
 @each(pair for pair in saved if pair[1] != "plain")
 def test_names_in_checkpoints(outcomes: Outcomes, program: str, way: str) -> None:
     found: Saved

@@ -149,9 +149,6 @@ def test_torch_checkpoint_loses_gradients() -> None:
     assert lost == [name for name, _ in model.named_parameters() if "blocks" in name]
 
 
-# --- training with the engine -------------------------------------------------------------------------------------
-
-
 def trained(mode: str, change: Callable[[Any], Any], physical_batch: int) -> list[Tensor]:
     """The weights after an epoch of DP-SGD with Poisson sampling; with small physical batches, steps are virtual."""
     model = change(Classifier())
@@ -176,9 +173,6 @@ def test_make_private(mode: str, physical_batch: int) -> None:
     expected = trained(mode, lambda model: model, physical_batch)
     assert not torch.equal(expected[0], next(Classifier().parameters()))
     assert_same(trained(mode, lambda model: remat.nn.apply(model, Block), physical_batch), expected)
-
-
-# --- costs --------------------------------------------------------------------------------------------------------
 
 
 def costs(kind: Callable, change: Callable[[Any], Any]) -> tuple[int, int, int]:

@@ -78,9 +78,6 @@ def compare(trained: Callable[[Any], Trained], plain: Any, own: Any, ours: Calla
     assert products == plain_products
 
 
-# --- lightning ------------------------------------------------------------------------------------------------------
-
-
 def fit(precision: str, stages: int = 1) -> Callable[[Callable[[Any], Any]], Trained]:
     """Training by lightning's Trainer; `ready` prepares the model of the module."""
     lightning = pytest.importorskip("lightning")
@@ -122,9 +119,6 @@ def fit(precision: str, stages: int = 1) -> Callable[[Callable[[Any], Any]], Tra
 def test_lightning(precision: str, stages: int) -> None:
     """Each stage calls `configure_model`."""
     compare(fit(precision, stages), as_it_is, that_checkpoints, with_regions)
-
-
-# --- accelerate -----------------------------------------------------------------------------------------------------
 
 
 def prepared(precision: str, loss: Callable[[Any, Tensor], Tensor], data: Tensor) -> Callable[[Any], Trained]:

@@ -170,9 +170,6 @@ def test_a_layer_is_freed_without_garbage_collection() -> None:
         del model.model.layers
 
 
-# --- integrations.transformers.enable ---------------------------------------------------------------------------------
-
-
 def enabled(model: Any, policy: Any = None) -> Any:
     assert enable(model, policy) is model
     return model

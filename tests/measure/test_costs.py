@@ -34,9 +34,6 @@ def report() -> remat.Report:
     return remat.report(model, x, where=Block, policies=BOTH)
 
 
-# --- the figures ------------------------------------------------------------------------------------------------------
-
-
 def test_the_model_of_the_readme() -> None:
     report, again = (remat.report(loss, *readme(), policies=BOTH) for _ in range(2))
     product = 2 * 16 * 8 * 32  # FLOPs
@@ -117,9 +114,6 @@ def test_on_a_device_the_report_has_the_peak_of_its_allocator() -> None:
     assert remat.check(fn, w, x).ok
 
 
-# --- rows, labels and the best ----------------------------------------------------------------------------------------
-
-
 def costs(peak: int, flops: int) -> Costs:
     return Costs("", None, 0, peak, 0, flops, (), 0, ())
 
@@ -160,9 +154,6 @@ def test_policies_are_a_list() -> None:
     for wrong, text in ((policies.save_matmuls, r"policies\.save_matmuls"), ("dots", "'dots'")):
         with pytest.raises(TypeError, match=rf"policies must be a list of policies: `policies=\[{text}\]`\."):
             remat.report(torch.sin, torch.ones(3), policies=wrong)
-
-
-# --- text, values and the plot ----------------------------------------------------------------------------------------
 
 
 def test_the_best_rows_have_a_star(report: remat.Report) -> None:

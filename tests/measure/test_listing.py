@@ -114,9 +114,6 @@ def test_the_inner_tensors_of_a_subclass_are_listed() -> None:
     assert [(row.kind, row.nbytes) for row in rows] == [("argument", 24)] * 2 + [("output", 24)] * 2
 
 
-# --- transforms -------------------------------------------------------------------------------------------------------
-
-
 def test_batches_of_vmap_are_listed_whole() -> None:
     fn = vmap(remat(block, policy=policies.save_matmuls), in_dims=(None, 0))
     rows = saved_residuals(fn, block_args()[0], rand(6, 3, seed=2))
@@ -133,9 +130,6 @@ def test_a_gradient_inside_lists_what_lives_and_all_inputs() -> None:
 def test_saved_tensor_hooks_must_be_allowed() -> None:
     with torch.autograd.graph.disable_saved_tensors_hooks("mine"), pytest.raises(RematError, match="mine"):
         saved_residuals(torch.sin, rand(3))
-
-
-# --- modules, and rows in groups --------------------------------------------------------------------------------------
 
 
 def encoder() -> tuple[nn.Module, Tensor]:

@@ -96,9 +96,6 @@ def test_nothing_stays_alive() -> None:
         assert leaked_bytes(measure, fn, w, x) == 0
 
 
-# --- what a program gets, and by what it is differentiated ------------------------------------------------------------
-
-
 def sources(fn: Callable, *args: Any, **kwargs: Any) -> set[str]:
     """The names of the inputs that are saved."""
     return {row.source for row in saved_residuals(fn, *args, inputs=True, **kwargs) if row.is_input}
@@ -159,9 +156,6 @@ def test_it_is_differentiated_by_tensors_that_require_grad_or_else_by_all_that_c
 def test_tensors_without_data_can_be_measured() -> None:
     x, n = torch.ones(3, device="meta"), torch.ones(3, device="meta", dtype=torch.int64)
     assert [row.op for row in saved_residuals(lambda x, n: (x * n.add_(1)).sin(), x, n)] == ["aten.mul"]
-
-
-# --- wrong calls ------------------------------------------------------------------------------------------------------
 
 
 def raises(fn: Callable) -> Callable:

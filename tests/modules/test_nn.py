@@ -74,8 +74,6 @@ def test_a_predicate_sees_each_module_once_and_nothing_is_changed_if_it_raises()
     assert changed(model) == []
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
-
 HIDDEN = policies.save_only_these_names("hidden")
 OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {  # with the numbers of recomputes and of rows saved more
     "none": ({}, 4, 0),
@@ -133,8 +131,6 @@ def test_changes_between_forward_and_backward_have_no_effect_on_that_backward(ch
     loss.backward()
     assert_same([p.grad for p in model.parameters()], step(plain))
 
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[Any, dict, type, str]] = [
     (nn.Conv2d, {}, ValueError, "chooses none of the model's modules.*Block, LayerNorm, Linear"),
@@ -215,9 +211,6 @@ def test_lazy_modules_that_were_called_and_modules_around_torchscript_can_be_reg
     for module in (lazy, around, made(CallsForward)):
         expected = step(module)
         assert_same(step(in_place(module)), expected)
-
-
-# --- checkpointing by a module's own library --------------------------------------------------------------------------
 
 
 class OfLibrary(Block):

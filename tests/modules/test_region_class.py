@@ -30,9 +30,6 @@ def regions(way: str, block: type = Block) -> Any:
     return made(Model, block, WAYS[way])
 
 
-# --- what is unchanged ------------------------------------------------------------------------------------------------
-
-
 @every_way
 def test_the_model_looks_unchanged(way: str) -> None:
     plain, model = made(), regions(way)
@@ -142,9 +139,6 @@ def test_tied_weights_and_modules_that_are_called_twice(where: Any) -> None:
     check(again, made(Tied))
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
 class Reduces(Block):
     """Is rebuilt from its constructor arguments, so unknown attributes get lost."""
 
@@ -180,9 +174,6 @@ def test_copies_have_the_same_options(how: str) -> None:
     check(COPIES[how](remat.nn.undo(again)), made(), [False] * 4)
     module = remat.remat(remat.remat(made(Block), policy=policies.everything_saveable), policy=policies.save_matmuls)
     assert kept(COPIES[how](module)) == kept(remat.remat(made(Block), policy=policies.save_matmuls))
-
-
-# --- nested regions, and a forward that is replaced -------------------------------------------------------------------
 
 
 NESTED: dict[str, tuple[Callable, Callable]] = {  # how the inner and the outer region are made
@@ -246,9 +237,6 @@ def test_the_region_is_around_a_forward_that_is_set_on_the_module(way: str) -> N
     check(module, made(Block), AGAIN)
     module.forward = lambda x: x * 2
     assert_same(remat.nn.undo(WAYS["in place"](module))(X), X * 2)
-
-
-# --- parametrizations -------------------------------------------------------------------------------------------------
 
 
 class Exp(nn.Module):
@@ -353,9 +341,6 @@ def test_norms_of_weights_before_and_after_update_their_buffers_once(name: str) 
         for mode in (True, True, False):
             check(model.train(mode), plain.train(mode))
         assert ("spectral" in name) == any(not torch.equal(a, b) for a, b in zip(model.buffers(), before))
-
-
-# --- transforms and compilers -----------------------------------------------------------------------------------------
 
 
 @every_way

@@ -44,9 +44,6 @@ def deep(x: Tensor) -> Tensor:
     return x.sin().exp()
 
 
-# --- segments ---------------------------------------------------------------------------------------------------------
-
-
 def lengths(count: int, segments: int | None) -> list[int]:
     """The lengths of the segments. The last one is recomputed first; a new one starts where the position falls."""
     calls: list[tuple[int, bool]] = []
@@ -100,9 +97,6 @@ def test_only_the_inputs_of_segments_are_saved() -> None:
     for segments in (1, 2, 5, 10):
         kept = held_bytes(remat.sequential([deep] * 10, segments), X)
         assert kept == segments * X.nbytes  # the result, and the inputs of all segments except the first
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [list, iter, lambda row: nn.Sequential(*row), nn.ModuleList,
@@ -160,9 +154,6 @@ def test_everything_is_freed() -> None:
     with assert_freed_without_gc() as watch:
         watch(*row, *parameters(row))
         del row, f
-
-
-# --- options and errors -----------------------------------------------------------------------------------------------
 
 
 def test_policies_and_other_options() -> None:

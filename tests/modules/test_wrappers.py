@@ -109,9 +109,6 @@ def test_every_kind_of_callable_is_a_region(kind: str) -> None:
         assert RUNS == [False, True]
 
 
-# --- metadata and copies ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "fn", [work, Works.method, OBJECT.method, Works.of_class, OBJECT, SHIFTED], ids=lambda fn: type(fn).__name__
 )
@@ -168,9 +165,6 @@ def test_copies_have_the_options_and_share_nothing() -> None:
         assert_same((f(x), again(x)), (Works(3.0)(x), Works(5.0)(x)))
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(remat(lambda x: x))
-
-
-# --- arguments and results --------------------------------------------------------------------------------------------
 
 
 def test_the_function_gets_its_own_arguments_and_returns_them() -> None:

@@ -56,8 +56,6 @@ def judge(policy: Policy, op: Any = RELU, *names: str, args: tuple = ()) -> Verd
     return policy.judge(None, op, args, {}, frozenset(names))
 
 
-# --- values -------------------------------------------------------------------------------------------------------
-
 NAMED = only("q", "k*")
 PAIR = policies.save_and_offload_only_these_names(names_which_can_be_saved=["q"], names_which_can_be_offloaded=["k*"])
 EXPRESSIONS = {
@@ -110,9 +108,6 @@ def test_everything_public_is_listed() -> None:
     mine = lambda value: isinstance(value, Policy) or getattr(value, "__module__", "") == policies.__name__
     own = {name for name, value in vars(policies).items() if mine(value) and not name.startswith("_")}
     assert own == set(policies.__all__) == set(dir(policies))
-
-
-# --- verdicts -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,8 +187,6 @@ def test_any_other_answer_of_a_predicate_is_an_error(answer: Any) -> None:
         judge(policies.save_if(lambda ctx, op, *args, **kwargs: answer), MM)
 
 
-# --- combinations -------------------------------------------------------------------------------------------------
-
 BY_ANSWER = {RECOMPUTE: NOTHING, SAVE: policies.save_ops(MM), OFFLOAD: offload(policies.save_ops(MM))}
 
 
@@ -264,9 +257,6 @@ def test_the_policy_of_an_enclosing_region_decides_first() -> None:
 def test_a_policy_is_neither_true_nor_false() -> None:
     with pytest.raises(TypeError, match=r"neither true nor false\. Combine policies by `p \| q`"):
         _ = matmuls and NAMED
-
-
-# --- policy arguments ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,6 @@ def here() -> int:
     return frame.f_back.f_lineno
 
 
-# --- operators --------------------------------------------------------------------------------------------------------
-
-
 def test_the_first_backward_warns_once_at_the_line_that_called_the_region() -> None:
     x, fn = rand(3), remat(new(), policy=NEVER)
     outs: list[Tensor] = []
@@ -178,9 +175,6 @@ def test_a_region_in_a_region_warns_of_its_own_policy(inner: Any, count: int) ->
     assert len(found) == count and all("aten.bmm" in str(warning.message) for warning in found)
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_name_that_no_value_has_causes_one_warning() -> None:
     def fn(x: Tensor) -> Tensor:
         return checkpoint_name(x.sin(), "hidden").exp()
@@ -204,9 +198,6 @@ def test_the_warning_of_a_name_is_at_the_line_of_the_call(way: int) -> None:
     )[way]
     (warning,) = said(call, UNNAMED)
     assert (warning.filename, warning.lineno) == (__file__, lines[0])
-
-
-# --- one policy for several functions ---------------------------------------------------------------------------------
 
 
 def model() -> nn.Module:

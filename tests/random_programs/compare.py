@@ -43,9 +43,6 @@ class Refused(Exception):
     """A region raised an error that is documented."""
 
 
-# --- runs: each calls a function of two matrices, and returns its results and what else it has computed ---------------
-
-
 def gradients(out: Tensor, leaves: Sequence[Tensor], **options: Any) -> list[Tensor]:
     """Gradients, with zeros instead of None: torch returns either if `out` doesn't depend on a leaf."""
     if not out.requires_grad:
@@ -202,9 +199,6 @@ def of_parameters(run: str, around: dict | None, fn: Fn, x: Tensor, y: Tensor, m
     return [], [found]
 
 
-# --- the comparison ---------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def surrounded() -> Iterator[None]:
     """Programs compute in float64. Memory that they don't initialize is filled with NaN."""
@@ -315,9 +309,6 @@ def refusals() -> Iterator[None]:
         if not MEANT.search(str(error)):
             raise
         raise Refused from error
-
-
-# --- what is kept and recomputed --------------------------------------------------------------------------------------
 
 
 def keeps_no_more(make: Fn) -> None:

@@ -34,9 +34,6 @@ FIRED: list[float] = []  # the factors of the hooks on gradients that have run
 REGIONS = [True]  # whether `remat` makes regions
 
 
-# --- regions ----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def without_regions() -> Iterator[None]:
     REGIONS[0] = False
@@ -110,9 +107,6 @@ def chosen(seed: int, answers: int = 2) -> Fn:
     return predicate
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
-
-
 def tensor(seed: int, requires_grad: bool = True) -> Tensor:
     return (rand(4, 4, seed=seed, grad=False) * 0.7).requires_grad_(requires_grad)
 
@@ -139,9 +133,6 @@ def hook(t: Tensor, factor: float) -> None:
 def changed(module: nn.Module) -> dict[str, Tensor]:
     """Other parameters for a module."""
     return {name: p.detach() * 1.1 for name, p in module.named_parameters()}
-
-
-# --- transforms that aren't in torch.func -----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -222,9 +213,6 @@ class Scaled(torch.autograd.Function):
         x, w = ctx.saved_tensors
         parts = [] if tx is None else [2 * x * tx * w]
         return sum(parts if tw is None else [*parts, x * x * tw])
-
-
-# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 class Apply(nn.Module):

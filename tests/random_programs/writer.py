@@ -84,8 +84,6 @@ class Writer:
         self.cost = 1.0
         self.favorite = self.policy()
 
-    # --- text -------------------------------------------------------------------------------------------------------
-
     def line(self, text: str) -> None:
         self.lines.append("    " * self.indent + text)
 
@@ -140,8 +138,6 @@ class Writer:
         yield
         self.visible, self.own, self.under, self.cost = outer
 
-    # --- regions ----------------------------------------------------------------------------------------------------
-
     def policy(self) -> str:
         """One policy or a combination of policies that save, or sometimes a policy that offloads."""
         if self.chance(0.4):
@@ -162,8 +158,6 @@ class Writer:
     def region(self, function: str) -> str:
         options = self.region_options()
         return f"remat({function}, {options})" if options else f"remat({function})"
-
-    # --- expressions ------------------------------------------------------------------------------------------------
 
     def expression(self, depth: int = 0) -> str:
         """An expression of the visible matrices, which may call transforms of functions written in it."""
@@ -209,8 +203,6 @@ class Writer:
             else:
                 text = f"(lambda {p}, {q}: {self.expression(depth)})"
         return self.region(text) if self.cost * REGION <= MOST and self.chance(0.3) else text
-
-    # --- statements -------------------------------------------------------------------------------------------------
 
     def assignment(self) -> None:
         text = self.expression()
@@ -283,8 +275,6 @@ class Writer:
         kind = self.random.choice(["{m}({a})", "{m}({a})", "{m}({a})", "functional_call({m}, changed({m}), ({a},))"])
         self.let(self.fill(kind, m=self.random.choice(self.modules)))
 
-    # --- functions --------------------------------------------------------------------------------------------------
-
     def function(self, how: str, depth: int, region: bool) -> Function:
         """Write a function, which can read all visible matrices."""
         takes = self.random.choice(["two", "two", "a keyword", "a tree"])
@@ -336,8 +326,6 @@ class Writer:
         if depth < DEPTH and self.left > 0 and self.cost * REGION < MOST and self.chance(0.6):
             self.called(depth)
         self.let(self.fill("{a} + {b} * 0.5") if self.chance(0.6) else self.visible[-1])
-
-    # --- the program ------------------------------------------------------------------------------------------------
 
     def module(self, depth: int) -> str:
         """The source of a module."""

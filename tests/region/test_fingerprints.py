@@ -23,9 +23,6 @@ def backward(f: Callable, x: Tensor) -> Tensor:
     return torch.autograd.grad(f(x).sum(), x)[0]
 
 
-# --- strides ----------------------------------------------------------------------------------------------------------
-
-
 def strided(shape: tuple[int, ...], *strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """A function that saves a tensor with other strides in each run."""
     each = iter(strides)
@@ -44,8 +41,6 @@ def test_strides_of_dimensions_without_extent_do_not_matter(shape: Any, before: 
     x = rand(*shape).detach().to(device).requires_grad_()
     assert_same(backward(remat(strided(shape, before, now)), x), x.sin().cos() * x.cos())
 
-
-# --- values -----------------------------------------------------------------------------------------------------------
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64]
 

@@ -54,9 +54,6 @@ def on(device: str, tensor: Tensor) -> Tensor:
     return whole.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-# --- copies of small tensors ------------------------------------------------------------------------------------------
-
-
 def changed(s: Tensor) -> Tensor:
     with torch.no_grad():
         return s.add_(1)
@@ -157,9 +154,6 @@ def test_tensors_up_to_a_size_are_copied_before_the_region_changes_them(size: st
         MutationError, match=f"(argument s|captured .*state) was changed in place by the region itself, .* {remedy}"
     ):
         run(remat)
-
-
-# --- state that changes -----------------------------------------------------------------------------------------------
 
 
 def statistics(fn: Callable[[Tensor, nn.BatchNorm1d], Tensor]) -> Callable[[Wrap], Any]:
@@ -268,9 +262,6 @@ def test_statistics_that_are_arguments(device: str) -> None:
         x, mean, var = (rand(*n, grad=False).to(device) for n in ((8, 3), (3,), (3,)))
         results.append((gradient(wrap(fn), x.requires_grad_(), mean, var.exp()), mean))
     assert_same(*results)
-
-
-# --- changes after the region -----------------------------------------------------------------------------------------
 
 
 # Each calls a region, and returns the result and a tensor that then changes.

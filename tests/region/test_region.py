@@ -26,8 +26,6 @@ def plain(fn: Callable) -> Callable:
     return fn
 
 
-# --- results that differ ----------------------------------------------------------------------------------------------
-
 STRUCTURE = "The region returned a different structure in the recompute: output was "
 SAME = " A region's function must return the same structure in each run: look for a branch on Python state that changed"
 RESULTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], str]] = {
@@ -68,9 +66,6 @@ def test_a_result_that_differs_is_named(name: str) -> None:
             transform(rand(3))
         assert str(raised.value).startswith(message)
         assert str(raised.value).partition("\nThe region is ")[2].startswith(f"<lambda> called at {__file__}:")
-
-
-# --- state after errors -----------------------------------------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -201,9 +196,6 @@ def test_a_failed_recompute_leaves_all_state_and_can_be_tried_again(error: type,
         assert all(t.isfinite().all() for t in pull())
 
 
-# --- first runs that are abandoned ------------------------------------------------------------------------------------
-
-
 def a_level(x: Tensor) -> Tensor:
     with fwAD.dual_level():
         p = fwAD.make_dual(x * 1, x.cos())
@@ -249,9 +241,6 @@ def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(trans
     assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)
 
 
-# --- threads and modules ----------------------------------------------------------------------------------------------
-
-
 def test_a_recompute_does_not_wait_for_one_that_runs_a_backward_pass() -> None:
     """The backward pass may need the thread that waits, as for the nodes of another device."""
     waits, ended, in_time = threading.Event(), threading.Event(), []
@@ -273,9 +262,6 @@ def test_a_recompute_does_not_wait_for_one_that_runs_a_backward_pass() -> None:
     pull()
     thread.join()
     assert in_time == [True]
-
-
-# --- activations that modules store -----------------------------------------------------------------------------------
 
 
 class Stores(nn.Module):

@@ -149,9 +149,6 @@ def test_an_argument_that_is_passed_twice_is_one_object_in_all_runs() -> None:
     assert_same(grad(lambda t: remat(fn)(t, t, t))(t.detach()), found[0], exact=False)
 
 
-# --- changed in place -------------------------------------------------------------------------------------------------
-
-
 # Each makes, for a tensor, a function that changes it, and more arguments.
 IN_PLACE: dict[str, tuple[Callable[[Tensor], tuple[Callable, tuple]], bool]] = {
     "as an argument": (lambda held: (lambda x, b: b.add_(1) * (x * held).sin(), (held,)), True),

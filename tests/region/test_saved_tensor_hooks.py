@@ -59,9 +59,6 @@ Build = Callable[[Wrap], Callable]
 Check = Callable[[Wrap], Any]  # its argument makes a region
 
 
-# --- functions and hooks ----------------------------------------------------------------------------------------------
-
-
 def plain(fn: Callable) -> Callable:
     return fn
 
@@ -126,9 +123,6 @@ def hooks_in_hooks() -> Iterator[None]:
         yield
 
 
-# --- functions with regions -------------------------------------------------------------------------------------------
-
-
 def region(fn: Callable) -> Build:
     return lambda wrap: wrap(fn)
 
@@ -165,9 +159,6 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.cat([x, x])[::2],
     lambda x: x.t().expand(2, 4, 4).transpose(0, 1),
 ]
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def gradients(out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -299,9 +290,6 @@ def hooks_that_raise(wrap: Wrap) -> None:
         assert_same(grad(out, (x, w)), gradients(noisy(x, w), x, w))
 
 
-# --- where hooks are disabled -----------------------------------------------------------------------------------------
-
-
 def refused_before_anything_runs(wrap: Wrap) -> None:
     (x, w), state = leaves(), torch.get_rng_state()
     calls = wrap(noisy), region_in_region(noisy)(wrap), torch.vmap(wrap(noisy), (0, None), randomness="same")
@@ -346,9 +334,6 @@ def only_inputs_are_saved(wrap: Wrap) -> None:
     for each in (wrap(fn), fn):
         with save_on_cpu(), pytest.raises(RuntimeError, match=r"^not in my house"):
             each(x, w)
-
-
-# --- allow_mutation_on_saved_tensors ----------------------------------------------------------------------------------
 
 
 def mutating(fn: Callable, after: Callable = lambda out, argument: out) -> Check:
@@ -396,9 +381,6 @@ def saved_values_have_hooks_already(wrap: Wrap) -> None:
         node: Any = call(x, w).grad_fn
         with pytest.raises(RuntimeError, match="whose hooks have already been set"):
             node._raw_saved_self.register_hooks(lambda t: t, lambda t: t)
-
-
-# --- hooks on gradients -----------------------------------------------------------------------------------------------
 
 
 def fired(wrap: Wrap, inside: Callable, outside: Callable) -> tuple:
@@ -503,8 +485,6 @@ def incremented(wrap: Wrap) -> Any:
     increment_version(argument)
     return gradients(out, x)
 
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 HOOKS = Hooks()
 OTHER_KINDS = Tensor.float, Tensor.flatten, partial(Tensor.to, device="meta"), Tensor.tolist
@@ -632,9 +612,6 @@ def test_row(combination: str, policy: str) -> None:
 def test_the_table_in_the_docs_has_these_rows() -> None:
     rows = re.findall(r"^\| (.+?) \| .+ \|$", DOCS.read_text(), re.MULTILINE)
     assert rows == ["combination", *ROWS]
-
-
-# --- tests of no single combination ---------------------------------------------------------------------------------
 
 
 def test_hooks_that_round_give_the_derivatives_at_the_rounded_inputs() -> None:

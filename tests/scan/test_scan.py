@@ -52,9 +52,6 @@ def scan_with(checkpoints: Any, **options: Any) -> Loop:
     return partial(remat.scan, checkpoints=checkpoints, **options)
 
 
-# --- the schedule -----------------------------------------------------------------------------------------------------
-
-
 def recomputed(count: int, checkpoints: int) -> int:
     """The least number of steps that the backward of a loop of ``count`` steps can recompute."""
     repeats = depth(count + 1, checkpoints)
@@ -81,8 +78,6 @@ def test_the_schedule_recomputes_the_fewest_steps() -> None:
             best[count].append(min(splits, default=count))
     assert all(best[n + 1][k] - (n + 1) == recomputed(n, k) for n in range(1, 81) for k in range(21))
 
-
-# --- values, derivatives, recomputed steps ----------------------------------------------------------------------------
 
 COUNT = 30
 calls: list[int] = []  # a recompute may only add to a list
@@ -160,8 +155,6 @@ def test_values_and_recomputed_steps(name: str, checkpoints: int | None) -> None
         assert len(calls) == times[0] * COUNT + times[1] * recomputed(COUNT, spare)
     assert_same(found, expected, exact=name.startswith(("autograd", "a graph")))
 
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 STATE = torch.ones(4, 1024)
 UNIT = STATE.nbytes
@@ -259,9 +252,6 @@ def test_values_that_a_policy_saves_are_not_recomputed(transform: Callable) -> N
         products[policy] = count_ops(transform, loss)["aten.mm"]
         assert peak_bytes(transform, loss) <= (4 + 11 + (0 if policy is None else 24)) * UNIT
     assert products == {None: 2 * 24 + recomputed(24, 4), policies.save_matmuls: 2 * 24}
-
-
-# --- what a step does -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -433,8 +423,6 @@ def test_one_step_is_traced(around: bool) -> None:
     torch._dynamo.reset()
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
 ONES, TWO = torch.ones(3), {"length": 2}
 scan, same = remat.scan, lambda h, x: (h, None)
 ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -495,9 +483,6 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_errors(call: Callable, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-# --- no steps ---------------------------------------------------------------------------------------------------------
 
 
 class Stateful(nn.Module):

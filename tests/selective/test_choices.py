@@ -48,9 +48,6 @@ def products(fn: Callable, *args: Any) -> int:
     return count_ops(gradient, fn, *args)["aten.mm"]
 
 
-# --- the search -------------------------------------------------------------------------------------------------------
-
-
 def chain(x: Tensor) -> Tensor:
     return ((x @ W).tanh() @ W).sin().exp()
 
@@ -172,9 +169,6 @@ def test_results_and_inputs_are_not_counted() -> None:
     assert [(point.nbytes, point.cost) for point in curve.points] == [(0, 0)]
 
 
-# --- predictions are true ---------------------------------------------------------------------------------------------
-
-
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -254,9 +248,6 @@ def test_bytes_and_flops_are_as_predicted(cls: type[nn.Module], transform: Calla
         assert_same(forward(fn), expected, exact=False)
 
 
-# --- costs ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_cost_of_an_operation() -> None:
     fn, x = lambda x: (x @ W).sin().reshape(-1), leaf()
     cost = lambda how, fn=fn, x=x: remat.pareto(fn, x, cost=how).points[0].cost
@@ -303,9 +294,6 @@ def test_an_operator_is_measured_once_for_each_form_of_its_arguments(how: str) -
 def test_invalid_costs(returned: Any, message: str) -> None:
     with pytest.raises(remat.PolicyError, match=message):
         remat.pareto(lambda x: (x @ W).tanh(), X[0], cost=lambda op, args, kwargs, result: returned)
-
-
-# --- programs ---------------------------------------------------------------------------------------------------------
 
 
 def test_each_program_has_its_own_choice() -> None:
@@ -403,9 +391,6 @@ def test_compiled_code_saves_nothing_and_warns(transform: bool) -> None:
     with pytest.warns(remat.RematWarning, match="A region with a budget saves nothing under torch.compile"):
         found = compiled(X) if transform else gradient(compiled)
     assert_same(found, gradient(chain), exact=False)
-
-
-# --- curves and policies ----------------------------------------------------------------------------------------------
 
 
 def test_a_curve_gives_policies() -> None:

@@ -68,9 +68,6 @@ def check(fn: Callable, policy: str, calls: list[tuple]) -> None:
         assert again == counts
 
 
-# --- calls that are the same as the last one, then differ -------------------------------------------------------------
-
-
 def layers(x: Tensor, w: Tensor) -> Tensor:
     h = checkpoint_name(torch.tanh(x @ w), "a")
     h = checkpoint_name(torch.sin(h @ w.t()), "b") * 2.0
@@ -136,9 +133,6 @@ BRANCHES: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_branches_that_differ(branch: str, policy: str) -> None:
     check(BRANCHES[branch], policy, [(X, W, flag) for flag in (True, True, True, False, False, True, False)])
-
-
-# --- what is remembered -----------------------------------------------------------------------------------------------
 
 
 def test_later_calls_take_no_more_memory() -> None:

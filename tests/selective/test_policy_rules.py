@@ -24,8 +24,6 @@ only, aten = policies.save_only_these_names, torch.ops.aten
 MATMULS, EVERY, N = policies.save_matmuls, policies.everything_saveable, only("n")
 pytestmark = [pytest.mark.filterwarnings("ignore:The policy"), pytest.mark.usefixtures("collector_off")]
 
-# --- counting --------------------------------------------------------------------------------------------------------
-
 KINDS = {"matmul": ("mm", "bmm"), "maximum": ("maximum", "relu")} | {k: (k,) for k in ("sin", "exp", "tanh", "mul")}
 
 
@@ -119,8 +117,6 @@ def again(run: Run, expected: Run, words: Iterable[str]) -> dict[str, int]:
     return {kind: now[kind] - before[kind] for kind in words}
 
 
-# --- the figures ------------------------------------------------------------------------------------------------------
-
 REFERENCE = {(row.function, row.policies): row for row in [*ROWS, *NAMED_RESULT]}
 
 # Where torch has other figures than JAX, and better ones: it saves the argument of `sin`, not its cosine, and the
@@ -204,8 +200,6 @@ def test_results_that_no_derivative_needs(wrap: Callable, counts: tuple) -> None
     assert tuple(count_ops(torch.autograd.grad, out, a)["aten.sin"] for out in outs) == counts
 
 
-# --- every number of passes -------------------------------------------------------------------------------------------
-
 POLICIES = {
     "none": None,
     "everything": EVERY,
@@ -249,9 +243,6 @@ def test_each_pass_recomputes_the_same_and_saves_nothing_more(function: str, pol
             passes.append((kinds(counter.counts), kinds(counter_of_vjp.counts)))
             assert alive.live == kept or not retain
     assert passes == passes[:1] * 4
-
-
-# --- only needed values are saved -------------------------------------------------------------------------------------
 
 
 def held(fn: Fn, args: Sequence[Tensor]) -> int:
@@ -356,9 +347,6 @@ def test_operands_of_what_is_not_needed_are_saved_where_it_must_run() -> None:
     assert bytes_held[0] < bytes_held[1] < held_bytes(fn, *args)
 
 
-# --- regions in regions -----------------------------------------------------------------------------------------------
-
-
 def levels(*given: Any) -> Fn:
     """A named value between two products, in regions with these policies, outermost first; each adds two sines."""
 
@@ -394,9 +382,6 @@ def test_the_outermost_policy_decides_and_the_inner_ones_act_in_recomputes(
     run = TRANSFORMS[transform](program, levels(*given))
     expected = TRANSFORMS[transform](program, levels(*["plain"] * len(given)))
     assert (run.kept, again(run, expected, ran)) == (kept, ran)
-
-
-# --- everything is freed ----------------------------------------------------------------------------------------------
 
 
 def double_backward(program: Program, fn: Fn) -> Any:

@@ -38,9 +38,6 @@ def filled_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-# --- policies ---------------------------------------------------------------------------------------------------------
-
-
 def operators(names: str) -> policies.Policy:
     return as_policy([f"aten.{name}" for name in names.split()])  # which may return views
 
@@ -62,8 +59,6 @@ POLICIES = {
     "offloaded": policies.offload(policies.save_matmuls | policies.save_ops("aten.exp", "aten.sin")),
     "budget": policies.budget(0.5),
 }
-
-# --- programs ---------------------------------------------------------------------------------------------------------
 
 
 def named(t: Tensor) -> Tensor:
@@ -203,8 +198,6 @@ DERIVING = ("inside", "a step", "forward_derivative", "starts again", "of a regi
 TABLE = (*CASES, *MORE)
 
 
-# --- plain autograd ---------------------------------------------------------------------------------------------------
-
 OPTIONS = [{}, {"early_stop": False}, {"determinism_check": "values"}, {"determinism_check": "none"}, {"debug": True}]
 
 
@@ -278,9 +271,6 @@ def test_higher_orders(case: Case, policy: str) -> None:
     orders = orders_of(plain)
     found = observed(case, AROUND["called"], remat, orders, policy=POLICIES[policy])
     assert_same(found, plain(orders), exact=False)  # a function that differentiates adds in another order
-
-
-# --- torch.func -------------------------------------------------------------------------------------------------------
 
 
 def stacked(t: Tensor) -> Tensor:

@@ -54,9 +54,6 @@ def block(x: Tensor) -> Tensor:
     return (h * 2).sin() @ x * h
 
 
-# --- functions that do something else in the recompute ----------------------------------------------------------------
-
-
 def other_order(x: Tensor) -> Tensor:
     steps = [lambda x: x @ W, lambda x: x @ W.T]
     a, b = (step(x) for step in (reversed(steps) if is_recomputing() else steps))
@@ -110,9 +107,6 @@ def test_a_write_that_the_first_run_did_not_make_is_an_error() -> None:
     out = remat(fn, policy=lambda ctx, op, *args, **kwargs: op is aten.mul.Tensor)(rand(4, 4)).sum()
     with pytest.raises(RecomputeMismatchError, match="changed a tensor in place in the recompute, but not in its fir"):
         out.backward()
-
-
-# --- values that are changed later ------------------------------------------------------------------------------------
 
 
 def gradients_under(pack: Fn, unpack: Fn, f: Fn, x: Tensor) -> tuple:
@@ -169,9 +163,6 @@ def test_an_offloaded_value_may_be_changed_later(far: Copies) -> None:
     assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(product_and_sine(x)[1].sum(), x))
 
 
-# --- operations that a recompute skips --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("read", [False, True])
 def test_a_saved_batch_norm_is_skipped_despite_its_statistics(read: bool) -> None:
     """It writes running statistics, which nothing else in the region reads."""
@@ -213,9 +204,6 @@ def test_a_predicate_is_called_once_and_again_for_a_name() -> None:
     assert asked[1:] == [f"{call} (4, 4)" for call in calls]  # not for views, nor for memory without values
 
 
-# --- errors, threads, objects -----------------------------------------------------------------------------------------
-
-
 class Interrupt(BaseException):
     """An exception that user code doesn't catch."""
 
@@ -254,9 +242,6 @@ def test_an_exception_leaves_no_trace(when: str, policy: str) -> None:
         torch.autograd.grad(value, x, retain_graph=True)
     failing.clear()
     assert_same(torch.autograd.grad(value, x)[0], gradients(fn)[1])
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 @EVERY_POLICY
@@ -304,9 +289,6 @@ def test_values_that_only_the_recompute_reads_are_released_in_the_last_pass() ->
         for retain in (False, True)
     )
     assert again - once >= 4 * x.nbytes
-
-
-# --- what isn't recomputed --------------------------------------------------------------------------------------------
 
 
 def ran_in_backward(fn: Fn, *operators: str) -> int:
