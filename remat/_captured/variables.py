@@ -158,7 +158,7 @@ class bound:
         self, variables: Iterable[Variables], tensors: Mapping[int, torch.Tensor], keep_changes: bool = False
     ) -> None:
         self._variables, self._tensors, self._keep_changes = variables, tensors, keep_changes
-        self._undo: list[tuple[Variables, dict, dict | None]] = []
+        self._undo: list[tuple[Variables, dict, dict | None, bool]] = []
         self._containers: dict[Copy, Any] = {}
 
     def put(self) -> None:
@@ -177,10 +177,11 @@ class bound:
         if copy is None and not now and not variables.then:  # such as the attributes of most parameters
             return
         wanted = {key: self._value(old, now.get(key, MISSING)) for key, old in variables.then.items()}
+        may_be_a_log = copy is not None and copy.kind is list and not copy.whole
         if copy is not None and copy.is_of(variables.holder) and copy.may_stay(now, wanted):
-            self._undo.append((variables, now, None))
+            self._undo.append((variables, now, None, may_be_a_log))
         else:
-            self._undo.append((variables, now, wanted))
+            self._undo.append((variables, now, wanted, may_be_a_log))
             if not _same(now, wanted):
                 variables.put(wanted)
 
@@ -208,12 +209,15 @@ class bound:
             return old.kind(items)
 
     def __exit__(self, *exception: object) -> None:
-        for variables, before, wanted in reversed(self._undo):
+        for variables, before, wanted, may_be_a_log in reversed(self._undo):
             now = variables.now()
             if self._keep_changes and wanted is not None:
                 before = {key: before.get(key, v) if v is wanted.get(key, MISSING) else v for key, v in now.items()}
             elif wanted is None:  # the container was left alone: entries that were added stay, unless they are tensors
                 before = now if self._keep_changes or _tensors(now) <= _tensors(before) else before
+            elif may_be_a_log and all(map(is_, now.values(), wanted.values())):
+                added = list(now.values())[len(wanted) :]
+                before = before if _tensors(added) else dict(enumerate([*before.values(), *added]))
             if not _same(now, before):
                 variables.put(before)
         self._undo.clear()

@@ -280,3 +280,18 @@ def test_a_container_that_is_made_anew_in_each_step_of_a_loop(make: Callable) ->
         return torch.autograd.grad(total, x)[0]
 
     assert_same(steps(rematerialized), steps(lambda fn: fn))
+
+
+@pytest.mark.parametrize("way", [by_autograd, by_grad])
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_log_of_the_runs(way: Callable, cleared: bool) -> None:
+    """It keeps what a recompute adds, also if it was cleared since the forward."""
+    log: list[str] = ["start"]
+
+    def fn(x: Tensor) -> Tensor:
+        log.append("recompute" if is_recomputing() else "forward")
+        return x.sin().exp()
+
+    way(rematerialized(fn), X, log.clear if cleared else nothing)
+    before = [] if cleared else ["start", "forward"]
+    assert log[: len(before)] == before and set(log[len(before) :]) == {"recompute"}
