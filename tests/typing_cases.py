@@ -23,6 +23,8 @@ def predicate(ctx: object, op: object, *args: object, **kwargs: object) -> bool:
 
 x, net = torch.ones(3), nn.Linear(3, 3)
 
+# --- accepted calls, and their results --------------------------------------------------------------------------------
+
 y: Tensor = remat.remat(block)(x, scale=2.0)
 same: nn.Linear = remat.remat(net)
 decorated: Tensor = remat.remat(policy=policies.save_matmuls)(block)(x)
@@ -38,6 +40,8 @@ report: remat.Report = remat.report(block, x, policies=[None, policies.save_matm
 result: remat.CheckResult = remat.check(net, x, where=nn.Linear)
 rows: list[remat.SavedResidual] = remat.saved_residuals(block, x, inputs=True)
 own: remat.PolicyLike = ["aten.mm"]
+
+# --- rejected ---------------------------------------------------------------------------------------------------------
 
 remat.remat(block, policy=3)  # type: ignore
 remat.remat(block, policy="save_matmuls")  # type: ignore
