@@ -34,9 +34,10 @@ class Contexts:
             raise TypeError(
                 f"context_fn must return two context managers, for the first run and for recomputes; got {pair!r}."
             )
-        self.first, self.again = pair
+        self.first: Any = pair[0]
+        self.again: Any = pair[1]
 
-    def run(self, fn: Callable, args: Sequence, kwargs: dict, again: bool) -> Any:
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], again: bool) -> Any:
         """Call ``fn`` in the context for this run."""
         context = self.again if again else self.first
         results: list[Any] = []
