@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from . import policies as policies_
-from ._budget.model import regions
 from ._core import private
 from ._core.state import disable_remat
 from ._measure.comparison import CheckResult, Difference, compared
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
 from ._measure.program import NOT_DIFFERENTIATED, Program
+from ._modules.region_class import regions
 from ._policy.policy import PolicyLike, as_policy
 from ._policy.warnings import Warned
 from ._region.options import Options, checked_options, override

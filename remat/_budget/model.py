@@ -7,8 +7,7 @@ by then save together. Late blocks can save more, as their values are freed befo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +17,11 @@ from torch import nn
 from .._core import trees
 from .._core.amounts import aligned, flops_text, size_text
 from .._core.known import known_of
+from .._core.processes import agreed
 from .._core.state import disable_remat
 from .._measure.observer import PeakMemory, gc_disabled
 from .._measure.program import Program
-from .._modules.region_class import IN_PLACE, change_in_place
+from .._modules.region_class import change_in_place, regions
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
 from .._selective.choices import Tradeoff
@@ -121,11 +121,11 @@ def chosen_by_budget(program: Program, named: Sequence[tuple[str, nn.Module]], b
     """
     names = {module: name for name, module in named}
     with disable_remat():
-        without = _agreed(_measured(program, {}).peak)
+        without = agreed(_measured(program, {}).peak)
     amount = budget.nbytes(without)
     nothing = Budget(0, budget.cost)
     trace = _measured(program, dict.fromkeys(names, Options(policy=nothing)), watch=True)
-    least = _agreed(trace.peak)
+    least = agreed(trace.peak)
     if least > amount:
         called = [names[module] for module in trace.calls]
         raise RematError(_too_little(amount, least, *max(trace.peaks, key=trace.peaks.__getitem__), called))
@@ -147,13 +147,13 @@ def _fitting(
     """Return the best plan whose measured peak is within the amount, and this peak. Each run corrects the aim."""
     options = {module: tradeoff.options for module, tradeoff in blocks.items()}
     nothing = _agreed_plan({module: each[0] for module, each in options.items()})
-    best, aim, tried = (nothing, _agreed(trace.peak)), amount, [nothing]
+    best, aim, tried = (nothing, agreed(trace.peak)), amount, [nothing]
     for _ in range(_ROUNDS):
         plan = _agreed_plan(planned(trace.calls, options, trace.peaks, aim) or nothing)
         if plan in tried:
             break
         tried.append(plan)
-        peak = _agreed(_measured(program, _options(plan, blocks, budget)).peak)
+        peak = agreed(_measured(program, _options(plan, blocks, budget)).peak)
         if peak <= amount and _cost(plan) < _cost(best[0]):
             best = plan, peak
         aim += amount - peak
@@ -211,22 +211,6 @@ def _measured(program: Program, options: Mapping[nn.Module, Options], watch: boo
     return trace
 
 
-@contextmanager
-def regions(options: Mapping[nn.Module, Options]) -> Iterator[None]:
-    """Make these modules regions within the context."""
-    before = [(module, type(module), module.__dict__.get(IN_PLACE)) for module in options]
-    try:
-        for module, each in options.items():
-            change_in_place(module, each)
-        yield
-    finally:
-        for module, cls, own in before:
-            module.__class__ = cls
-            module.__dict__.pop(IN_PLACE, None)
-            if own is not None:
-                module.__dict__[IN_PLACE] = own
-
-
 def _options(plan: Plan, blocks: Mapping[nn.Module, Tradeoff], budget: Budget) -> dict[nn.Module, Options]:
     return {
         module: Options(policy=Budget(choice.nbytes, budget.cost, Chosen(blocks[module].operators, choice.steps)))
@@ -246,13 +230,5 @@ def _too_little(amount: int, least: int, count: int, in_backward: bool, names: S
     )
 
 
-def _agreed(value: Any) -> Any:
-    """Return the value of a distributed job's first process, as processes with different plans would deadlock."""
-    found, distributed = [value], torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        distributed.broadcast_object_list(found, src=0)
-    return found[0]
-
-
 def _agreed_plan(plan: Plan) -> Plan:
-    return dict(zip(plan, _agreed(list(plan.values()))))
+    return dict(zip(plan, agreed(list(plan.values()))))

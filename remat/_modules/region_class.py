@@ -6,7 +6,8 @@ options, as the two modules share one ``__dict__``. A module that is changed in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -156,3 +157,26 @@ def change_back(module: Any) -> None:
     """Undo ``change_in_place``, if it was called."""
     if module.__dict__.pop(IN_PLACE, None) is not None:
         module.__class__ = class_with(module, tuple(filter(None, regions_of(module))))
+
+
+@contextmanager
+def restored(modules: Iterable[Any]) -> Iterator[None]:
+    """Restore the regions that these modules have, at the end of the context."""
+    before = [(module, type(module), module.__dict__.get(IN_PLACE)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, cls, own in before:
+            module.__class__ = cls
+            module.__dict__.pop(IN_PLACE, None)
+            if own is not None:
+                module.__dict__[IN_PLACE] = own
+
+
+@contextmanager
+def regions(options: Mapping[Any, Options]) -> Iterator[None]:
+    """Make these modules regions within the context."""
+    with restored(options):
+        for module, each in options.items():
+            change_in_place(module, each)
+        yield

@@ -1,0 +1,81 @@
+"""The memory that the allocators hand out while a program runs, with what kernels take for themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from .._core import private
+from .._core.devices import wait_for_backward_threads
+
+_MARK = "remat: the next phase"
+
+
+class Phase(NamedTuple):
+    """A part of a run: the most bytes that were allocated in it, and those at its end, beyond those at the start."""
+
+    peak: int
+    end: int
+
+
+class Allocated:
+    """A context that measures the phases of a run, which ``next_phase`` separates.
+
+    On an accelerator these are the bytes of its allocator; else those of the CPU's, in the calling thread.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        kinds = {tensor.device.type for tensor in self._tensors} - {"cpu", "meta"}
+        modules = map(torch.get_device_module, sorted(kinds))
+        self._devices = [module for module in modules if hasattr(module, "reset_peak_memory_stats")]
+        self._start = 0
+        self.phases: list[Phase] = []
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were allocated at any time."""
+        return max(phase.peak for phase in self.phases)
+
+    def next_phase(self) -> None:
+        """End a phase, and start the next one."""
+        if self._devices:
+            self.phases.append(Phase(self._of_devices("max_memory_allocated"), self._of_devices("memory_allocated")))
+            self._reset()
+        else:
+            with torch.profiler.record_function(_MARK):
+                pass
+
+    def __enter__(self) -> Allocated:
+        if not self._devices:
+            private.start_recording_allocations()
+            return self
+        wait_for_backward_threads(self._tensors)  # they may still hold what an earlier pass has used
+        self._reset()
+        self._start = self._of_devices("memory_allocated")
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._devices:
+            self.next_phase()
+            return
+        now = peak = 0
+        for nbytes in (*private.recorded_allocations(_MARK), None):
+            if nbytes is None:
+                self.phases.append(Phase(peak, now))
+                peak = now
+            else:
+                now += nbytes
+                peak = max(peak, now)
+
+    def _reset(self) -> None:
+        for module in self._devices:
+            module.synchronize()
+            module.reset_peak_memory_stats()
+
+    def _of_devices(self, name: str) -> int:
+        for module in self._devices:
+            module.synchronize()
+        return sum(getattr(module, name)() for module in self._devices) - self._start

@@ -1,0 +1,209 @@
+"""A forward as a chain of items: calls of modules that can be regions, and what lies between these."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from .trace import Call, Memory, Operation, Trace
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a call keeps, needs and recomputes as a region without inner regions, and the steps that it saves.
+
+    Attributes:
+        keep: the bytes that it keeps from its forward to its backward.
+        forward, backward: the most bytes that it needs then, beyond those at its start.
+        cost, flops: those of its recompute.
+        ends: the cost of a run up to its last saved value.
+        nbytes: the bytes of the saved values.
+        steps: the numbers of the operations whose results are saved.
+    """
+
+    keep: int
+    forward: int
+    backward: int
+    cost: float
+    flops: int
+    ends: float
+    nbytes: int
+    steps: frozenset[int]
+
+
+@dataclass(eq=False)
+class Item:
+    """A part of a chain. Bytes are beyond those that earlier items keep.
+
+    Attributes:
+        call: the call of a module that can be a region, or None.
+        start, end: its times.
+        cost, flops: those of its forward.
+        keep: the bytes that it keeps until its backward, if it runs as it is.
+        forward, backward: the most bytes that it needs then, if it runs as it is.
+        ends: the cost of its forward up to the last value that it keeps.
+        gradients: the bytes of gradients of parameters that its backward makes.
+        waiting: the bytes of the gradients that its backward starts with.
+        beside: of these, those of other values than its results.
+        held: the bytes that only its callers hold during its forward, without its arguments.
+        given: the bytes of its arguments that nothing before it keeps.
+        bare: the most bytes that its forward needs if it keeps only its arguments.
+        key: equal for calls that do the same.
+        items: the chain inside of its call.
+        options: what it can be as a region.
+    """
+
+    call: Call | None
+    start: int
+    end: int
+    items: list[Item] = field(default_factory=list)
+    options: list[Option] = field(default_factory=list)
+    cost: float = 0.0
+    flops: int = 0
+    keep: int = 0
+    forward: int = 0
+    backward: int = 0
+    ends: float = 0.0
+    gradients: int = 0
+    waiting: int = 0
+    beside: int = 0
+    held: int = 0
+    given: int = 0
+    bare: int = 0
+    key: tuple = ()
+
+    @cached_property
+    def signature(self) -> tuple:
+        """Equal for items that the search can't tell apart."""
+        numbers = self.keep, self.forward, self.backward, self.gradients, self.waiting, self.beside, self.held
+        return self.key, (*numbers, self.given, len(self.options)), tuple(item.signature for item in self.items)
+
+    def everything(self) -> Iterator[Item]:
+        """This item and those inside of it."""
+        yield self
+        for item in self.items:
+            yield from item.everything()
+
+
+def chain_of(trace: Trace, can_be_region: Callable[[Call], bool]) -> list[Item]:
+    """Return the items of the whole forward, with their costs and bytes."""
+    items = _chain(trace, trace.root, can_be_region)
+    memory = _Lifetimes(trace, [item for each in items for item in each.everything() if item.call])
+    for item in (item for each in items for item in each.everything()):
+        memory.fill(item)
+    return items
+
+
+def _chain(trace: Trace, call: Call, can_be_region: Callable[[Call], bool]) -> list[Item]:
+    """Return the items of a call, in order."""
+    found: list[Item] = []
+    for inner in call.calls:
+        items = _chain(trace, inner, can_be_region)
+        has_calls = any(item.call for item in items)
+        if can_be_region(inner):
+            found.append(Item(inner, inner.start, inner.end, items if has_calls else []))
+        elif has_calls:
+            found += [item for item in items if item.call]
+    starts = [call.start, *(item.end for item in found)]
+    ends = [*(item.start for item in found), call.end]
+    times = [operation.time for operation in trace.operations]
+    between = [Item(None, a, b) for a, b in zip(starts, ends) if bisect_left(times, a) < bisect_left(times, b)]
+    return sorted([*found, *between], key=lambda item: item.start)
+
+
+class _Lifetimes:
+    """What of the forward's memory is alive at which time, kept for the backward, or has a gradient there."""
+
+    def __init__(self, trace: Trace, candidates: Iterable[Item]) -> None:
+        self._trace = trace
+        self._times = [operation.time for operation in trace.operations]
+        self._costs = [0.0, *accumulate(operation.cost for operation in trace.operations)]
+        self._flops = [0, *accumulate(operation.flops for operation in trace.operations)]
+        self._saved_times = [time for time, _ in trace.saved]
+        for time, memory in trace.saved:
+            memory.kept = min(memory.kept, time)
+        for item in candidates:  # as a region it would keep its arguments
+            for memory in item.call.given if item.call else ():
+                memory.kept = min(memory.kept, item.end)
+        count = len(trace.operations) + 1
+        self._alive = self._spans(count, [(memory.made, memory.freed, memory) for memory in trace.memory])
+        with_gradient = [(memory.made, memory.last, memory) for memory in trace.memory if memory.has_gradient]
+        self._gradients = self._spans(count, with_gradient)
+
+    def _spans(self, count: int, spans: Sequence[tuple[int, float, Memory]]) -> list[list[Memory]]:
+        """For each number of operations that have run: the memory whose span includes the start of the next one."""
+        found: list[list[Memory]] = [[] for _ in range(count)]
+        for start, end, memory in spans:
+            for i in range(self._index(start + 1), min(self._index(end), count - 1) + 1):
+                found[i].append(memory)
+        return found
+
+    def _index(self, time: float) -> int:
+        """The number of operations before a time."""
+        return bisect_left(self._times, time)
+
+    def fill(self, item: Item) -> None:
+        """Compute the costs and bytes of an item."""
+        first, last = self._index(item.start), self._index(item.end)
+        operations = self._trace.operations[first:last]
+        saved: dict[int, tuple[int, Memory]] = {}
+        i, j = bisect_left(self._saved_times, item.start), bisect_left(self._saved_times, item.end)
+        for time, memory in self._trace.saved[i:j]:
+            if memory.kept >= item.start:
+                saved.setdefault(id(memory), (time, memory))
+        item.cost, item.flops = self._costs[last] - self._costs[first], self._flops[last] - self._flops[first]
+        item.ends = self._costs[self._index(self._saved_times[j - 1])] - self._costs[first] if j > i else 0.0
+        item.keep = sum(memory.nbytes for _, memory in saved.values())
+        made = [(time, nbytes) for time, nbytes in self._trace.gradients if item.start <= time < item.end]
+        item.gradients = sum(nbytes for _, nbytes in made)
+        waiting = self._waiting(item.end, last)
+        item.waiting = sum(waiting.values())
+        arguments = item.call.given if item.call else []
+        item.given = sum(memory.nbytes for memory in arguments if memory.kept >= item.start)
+        results = item.call.results if item.call else set()
+        item.beside = sum(nbytes for key, nbytes in waiting.items() if key not in results)
+        before = [memory for memory in self._alive[first] if memory.kept >= item.start]
+        given = {id(memory) for memory in arguments}
+        item.held = sum(memory.nbytes for memory in before if id(memory) not in given)
+        own = [memory for operation in operations for memory in operation.made]
+        item.bare = item.given + _most([(memory.made, memory.freed, memory.nbytes) for memory in own], item)
+        if not item.items:
+            spans = [(m.made, math.inf if id(m) in saved else m.freed, m.nbytes) for m in (*before, *own)]
+            item.forward = max(item.keep, _most(spans, item))
+            item.backward = max(item.keep + item.waiting, self._backward(operations, saved, made))
+        shapes = tuple(memory.nbytes for memory in arguments)
+        item.key = type(item.call.module) if item.call else None, hash(tuple(op.key for op in operations)), shapes
+
+    def _waiting(self, time: float, index: int) -> dict[int, int]:
+        """The gradients that are alive when the backward has come back to a time: their bytes, by memory."""
+        found = [memory.gradient_at(time) for memory in self._gradients[index] if memory.made < time <= memory.last]
+        return {id(memory): memory.nbytes for memory in found}
+
+    def _backward(
+        self, operations: Sequence[Operation], saved: dict[int, tuple[int, Memory]], made: Sequence[tuple[int, int]]
+    ) -> int:
+        """The most bytes in the backward: what is still saved, and gradients."""
+        most = 0
+        for operation in operations:
+            time = operation.time
+            now = sum(m.nbytes for when, m in saved.values() if when < time or m in operation.made)
+            now += sum(nbytes for when, nbytes in made if when >= time)
+            spans = self._gradients[self._index(time)]
+            near = [m for m in spans if m.made <= time and m.last > time] + operation.made + operation.reads
+            wholes = [memory.gradient_at(time) for memory in near if memory.has_gradient]
+            most = max(most, now + sum({id(memory): memory.nbytes for memory in wholes}.values()))
+        return most
+
+
+def _most(spans: Iterable[tuple[int, float, int]], item: Item) -> int:
+    """The most bytes that are alive at a time of the item, of memory with these spans."""
+    changes: dict[float, int] = defaultdict(int)
+    for start, end, nbytes in spans:
+        changes[max(start, item.start)] += nbytes
+        changes[end + 1] -= nbytes
+    return max([0, *accumulate(changes[time] for time in sorted(changes) if time < item.end)])

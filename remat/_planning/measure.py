@@ -1,0 +1,169 @@
+"""Runs each distinct call of a module alone, as a region: what it keeps and needs for each of its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .._core import trees
+from .._core.known import known_of
+from .._measure.allocated import Allocated
+from .._modules.region_class import regions
+from .._policy.policy import Budget, Chosen
+from .._region.options import Options
+from .._selective.choices import Tradeoff
+from .._selective.search import Choice
+from ..errors import RematError
+from .items import Item, Option
+
+_MOST_CHOICES = 12  # of one call
+
+
+class Needs(NamedTuple):
+    """The bytes that a call keeps besides its results, and the most that its forward and its backward need."""
+
+    keep: int
+    forward: int
+    backward: int
+
+
+class Measured:
+    """What one call can save as a region: its operators, its choices, by increasing bytes, and what each needs."""
+
+    def __init__(self, tradeoff: Tradeoff, choices: Sequence[Choice], least: Needs, most: Needs) -> None:
+        self.operators, self._choices = tradeoff.operators, choices
+        self._least, self._most = least, most
+
+    def options(self, item: Item) -> list[Option]:
+        """Return the options of an item that does what this call does."""
+        # The call alone has made its arguments. In the model those before it may keep them.
+        others = max(0, item.call.nbytes - item.given) if item.call else 0
+        least, most, found = self._least, self._most, []
+        for choice in self._choices:
+            more = choice.nbytes - self._choices[0].nbytes
+            # A choice between the two that were run needs no more than either of them allows.
+            forward = min(least.forward + more, max(least.forward, most.forward))
+            backward = max(least.backward, most.backward) if more else least.backward
+            found.append(
+                Option(
+                    keep=max(0, least.keep + more - others),
+                    forward=forward - others + item.held,
+                    backward=backward - others + item.beside,
+                    cost=choice.cost,
+                    flops=choice.flops,
+                    ends=item.cost if choice.nbytes else 0.0,
+                    nbytes=choice.nbytes,
+                    steps=choice.steps,
+                )
+            )
+        return found
+
+
+class _Arguments(torch.autograd.Function):
+    """In place of what comes before a call: makes an argument, which only the call owns, and takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return like.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient.new_zeros(()), None
+
+
+class _Results(torch.autograd.Function):
+    """In place of what comes after a call: takes its results, and makes their gradients, which only autograd owns."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(t.shape, t.dtype, t.device) for t in results]
+        return results[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
+def _alone(module: nn.Module, policy: Budget, args: tuple, kwargs: dict) -> Needs:
+    """Run a call alone as a region, forward and backward, and measure the phases."""
+    leaves, spec = trees.flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    seed = torch.zeros((), requires_grad=True)
+    with Allocated([*tensors, *parameters]) as memory, torch.enable_grad():
+        given = {id(t): _Arguments.apply(seed, t) if t.is_floating_point() else t for t in tensors}
+        filled = [given[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        del given
+        args, kwargs = spec.unflatten(filled)
+        del filled
+        with regions({module: Options(policy=policy)}):
+            result = module.forward(*args, **kwargs)
+        del args, kwargs
+        memory.next_phase()
+        results = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        nbytes = sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in results)}.values())
+        end = _Results.apply(*(t for t in results if t.requires_grad))
+        del result, results
+        memory.next_phase()
+        torch.autograd.grad(end, [seed, *parameters], allow_unused=True)
+    forward, _, backward = memory.phases
+    return Needs(max(0, forward.end - nbytes), forward.peak, backward.peak)
+
+
+def _measured(module: nn.Module, cost: Any, args: tuple, kwargs: dict) -> Measured | None:
+    """Run a call with the least and with the most saved. None if it has nothing to choose from."""
+    nothing = Budget(0, cost)
+    least = _alone(module, nothing, args, kwargs)
+    found = known_of(module).choices.pop(nothing, None)
+    if not found:
+        return None
+    tradeoff: Tradeoff = found[-1][0]
+    choices, count = tradeoff.options, len(tradeoff.options)
+    if count > _MOST_CHOICES:
+        picked = sorted({round(i * (count - 1) / (_MOST_CHOICES - 1)) for i in range(_MOST_CHOICES)})
+        choices = [choices[i] for i in picked]
+    policy = Budget(choices[-1].nbytes, cost, Chosen(tradeoff.operators, choices[-1].steps))
+    most = least if len(choices) == 1 else _alone(module, policy, args, kwargs)
+    known_of(module).choices.pop(policy, None)
+    return Measured(tradeoff, choices, least, most)
+
+
+class Measuring:
+    """Measures the first call of each key in a forward without gradients."""
+
+    def __init__(self, items: Iterable[Item], cost: Any) -> None:
+        self._cost = cost
+        self._items = {id(item.call.module.__dict__): item for item in reversed(list(items)) if item.call}
+        self._is_busy = False
+        self.found: dict[tuple, Measured | None] = {}
+        self.failures: dict[tuple, str] = {}
+
+    def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        item = self._items[id(module.__dict__)]
+        if item.key in self.found or self._is_busy:
+            return
+        self._is_busy, self.found[item.key] = True, None  # calls in a measured call have their turn later
+        try:
+            torch.clear_autocast_cache()  # it may have copies of weights that were made without gradients
+            self.found[item.key] = _measured(module, self._cost, args, kwargs)
+        except RematError as error:
+            self.failures[item.key] = str(error)
+        finally:
+            torch.clear_autocast_cache()
+            self._is_busy = False
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Measure in the forward that runs within."""
+        modules = [module for module in model.modules() if id(module.__dict__) in self._items]
+        handles = [module.register_forward_pre_hook(self._starts, with_kwargs=True) for module in modules]
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -1,0 +1,159 @@
+"""A plan: which modules of a model are regions, and what each saves. It can be printed, drawn, saved and applied."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from .._core.amounts import aligned, flops_text, size_text
+from .._measure.costs import plot_peaks
+from .._measure.origins import grouped
+from .._modules.eligible import check_module
+from .._modules.region_class import change_in_place
+from .._policy.policy import Budget, Chosen
+from .._region.options import Options
+from ..errors import RematError, shown
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """What one region of a plan does.
+
+    Attributes:
+        name: the path of its module in the model.
+        kind: the name of the module's class.
+        has_regions: whether regions of the plan are inside of it. Then it saves only its inputs.
+        nbytes: the bytes that it saves, without its inputs and results.
+        flops: the floating-point operations of its own recompute.
+        operators: the names of its operations, in their order; empty if it has regions.
+        steps: the numbers of the operations whose results it saves.
+    """
+
+    name: str
+    kind: str
+    has_regions: bool
+    nbytes: int
+    flops: int
+    operators: tuple[str, ...] = field(repr=False)
+    steps: tuple[int, ...]
+
+    def options(self, cost: Any) -> Options:
+        """Return the options of the region."""
+        chosen = Chosen(self.operators, frozenset(self.steps))
+        return Options(policy=None if self.has_regions else Budget(self.nbytes, cost, chosen), name=self.name)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What :func:`remat.nn.budget` has chosen for a model. Printed it is a table.
+
+    Attributes:
+        amount: the budget in bytes.
+        peak: the measured peak of a step with this plan, in bytes of the allocator.
+        without: the peak of a step without rematerialization, as predicted.
+        flops: the floating-point operations that are recomputed in a step.
+        regions: the modules that are regions.
+        curve: all plans that the search has found, as predicted peaks and recomputed FLOPs.
+        passed_over: modules that can't be regions, each with the reason.
+        cost: what the cost of a recompute was computed by.
+    """
+
+    amount: int
+    peak: int
+    without: int
+    flops: int
+    regions: tuple[RegionPlan, ...]
+    curve: tuple[tuple[int, int], ...] = field(repr=False)
+    passed_over: Mapping[str, str] = field(repr=False)
+    cost: Any = "roofline"
+
+    def __str__(self) -> str:
+        rows = []
+        for (name, *_), same in grouped(self.regions, attrgetter("name", "kind", "has_regions", "nbytes", "flops")):
+            first = same[0]
+            saves = (
+                "regions inside" if first.has_regions else f"{size_text(first.nbytes)}, {len(first.steps)} operations"
+            )
+            count = f"x{len(same)}" if len(same) > 1 else ""
+            rows.append((name if count else first.name, first.kind, count, saves, flops_text(first.flops)))
+        lines = aligned([("region", "class", "", "saves", "recomputes"), *rows], "<<><") if rows else ["no regions"]
+        lines += [f"not a region: {name}: {reason}" for name, reason in self.passed_over.items()]
+        return "\n".join(
+            [
+                *lines,
+                f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat; "
+                f"{flops_text(self.flops)} recomputed",
+            ]
+        )
+
+    __repr__ = __str__
+
+    def plot(self, axes: Any = None, report: Any = None) -> Any:
+        """Draw the peak against the recomputed FLOPs: all plans, this one, and the model without regions.
+
+        Args:
+            axes: matplotlib ``Axes`` to draw on, by default new ones.
+            report: a :class:`remat.Report` of the model, whose policies are drawn too.
+
+        Returns the ``Axes``. Raises ``ImportError`` if matplotlib is not installed.
+        """
+        points = [("without remat", 0, self.without), ("this plan", self.flops, self.peak)]
+        points += [(row.label, row.recomputed_flops, row.peak_bytes) for row in (report.policies if report else ())]
+        return plot_peaks(axes, points, [(flops, peak) for peak, flops in self.curve])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, as JSON, for :func:`remat.nn.load`.
+
+        Raises:
+            TypeError: its cost is a function, which JSON can't have.
+        """
+        if callable(self.cost):
+            raise TypeError("A plan can't be saved if its cost is a function: use 'roofline', 'flops' or 'time'.")
+        programs = list(dict.fromkeys(region.operators for region in self.regions))
+        regions = [{**asdict(region), "operators": programs.index(region.operators)} for region in self.regions]
+        with open(path, "w") as file:
+            json.dump({**asdict(self), "format": _FORMAT, "programs": programs, "regions": regions}, file)
+
+    def apply(self, model: nn.Module) -> None:
+        """Make the regions of the plan, in place.
+
+        Raises:
+            RematError: the model has no such module, or it has another class. Nothing is changed then.
+            TypeError: a module can't be a region.
+        """
+        named = dict(model.named_modules())
+        for region in self.regions:
+            module = named.get(region.name)
+            if module is None:
+                raise RematError(f"The plan is for another model: this one has no module {region.name!r}.")
+            if type(module).__name__ != region.kind:
+                raise RematError(
+                    f"The plan is for another model: the module {region.name!r} is a {type(module).__name__} here, "
+                    f"and a {region.kind} in the plan."
+                )
+            check_module(module, region.name)
+        for region in self.regions:
+            change_in_place(named[region.name], region.options(self.cost))
+
+
+def loaded(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan from a file that ``Plan.save`` has written."""
+    with open(path) as file:
+        found = json.load(file)
+    if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
+        raise RematError(f"{shown(path)} is no plan that this version of remat can read.")
+    programs = [tuple(program) for program in found.pop("programs")]
+    regions = [
+        RegionPlan(**{**region, "operators": programs[region["operators"]], "steps": tuple(region["steps"])})
+        for region in found.pop("regions")
+    ]
+    curve = tuple((peak, flops) for peak, flops in found.pop("curve"))
+    return Plan(regions=tuple(regions), curve=curve, **found)

@@ -1,0 +1,173 @@
+"""One forward of a model: its operations, the lifetimes of the memory that they make, and the calls of its modules.
+
+Hooks drop what autograd saves, so the forward takes the memory of inference. Times are numbers of events.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._core import trees
+from .._core.facts import facts_of, flops
+from .._measure.observer import Observer, strided
+from .._selective.search import cost_of
+
+
+class Memory:
+    """A storage that the forward makes."""
+
+    __slots__ = ("before_last", "freed", "has_gradient", "kept", "last", "made", "nbytes", "ref", "whole")
+
+    def __init__(self, storage: torch.UntypedStorage, now: int) -> None:
+        self.nbytes = storage.nbytes()
+        self.made = self.last = self.before_last = now  # and the times of its last two reads
+        self.freed = self.kept = math.inf  # when the forward frees it, and when something first keeps it
+        self.has_gradient = False
+        self.whole: Memory | None = None  # it was concatenated to this one, whose gradient has its own as a part
+        self.ref: Any = None
+
+    def gradient_at(self, now: float) -> Memory:
+        """The memory of its gradient when the backward is at this time."""
+        return self.whole if self.whole is not None and self.before_last < now else self
+
+
+class Operation:
+    """An operation with its costs, and what it reads and makes."""
+
+    __slots__ = ("cost", "flops", "key", "made", "parameters", "reads", "time")
+
+
+class Call:
+    """A call of a module."""
+
+    def __init__(self, module: nn.Module | None, start: int) -> None:
+        self.module, self.start, self.end = module, start, start
+        self.calls: list[Call] = []  # inside of it
+        self.given: list[Memory] = []  # its arguments that the forward has made
+        self.results: set[int] = set()  # the ids of the memory of its results
+        self.nbytes = 0  # of the arguments that a region would keep
+        self.is_differentiated = False
+
+
+class Trace(Observer):
+    """What one forward does."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], cost: Any) -> None:
+        super().__init__()
+        self._cost = cost
+        self._parameters = {id(p.untyped_storage()): p.untyped_storage().nbytes() for p in parameters}
+        self._now = 0
+        self._alive: dict[int, Memory] = {}  # by the ids of storages
+        self.memory: list[Memory] = []
+        self.operations: list[Operation] = []
+        self.root = Call(None, 0)
+        self._calls = [self.root]
+        self.saved: list[tuple[int, Memory]] = []  # what autograd saves, with its time
+        self._reads: dict[int, int] = {}  # of parameters: the time of the last one
+
+    def _tick(self) -> int:
+        self._now += 1
+        return self._now
+
+    @property
+    def gradients(self) -> list[tuple[int, int]]:
+        """The gradients of parameters: the time of the last read, after which the backward makes one, and its bytes."""
+        return [(time, self._parameters[key]) for key, time in self._reads.items()]
+
+    def memory_of(self, tensor: torch.Tensor) -> Memory | None:
+        """The memory of a tensor, if the forward has made it."""
+        return self._alive.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+
+    def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        operation, now = Operation(), self._tick()
+        operation.time, operation.flops = now, flops(func, args, kwargs, result)
+        operation.cost = operation.flops if self._cost == "flops" else self._cost_of(func, args, kwargs, result)
+        operation.reads, operation.made = [], []
+        known, has_gradient = set(), False
+        for storage, tensor in strided((args, kwargs)):
+            key = id(storage)
+            known.add(key)
+            has_gradient |= tensor.requires_grad
+            if key in self._parameters:
+                self._reads[key] = now
+            elif (memory := self._alive.get(key)) is not None:
+                if memory.last != now:
+                    memory.before_last, memory.last = memory.last, now
+                operation.reads.append(memory)
+        has_gradient &= torch.is_grad_enabled()
+        for storage, tensor in strided(result):
+            key, differentiable = id(storage), has_gradient and tensor.is_floating_point()
+            memory = self._alive.get(key)
+            if memory is not None:
+                memory.has_gradient |= differentiable
+            elif key not in known:
+                memory = self._alive[key] = Memory(storage, now)
+                memory.has_gradient = differentiable
+                memory.ref = weakref.ref(storage, self._freed(key, memory))
+                self.memory.append(memory)
+                operation.made.append(memory)
+        if func in _CONCATENATIONS and operation.made:
+            for memory in operation.reads:
+                memory.whole = operation.made[0]
+        operation.key = func, tuple(memory.nbytes for memory in operation.made)
+        self.operations.append(operation)
+
+    def _cost_of(self, func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+        return cost_of(self._cost, facts_of(func), args, kwargs, result)
+
+    def _freed(self, key: int, memory: Memory) -> Any:
+        def freed(_: Any) -> None:
+            memory.freed = self._now
+            if self._alive.get(key) is memory:
+                del self._alive[key]
+
+        return freed
+
+    def _drop(self, tensor: torch.Tensor) -> None:
+        if (memory := self.memory_of(tensor)) is not None:
+            self.saved.append((self._tick(), memory))
+
+    def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        call = Call(module, self._tick())
+        given = {id(t): t for t in _tensors((args, kwargs)) if t.layout is torch.strided}
+        call.given = list({id(m): m for t in given.values() if (m := self.memory_of(t)) is not None}.values())
+        call.nbytes = sum(t.numel() * t.element_size() for t in given.values() if t.is_floating_point())
+        self._calls[-1].calls.append(call)
+        self._calls.append(call)
+
+    def _ends(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
+        call = self._calls.pop()
+        call.end = self._tick()
+        found = _tensors(result)
+        call.results = {id(memory) for t in found if (memory := self.memory_of(t)) is not None}
+        call.is_differentiated = any(t.requires_grad for t in found)
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Trace the forward that runs within."""
+        handles = []
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(self._starts, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._ends, with_kwargs=True))
+        try:
+            with saved_tensors_hooks(self._drop, lambda _: None), self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.root.end = self._tick()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+_CONCATENATIONS = {torch.ops.aten.cat.default, torch.ops.aten.stack.default}
