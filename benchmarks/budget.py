@@ -254,7 +254,7 @@ def models(part: float) -> Row:
 
     kind, model = nn.TransformerEncoderLayer, make()
     start = time.perf_counter()
-    found = remat.nn.budget(model, kind, part, x, loss=lambda out: out.square().mean(), cost="flops")
+    found = remat.nn.budget(model, part, x, where=kind, loss=lambda out: out.square().mean(), cost="flops")
     seconds = time.perf_counter() - start
     curve = remat.pareto(make()[0], x.clone().requires_grad_(), cost="flops")  # type: ignore[index]
     single = curve.points[0]

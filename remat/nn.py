@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
 from ._budget.model import BlockBudget, BlockChoice, chosen_by_budget
-from ._core.lines import accepts
+from ._core.lines import accepts, warn
 from ._measure.program import Program
 from ._modules.eligible import check_module
 from ._modules.region_class import change_back, change_in_place
+from ._planning.plan import Plan, RegionPlan, loaded
+from ._planning.planner import plan_for
 from ._policy.policy import Budget, PolicyLike
 from ._region.options import DeterminismCheck, checked_options
 from .errors import shown
 
-__all__ = ["BlockBudget", "BlockChoice", "apply", "budget", "every", "undo"]
+__all__ = ["BlockBudget", "BlockChoice", "Plan", "RegionPlan", "apply", "budget", "every", "load", "undo"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 Types: TypeAlias = type | tuple[type, ...]
+Amount: TypeAlias = int | str | float
 Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
 
 
@@ -69,52 +73,132 @@ def apply(
     return model
 
 
+@overload
 def budget(
-    model: torch.nn.Module,
-    where: Where,
-    amount: int | str | float,
+    model: Callable[..., Any],
+    amount: Amount,
     *args: Any,
+    where: None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     cost: str | Callable[..., float] = "roofline",
     **kwargs: Any,
-) -> BlockBudget:
-    """Make the chosen submodules regions, in place, that save as much as a memory budget for the model allows.
+) -> Plan: ...
 
-    The model runs a few times, forward and backward; gradients, buffers, generators and the training mode are restored.
-    The choice minimizes the cost of the recompute, and its peak is measured.
+
+@overload
+def budget(
+    model: torch.nn.Module,
+    amount: Amount,
+    *args: Any,
+    where: Where,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    cost: str | Callable[..., float] = "roofline",
+    **kwargs: Any,
+) -> BlockBudget: ...
+
+
+def budget(
+    model: Any,
+    amount: Any,
+    *args: Any,
+    where: Any = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    cost: str | Callable[..., float] = "roofline",
+    **kwargs: Any,
+) -> Plan | BlockBudget:
+    """Make modules of a model regions, in place, so that a training step fits an amount of memory.
+
+    Without ``where`` any modules may become regions, also inside one another: those, and what each saves, for which the
+    recompute costs the least. The model's forward runs twice, each distinct call of a module twice on its own, and a
+    few steps are measured; gradients, buffers, generators and the training mode are restored. Regions that the model
+    has are undone.
 
     Args:
-        model: the model, on the device and in the mode that it is trained in.
-        where: which submodules, as in :func:`apply`. A chosen submodule inside another one is part of that one.
-        amount: the highest allowed peak of live tensors between the start of the forward and the end of the backward,
-            with the gradients of parameters, without parameters and inputs: a number of bytes, a string such as
-            ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization.
+        model: the model, on the device and in the mode that it is trained in; or a function that calls modules, which
+            it captures or gets. For a function without modules use :func:`remat.policies.budget`.
+        amount: the highest allowed peak of memory that is allocated between the start of the forward and the end of the
+            backward, with the gradients of parameters, without parameters and inputs: a number of bytes, a string such
+            as ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization.
         args, kwargs: arguments for the model, as in training.
+        where: which modules are regions, as in :func:`apply`: each saves as much as the amount allows. A chosen module
+            inside another one is part of that one.
         loss: computes a scalar from the model's result, as in :func:`remat.check`.
         cost: the cost of recomputing an operation, as in :func:`remat.policies.budget`.
 
     Returns:
-        A :class:`BlockBudget` with what each block saves, and the measured peaks. Printed it is a table.
+        A :class:`Plan`, which can be printed, drawn and saved; with ``where`` a :class:`BlockBudget`.
 
     Raises:
-        RematError: the model needs more memory even if the submodules save only their inputs; the message names the
-            amount. Nothing is changed then.
+        RematError: the model needs more memory with any choice; the message names the least amount, and what needs it.
+            Nothing is changed then.
         PolicyError: ``amount`` or ``cost`` is invalid.
         ValueError: ``where`` chooses none of the submodules.
-        TypeError: ``where`` has the wrong type, or a chosen module can't have a region.
+        TypeError: ``model`` has no modules, ``where`` has the wrong type, or a chosen module can't have a region.
 
-    A block that later gets different shapes chooses again, within the bytes that it saves here. In a distributed job
-    call this function in all processes; they use the choice of the first one.
+    The plan is for arguments of these shapes. With other shapes each region saves the results of the same operations,
+    so a longer batch needs more memory. In a distributed job call this function in all processes; they use the plan of
+    the first one.
 
     Example:
         >>> import torch, remat.nn
         >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(16, 2, 64) for _ in range(4)))
-        >>> result = remat.nn.budget(model, torch.nn.TransformerEncoderLayer, 0.6, torch.randn(8, 32, 16))
-        >>> result.peak <= result.amount < result.without
+        >>> plan = remat.nn.budget(model, 0.5, torch.randn(8, 32, 16))
+        >>> plan.peak <= plan.amount < plan.without
+        True
+        >>> blocks = remat.nn.budget(model, 0.6, torch.randn(8, 32, 16), where=torch.nn.TransformerEncoderLayer)
+        >>> [block.name for block in blocks.blocks]
+        ['0', '1', '2', '3']
+    """
+    if where is None and (_is_types(amount) or isinstance(amount, Every) or callable(amount)) and args:
+        warn(
+            "The old order of arguments, remat.nn.budget(model, where, amount, ...), works in this release only: write "
+            "remat.nn.budget(model, amount, ..., where=where)."
+        )
+        where, amount, args = amount, args[0], args[1:]
+    if where is not None:
+        chosen = chosen_modules(model, where)
+        return chosen_by_budget(Program(model, args, kwargs, loss=loss), chosen, Budget(amount, cost))
+    Budget(amount, cost)
+    program = Program(model, args, kwargs, loss=loss)
+    if not program.named_modules:
+        raise TypeError(
+            f"{shown(model)} captures and gets no modules that could be regions. For a function use "
+            f"`remat.remat(fn, policy=remat.policies.budget(amount))`."
+        )
+    plan = plan_for(program, amount, cost)
+    plan.apply(program.named_modules)
+    return plan
+
+
+def load(model: torch.nn.Module, path: str | os.PathLike[str]) -> Plan:
+    """Apply a plan that ``plan.save(path)`` has written to the same model, in place, without measuring.
+
+    Args:
+        model: the model; regions that it has are undone.
+        path: the file.
+
+    Returns:
+        The :class:`Plan`.
+
+    Raises:
+        RematError: the file is no plan, or the model differs from that of the plan: the message names the first
+            module that does. Nothing is changed then.
+        TypeError: ``model`` is not a module, or one of its modules can't be a region.
+
+    Example:
+        >>> import tempfile, torch, remat.nn
+        >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(16, 2, 64) for _ in range(4)))
+        >>> plan = remat.nn.budget(model, 0.5, torch.randn(8, 32, 16))
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     plan.save(file.name)
+        ...     remat.nn.load(model, file.name).regions == plan.regions
         True
     """
-    chosen = chosen_modules(model, where)
-    return chosen_by_budget(Program(model, args, kwargs, loss=loss), chosen, Budget(amount, cost))
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}.")
+    plan = loaded(path)
+    plan.apply(dict(model.named_modules()))
+    return plan
 
 
 def undo(model: M) -> M:

@@ -341,10 +341,6 @@ def start_recording_allocations() -> None:
 
 def recorded_allocations(mark: str) -> list[int | None]:
     """Stop, and return the bytes that were allocated or, as negative numbers, freed; None at each range ``mark``."""
-    events = itertools.chain.from_iterable(torch.autograd._disable_profiler_legacy())
-    names = {"memory_alloc": "", "push": mark}
-    return [
-        event.cpu_memory_usage() if event.kind() == "memory_alloc" else None
-        for event in events
-        if event.kind() in names and event.name() == names[event.kind()]
-    ]
+    events: Any = itertools.chain.from_iterable(torch.autograd._disable_profiler_legacy())
+    allocations = (event for event in events if event.kind() == "memory_alloc" or event.name() == mark)
+    return [event.cpu_memory_usage() if event.kind() == "memory_alloc" else None for event in allocations]

@@ -162,11 +162,9 @@ def _place(line: Line) -> tuple[str | None, int | None, str | None]:
 _LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)|(?<=\[)\d+(?=\])")  # the number of a layer in a path
 
 
-def grouped(
-    rows: Iterable[SavedResidual], key: Callable[[SavedResidual], tuple]
-) -> list[tuple[tuple, list[SavedResidual]]]:
+def grouped(rows: Iterable[Any], key: Callable[[Any], tuple]) -> list[tuple[tuple, list[Any]]]:
     """The rows by their key, with a star in place of numbers of layers: the most bytes first."""
-    groups: dict[tuple, list[SavedResidual]] = {}
+    groups: dict[tuple, list[Any]] = {}
     for row in rows:
         same = tuple(_LAYER.sub("*", part) if isinstance(part, str) else part for part in key(row))
         groups.setdefault(same, []).append(row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any
@@ -99,7 +99,9 @@ class Program:
         captured = list(reversed(found.values()))
         self.captured = [(name, value) for name, value in captured if isinstance(value, torch.Tensor)]
         self._generators = [(name, value) for name, value in captured if not isinstance(value, torch.Tensor)]
-        self.modules = ModuleNames([*_roots(fn, self.arguments.leaves)])
+        roots = [*modules_of(fn, self.arguments.leaves)]
+        self.modules = ModuleNames(roots)
+        self.named_modules = dict(named_modules(roots))
         self.every = not any(tensor.requires_grad for tensor in self.inputs())
 
     def inputs(self) -> list[torch.Tensor]:
@@ -237,7 +239,14 @@ def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
     return names
 
 
-def _roots(fn: Any, leaves: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """All modules below these, each with its path."""
+    for prefix, root in roots:
+        for name, module in root.named_modules():
+            yield ".".join(filter(None, (prefix, name))), module
+
+
+def modules_of(fn: Any, leaves: Sequence[Any] = ()) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a function is or reads, each with its name in the function."""
     fn = fn if isinstance(fn, nn.Module) else inspect.unwrap(fn)
     while isinstance(fn, functools.partial):

@@ -9,31 +9,41 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from .trace import Call, Memory, Operation, Trace
 
 
+class Work(NamedTuple):
+    """The cost of operations, and their floating-point operations."""
+
+    cost: float
+    flops: int
+
+
+NO_WORK = Work(0.0, 0)
+
+
 @dataclass(frozen=True)
 class Option:
-    """What a call keeps, needs and recomputes as a region without inner regions, and the steps that it saves.
+    """How an item can run without inner regions: as it is, or as a region that saves some of its values.
 
     Attributes:
         keep: the bytes that it keeps from its forward to its backward.
         forward, backward: the most bytes that it needs then, beyond those at its start.
-        cost, flops: those of its recompute.
-        ends: the cost of a run up to its last saved value.
-        nbytes: the bytes of the saved values.
-        steps: the numbers of the operations whose results are saved.
+        recompute: the work of its own recompute.
+        ends: the work of its forward up to the last value that it keeps.
+        nbytes: the bytes of the saved values, if it is a region.
+        steps: the numbers of the operations whose results are saved; None if it is no region.
     """
 
     keep: int
     forward: int
     backward: int
-    cost: float
-    flops: int
-    ends: float
-    nbytes: int
-    steps: frozenset[int]
+    recompute: Work
+    ends: Work
+    nbytes: int = 0
+    steps: frozenset[int] | None = None
 
 
 @dataclass(eq=False)
@@ -43,10 +53,8 @@ class Item:
     Attributes:
         call: the call of a module that can be a region, or None.
         start, end: its times.
-        cost, flops: those of its forward.
+        work: that of its forward.
         keep: the bytes that it keeps until its backward, if it runs as it is.
-        forward, backward: the most bytes that it needs then, if it runs as it is.
-        ends: the cost of its forward up to the last value that it keeps.
         gradients: the bytes of gradients of parameters that its backward makes.
         waiting: the bytes of the gradients that its backward starts with.
         beside: of these, those of other values than its results.
@@ -55,7 +63,7 @@ class Item:
         bare: the most bytes that its forward needs if it keeps only its arguments.
         key: equal for calls that do the same.
         items: the chain inside of its call.
-        options: what it can be as a region.
+        options: how it can run, without those in which regions are inside of it.
     """
 
     call: Call | None
@@ -63,12 +71,8 @@ class Item:
     end: int
     items: list[Item] = field(default_factory=list)
     options: list[Option] = field(default_factory=list)
-    cost: float = 0.0
-    flops: int = 0
+    work: Work = NO_WORK
     keep: int = 0
-    forward: int = 0
-    backward: int = 0
-    ends: float = 0.0
     gradients: int = 0
     waiting: int = 0
     beside: int = 0
@@ -80,8 +84,8 @@ class Item:
     @cached_property
     def signature(self) -> tuple:
         """Equal for items that the search can't tell apart."""
-        numbers = self.keep, self.forward, self.backward, self.gradients, self.waiting, self.beside, self.held
-        return self.key, (*numbers, self.given, len(self.options)), tuple(item.signature for item in self.items)
+        numbers = self.keep, self.gradients, self.waiting, self.beside, self.held, self.given
+        return self.key, numbers, tuple(self.options), tuple(item.signature for item in self.items)
 
     def everything(self) -> Iterator[Item]:
         """This item and those inside of it."""
@@ -124,6 +128,7 @@ class _Lifetimes:
         self._times = [operation.time for operation in trace.operations]
         self._costs = [0.0, *accumulate(operation.cost for operation in trace.operations)]
         self._flops = [0, *accumulate(operation.flops for operation in trace.operations)]
+        self._gradients_made = sorted(trace.gradients)
         self._saved_times = [time for time, _ in trace.saved]
         for time, memory in trace.saved:
             memory.kept = min(memory.kept, time)
@@ -156,10 +161,9 @@ class _Lifetimes:
         for time, memory in self._trace.saved[i:j]:
             if memory.kept >= item.start:
                 saved.setdefault(id(memory), (time, memory))
-        item.cost, item.flops = self._costs[last] - self._costs[first], self._flops[last] - self._flops[first]
-        item.ends = self._costs[self._index(self._saved_times[j - 1])] - self._costs[first] if j > i else 0.0
+        item.work = self._work(first, last)
         item.keep = sum(memory.nbytes for _, memory in saved.values())
-        made = [(time, nbytes) for time, nbytes in self._trace.gradients if item.start <= time < item.end]
+        made = self._gradients_made[slice(*(bisect_left(self._gradients_made, (t, 0)) for t in (item.start, item.end)))]
         item.gradients = sum(nbytes for _, nbytes in made)
         waiting = self._waiting(item.end, last)
         item.waiting = sum(waiting.values())
@@ -174,10 +178,15 @@ class _Lifetimes:
         item.bare = item.given + _most([(memory.made, memory.freed, memory.nbytes) for memory in own], item)
         if not item.items:
             spans = [(m.made, math.inf if id(m) in saved else m.freed, m.nbytes) for m in (*before, *own)]
-            item.forward = max(item.keep, _most(spans, item))
-            item.backward = max(item.keep + item.waiting, self._backward(operations, saved, made))
+            forward = max(item.keep, _most(spans, item))
+            backward = max(item.keep + item.waiting, self._backward(operations, saved, made))
+            ends = self._work(first, self._index(self._saved_times[j - 1]) if j > i else first)
+            item.options = [Option(item.keep, forward, backward, NO_WORK, ends)]
         shapes = tuple(memory.nbytes for memory in arguments)
         item.key = type(item.call.module) if item.call else None, hash(tuple(op.key for op in operations)), shapes
+
+    def _work(self, first: int, last: int) -> Work:
+        return Work(self._costs[last] - self._costs[first], self._flops[last] - self._flops[first])
 
     def _waiting(self, time: float, index: int) -> dict[int, int]:
         """The gradients that are alive when the backward has come back to a time: their bytes, by memory."""

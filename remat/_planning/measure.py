@@ -18,7 +18,7 @@ from .._region.options import Options
 from .._selective.choices import Tradeoff
 from .._selective.search import Choice
 from ..errors import RematError
-from .items import Item, Option
+from .items import NO_WORK, Item, Option, Work
 
 _MOST_CHOICES = 12  # of one call
 
@@ -53,9 +53,8 @@ class Measured:
                     keep=max(0, least.keep + more - others),
                     forward=forward - others + item.held,
                     backward=backward - others + item.beside,
-                    cost=choice.cost,
-                    flops=choice.flops,
-                    ends=item.cost if choice.nbytes else 0.0,
+                    recompute=Work(choice.cost, choice.flops),
+                    ends=item.work if choice.nbytes else NO_WORK,
                     nbytes=choice.nbytes,
                     steps=choice.steps,
                 )
@@ -71,7 +70,7 @@ class _Arguments(torch.autograd.Function):
         return like.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient.new_zeros(()), None
 
 
@@ -84,7 +83,7 @@ class _Results(torch.autograd.Function):
         return results[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
         return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
@@ -98,11 +97,11 @@ def _alone(module: nn.Module, policy: Budget, args: tuple, kwargs: dict) -> Need
         given = {id(t): _Arguments.apply(seed, t) if t.is_floating_point() else t for t in tensors}
         filled = [given[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         del given
-        args, kwargs = spec.unflatten(filled)
-        del filled
+        call: Any = spec.unflatten(filled)
+        del filled, args, kwargs
         with regions({module: Options(policy=policy)}):
-            result = module.forward(*args, **kwargs)
-        del args, kwargs
+            result = module.forward(*call[0], **call[1])
+        del call
         memory.next_phase()
         results = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         nbytes = sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in results)}.values())
@@ -157,10 +156,10 @@ class Measuring:
             self._is_busy = False
 
     @contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
+    def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Measure in the forward that runs within."""
-        modules = [module for module in model.modules() if id(module.__dict__) in self._items]
-        handles = [module.register_forward_pre_hook(self._starts, with_kwargs=True) for module in modules]
+        called = [module for module in modules if id(module.__dict__) in self._items]
+        handles = [module.register_forward_pre_hook(self._starts, with_kwargs=True) for module in called]
         try:
             with torch.no_grad():
                 yield

@@ -15,7 +15,7 @@ from .._core.amounts import aligned, flops_text, size_text
 from .._measure.costs import plot_peaks
 from .._measure.origins import grouped
 from .._modules.eligible import check_module
-from .._modules.region_class import change_in_place
+from .._modules.region_class import change_back, change_in_place
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
 from ..errors import RematError, shown
@@ -77,7 +77,8 @@ class Plan:
 
     def __str__(self) -> str:
         rows = []
-        for (name, *_), same in grouped(self.regions, attrgetter("name", "kind", "has_regions", "nbytes", "flops")):
+        groups = grouped(self.regions, attrgetter("name", "kind", "has_regions", "nbytes", "flops"))
+        for (name, *_), same in sorted(groups, key=lambda group: self.regions.index(group[1][0])):
             first = same[0]
             saves = (
                 "regions inside" if first.has_regions else f"{size_text(first.nbytes)}, {len(first.steps)} operations"
@@ -122,14 +123,13 @@ class Plan:
         with open(path, "w") as file:
             json.dump({**asdict(self), "format": _FORMAT, "programs": programs, "regions": regions}, file)
 
-    def apply(self, model: nn.Module) -> None:
-        """Make the regions of the plan, in place.
+    def apply(self, named: Mapping[str, nn.Module]) -> None:
+        """Make the regions of the plan, in place. All others that were made in place are undone.
 
         Raises:
             RematError: the model has no such module, or it has another class. Nothing is changed then.
             TypeError: a module can't be a region.
         """
-        named = dict(model.named_modules())
         for region in self.regions:
             module = named.get(region.name)
             if module is None:
@@ -140,6 +140,8 @@ class Plan:
                     f"and a {region.kind} in the plan."
                 )
             check_module(module, region.name)
+        for module in named.values():
+            change_back(module)
         for region in self.regions:
             change_in_place(named[region.name], region.options(self.cost))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,26 +33,28 @@ _LEAST_PART = 0.002  # of what the model saves, that a call saves if a region of
 class _Candidates:
     """Which calls can be regions, and why others can't."""
 
-    def __init__(self, trace: Trace, model: nn.Module) -> None:
-        self.names = {id(module.__dict__): name for name, module in model.named_modules()}
+    def __init__(self, trace: Trace, named: Mapping[str, nn.Module]) -> None:
+        self.names = {id(module.__dict__): name for name, module in reversed(list(named.items()))}
         self.passed_over: dict[str, str] = {}
-        self._model, self._trace = model, trace
         calls = [trace.root]
         for call in calls:
             calls += call.calls
         self._counts = Counter(id(call.module.__dict__) for call in calls if call.module is not None)
-        self._whole = sum({id(memory): memory.nbytes for _, memory in trace.saved}.values())
+        self._saved = trace.saved
+        self._times = [time for time, _ in trace.saved]
+        self._whole = self._bytes_saved(trace.root)
+
+    def _bytes_saved(self, call: Call) -> int:
+        i, j = (bisect_left(self._times, time) for time in (call.start, call.end))
+        return sum({id(memory): memory.nbytes for _, memory in self._saved[i:j]}.values())
 
     def __call__(self, call: Call) -> bool:
         module = call.module
-        if module is None or module is self._model or not call.is_differentiated:
-            return False
-        times = self._trace.saved
-        saved = sum({id(m): m.nbytes for time, m in times if call.start <= time < call.end}.values())
-        given = sum(memory.nbytes for memory in call.given)
+        if module is None or not call.is_differentiated or not (name := self.names.get(id(module.__dict__))):
+            return False  # the whole model has the name "", and needs as much as a region
+        saved, given = self._bytes_saved(call), sum(memory.nbytes for memory in call.given)
         if saved <= 1.1 * given or saved <= _LEAST_PART * self._whole:
             return False
-        name = self.names.get(id(module.__dict__), "")
         if self._counts[id(module.__dict__)] > 1:
             self.passed_over[name] = "it is called more than once in a step"
             return False
@@ -67,18 +70,20 @@ class _Planner:
     """Plans for one model. All of it runs within ``program.preserved()``."""
 
     def __init__(self, program: Program, cost: Any) -> None:
-        self._program, self._model, self._cost = program, program.fn, cost
+        self._program, self._cost = program, cost
+        self._modules = {id(module.__dict__): module for module in program.named_modules.values()}.values()
         differentiated = [tensor for tensor in program.inputs() if program.every or tensor.requires_grad]
-        trace = Trace(differentiated, cost)
-        with disable_remat(), trace.of(self._model):
-            program.forward(self._model)
-        self._candidates = _Candidates(trace, self._model)
+        trace = self._trace = Trace(differentiated, cost)
+        with disable_remat(), trace.of(self._modules):
+            program.forward(program.fn)
+        self._candidates = _Candidates(trace, program.named_modules)
         self._items = chain_of(trace, self._candidates)
         self._every = [item for each in self._items for item in each.everything()]
         self.without = 0  # the peak without regions
         gradients = 0
         for item in reversed([item for item in self._every if not item.items]):
-            self.without = max(item.forward, item.backward + gradients, item.keep + self.without)
+            as_it_is = item.options[0]
+            self.without = max(as_it_is.forward, as_it_is.backward + gradients, item.keep + self.without)
             gradients += item.gradients
         self._operators: dict[tuple, tuple[str, ...]] = {}  # of the calls that were measured
 
@@ -87,13 +92,13 @@ class _Planner:
         most = min(amount, self.without / 2)  # a larger region is of use only with regions in it
         items = [item for item in self._every if item.call and item.keep + item.waiting <= most]
         measuring = Measuring(items, self._cost)
-        with measuring.of(self._model):
-            self._program.forward(self._model)
+        with measuring.of(self._modules):
+            self._program.forward(self._program.fn)
         for item in self._every:
             measured = measuring.found.get(item.key)
             if item.call and measured is not None:
                 self._operators[item.key] = measured.operators
-                item.options = measured.options(item)
+                item.options += measured.options(item)
             elif item.call and item.key in measuring.failures:
                 self._candidates.passed_over[self._name(item)] = measuring.failures[item.key]
 
@@ -110,8 +115,6 @@ class _Planner:
         solver = Solver()
         items = solver.list_of(self._items)
         plans = solver.plans(items)
-        chosen = [solver.chosen(items, i) for i in range(len(plans.peak))]
-        flops = [sum(self._flops(item, option) for item, option in regions) for regions in chosen]
         aim, tried, best = amount, dict[int, int](), None
         for _ in range(_ROUNDS):
             number = agreed(max(0, int(torch.searchsorted(plans.peak, aim, right=True)) - 1))
@@ -119,45 +122,51 @@ class _Planner:
                 number -= 1
             if number < 0 or number in tried or (best is not None and number < best):
                 break
-            planned = tuple(self._region(item, option) for item, option in chosen[number])
+            planned = tuple(self._region(item, option) for item, option in solver.chosen(items, number))
             peak = agreed(self._peak(planned))
             if peak > amount and not tried:  # the first run of a kernel may take memory for later ones
                 peak = agreed(self._peak(planned))
             tried[number] = peak
             if peak <= amount and (best is None or number > best):
-                best, regions = number, planned
+                best, made = number, planned
             aim = amount - (peak - int(plans.peak[number]))
         if best is None:
-            raise RematError(self._too_little(amount, min(tried.values())))
-        curve = tuple((int(peak), count) for peak, count in zip(plans.peak, flops))
-        return Plan(
-            amount, tried[best], self.without, flops[best], regions, curve, self._candidates.passed_over, self._cost
-        )
-
-    def _flops(self, item: Item, option: Option | None) -> int:
-        return item.flops if option is None else option.flops
+            raise RematError(self._too_little(amount, min(tried.values()), *solver.largest(items, 0)))
+        curve = tuple(zip(plans.peak.tolist(), plans.flops.tolist()))
+        passed_over = self._candidates.passed_over
+        return Plan(amount, tried[best], self.without, int(plans.flops[best]), made, curve, passed_over, self._cost)
 
     def _region(self, item: Item, option: Option | None) -> RegionPlan:
         assert item.call is not None
         name, kind = self._name(item), type(item.call.module).__name__
         if option is None:
-            return RegionPlan(name, kind, True, 0, item.flops, (), ())
-        operators, steps = self._operators[item.key], tuple(sorted(option.steps))
-        return RegionPlan(name, kind, False, option.nbytes, option.flops, operators, steps)
+            return RegionPlan(name, kind, True, 0, item.work.flops, (), ())
+        operators, steps = self._operators[item.key], tuple(sorted(option.steps or ()))
+        return RegionPlan(name, kind, False, option.nbytes, option.recompute.flops, operators, steps)
 
     def _peak(self, planned: Sequence[RegionPlan]) -> int:
         """Measure the peak of a step."""
-        named = dict(self._model.named_modules())
+        named = self._program.named_modules
         with regions({named[region.name]: region.options(self._cost) for region in planned}):
             with Allocated(self._program.inputs()) as memory:
-                self._program.run(self._model)
+                self._program.run(self._program.fn)
         return memory.peak
 
-    def _too_little(self, amount: int, least: int) -> str:
+    def _too_little(self, amount: int, least: int, item: Item, in_backward: bool) -> str:
+        within = (m for m in self._trace.memory if item.start <= m.made < item.end)
+        largest = max(within, key=lambda memory: memory.nbytes, default=None)
+        place = f"The peak is in the {'backward' if in_backward else 'forward'} pass"
+        if item.call:
+            place += f" of {self._name(item)!r}"
+        if largest is not None:
+            func, call = largest.by
+            name = self._candidates.names.get(id(call.module.__dict__)) if call.module else None
+            place += f", where {getattr(func, 'overloadpacket', func)} makes a tensor of {size_text(largest.nbytes)}"
+            place += f" and the shape {list(largest.shape)}{f' in {name!r}' if name else ''}"
         return (
-            f"A training step of this model needs at least {size_text(least)}, with any choice of its modules as "
-            f"regions, but the budget is {size_text(amount)}. Choose a smaller batch, or a budget of {least} bytes "
-            f"or more."
+            f"A training step of this model needs at least {size_text(least)}, whichever of its modules are regions, "
+            f"but the budget is {size_text(amount)}. {place}. Choose a smaller batch, or a budget of {least} bytes or "
+            f"more."
         )
 
 
@@ -167,8 +176,9 @@ def plan_for(program: Program, amount: Any, cost: Any) -> Plan:
     Raises:
         RematError: no plan is.
     """
-    with program.preserved(), gc_disabled(), restored(program.fn.modules()):
-        for module in program.fn.modules():
+    modules = list(program.named_modules.values())
+    with program.preserved(), gc_disabled(), restored(modules):
+        for module in modules:
             change_back(module)
         planner = _Planner(program, cost)
         most = Budget(amount, cost).nbytes(planner.without)

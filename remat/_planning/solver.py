@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .items import Item, Option
+from .items import NO_WORK, Item, Option
 
 _MOST_PLANS = 300  # of a list; others are left out, so that the search stays linear in the items
 
@@ -32,6 +32,7 @@ class Plans(NamedTuple):
 
     peak: torch.Tensor
     cost: torch.Tensor
+    flops: torch.Tensor
     way: torch.Tensor
     inner: torch.Tensor
     rest: torch.Tensor
@@ -72,7 +73,7 @@ class Solver:
         if key not in self._lists:
             zero = torch.zeros(1, dtype=torch.int64)
             empty = List(None, None, wait, is_inside)
-            empty.plans = Plans(zero, zero.double(), zero, zero, zero)
+            empty.plans = Plans(zero, zero.double(), zero, zero, zero, zero)
             self._lists[key] = empty
         return self._with(items, self._lists[key])
 
@@ -81,7 +82,7 @@ class Solver:
         for item in reversed(items):
             key = item.signature, id(rest)
             if key not in self._lists:
-                is_silent = rest.is_silent and not (item.call or item.keep or item.ends)
+                is_silent = rest.is_silent and not (item.call or item.keep)
                 gradients = rest.gradients + item.gradients
                 self._lists[key] = List(item, rest, rest.wait, rest.is_inside, is_silent, gradients)
             rest = self._lists[key]
@@ -105,37 +106,30 @@ class Solver:
         if item.items:  # as it is, with regions inside
             opened = self._with(item.items, rest)
             plans = self.plans(opened)
-            found.append(self._numbered(items, Way(None, None, opened), plans.peak, plans.cost))
+            found.append(self._numbered(items, Way(None, None, opened), *plans[:3]))
             found.append(self._region(items, item, rest))
-        else:
-            found.append(self._simple(items, None, item.keep, item.forward, item.backward, 0.0, item.ends))
-        for option in item.options:
-            o = option
-            found.append(self._simple(items, option, o.keep, o.forward, o.backward, o.cost, o.ends))
+        found += [self._simple(items, item, option, rest) for option in item.options]
         columns = [torch.cat(column) for column in zip(*found)]
         return Plans(*_pareto(columns))
 
     def _numbered(
-        self, items: List, way: Way, peak: torch.Tensor, cost: torch.Tensor, *parts: torch.Tensor
+        self, items: List, way: Way, peak: torch.Tensor, cost: torch.Tensor, flops: torch.Tensor, *parts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Plans that begin in one way. ``parts`` are the numbers of the plans inside, and of those of the rest."""
         number = torch.full_like(peak, len(items.ways))
         items.ways.append(way)
-        if not parts:
-            parts = torch.zeros_like(peak), torch.arange(len(peak))
-        return peak, cost, number, *parts
+        return peak, cost, flops, number, *(parts or (torch.zeros_like(peak), torch.arange(len(peak))))
 
-    def _simple(
-        self, items: List, option: Option | None, keep: int, forward: int, backward: int, cost: float, ends: float
-    ) -> tuple[torch.Tensor, ...]:
-        """The plans in which the first item runs as it is, or is a region without inner regions."""
-        item, rest = items.item, items.rest
-        assert item is not None and rest is not None and rest.plans is not None
+    def _simple(self, items: List, item: Item, option: Option, rest: List) -> tuple[torch.Tensor, ...]:
+        """The plans in which the first item runs by one of its options."""
+        plans = self.plans(rest)
+        cost, flops = option.recompute
         if items.is_inside:  # its forward is a part of a recompute, which ends at the last value that is kept
-            cost += ends if rest.is_silent else item.cost
-        need = max(forward + items.wait, backward + rest.gradients)
-        peak = (rest.plans.peak + keep).clamp(min=need)
-        return self._numbered(items, Way(option, None, rest), peak, rest.plans.cost + cost)
+            again = option.ends if rest.is_silent else item.work
+            cost, flops = cost + again.cost, flops + again.flops
+        need = max(option.forward + items.wait, option.backward + rest.gradients)
+        peak = (plans.peak + option.keep).clamp(min=need)
+        return self._numbered(items, Way(option, None, rest), peak, plans.cost + cost, plans.flops + flops)
 
     def _region(self, items: List, item: Item, rest: List) -> tuple[torch.Tensor, ...]:
         """The plans in which the first item is a region with regions inside."""
@@ -149,10 +143,32 @@ class Solver:
         j = torch.searchsorted(outer_peak, peak, right=True) - 1
         possible = (i >= 0) & (j >= 0)
         peak, i, j = peak[possible], i[possible], j[possible]
-        cost = inner.cost[i] + outer.cost[j]
-        if items.is_inside and not rest.is_silent:
-            cost = cost + item.cost
-        return self._numbered(items, Way(None, inside, rest), peak, cost, i, j)
+        again = item.work if items.is_inside and not rest.is_silent else NO_WORK
+        cost, flops = inner.cost[i] + outer.cost[j] + again.cost, inner.flops[i] + outer.flops[j] + again.flops
+        return self._numbered(items, Way(None, inside, rest), peak, cost, flops, i, j)
+
+    def largest(self, items: List, number: int) -> tuple[Item, bool]:
+        """Return the item that needs the peak of a plan, and whether it does in the backward."""
+        assert items.plans is not None
+        peak, kept = int(items.plans.peak[number]), 0
+        while (item := items.item) is not None:
+            assert items.plans is not None
+            way, later = items.ways[int(items.plans.way[number])], items.plans
+            if way.option is not None:
+                backward = way.option.backward + way.rest.gradients
+                if kept + max(backward, way.option.forward + items.wait) >= peak:
+                    return item, kept + backward >= peak
+                kept += way.option.keep
+            elif way.inside is not None:
+                assert way.inside.plans is not None
+                inner = int(later.inner[number])
+                if kept + int(way.inside.plans.peak[inner]) + way.rest.gradients >= peak:
+                    return self.largest(way.inside, inner)[0], True
+                if kept + item.bare + item.held + items.wait >= peak:
+                    return item, False
+                kept += item.given
+            number, items = int(later.rest[number]), way.rest
+        raise AssertionError("no item of the plan has its peak")
 
     def chosen(self, items: List, number: int) -> list[tuple[Item, Option | None]]:
         """Return the regions of one plan of a list, each with its option, None if it has regions inside."""
@@ -161,7 +177,7 @@ class Solver:
             assert items.plans is not None
             way = items.ways[int(items.plans.way[number])]
             if way.option is not None:
-                found.append((items.item, way.option))
+                found += [(items.item, way.option)] if way.option.steps is not None else []
             elif way.inside is not None:
                 found.append((items.item, None))
                 found += self.chosen(way.inside, int(items.plans.inner[number]))

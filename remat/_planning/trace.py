@@ -19,15 +19,28 @@ from .._core import trees
 from .._core.facts import facts_of, flops
 from .._measure.observer import Observer, strided
 from .._selective.search import cost_of
+from ..errors import RematError
 
 
 class Memory:
-    """A storage that the forward makes."""
+    """A storage that the forward makes, with the tensor's shape, and the operation and the call that make it."""
 
-    __slots__ = ("before_last", "freed", "has_gradient", "kept", "last", "made", "nbytes", "ref", "whole")
+    __slots__ = (
+        "before_last",
+        "by",
+        "freed",
+        "has_gradient",
+        "kept",
+        "last",
+        "made",
+        "nbytes",
+        "ref",
+        "shape",
+        "whole",
+    )
 
-    def __init__(self, storage: torch.UntypedStorage, now: int) -> None:
-        self.nbytes = storage.nbytes()
+    def __init__(self, storage: torch.UntypedStorage, shape: tuple[int, ...], by: tuple[Any, Call], now: int) -> None:
+        self.nbytes, self.shape, self.by = storage.nbytes(), shape, by
         self.made = self.last = self.before_last = now  # and the times of its last two reads
         self.freed = self.kept = math.inf  # when the forward frees it, and when something first keeps it
         self.has_gradient = False
@@ -42,7 +55,13 @@ class Memory:
 class Operation:
     """An operation with its costs, and what it reads and makes."""
 
-    __slots__ = ("cost", "flops", "key", "made", "parameters", "reads", "time")
+    __slots__ = ("cost", "flops", "key", "made", "reads", "time")
+
+    def __init__(self, time: int, flops: int, cost: float) -> None:
+        self.time, self.flops, self.cost = time, flops, cost
+        self.reads: list[Memory] = []
+        self.made: list[Memory] = []
+        self.key: tuple = ()  # equal for operations that do the same
 
 
 class Call:
@@ -87,10 +106,8 @@ class Trace(Observer):
         return self._alive.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        operation, now = Operation(), self._tick()
-        operation.time, operation.flops = now, flops(func, args, kwargs, result)
-        operation.cost = operation.flops if self._cost == "flops" else self._cost_of(func, args, kwargs, result)
-        operation.reads, operation.made = [], []
+        now, cost = self._tick(), cost_of(self._cost, facts_of(func), args, kwargs, result)
+        operation = Operation(now, flops(func, args, kwargs, result), cost)
         known, has_gradient = set(), False
         for storage, tensor in strided((args, kwargs)):
             key = id(storage)
@@ -109,7 +126,7 @@ class Trace(Observer):
             if memory is not None:
                 memory.has_gradient |= differentiable
             elif key not in known:
-                memory = self._alive[key] = Memory(storage, now)
+                memory = self._alive[key] = Memory(storage, tuple(tensor.shape), (func, self._calls[-1]), now)
                 memory.has_gradient = differentiable
                 memory.ref = weakref.ref(storage, self._freed(key, memory))
                 self.memory.append(memory)
@@ -119,9 +136,6 @@ class Trace(Observer):
                 memory.whole = operation.made[0]
         operation.key = func, tuple(memory.nbytes for memory in operation.made)
         self.operations.append(operation)
-
-    def _cost_of(self, func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-        return cost_of(self._cost, facts_of(func), args, kwargs, result)
 
     def _freed(self, key: int, memory: Memory) -> Any:
         def freed(_: Any) -> None:
@@ -151,19 +165,26 @@ class Trace(Observer):
         call.is_differentiated = any(t.requires_grad for t in found)
 
     @contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
+    def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Trace the forward that runs within."""
         handles = []
-        for module in model.modules():
+        for module in modules:
             handles.append(module.register_forward_pre_hook(self._starts, with_kwargs=True))
             handles.append(module.register_forward_hook(self._ends, with_kwargs=True))
         try:
-            with saved_tensors_hooks(self._drop, lambda _: None), self:
+            with saved_tensors_hooks(self._drop, _unread), self:
                 yield
         finally:
             for handle in handles:
                 handle.remove()
         self.root.end = self._tick()
+
+
+def _unread(_: None) -> torch.Tensor:
+    raise RematError(
+        "The model's forward differentiates a part of itself, so it can't be planned without its backward. Choose the "
+        "regions: `remat.nn.budget(model, amount, ..., where=Block)`."
+    )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -11,10 +11,11 @@ from .._ambient.ambient import Ambient
 from .._core import private
 from .._core.devices import is_capturing
 from .._core.facts import Facts, facts_of, tensors
+from .._core.known import Known
 from .._core.private import DispatchMode, FakeTensor, without_torch_function
 from .._core.state import state
 from .._core.tensors import is_wrapper_call, parts
-from .._policy.policy import as_policy, within
+from .._policy.policy import Budget, as_policy, within
 from .._region.hooks import in_torch_checkpoint
 from ..errors import RematError
 from .mode import RegionMode
@@ -114,14 +115,15 @@ def recorder_for(region: Any) -> Recorder | None:
     own, outer = region.options.policy, state.policies
     if own is None and not outer:
         return None
-    own = as_policy(own)
-    if own.is_budget and (outer or region.around.region is not None or in_torch_checkpoint()):
-        own = as_policy(None)  # in a recompute of the enclosing region it might choose something else
+    own, known = as_policy(own), region.known
+    if isinstance(own, Budget) and (outer or region.around.region is not None or in_torch_checkpoint()):
+        # In a recompute of the enclosing region it might choose something else, unless it has chosen before.
+        own, known = own if own.chosen and not outer else as_policy(None), Known()
     policy = within(outer[-1] if outer else None, own)
     tensors = *region.inputs.operands(), *region.inputs.captured.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
         return None
-    return Recorder(Recording(policy, region.known, own, region.options.warned))
+    return Recorder(Recording(policy, known, own, region.options.warned))
 
 
 TRACES = (

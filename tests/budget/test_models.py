@@ -33,7 +33,7 @@ def squared(out: Tensor) -> Tensor:
 
 
 def budget(model: nn.Module, amount: Any, where: Any = LAYER, **options: Any) -> Any:
-    return remat.nn.budget(model, where, amount, BATCH, loss=squared, **options)
+    return remat.nn.budget(model, amount, BATCH, where=where, loss=squared, **options)
 
 
 def step(model: nn.Module) -> tuple[Any, int]:
@@ -197,7 +197,7 @@ def _choose(rank: int, folder: str) -> None:
     """Run in one of two processes, whose batches have different sizes."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
-        result = remat.nn.budget(make(4), LAYER, 0.6, torch.randn(8 - 4 * rank, 32, 16), loss=squared)
+        result = remat.nn.budget(make(4), 0.6, torch.randn(8 - 4 * rank, 32, 16), where=LAYER, loss=squared)
         torch.distributed.barrier()  # gloo aborts a process whose peer has left
         torch.save([(block.name, block.nbytes, block.operators) for block in result.blocks], f"{folder}/{rank}")
     finally:
