@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._core.facts import tensors
+from .._core.facts import facts_of, tensors
 from .._core.private import PlainDispatchMode
 from .._core.tensors import is_wrapper_call
 
@@ -55,6 +55,7 @@ class PeakMemory(Observer):
         # The Python object of a storage lives as long as the storage, so a weak reference to it dies only when no
         # Python or C++ code (such as autograd) refers to the memory.
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._buffers: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # those that FSDP resizes without an operation
         self._sizes: dict[int, int] = {}
         self.total = 0  # the sum of the sizes, so that no operation has to add them up
 
@@ -76,9 +77,12 @@ class PeakMemory(Observer):
             self._count(storage)
             if is_new:
                 self.made(storage, tensor, func)
+                if facts_of(func).makes_nothing:
+                    self._buffers[id(storage)] = self._refs[id(storage)]
         if self.total > self.peak:
-            for storage in self.storages():  # some may have been resized without an operation
-                self._count(storage)
+            for ref in list(self._buffers.values()):
+                if (buffer := ref()) is not None:
+                    self._count(buffer)
             self.peak = max(self.peak, self.total)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -92,6 +96,7 @@ class PeakMemory(Observer):
     def _freed(self, key: int, ref: weakref.ref) -> None:
         if self._refs.get(key) is ref:
             del self._refs[key]
+            self._buffers.pop(key, None)
             self.total -= self._sizes.pop(key)
 
     def made(self, storage: torch.UntypedStorage, tensor: torch.Tensor, func: Any) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import MethodType
 from typing import Any
 
@@ -124,8 +124,11 @@ class Program:
         return fn(*args, **kwargs)
 
     @contextmanager
-    def preserved(self) -> Iterator[Overwritten]:
-        """A context to run it in, which restores everything that it changes."""
+    def preserved(self, before: Overwritten | None = None) -> Iterator[Overwritten]:
+        """A context to run it in, which restores everything that it changes.
+
+        ``before`` has the copies of an earlier run, which has overwritten the same. Then no mode slows the program.
+        """
         tensors = list({id(tensor): tensor for tensor in self.inputs()}.values())
         ambient = Ambient({t.device for t in tensors}, [each for _, each in self._generators], True)
         with ExitStack() as stack:  # if one can't be restored, the others still are
@@ -138,9 +141,9 @@ class Program:
                 for hooks in (variables.then.get(name) for name in _HOOKS if variables.whole):
                     if isinstance(hooks, dict):
                         stack.callback(Entries(hooks, {}, whole=True).put, dict(hooks))
-            overwritten = Overwritten()
+            overwritten = before or Overwritten()
             stack.callback(overwritten.restore)
-            with overwritten:
+            with nullcontext() if before else overwritten:
                 yield overwritten
 
     def cut(self) -> tuple[list[tuple[str, torch.Tensor]], AbstractContextManager]:

@@ -67,7 +67,7 @@ class _Candidates:
 
 
 class _Planner:
-    """Plans for one model. All of it runs within ``program.preserved()``."""
+    """Plans for one model. Its methods run the program, within ``program.preserved()``."""
 
     def __init__(self, program: Program, cost: Any) -> None:
         self._program, self._cost = program, cost
@@ -177,10 +177,12 @@ def plan_for(program: Program, amount: Any, cost: Any) -> Plan:
         RematError: no plan is.
     """
     modules = list(program.named_modules.values())
-    with program.preserved(), gc_disabled(), restored(modules):
+    with gc_disabled(), restored(modules):
         for module in modules:
             change_back(module)
-        planner = _Planner(program, cost)
+        with program.preserved() as overwritten:
+            planner = _Planner(program, cost)
         most = Budget(amount, cost).nbytes(planner.without)
-        planner.measure(most)
-        return planner.plan(most)
+        with program.preserved(overwritten):
+            planner.measure(most)
+            return planner.plan(most)

@@ -102,34 +102,35 @@ class Solver:
     def _solve(self, items: List) -> Plans:
         item, rest = items.item, items.rest
         assert item is not None and rest is not None
-        found = []
+        found: list[tuple[torch.Tensor, ...]] = []
         if item.items:  # as it is, with regions inside
             opened = self._with(item.items, rest)
             plans = self.plans(opened)
-            found.append(self._numbered(items, Way(None, None, opened), *plans[:3]))
+            way = torch.full_like(plans.peak, len(items.ways))
+            items.ways.append(Way(None, None, opened))
+            found.append((*plans[:3], way, torch.zeros_like(way), torch.arange(len(way))))
             found.append(self._region(items, item, rest))
-        found += [self._simple(items, item, option, rest) for option in item.options]
+        if item.options:
+            found.append(self._simple(items, item, rest))
         columns = [torch.cat(column) for column in zip(*found)]
         return Plans(*_pareto(columns))
 
-    def _numbered(
-        self, items: List, way: Way, peak: torch.Tensor, cost: torch.Tensor, flops: torch.Tensor, *parts: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Plans that begin in one way. ``parts`` are the numbers of the plans inside, and of those of the rest."""
-        number = torch.full_like(peak, len(items.ways))
-        items.ways.append(way)
-        return peak, cost, flops, number, *(parts or (torch.zeros_like(peak), torch.arange(len(peak))))
-
-    def _simple(self, items: List, item: Item, option: Option, rest: List) -> tuple[torch.Tensor, ...]:
+    def _simple(self, items: List, item: Item, rest: List) -> tuple[torch.Tensor, ...]:
         """The plans in which the first item runs by one of its options."""
-        plans = self.plans(rest)
-        cost, flops = option.recompute
-        if items.is_inside:  # its forward is a part of a recompute, which ends at the last value that is kept
-            again = option.ends if rest.is_silent else item.work
-            cost, flops = cost + again.cost, flops + again.flops
-        need = max(option.forward + items.wait, option.backward + rest.gradients)
-        peak = (plans.peak + option.keep).clamp(min=need)
-        return self._numbered(items, Way(option, None, rest), peak, plans.cost + cost, plans.flops + flops)
+        plans, rows = self.plans(rest), []
+        for option in item.options:
+            cost, flops = option.recompute
+            if items.is_inside:  # its forward is a part of a recompute, which ends at the last value that is kept
+                again = option.ends if rest.is_silent else item.work
+                cost, flops = cost + again.cost, flops + again.flops
+            need = max(option.forward + items.wait, option.backward + rest.gradients)
+            rows.append((option.keep, need, cost, flops, len(items.ways)))
+            items.ways.append(Way(option, None, rest))
+        keeps, needs, costs, counts, ways = (torch.tensor(column).unsqueeze(1) for column in zip(*rows))
+        peak = torch.maximum(plans.peak + keeps, needs)
+        number = torch.arange(len(plans.peak)).expand_as(peak)
+        found = peak, plans.cost + costs, plans.flops + counts, ways.expand_as(peak), torch.zeros_like(peak), number
+        return tuple(column.flatten() for column in found)
 
     def _region(self, items: List, item: Item, rest: List) -> tuple[torch.Tensor, ...]:
         """The plans in which the first item is a region with regions inside."""
@@ -145,7 +146,9 @@ class Solver:
         peak, i, j = peak[possible], i[possible], j[possible]
         again = item.work if items.is_inside and not rest.is_silent else NO_WORK
         cost, flops = inner.cost[i] + outer.cost[j] + again.cost, inner.flops[i] + outer.flops[j] + again.flops
-        return self._numbered(items, Way(None, inside, rest), peak, cost, flops, i, j)
+        way = torch.full_like(peak, len(items.ways))
+        items.ways.append(Way(None, inside, rest))
+        return peak, cost, flops, way, i, j
 
     def largest(self, items: List, number: int) -> tuple[Item, bool]:
         """Return the item that needs the peak of a plan, and whether it does in the backward."""
