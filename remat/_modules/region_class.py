@@ -18,6 +18,7 @@ from .._core.known import known_of
 from .._function import Remat
 from .._region.options import Options
 from .eligible import as_library_checkpoints
+from .segments import segmented
 
 Regions = tuple[Options | None, ...]  # the innermost first; None is the region that was made in place
 IN_PLACE = "_remat"  # the module's attribute with the options of the region that was made in place
@@ -41,7 +42,7 @@ class _Forward:
         elif forward is None:
             forward = super(_Region, module).forward  # type: ignore[misc]
         for options in layers:
-            forward = Remat(forward, options, known_of(module))
+            forward = segmented(module, options) if options.segments else Remat(forward, options, known_of(module))
         return as_library_checkpoints(module, forward) if layers else forward
 
     def __set__(self, module: Any, value: Callable) -> None:

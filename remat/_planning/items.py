@@ -85,7 +85,14 @@ class Item:
     def signature(self) -> tuple:
         """Equal for items that the search can't tell apart."""
         numbers = self.keep, self.gradients, self.waiting, self.beside, self.held, self.given
-        return self.key, numbers, tuple(self.options), tuple(item.signature for item in self.items)
+        place = (id(self.call.container), self.call.index) if self.call and self.call.container else None
+        return self.key, numbers, place and True, tuple(self.options), tuple(item.signature for item in self.items)
+
+    def follows(self, other: Item) -> bool:
+        """Whether a ``Sequential`` calls it just after another one, with the other's result."""
+        if self.call is None or other.call is None or self.call.container is None:
+            return False
+        return self.call.container is other.call.container and self.call.index == other.call.index + 1
 
     def everything(self) -> Iterator[Item]:
         """This item and those inside of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -30,6 +30,7 @@ class RegionPlan:
     Attributes:
         name: the path of its module in the model.
         kind: the name of the module's class.
+        children: the range of the modules of a ``Sequential`` that it is around; None if it is around its call.
         has_regions: whether regions of the plan are inside of it. Then it saves only its inputs.
         nbytes: the bytes that it saves, without its inputs and results.
         flops: the floating-point operations of its own recompute.
@@ -39,16 +40,23 @@ class RegionPlan:
 
     name: str
     kind: str
+    children: tuple[int, int] | None
     has_regions: bool
     nbytes: int
     flops: int
     operators: tuple[str, ...] = field(repr=False)
     steps: tuple[int, ...]
 
-    def options(self, cost: Any) -> Options:
-        """Return the options of the region."""
-        chosen = Chosen(self.operators, frozenset(self.steps))
-        return Options(policy=None if self.has_regions else Budget(self.nbytes, cost, chosen), name=self.name)
+
+def options_of(regions: Sequence[RegionPlan], cost: Any) -> dict[str, Options]:
+    """Return the options of the modules that are regions, or some of whose modules are, by name."""
+    found: dict[str, Options] = {}
+    for region in regions:
+        segments = [each.children for each in regions if each.name == region.name and each.children]
+        chosen = Chosen(region.operators, frozenset(region.steps))
+        policy = None if region.has_regions else Budget(region.nbytes, cost, chosen)
+        found[region.name] = Options(policy=policy, name=region.name, segments=tuple(segments))
+    return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,14 +85,17 @@ class Plan:
 
     def __str__(self) -> str:
         rows = []
-        groups = grouped(self.regions, attrgetter("name", "kind", "has_regions", "nbytes", "flops"))
+        groups = grouped(self.regions, attrgetter("name", "kind", "children", "has_regions", "nbytes", "flops"))
         for (name, *_), same in sorted(groups, key=lambda group: self.regions.index(group[1][0])):
             first = same[0]
             saves = (
                 "regions inside" if first.has_regions else f"{size_text(first.nbytes)}, {len(first.steps)} operations"
             )
             count = f"x{len(same)}" if len(same) > 1 else ""
-            rows.append((name if count else first.name, first.kind, count, saves, flops_text(first.flops)))
+            name = name if count else first.name
+            if first.children:
+                name += f"[{first.children[0]}:{first.children[1]}]"
+            rows.append((name, first.kind, count, saves, flops_text(first.flops)))
         lines = aligned([("region", "class", "", "saves", "recomputes"), *rows], "<<><") if rows else ["no regions"]
         lines += [f"not a region: {name}: {reason}" for name, reason in self.passed_over.items()]
         return "\n".join(
@@ -123,6 +134,10 @@ class Plan:
         with open(path, "w") as file:
             json.dump({**asdict(self), "format": _FORMAT, "programs": programs, "regions": regions}, file)
 
+    def options(self) -> dict[str, Options]:
+        """Return the options of the modules that are regions, or some of whose modules are, by name."""
+        return options_of(self.regions, self.cost)
+
     def apply(self, named: Mapping[str, nn.Module]) -> None:
         """Make the regions of the plan, in place. All others that were made in place are undone.
 
@@ -142,8 +157,8 @@ class Plan:
             check_module(module, region.name)
         for module in named.values():
             change_back(module)
-        for region in self.regions:
-            change_in_place(named[region.name], region.options(self.cost))
+        for name, options in self.options().items():
+            change_in_place(named[name], options)
 
 
 def loaded(path: str | os.PathLike[str]) -> Plan:
@@ -154,7 +169,12 @@ def loaded(path: str | os.PathLike[str]) -> Plan:
         raise RematError(f"{shown(path)} is no plan that this version of remat can read.")
     programs = [tuple(program) for program in found.pop("programs")]
     regions = [
-        RegionPlan(**{**region, "operators": programs[region["operators"]], "steps": tuple(region["steps"])})
+        RegionPlan(
+            operators=programs[region.pop("operators")],
+            steps=tuple(region.pop("steps")),
+            children=tuple(region.pop("children") or ()) or None,
+            **region,
+        )
         for region in found.pop("regions")
     ]
     curve = tuple((peak, flops) for peak, flops in found.pop("curve"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,12 @@ from .._measure.observer import gc_disabled
 from .._measure.program import Program
 from .._modules.eligible import check_module
 from .._modules.region_class import change_back, regions, restored
+from .._modules.segments import is_sequence
 from .._policy.policy import Budget
 from ..errors import RematError
 from .items import Item, Option, chain_of
 from .measure import Measuring
-from .plan import Plan, RegionPlan
+from .plan import Plan, RegionPlan, options_of
 from .solver import Solver
 from .trace import Call, Trace
 
@@ -112,7 +114,7 @@ class _Planner:
         Raises:
             RematError: no plan is.
         """
-        solver = Solver()
+        solver = Solver(2 * math.isqrt(len(self._items)) + 1)
         items = solver.list_of(self._items)
         plans = solver.plans(items)
         aim, tried, best = amount, dict[int, int](), None
@@ -122,7 +124,7 @@ class _Planner:
                 number -= 1
             if number < 0 or number in tried or (best is not None and number < best):
                 break
-            planned = tuple(self._region(item, option) for item, option in solver.chosen(items, number))
+            planned = tuple(self._region(*each) for each in solver.chosen(items, number, self._items))
             peak = agreed(self._peak(planned))
             if peak > amount and not tried:  # the first run of a kernel may take memory for later ones
                 peak = agreed(self._peak(planned))
@@ -131,23 +133,30 @@ class _Planner:
                 best, made = number, planned
             aim = amount - (peak - int(plans.peak[number]))
         if best is None:
-            raise RematError(self._too_little(amount, min(tried.values()), *solver.largest(items, 0)))
+            raise RematError(self._too_little(amount, min(tried.values()), *solver.largest(items, 0, self._items)))
         curve = tuple(zip(plans.peak.tolist(), plans.flops.tolist()))
         passed_over = self._candidates.passed_over
         return Plan(amount, tried[best], self.without, int(plans.flops[best]), made, curve, passed_over, self._cost)
 
-    def _region(self, item: Item, option: Option | None) -> RegionPlan:
-        assert item.call is not None
-        name, kind = self._name(item), type(item.call.module).__name__
+    def _region(self, calls: Sequence[Item], option: Option | None) -> RegionPlan:
+        first = calls[0].call
+        assert first is not None
+        name, module, children = self._name(calls[0]), first.module, None
+        if len(calls) > 1:
+            module, children = first.container, (first.index, first.index + len(calls))
+            name = self._candidates.names[id(module.__dict__)]
+        elif option is None and isinstance(module, nn.Sequential) and is_sequence(module):
+            children = 0, len(module)
+        kind = type(module).__name__
         if option is None:
-            return RegionPlan(name, kind, True, 0, item.work.flops, (), ())
-        operators, steps = self._operators[item.key], tuple(sorted(option.steps or ()))
-        return RegionPlan(name, kind, False, option.nbytes, option.recompute.flops, operators, steps)
+            return RegionPlan(name, kind, children, True, 0, sum(call.work.flops for call in calls), (), ())
+        operators, steps = self._operators[calls[0].key], tuple(sorted(option.steps or ()))
+        return RegionPlan(name, kind, None, False, option.nbytes, option.recompute.flops, operators, steps)
 
     def _peak(self, planned: Sequence[RegionPlan]) -> int:
         """Measure the peak of a step."""
         named = self._program.named_modules
-        with regions({named[region.name]: region.options(self._cost) for region in planned}):
+        with regions({named[name]: options for name, options in options_of(planned, self._cost).items()}):
             with Allocated(self._program.inputs()) as memory:
                 self._program.run(self._program.fn)
         return memory.peak

@@ -8,23 +8,45 @@ al., "Optimal Checkpointing for Heterogeneous Chains", 2019.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from .items import NO_WORK, Item, Option
+from .items import NO_WORK, Item, Option, Work
 
 _MOST_PLANS = 300  # of a list; others are left out, so that the search stays linear in the items
 
 
+class Region:
+    """A region with regions inside: around one call, or around calls that their container makes one after another."""
+
+    def __init__(self, calls: tuple[Item, ...]) -> None:
+        self.calls = calls
+        self.items = list(calls) if len(calls) > 1 else calls[0].items
+        self.given, self.waiting = calls[0].given, calls[-1].waiting
+        # Its forward keeps only the first call's arguments.
+        self.forward = max(call.bare + call.held + (self.given if i else 0) for i, call in enumerate(calls))
+        self.work = Work(sum(call.work.cost for call in calls), sum(call.work.flops for call in calls))
+
+
 class Way(NamedTuple):
-    """What happens to the first item of a list: its option, or the list inside of it, as a region or as it is."""
+    """What happens to the first items of a list: the option of one, or a region around some and the list inside."""
 
     option: Option | None
+    region: Region | None
     inside: List | None
     rest: List
+
+
+class _Step(NamedTuple):
+    """What happens to some calls in a plan, with the number of the plan inside."""
+
+    calls: tuple[Item, ...]
+    way: Way
+    wait: int
+    inner: int
 
 
 class Plans(NamedTuple):
@@ -46,6 +68,7 @@ class List:
         item, rest: the first item, and the list of the others; None for the empty list.
         wait: the bytes of gradients that wait at its end while its forward runs: that of a recompute.
         is_inside: whether it is inside of a region, so that its forward runs again.
+        is_row: whether that region is around just these calls, so that no other region is around some of them.
         is_silent: whether nothing in it is kept, so that a recompute does not run it.
         gradients: the bytes of gradients of parameters that its backward makes.
         plans, ways: what the search has found.
@@ -55,6 +78,7 @@ class List:
     rest: List | None
     wait: int
     is_inside: bool
+    is_row: bool
     is_silent: bool = True
     gradients: int = 0
     plans: Plans | None = None
@@ -64,29 +88,37 @@ class List:
 class Solver:
     """Finds the plans of lists of items."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_row: int = 0) -> None:
+        self._longest_row = longest_row  # the most calls that one region is around
         self._lists: dict[tuple, List] = {}
+        self._numbers: dict[tuple, int] = {}  # of the signatures of items
+        self._number_of: dict[int, int] = {}  # the same, by the ids of items
 
-    def list_of(self, items: Sequence[Item], wait: int = 0, is_inside: bool = False) -> List:
+    def list_of(self, items: Sequence[Item], wait: int = 0, is_inside: bool = False, is_row: bool = False) -> List:
         """Return the list of these items."""
-        key = None, wait, is_inside
+        key = wait, is_inside, is_row
         if key not in self._lists:
             zero = torch.zeros(1, dtype=torch.int64)
-            empty = List(None, None, wait, is_inside)
-            empty.plans = Plans(zero, zero.double(), zero, zero, zero, zero)
-            self._lists[key] = empty
+            self._lists[key] = List(None, None, *key)
+            self._lists[key].plans = Plans(zero, zero.double(), zero, zero, zero, zero)
         return self._with(items, self._lists[key])
 
     def _with(self, items: Sequence[Item], rest: List) -> List:
         """Return the list of these items and then the rest."""
         for item in reversed(items):
-            key = item.signature, id(rest)
+            key = self._number(item), id(rest)
             if key not in self._lists:
                 is_silent = rest.is_silent and not (item.call or item.keep)
                 gradients = rest.gradients + item.gradients
-                self._lists[key] = List(item, rest, rest.wait, rest.is_inside, is_silent, gradients)
+                self._lists[key] = List(item, rest, rest.wait, rest.is_inside, rest.is_row, is_silent, gradients)
             rest = self._lists[key]
         return rest
+
+    def _number(self, item: Item) -> int:
+        """A number that is equal for items that the search can't tell apart."""
+        if id(item) not in self._number_of:
+            self._number_of[id(item)] = self._numbers.setdefault(item.signature, len(self._numbers))
+        return self._number_of[id(item)]
 
     def plans(self, items: List) -> Plans:
         """Return the plans of a list."""
@@ -107,9 +139,15 @@ class Solver:
             opened = self._with(item.items, rest)
             plans = self.plans(opened)
             way = torch.full_like(plans.peak, len(items.ways))
-            items.ways.append(Way(None, None, opened))
+            items.ways.append(Way(None, None, None, opened))
             found.append((*plans[:3], way, torch.zeros_like(way), torch.arange(len(way))))
-            found.append(self._region(items, item, rest))
+            found.append(self._region(items, Region((item,)), rest))
+        calls, after = [item], rest
+        while not items.is_row and after.item is not None and after.rest is not None and after.item.follows(calls[-1]):
+            calls.append(after.item)
+            after = after.rest
+            if len(calls) <= self._longest_row:
+                found.append(self._region(items, Region(tuple(calls)), after))
         if item.options:
             found.append(self._simple(items, item, rest))
         columns = [torch.cat(column) for column in zip(*found)]
@@ -125,67 +163,70 @@ class Solver:
                 cost, flops = cost + again.cost, flops + again.flops
             need = max(option.forward + items.wait, option.backward + rest.gradients)
             rows.append((option.keep, need, cost, flops, len(items.ways)))
-            items.ways.append(Way(option, None, rest))
+            items.ways.append(Way(option, None, None, rest))
         keeps, needs, costs, counts, ways = (torch.tensor(column).unsqueeze(1) for column in zip(*rows))
         peak = torch.maximum(plans.peak + keeps, needs)
         number = torch.arange(len(plans.peak)).expand_as(peak)
         found = peak, plans.cost + costs, plans.flops + counts, ways.expand_as(peak), torch.zeros_like(peak), number
         return tuple(column.flatten() for column in found)
 
-    def _region(self, items: List, item: Item, rest: List) -> tuple[torch.Tensor, ...]:
-        """The plans in which the first item is a region with regions inside."""
-        inside = self.list_of(item.items, item.waiting, is_inside=True)
+    def _region(self, items: List, region: Region, rest: List) -> tuple[torch.Tensor, ...]:
+        """The plans in which a region with regions inside is around the first items."""
+        inside = self.list_of(region.items, region.waiting, is_inside=True, is_row=len(region.calls) > 1)
         inner, outer = self.plans(inside), self.plans(rest)
-        need = item.bare + item.held + items.wait
-        inner_peak, outer_peak = (inner.peak + rest.gradients).clamp(min=need), outer.peak + item.given
+        inner_peak = (inner.peak + rest.gradients).clamp(min=region.forward + items.wait)
+        outer_peak = outer.peak + region.given
         # For each peak the best plans of both.
         peak = torch.unique(torch.cat([inner_peak, outer_peak]))
         i = torch.searchsorted(inner_peak, peak, right=True) - 1
         j = torch.searchsorted(outer_peak, peak, right=True) - 1
         possible = (i >= 0) & (j >= 0)
         peak, i, j = peak[possible], i[possible], j[possible]
-        again = item.work if items.is_inside and not rest.is_silent else NO_WORK
+        again = region.work if items.is_inside and not rest.is_silent else NO_WORK
         cost, flops = inner.cost[i] + outer.cost[j] + again.cost, inner.flops[i] + outer.flops[j] + again.flops
         way = torch.full_like(peak, len(items.ways))
-        items.ways.append(Way(None, inside, rest))
+        items.ways.append(Way(None, region, inside, rest))
         return peak, cost, flops, way, i, j
 
-    def largest(self, items: List, number: int) -> tuple[Item, bool]:
-        """Return the item that needs the peak of a plan, and whether it does in the backward."""
+    def _steps(self, items: List, number: int, chain: Sequence[Item]) -> Iterator[_Step]:
+        """Go through a plan of a list, which stands for this chain."""
+        todo = list(reversed(chain))
+        while todo:
+            assert items.plans is not None
+            way, inner = items.ways[int(items.plans.way[number])], int(items.plans.inner[number])
+            calls = tuple(todo.pop() for _ in (way.region.calls if way.region else [None]))
+            if way.region is None and way.option is None:
+                todo += reversed(calls[0].items)
+            yield _Step(calls, way, items.wait, inner)
+            number, items = int(items.plans.rest[number]), way.rest
+
+    def chosen(self, items: List, number: int, chain: Sequence[Item]) -> list[tuple[tuple[Item, ...], Option | None]]:
+        """Return the regions of a plan of this chain: their calls and the option, None if it has regions inside."""
+        found: list[tuple[tuple[Item, ...], Option | None]] = []
+        for calls, way, _, inner in self._steps(items, number, chain):
+            if way.option is not None and way.option.steps is not None:
+                found.append((calls, way.option))
+            elif way.inside is not None:
+                found += [(calls, None), *self.chosen(way.inside, inner, Region(calls).items)]
+        return found
+
+    def largest(self, items: List, number: int, chain: Sequence[Item]) -> tuple[Item, bool]:
+        """Return the item of the chain that needs the peak of a plan, and whether it does in the backward."""
         assert items.plans is not None
         peak, kept = int(items.plans.peak[number]), 0
-        while (item := items.item) is not None:
-            assert items.plans is not None
-            way, later = items.ways[int(items.plans.way[number])], items.plans
+        for calls, way, wait, inner in self._steps(items, number, chain):
             if way.option is not None:
                 backward = way.option.backward + way.rest.gradients
-                if kept + max(backward, way.option.forward + items.wait) >= peak:
-                    return item, kept + backward >= peak
+                if kept + max(backward, way.option.forward + wait) >= peak:
+                    return calls[0], kept + backward >= peak
                 kept += way.option.keep
-            elif way.inside is not None:
-                assert way.inside.plans is not None
-                inner = int(later.inner[number])
-                if kept + int(way.inside.plans.peak[inner]) + way.rest.gradients >= peak:
-                    return self.largest(way.inside, inner)[0], True
-                if kept + item.bare + item.held + items.wait >= peak:
-                    return item, False
-                kept += item.given
-            number, items = int(later.rest[number]), way.rest
+            elif way.inside is not None and way.region is not None:
+                if kept + int(self.plans(way.inside).peak[inner]) + way.rest.gradients >= peak:
+                    return self.largest(way.inside, inner, Region(calls).items)[0], True
+                if kept + way.region.forward + wait >= peak:
+                    return calls[0], False
+                kept += way.region.given
         raise AssertionError("no item of the plan has its peak")
-
-    def chosen(self, items: List, number: int) -> list[tuple[Item, Option | None]]:
-        """Return the regions of one plan of a list, each with its option, None if it has regions inside."""
-        found: list[tuple[Item, Option | None]] = []
-        while items.item is not None:
-            assert items.plans is not None
-            way = items.ways[int(items.plans.way[number])]
-            if way.option is not None:
-                found += [(items.item, way.option)] if way.option.steps is not None else []
-            elif way.inside is not None:
-                found.append((items.item, None))
-                found += self.chosen(way.inside, int(items.plans.inner[number]))
-            number, items = int(items.plans.rest[number]), way.rest
-        return found
 
 
 def _pareto(columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._core import trees
 from .._core.facts import facts_of, flops
 from .._measure.observer import Observer, strided
+from .._modules.segments import is_sequence
 from .._selective.search import cost_of
 from ..errors import RematError
 
@@ -73,6 +74,8 @@ class Call:
         self.given: list[Memory] = []  # its arguments that the forward has made
         self.results: set[int] = set()  # the ids of the memory of its results
         self.nbytes = 0  # of the arguments that a region would keep
+        self.container: nn.Module | None = None  # a `Sequential` that calls this and the next modules in its own loop
+        self.index = 0  # its place in there
         self.is_differentiated = False
 
 
@@ -154,7 +157,10 @@ class Trace(Observer):
         given = {id(t): t for t in _tensors((args, kwargs)) if t.layout is torch.strided}
         call.given = list({id(m): m for t in given.values() if (m := self.memory_of(t)) is not None}.values())
         call.nbytes = sum(t.numel() * t.element_size() for t in given.values() if t.is_floating_point())
-        self._calls[-1].calls.append(call)
+        around = self._calls[-1]
+        if is_sequence(around.module):
+            call.container, call.index = around.module, len(around.calls)
+        around.calls.append(call)
         self._calls.append(call)
 
     def _ends(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:

@@ -109,6 +109,7 @@ class Options:
     contexts: Contexts | None = None  # the user's context managers around the runs
     offload_inputs: bool = False  # to host memory, in plain autograd
     read_inside: bool = False  # slots own their values while the region runs, for backward passes inside it
+    segments: tuple[tuple[int, int], ...] = ()  # of a `Sequential`: the ranges of its modules that are regions instead
     name: str = field(default="", compare=False)  # the path of the module in its model
     warned: Warned = field(default_factory=Warned, compare=False, repr=False)
     override: dict[str, Any] | None = field(default=None, compare=False, repr=False)  # in effect at the call
