@@ -137,15 +137,28 @@ class _Lifetimes:
         self._flops = [0, *accumulate(operation.flops for operation in trace.operations)]
         self._gradients_made = sorted(trace.gradients)
         self._saved_times = [time for time, _ in trace.saved]
-        for time, memory in trace.saved:
-            memory.kept = min(memory.kept, time)
-        for item in candidates:  # as a region it would keep its arguments
-            for memory in item.call.given if item.call else ():
-                memory.kept = min(memory.kept, item.end)
+        self._set_keepers([item.call for item in candidates if item.call])
         count = len(trace.operations) + 1
         self._alive = self._spans(count, [(memory.made, memory.freed, memory) for memory in trace.memory])
         with_gradient = [(memory.made, memory.last, memory) for memory in trace.memory if memory.has_gradient]
         self._gradients = self._spans(count, with_gradient)
+
+    def _set_keepers(self, calls: Sequence[Call]) -> None:
+        """Decide what keeps each memory: the first operation or call that does.
+
+        A call that can be a region does not keep its result, if something after it does.
+        """
+        ends: dict[int, int] = {}
+        for call in calls:
+            for memory in call.results:
+                ends[id(memory)] = max(call.end, ends.get(id(memory), 0))
+        keepers = [(time, time, memory) for time, memory in self._trace.saved]
+        keepers += [(call.start, call.end, memory) for call in calls for memory in call.given]
+        found: dict[int, tuple[bool, int]] = {}
+        for start, end, memory in keepers:
+            this = start < ends.get(id(memory), 0), end
+            if this < found.get(id(memory), (True, math.inf)):
+                found[id(memory)], memory.kept = this, end
 
     def _spans(self, count: int, spans: Sequence[tuple[int, float, Memory]]) -> list[list[Memory]]:
         """For each number of operations that have run: the memory whose span includes the start of the next one."""
@@ -169,14 +182,14 @@ class _Lifetimes:
             if memory.kept >= item.start:
                 saved.setdefault(id(memory), (time, memory))
         item.work = self._work(first, last)
-        item.keep = sum(memory.nbytes for _, memory in saved.values())
+        item.keep = sum(memory.nbytes for _, memory in saved.values() if memory.kept < item.end)
         made = self._gradients_made[slice(*(bisect_left(self._gradients_made, (t, 0)) for t in (item.start, item.end)))]
         item.gradients = sum(nbytes for _, nbytes in made)
         waiting = self._waiting(item.end, last)
         item.waiting = sum(waiting.values())
         arguments = item.call.given if item.call else []
         item.given = sum(memory.nbytes for memory in arguments if memory.kept >= item.start)
-        results = item.call.results if item.call else set()
+        results = {id(memory) for memory in item.call.results} if item.call else set()
         item.beside = sum(nbytes for key, nbytes in waiting.items() if key not in results)
         before = [memory for memory in self._alive[first] if memory.kept >= item.start]
         given = {id(memory) for memory in arguments}

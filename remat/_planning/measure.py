@@ -32,27 +32,32 @@ class Needs(NamedTuple):
 
 
 class Measured:
-    """What one call can save as a region: its operators, its choices, by increasing bytes, and what each needs."""
+    """What one call can save as a region: its choices, by increasing bytes, and what those at the ends need."""
 
     def __init__(self, tradeoff: Tradeoff, choices: Sequence[Choice], least: Needs, most: Needs) -> None:
-        self.operators, self._choices = tradeoff.operators, choices
-        self._least, self._most = least, most
+        self.operators, self._results, self._nothing = tradeoff.operators, tradeoff.results, tradeoff.nothing
+        self._choices, self._least, self._most = choices, least, most
 
     def options(self, item: Item) -> list[Option]:
         """Return the options of an item that does what this call does."""
+        assert item.call is not None
         # The call alone has made its arguments. In the model those before it may keep them.
-        others = max(0, item.call.nbytes - item.given) if item.call else 0
+        others = max(0, item.call.nbytes - item.given)
+        # Results that nothing after it keeps.
+        results = sum(memory.nbytes for memory in item.call.results if memory.kept < item.end)
         least, most, found = self._least, self._most, []
-        for choice in self._choices:
+        saves_results = results and not self._results.isdisjoint(self._choices[0].steps)
+        for choice in (self._nothing, *self._choices) if saves_results else self._choices:
             more = choice.nbytes - self._choices[0].nbytes
+            kept = 0 if self._results.isdisjoint(choice.steps) else results
             # A choice between the two that were run needs no more than either of them allows.
             forward = min(least.forward + more, max(least.forward, most.forward))
             backward = max(least.backward, most.backward) if more else least.backward
             found.append(
                 Option(
-                    keep=max(0, least.keep + more - others),
+                    keep=max(0, least.keep + more - others) + kept,
                     forward=forward - others + item.held,
-                    backward=backward - others + item.beside,
+                    backward=backward - others + item.beside + kept,
                     recompute=Work(choice.cost, choice.flops),
                     ends=item.work if choice.nbytes else NO_WORK,
                     nbytes=choice.nbytes,

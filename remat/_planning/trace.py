@@ -43,7 +43,8 @@ class Memory:
     def __init__(self, storage: torch.UntypedStorage, shape: tuple[int, ...], by: tuple[Any, Call], now: int) -> None:
         self.nbytes, self.shape, self.by = storage.nbytes(), shape, by
         self.made = self.last = self.before_last = now  # and the times of its last two reads
-        self.freed = self.kept = math.inf  # when the forward frees it, and when something first keeps it
+        self.freed = math.inf  # when the forward frees it
+        self.kept = math.inf  # the end of what keeps it for the backward: an operation, or a call that gets it
         self.has_gradient = False
         self.whole: Memory | None = None  # it was concatenated to this one, whose gradient has its own as a part
         self.ref: Any = None
@@ -72,7 +73,7 @@ class Call:
         self.module, self.start, self.end = module, start, start
         self.calls: list[Call] = []  # inside of it
         self.given: list[Memory] = []  # its arguments that the forward has made
-        self.results: set[int] = set()  # the ids of the memory of its results
+        self.results: list[Memory] = []
         self.nbytes = 0  # of the arguments that a region would keep
         self.container: nn.Module | None = None  # a `Sequential` that calls this and the next modules in its own loop
         self.index = 0  # its place in there
@@ -122,7 +123,7 @@ class Trace(Observer):
                 if memory.last != now:
                     memory.before_last, memory.last = memory.last, now
                 operation.reads.append(memory)
-        has_gradient &= torch.is_grad_enabled()
+        has_gradient &= torch.is_grad_enabled() and not facts_of(func).reads_nothing
         for storage, tensor in strided(result):
             key, differentiable = id(storage), has_gradient and tensor.is_floating_point()
             memory = self._alive.get(key)
@@ -167,7 +168,7 @@ class Trace(Observer):
         call = self._calls.pop()
         call.end = self._tick()
         found = _tensors(result)
-        call.results = {id(memory) for t in found if (memory := self.memory_of(t)) is not None}
+        call.results = [memory for t in found if (memory := self.memory_of(t)) is not None]
         call.is_differentiated = any(t.requires_grad for t in found)
 
     @contextmanager

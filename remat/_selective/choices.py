@@ -7,7 +7,7 @@ there on. Its program is known afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any, NamedTuple
 
 from .._core.facts import Facts, flops, tensors
@@ -33,6 +33,8 @@ class Tradeoff(NamedTuple):
     options: list[Choice]  # the Pareto-optimal choices, by increasing bytes
     is_exact: bool  # whether `options` has all of them, or only the corners of their convex hull
     whole: int  # the bytes that the region saves without remat
+    nothing: Choice  # that of saving not even results, which count as no bytes in the others
+    results: frozenset[int]  # the steps that make results of the region
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -103,7 +105,7 @@ class Choices:
             if value is not None and is_dense(tensor):
                 self.sizes[value] = tensor.untyped_storage().nbytes()
 
-    def close(self, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> None:
+    def close(self, program: Program, roots: Mapping[int, int], results: Set[Any], lazy: bool) -> None:
         """Choose what later runs of a new program save, when it has run."""
         problem = self._problem(program, roots, results, lazy)
         try:
@@ -111,9 +113,11 @@ class Choices:
         except TooMany:
             found, is_exact = corners(problem), False
         found.append(Choice(0, 0.0, frozenset()))  # fits every budget; a plan may need more bytes than the search found
-        options = best_of(_as_planned(each, program, problem, self.flops, lazy) for each in found)
+        planned = [_as_planned(each, program, problem, self.flops, lazy) for each in found]
         whole = sum(problem.sizes.get(value, 0) for value in roots)
-        tradeoff = Tradeoff(program.keys, program.lines, options, is_exact, whole)
+        made = frozenset(i for i, step in enumerate(program.steps) if not results.isdisjoint(step.outs))
+        options = best_of(planned)
+        tradeoff = Tradeoff(program.keys, program.lines, options, is_exact, whole, planned[-1], made)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
             if self._news("many programs"):

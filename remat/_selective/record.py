@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class Record:
         # A recompute gets the inputs as arguments.
         self.storages = recording.storages.outside({*recording.log.made, *self.inputs})
 
-    def _choose(self, recording: Recording, results: Collection[int | None]) -> None:
+    def _choose(self, recording: Recording, results: Set[int | None]) -> None:
         """Save the results of the steps that a budget has chosen for this program, or choose for later runs."""
         choices = recording.choices
         if choices is None:

@@ -1,0 +1,267 @@
+"""``remat.nn.budget`` without ``where``: the peak is within the amount, FLOPs are as promised, numbers are equal."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import remat
+from benchmarks.measure import FlopCount
+from remat._measure.allocated import Allocated
+
+LAYER = nn.TransformerEncoderLayer
+X = torch.randn(8, 32, 32, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def layer(dropout: float = 0.0) -> nn.Module:
+    return LAYER(32, 2, 128, dropout, batch_first=True)
+
+
+class Decoder(nn.Module):
+    """A list of blocks in a loop of the model's own, which also collects their results."""
+
+    def __init__(self, count: int = 6, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(50, 32), nn.ModuleList([layer(dropout) for _ in range(count)])
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embed.weight  # tied
+
+    def forward(self, ids: Tensor, collect: bool = False) -> dict[str, Any]:
+        h, states = self.embed(ids), []
+        for block in self.blocks:
+            h = block(h)
+            states.append(h)
+        return {"logits": self.head(h), "states": states if collect else None}
+
+
+class Convolutions(nn.Module):
+    """A stem of convolutions with batch norm, then a residual part, then blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*(self._block(3 if i == 0 else 16, 16) for i in range(4)))
+        self.body = nn.ModuleList([layer() for _ in range(2)])
+        self.join, self.head = nn.Conv2d(32, 32, 1), nn.Linear(32, 3)
+
+    @staticmethod
+    def _block(before: int, after: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.stem[0](x)
+        h = self.join(torch.cat([self.stem[1:](skip), skip], 1)).flatten(2).transpose(1, 2)
+        for block in self.body:
+            h = block(h)
+        return self.head(h.mean(1))
+
+
+IDS = torch.randint(50, (8, 32), generator=torch.Generator().manual_seed(0))
+
+
+def decoder_loss(out: Any) -> Tensor:
+    return F.cross_entropy(out["logits"].flatten(0, 1), IDS.flatten())
+
+
+def squared(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple, Callable]] = {
+    "a sequence of blocks": (lambda: nn.Sequential(*(layer() for _ in range(8))), (X,), squared),
+    "a list of blocks": (Decoder, (IDS,), decoder_loss),
+    "convolutions and blocks": (Convolutions, (IMAGES,), squared),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Callable[[], Tensor], tuple, Callable]:
+    torch.manual_seed(0)
+    make, args, loss = MODELS[name]
+    model = make()
+    return model, lambda: loss(model(*args)), args, loss
+
+
+def step(model: nn.Module, run: Callable[[], Tensor]) -> tuple[list[Any], int, int]:
+    """The gradients and buffers after a step, its peak, and its FLOPs."""
+    for count in (Allocated(X for _ in ()), FlopCount()):
+        model.zero_grad()
+        torch.manual_seed(1)
+        with count:
+            run().backward()
+        if isinstance(count, Allocated):
+            peak = count.peak
+    values = [p.grad for p in model.parameters()]
+    return values, peak, count.flops
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("part", [0.7, 0.4, 0.3])
+def test_a_step_fits_and_its_numbers_are_equal(name: str, part: float) -> None:
+    model, run, args, loss = made(name)
+    buffers = [b.clone() for b in model.buffers()]
+    expected, plain, flops = step(model, run)
+    for buffer, value in zip(model.buffers(), buffers):
+        buffer.copy_(value)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    plan = remat.nn.budget(model, part, *args, loss=loss, cost="flops")
+    assert all(map(torch.equal, model.state_dict().values(), state.values()))
+    assert torch.equal(torch.get_rng_state(), generator)
+    found, peak, recomputed = step(model, run)
+    assert all(map(torch.equal, found, expected))
+    assert peak <= plan.amount and peak == plan.peak and plan.without == pytest.approx(plain, rel=0.05)
+    assert recomputed - flops == plan.flops
+    remat.nn.undo(model)
+    assert step(model, run)[1] == plain
+
+
+def test_the_curve_goes_from_the_least_peak_to_no_recompute_and_each_plan_costs_what_it_says() -> None:
+    model, run, args, loss = made("a sequence of blocks")
+    _, _, plain = step(model, run)
+    plan = remat.nn.budget(model, 0.5, *args, loss=loss, cost="flops")
+    assert all(a[0] < b[0] and a[1] > b[1] for a, b in zip(plan.curve, plan.curve[1:])) and plan.curve[-1][1] == 0
+    for peak, flops in plan.curve[:: max(1, len(plan.curve) // 6)]:
+        tried = remat.nn.budget(model, peak, *args, loss=loss, cost="flops")
+        _, measured, recomputed = step(model, run)
+        assert measured <= peak and recomputed - plain == tried.flops == flops
+
+
+def test_modules_of_a_sequence_are_together_in_regions_and_the_model_can_be_copied_and_compiled() -> None:
+    model, run, args, loss = made("a sequence of blocks")
+    expected, plain, _ = step(model, run)
+    hand = copy.deepcopy(model)
+    remat.nn.apply(hand, LAYER)
+    alone = step(hand, lambda: loss(hand(*args)))[1]
+    plan = remat.nn.budget(model, int(0.85 * alone), *args, loss=loss)
+    rows = [region for region in plan.regions if region.children]
+    assert rows and any(region.name == "" for region in rows) and "[" in str(plan)
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found, peak, _ = step(other, lambda other=other: loss(other(*args)))
+        assert all(map(torch.equal, found, expected)) and peak <= plan.amount
+    compiled = torch.compile(model, backend="aot_eager")
+    found, _, _ = step(model, lambda: loss(compiled(*args)))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected))
+
+
+def test_results_that_the_model_collects_are_its_own() -> None:
+    model, run, args, loss = made("a list of blocks")
+    torch.manual_seed(1)
+    expected = model(IDS, collect=True)["states"]
+    remat.nn.budget(model, 0.3, *args, loss=loss)
+    torch.manual_seed(1)
+    assert all(map(torch.equal, model(IDS, collect=True)["states"], expected))
+
+
+def test_a_plan_is_saved_and_applied_to_the_same_model(tmp_path: Path) -> None:
+    model, run, args, loss = made("a sequence of blocks")
+    plan = remat.nn.budget(model, 0.3, *args, loss=loss, cost="flops")
+    _, peak, flops = step(model, run)
+    plan.save(tmp_path / "plan.json")
+    other, run, _, _ = made("a sequence of blocks")
+    loaded = remat.nn.load(other, tmp_path / "plan.json")
+    assert loaded == plan and str(loaded) == str(plan)
+    assert step(other, run)[1:] == (peak, flops)
+    before = [type(module) for module in other.modules()]
+    for wrong, message in ((nn.Sequential(layer()), "no module '1"), (nn.Sequential(nn.Linear(2, 2)), "0")):
+        with pytest.raises(remat.RematError, match=f"for another model.*{message}"):
+            remat.nn.load(wrong, tmp_path / "plan.json")
+        assert not any(hasattr(type(module), "_remat_own") for module in wrong.modules())
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(remat.RematError, match="no plan"):
+        remat.nn.load(other, tmp_path / "other.json")
+    assert [type(module) for module in other.modules()] == before
+    with pytest.raises(TypeError, match="cost is a function"):
+        remat.nn.budget(model, 0.3, *args, loss=loss, cost=lambda *_: 1.0).save(tmp_path / "plan.json")
+
+
+def test_too_small_an_amount_is_an_error_that_says_what_takes_the_memory() -> None:
+    model, run, args, loss = made("a list of blocks")
+    before = [(type(module), module.__dict__.copy()) for module in model.modules()]
+    with pytest.raises(remat.RematError, match=r"at least .* but the budget is 1 KiB.*(forward|backward) pass.*shape"):
+        remat.nn.budget(model, "1KiB", *args, loss=loss)
+    assert [(type(module), module.__dict__) for module in model.modules()] == before
+    with pytest.raises(remat.RematError, match="a budget of [0-9]+ bytes") as error:
+        remat.nn.budget(model, 0.05, *args, loss=loss)
+    least = int(str(error.value).split("a budget of ")[1].split()[0])
+    assert remat.nn.budget(model, least, *args, loss=loss).peak <= least
+    with pytest.raises(remat.PolicyError):
+        remat.nn.budget(model, -1, *args, loss=loss)
+
+
+def test_modules_that_cannot_be_regions_are_passed_over_with_the_reason() -> None:
+    torch.manual_seed(0)
+    shared = layer()
+    model = nn.Sequential(layer(), shared, nn.Linear(32, 32), shared, torch.jit.trace(layer().eval(), X), layer())
+    run = lambda: squared(model(X))
+    expected, plain, _ = step(model, run)
+    plan = remat.nn.budget(model, 0.8, X, loss=squared)
+    assert plan.passed_over["1"] == "it is called more than once in a step"
+    assert "TorchScript" in plan.passed_over["4"] and "not a region: 4" in str(plan)
+    found, peak, _ = step(model, run)
+    assert all(map(torch.equal, found, expected)) and peak <= plan.amount < plain
+
+
+def test_a_function_that_calls_modules() -> None:
+    model, run, args, loss = made("a list of blocks")
+    expected, _, _ = step(model, run)
+    plan = remat.nn.budget(lambda ids: loss(model(ids)), 0.4, IDS)
+    assert {region.name.split(".")[0] for region in plan.regions} == {"model"}
+    found, peak, _ = step(model, run)
+    assert all(map(torch.equal, found, expected)) and peak <= plan.amount
+    with pytest.raises(TypeError, match="no modules that could be regions"):
+        remat.nn.budget(torch.sin, 0.5, X)
+
+
+def test_regions_that_the_model_has_are_replaced() -> None:
+    model, run, args, loss = made("a list of blocks")
+    remat.nn.apply(model, nn.Linear)
+    plan = remat.nn.budget(model, 0.4, *args, loss=loss)
+    assert not any("linear" in region.name for region in plan.regions)
+    fresh, other, _, _ = made("a list of blocks")
+    assert remat.nn.budget(fresh, 0.4, *args, loss=loss).regions == plan.regions
+    assert step(model, run)[1] == step(fresh, other)[1]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_frozen_parts_and_mixed_precision(mixed: bool) -> None:
+    model, _, args, loss = made("a list of blocks")
+    for block in model.blocks[:4]:
+        block.requires_grad_(False)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            return loss(model(IDS))
+
+    def called(ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            return loss(model(ids))
+
+    expected, plain, _ = step(model, run)
+    plan = remat.nn.budget(called, 0.5, IDS)
+    found, peak, _ = step(model, run)
+    same = [a is b is None or torch.equal(a, b) for a, b in zip(found, expected)]
+    assert all(same) and peak <= plan.amount < plain
+
+
+def test_the_old_order_of_arguments_warns() -> None:
+    model, _, args, loss = made("a list of blocks")
+    with pytest.warns(remat.RematWarning, match="old order"):
+        old = remat.nn.budget(model, LAYER, 0.6, *args, loss=loss)
+    assert old == remat.nn.budget(model, 0.6, *args, loss=loss, where=LAYER)
+
+
+def test_the_curve_is_drawn_with_the_policies_of_a_report() -> None:
+    pytest.importorskip("matplotlib")
+    model, _, args, loss = made("a list of blocks")
+    report = remat.report(model, *args, loss=loss, where=LAYER, policies=[None])
+    plan = remat.nn.budget(model, 0.4, *args, loss=loss)
+    labels = [text.get_text() for text in plan.plot(report=report).get_legend().get_texts()]
+    assert labels == ["without remat", "this plan", "policy=None"]
