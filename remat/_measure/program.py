@@ -121,6 +121,7 @@ class Program:
     def call(self, fn: Callable, operands: Sequence[torch.Tensor]) -> Any:
         """Call a function with these operands as its arguments."""
         args, kwargs = self.arguments.filled(operands)
+        torch.clear_autocast_cache()  # which ``preserved`` would keep from one run to the next
         return fn(*args, **kwargs)
 
     @contextmanager

@@ -202,8 +202,10 @@ class _Lifetimes:
             backward = max(item.keep + item.waiting, self._backward(operations, saved, made))
             ends = self._work(first, self._index(self._saved_times[j - 1]) if j > i else first)
             item.options = [Option(item.keep, forward, backward, NO_WORK, ends)]
-        shapes = tuple(memory.nbytes for memory in arguments)
-        item.key = type(item.call.module) if item.call else None, hash(tuple(op.key for op in operations)), shapes
+        module = item.call.module if item.call else None
+        frozen = tuple(not p.requires_grad for p in module.parameters()) if module else ()
+        shapes = tuple((memory.nbytes, memory.has_gradient) for memory in arguments)
+        item.key = type(module), frozen, shapes, hash(tuple(operation.key for operation in operations))
 
     def _work(self, first: int, last: int) -> Work:
         return Work(self._costs[last] - self._costs[first], self._flops[last] - self._flops[first])

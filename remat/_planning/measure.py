@@ -98,6 +98,7 @@ def _alone(module: nn.Module, policy: Budget, args: tuple, kwargs: dict) -> Need
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     parameters = [p for p in module.parameters() if p.requires_grad]
     seed = torch.zeros((), requires_grad=True)
+    torch.clear_autocast_cache()  # it may have copies of weights that the call would make itself in a step
     with Allocated([*tensors, *parameters]) as memory, torch.enable_grad():
         given = {id(t): _Arguments.apply(seed, t) if t.is_floating_point() else t for t in tensors}
         filled = [given[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -152,7 +153,6 @@ class Measuring:
             return
         self._is_busy, self.found[item.key] = True, None  # calls in a measured call have their turn later
         try:
-            torch.clear_autocast_cache()  # it may have copies of weights that were made without gradients
             self.found[item.key] = _measured(module, self._cost, args, kwargs)
         except RematError as error:
             self.failures[item.key] = str(error)

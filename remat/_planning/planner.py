@@ -37,7 +37,9 @@ class _Candidates:
 
     def __init__(self, trace: Trace, named: Mapping[str, nn.Module]) -> None:
         self.names = {id(module.__dict__): name for name, module in reversed(list(named.items()))}
-        self.passed_over: dict[str, str] = {}
+        scripts = {name for name, module in named.items() if isinstance(module, torch.jit.ScriptModule)}
+        outermost = (name for name in scripts if name.rpartition(".")[0] not in scripts)
+        self.passed_over = dict.fromkeys(outermost, "it is TorchScript")
         calls = [trace.root]
         for call in calls:
             calls += call.calls
@@ -73,7 +75,8 @@ class _Planner:
 
     def __init__(self, program: Program, cost: Any) -> None:
         self._program, self._cost = program, cost
-        self._modules = {id(module.__dict__): module for module in program.named_modules.values()}.values()
+        modules = (m for m in program.named_modules.values() if not isinstance(m, torch.jit.ScriptModule))
+        self._modules = {id(module.__dict__): module for module in modules}.values()
         differentiated = [tensor for tensor in program.inputs() if program.every or tensor.requires_grad]
         trace = self._trace = Trace(differentiated, cost)
         with disable_remat(), trace.of(self._modules):
@@ -157,6 +160,7 @@ class _Planner:
         """Measure the peak of a step."""
         named = self._program.named_modules
         with regions({named[name]: options for name, options in options_of(planned, self._cost).items()}):
+            torch.rand(())  # regions copy the state of a generator that has drawn since, as in a first step
             with Allocated(self._program.inputs()) as memory:
                 self._program.run(self._program.fn)
         return memory.peak
