@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -24,7 +24,8 @@ __all__ = ["BlockBudget", "BlockChoice", "Plan", "RegionPlan", "apply", "budget"
 
 M = TypeVar("M", bound=torch.nn.Module)
 Types: TypeAlias = type | tuple[type, ...]
-Amount: TypeAlias = int | str | float
+Amount: TypeAlias = int | str | float | None
+Batch: TypeAlias = tuple[Any, ...] | dict[str, Any]
 Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
 
 
@@ -81,6 +82,7 @@ def budget(
     where: None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     cost: str | Callable[..., float] = "roofline",
+    more_batches: Sequence[Batch] = (),
     **kwargs: Any,
 ) -> Plan: ...
 
@@ -104,6 +106,7 @@ def budget(
     where: Any = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     cost: str | Callable[..., float] = "roofline",
+    more_batches: Sequence[Batch] = (),
     **kwargs: Any,
 ) -> Plan | BlockBudget:
     """Make modules of a model regions, in place, so that a training step fits an amount of memory.
@@ -118,12 +121,14 @@ def budget(
             it captures or gets. For a function without modules use :func:`remat.policies.budget`.
         amount: the highest allowed peak of memory that is allocated between the start of the forward and the end of the
             backward, with the gradients of parameters, without parameters and inputs: a number of bytes, a string such
-            as ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization.
+            as ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization. On an accelerator
+            ``"80%"`` is that part of its free memory, less what fragmentation has taken, and None is all of it.
         args, kwargs: arguments for the model, as in training.
         where: which modules are regions, as in :func:`apply`: each saves as much as the amount allows. A chosen module
             inside another one is part of that one.
         loss: computes a scalar from the model's result, as in :func:`remat.check`.
         cost: the cost of recomputing an operation, as in :func:`remat.policies.budget`.
+        more_batches: other arguments for which a step must fit too, each a tuple or a dict of keyword arguments.
 
     Returns:
         A :class:`Plan`, which can be printed, drawn and saved; with ``where`` a :class:`BlockBudget`.
@@ -158,14 +163,16 @@ def budget(
     if where is not None:
         chosen = chosen_modules(model, where)
         return chosen_by_budget(Program(model, args, kwargs, loss=loss), chosen, Budget(amount, cost))
-    Budget(amount, cost)
+    Budget("100%" if amount is None else amount, cost)
     program = Program(model, args, kwargs, loss=loss)
+    more = [((), each) if isinstance(each, dict) else (each, {}) for each in more_batches]
+    others = [Program(model, *each, loss=loss) for each in more]
     if not program.named_modules:
         raise TypeError(
             f"{shown(model)} captures and gets no modules that could be regions. For a function use "
             f"`remat.remat(fn, policy=remat.policies.budget(amount))`."
         )
-    plan = plan_for(program, amount, cost)
+    plan = plan_for(program, amount, cost, others)
     plan.apply(program.named_modules)
     return plan
 

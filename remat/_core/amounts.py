@@ -13,7 +13,7 @@ _UNITS |= {f"{p}B": 10 ** (3 * i) for i, p in enumerate(("K", "M", "G", "T"), 1)
 
 
 def parse_amount(amount: Any, whole: int, name: str) -> int:
-    """The number of bytes of an amount. A float is a fraction of ``whole``. Errors call the amount ``name``."""
+    """The bytes of an amount; a float and a string such as ``"60%"`` are parts of ``whole``. Errors call it ``name``."""
     if isinstance(amount, bool) or not isinstance(amount, (int, str, float)):
         raise TypeError(f"{name} must be a number of bytes, a string such as '64MiB', or a float; got {shown(amount)}.")
     if isinstance(amount, float):
@@ -24,10 +24,13 @@ def parse_amount(amount: Any, whole: int, name: str) -> int:
         if amount < 0:
             raise ValueError(f"{name} must not be negative, got {amount!r}.")
         return amount
+    if (percent := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%\s*", amount)) and 0 < float(percent[1]) <= 100:
+        return int(float(percent[1]) / 100 * whole)
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(\w+)\s*", amount)
     if found is None or found[2] not in _UNITS:
         raise ValueError(
-            f"{name} as a string must be a number and a unit ({', '.join(_UNITS)}), as in '64MiB'; got {amount!r}."
+            f"{name} as a string must be a number and a unit ({', '.join(_UNITS)}), as in '64MiB', or a percentage, as "
+            f"in '60%'; got {amount!r}."
         )
     return int(float(found[1]) * _UNITS[found[2]])
 

@@ -13,6 +13,26 @@ from .._core.devices import wait_for_backward_threads
 _MARK = "remat: the next phase"
 
 
+def _devices(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The modules of the accelerators that these tensors are on, as ``torch.cuda``, that have statistics of memory."""
+    kinds = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
+    modules = map(torch.get_device_module, sorted(kinds))
+    return [module for module in modules if hasattr(module, "reset_peak_memory_stats")]
+
+
+def free_memory(tensors: Iterable[torch.Tensor]) -> int | None:
+    """The bytes that are free on the accelerators of these tensors; None on a CPU.
+
+    That is what the driver and the allocator have, less the most that fragmentation has taken.
+    """
+    devices = [module for module in _devices(tensors) if hasattr(module, "mem_get_info")]
+    if not devices:
+        return None
+    own = sum(each.memory_reserved() - each.memory_allocated() for each in devices)
+    fragments = sum(each.max_memory_reserved() - each.max_memory_allocated() for each in devices)
+    return sum(each.mem_get_info()[0] for each in devices) + own - fragments
+
+
 class Phase(NamedTuple):
     """A part of a run: the most bytes that were allocated in it, and those at its end, beyond those at the start."""
 
@@ -28,9 +48,7 @@ class Allocated:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        kinds = {tensor.device.type for tensor in self._tensors} - {"cpu", "meta"}
-        modules = map(torch.get_device_module, sorted(kinds))
-        self._devices = [module for module in modules if hasattr(module, "reset_peak_memory_stats")]
+        self._devices = _devices(self._tensors)
         self._start = 0
         self.phases: list[Phase] = []
 

@@ -154,7 +154,7 @@ class Measuring:
         self._is_busy, self.found[item.key] = True, None  # calls in a measured call have their turn later
         try:
             self.found[item.key] = _measured(module, self._cost, args, kwargs)
-        except RematError as error:
+        except (RematError, torch.OutOfMemoryError) as error:
             self.failures[item.key] = str(error)
         finally:
             torch.clear_autocast_cache()

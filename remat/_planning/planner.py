@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from torch import nn
 from .._core.amounts import size_text
 from .._core.processes import agreed
 from .._core.state import disable_remat
-from .._measure.allocated import Allocated
+from .._measure.allocated import Allocated, free_memory
 from .._measure.observer import gc_disabled
 from .._measure.program import Program
 from .._modules.eligible import check_module
 from .._modules.region_class import change_back, regions, restored
 from .._modules.segments import is_sequence
 from .._policy.policy import Budget
-from ..errors import RematError
+from ..errors import PolicyError, RematError
 from .items import Item, Option, chain_of
 from .measure import Measuring
 from .plan import Plan, RegionPlan, options_of
@@ -29,6 +30,7 @@ from .solver import Solver
 from .trace import Call, Trace
 
 _ROUNDS = 6  # the most plans whose step is measured
+_TOO_MUCH = 2**62  # the peak of a step that runs out of memory
 _LEAST_PART = 0.002  # of what the model saves, that a call saves if a region of it is worth while
 
 
@@ -111,8 +113,8 @@ class _Planner:
         assert item.call is not None
         return self._candidates.names[id(item.call.module.__dict__)]
 
-    def plan(self, amount: int) -> Plan:
-        """Return the plan with the lowest cost whose measured peak is within the amount.
+    def plan(self, amount: int, others: Sequence[Program]) -> Plan:
+        """Return the plan with the lowest cost whose measured peak is within the amount, also for the others.
 
         Raises:
             RematError: no plan is.
@@ -120,26 +122,26 @@ class _Planner:
         solver = Solver(2 * math.isqrt(len(self._items)) + 1)
         items = solver.list_of(self._items)
         plans = solver.plans(items)
-        aim, tried, best = amount, dict[int, int](), None
-        for _ in range(_ROUNDS):
-            number = agreed(max(0, int(torch.searchsorted(plans.peak, aim, right=True)) - 1))
-            if number in tried:
-                number -= 1
-            if number < 0 or number in tried or (best is not None and number < best):
+        aim, low, high = amount, -1, len(plans.peak)  # the dearest plan that fits, the cheapest one that doesn't
+        measured: dict[int, tuple[int, tuple[RegionPlan, ...]]] = {}
+        for rounds in reversed(range(_ROUNDS)):
+            within = int(torch.searchsorted(plans.peak, aim, right=True)) - 1
+            number = agreed(min(max(within, 0), high - 1) if rounds or low >= 0 else 0)
+            if number <= low:
                 break
             planned = tuple(self._region(*each) for each in solver.chosen(items, number, self._items))
-            peak = agreed(self._peak(planned))
-            if peak > amount and not tried:  # the first run of a kernel may take memory for later ones
-                peak = agreed(self._peak(planned))
-            tried[number] = peak
-            if peak <= amount and (best is None or number > best):
-                best, made = number, planned
+            peak = agreed(self._peak(planned, others))
+            if peak > amount and not measured:  # the first run of a kernel may take memory for later ones
+                peak = agreed(self._peak(planned, others))
+            measured[number] = peak, planned
+            low, high = (number, high) if peak <= amount else (low, number)
             aim = amount - (peak - int(plans.peak[number]))
-        if best is None:
-            raise RematError(self._too_little(amount, min(tried.values()), *solver.largest(items, 0, self._items)))
+        if low < 0:
+            raise RematError(self._too_little(amount, measured[0][0], *solver.largest(items, 0, self._items)))
+        peak, planned = measured[low]
         curve = tuple(zip(plans.peak.tolist(), plans.flops.tolist()))
         passed_over = self._candidates.passed_over
-        return Plan(amount, tried[best], self.without, int(plans.flops[best]), made, curve, passed_over, self._cost)
+        return Plan(amount, peak, self.without, int(plans.flops[low]), planned, curve, passed_over, self._cost)
 
     def _region(self, calls: Sequence[Item], option: Option | None) -> RegionPlan:
         first = calls[0].call
@@ -156,14 +158,17 @@ class _Planner:
         operators, steps = self._operators[calls[0].key], tuple(sorted(option.steps or ()))
         return RegionPlan(name, kind, None, False, option.nbytes, option.recompute.flops, operators, steps)
 
-    def _peak(self, planned: Sequence[RegionPlan]) -> int:
-        """Measure the peak of a step."""
-        named = self._program.named_modules
+    def _peak(self, planned: Sequence[RegionPlan], others: Sequence[Program]) -> int:
+        """Measure the peak of a step, the highest one of these programs."""
+        named, memories = self._program.named_modules, list[Allocated]()
         with regions({named[name]: options for name, options in options_of(planned, self._cost).items()}):
-            torch.rand(())  # regions copy the state of a generator that has drawn since, as in a first step
-            with Allocated(self._program.inputs()) as memory:
-                self._program.run(self._program.fn)
-        return memory.peak
+            for program in (self._program, *others):
+                torch.rand(())  # regions copy the state of a generator that has drawn since, as in a first step
+                with nullcontext() if program is self._program else program.preserved():
+                    with Allocated(program.inputs()) as memory, suppress(torch.OutOfMemoryError):
+                        program.run(program.fn)
+                        memories.append(memory)
+        return max(each.peak for each in memories) if len(memories) == 1 + len(others) else _TOO_MUCH
 
     def _too_little(self, amount: int, least: int, item: Item, in_backward: bool) -> str:
         within = (m for m in self._trace.memory if item.start <= m.made < item.end)
@@ -183,8 +188,8 @@ class _Planner:
         )
 
 
-def plan_for(program: Program, amount: Any, cost: Any) -> Plan:
-    """Return a plan whose measured peak is within the amount. The model is left as it was.
+def plan_for(program: Program, amount: Any, cost: Any, others: Sequence[Program] = ()) -> Plan:
+    """Return a plan whose measured peak is within the amount, also for the others. The model is left as it was.
 
     Raises:
         RematError: no plan is.
@@ -195,7 +200,12 @@ def plan_for(program: Program, amount: Any, cost: Any) -> Plan:
             change_back(module)
         with program.preserved() as overwritten:
             planner = _Planner(program, cost)
-        most = Budget(amount, cost).nbytes(planner.without)
+        free = free_memory(program.inputs()) if amount is None or "%" in str(amount) else None
+        if amount is None and free is None:
+            raise PolicyError(
+                "On a CPU a budget needs an amount: give a number of bytes, '2GiB', or a part such as 0.5."
+            )
+        most = Budget("100%" if amount is None else amount, cost).nbytes(planner.without if free is None else free)
         with program.preserved(overwritten):
             planner.measure(most)
-            return planner.plan(most)
+            return planner.plan(most, others)
