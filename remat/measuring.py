@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ._measure.comparison import CheckResult, Difference, compared
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
 from ._measure.program import NOT_DIFFERENTIATED, Program
 from ._modules.region_class import regions
+from ._planning.planner import plan_for
 from ._policy.policy import PolicyLike, as_policy
 from ._policy.warnings import Warned
 from ._region.options import Options, checked_options, override
@@ -97,8 +99,9 @@ def report(
 
     Args:
         fn, args: the function or module, and its arguments, any pytrees.
-        policies: the policies to try, each as in :func:`remat.remat`. By default no policy, attention, matrix
-            products, and both; policies with identical costs are listed once.
+        policies: the policies to try, each as in :func:`remat.remat`, or a string such as ``"budget 60%"`` for the plan
+            of :func:`remat.nn.budget`. By default no policy, attention, matrix products, and both; policies with
+            identical costs are listed once.
         transform, loss, where, kwargs: as in :func:`check`.
 
     Returns:
@@ -121,12 +124,14 @@ def report(
     program = Program(fn, args, kwargs, transform, loss)
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
-    asked = [None if policy is None else as_policy(policy) for policy in (_USUAL if policies is None else policies)]
+    asked = [_asked(policy) for policy in (_USUAL if policies is None else policies)]
     plain = measured(program, WITHOUT, fn, disable_remat)
     as_written = measured(program, AS_WRITTEN, fn, nullcontext, plain)
     warned = Warned(operators=True) if policies is None else None  # no warnings about policies that nobody chose
     found = [
-        measured(program, label, *_with_regions(fn, policy, where, warned), plain, policy)
+        measured(program, label, fn, partial(_planned, program, policy), plain)
+        if isinstance(policy, str)
+        else measured(program, label, *_with_regions(fn, policy, where, warned), plain, policy)
         for label, policy in zip(_labels(asked), asked)
     ]
     note = ""
@@ -138,12 +143,27 @@ def report(
     return Report(_name(fn, transform), _environment(program), tuple(rows), note)
 
 
+def _asked(policy: Any) -> Any:
+    if isinstance(policy, str) and policy.startswith(_BUDGET):
+        return policy
+    return None if policy is None else as_policy(policy)
+
+
+@contextmanager
+def _planned(program: Program, text: str) -> Iterator[None]:
+    """Within, the modules of a plan for a budget are regions."""
+    plan = plan_for(program, text.removeprefix(_BUDGET), "flops")
+    with regions({program.named_modules[name]: options for name, options in plan.options().items()}):
+        yield
+
+
+_BUDGET = "budget "
 _USUAL = (None, policies_.save_attention, policies_.save_matmuls, policies_.save_matmuls | policies_.save_attention)
 
 
 def _labels(asked: Sequence[Any]) -> list[str]:
     """A distinct label for each policy."""
-    texts = ["policy=None" if policy is None else repr(policy).replace("policies.", "") for policy in asked]
+    texts = ["policy=None" if policy is None else str(policy).replace("policies.", "") for policy in asked]
     return [t if texts.count(t) == 1 else f"{t} ({texts[: i + 1].count(t)})" for i, t in enumerate(texts)]
 
 

@@ -13,7 +13,7 @@ _UNITS |= {f"{p}B": 10 ** (3 * i) for i, p in enumerate(("K", "M", "G", "T"), 1)
 
 
 def parse_amount(amount: Any, whole: int, name: str) -> int:
-    """The bytes of an amount; a float and a string such as ``"60%"`` are parts of ``whole``. Errors call it ``name``."""
+    """The bytes of an amount. Floats and strings such as ``"60%"`` are parts of ``whole``. Errors call it ``name``."""
     if isinstance(amount, bool) or not isinstance(amount, (int, str, float)):
         raise TypeError(f"{name} must be a number of bytes, a string such as '64MiB', or a float; got {shown(amount)}.")
     if isinstance(amount, float):

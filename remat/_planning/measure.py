@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -140,8 +140,8 @@ def _measured(module: nn.Module, cost: Any, args: tuple, kwargs: dict) -> Measur
 class Measuring:
     """Measures the first call of each key in a forward without gradients."""
 
-    def __init__(self, items: Iterable[Item], cost: Any) -> None:
-        self._cost = cost
+    def __init__(self, items: Iterable[Item], cost: Any, on_measured: Callable[[], Any]) -> None:
+        self._cost, self._on_measured = cost, on_measured
         self._items = {id(item.call.module.__dict__): item for item in reversed(list(items)) if item.call}
         self._is_busy = False
         self.found: dict[tuple, Measured | None] = {}
@@ -159,6 +159,7 @@ class Measuring:
         finally:
             torch.clear_autocast_cache()
             self._is_busy = False
+            self._on_measured()
 
     @contextmanager
     def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:

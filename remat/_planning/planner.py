@@ -6,7 +6,8 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,15 @@ from .trace import Call, Trace
 _ROUNDS = 6  # the most plans whose step is measured
 _TOO_MUCH = 2**62  # the peak of a step that runs out of memory
 _LEAST_PART = 0.002  # of what the model saves, that a call saves if a region of it is worth while
+
+
+def _progress_bar(total: int) -> Any:
+    """A bar, if tqdm is installed and the output is a terminal, for what takes longer than two seconds."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return SimpleNamespace(update=lambda: None, close=lambda: None)
+    return tqdm(total=total, desc="remat: planning", delay=2, disable=None, leave=False)
 
 
 class _Candidates:
@@ -98,8 +108,9 @@ class _Planner:
         """Run each distinct call alone, unless it would need more than the amount."""
         most = min(amount, self.without / 2)  # a larger region is of use only with regions in it
         items = [item for item in self._every if item.call and item.keep + item.waiting <= most]
-        measuring = Measuring(items, self._cost)
-        with measuring.of(self._modules):
+        bar = _progress_bar(len({item.key for item in items}))
+        measuring = Measuring(items, self._cost, bar.update)
+        with closing(bar), measuring.of(self._modules):
             self._program.forward(self._program.fn)
         for item in self._every:
             measured = measuring.found.get(item.key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ from torch.autograd.graph import save_on_cpu
 
 from .._policy.policy import PolicyLike, as_policy
 from ..compat import checkpoint
+from ..nn import Amount
+from ..nn import budget as plan_in_place
 
 __all__ = ["enable"]
 
@@ -19,7 +21,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 _POLICY = "_remat_policy"  # the attribute of an enabled model; copies and pickles have it too
 
 
-def enable(model: M, policy: PolicyLike = None) -> M:
+def enable(model: M, policy: PolicyLike = None, *, budget: Amount = None, batch: Mapping[str, Any] | None = None) -> M:
     """Enable a model's own activation checkpointing, and make it execute regions.
 
     Regions stay in use when the ``Trainer`` or you enable checkpointing again, with
@@ -29,6 +31,9 @@ def enable(model: M, policy: PolicyLike = None) -> M:
     Args:
         model: a ``transformers.PreTrainedModel``, or a peft model that contains one. Models inside it are enabled too.
         policy: what the regions may save beyond their inputs; see :func:`remat.remat`.
+        budget: an amount of memory, as in :func:`remat.nn.budget`, which then chooses the regions, in place of the
+            library's own checkpointing. ``Trainer`` must not enable that again.
+        batch: keyword arguments for the model, as in training, to plan the budget with.
 
     Returns:
         ``model`` itself.
@@ -38,6 +43,7 @@ def enable(model: M, policy: PolicyLike = None) -> M:
         TypeError: ``model`` is not a transformers model and contains none.
         ValueError: the model has no activation checkpointing; use :func:`remat.nn.apply`.
         PolicyError: ``policy`` is not a policy.
+        RematError: the model needs more than the budget.
 
     Example (needs transformers)::
 
@@ -56,6 +62,12 @@ def enable(model: M, policy: PolicyLike = None) -> M:
             f"enable takes a transformers.PreTrainedModel, or a model that contains one; got {type(model).__name__}. "
             f"For other models use `remat.nn.apply`."
         )
+    if budget is not None:
+        if policy is not None or batch is None:
+            raise TypeError("With a budget give a batch, and no policy: `enable(model, budget='8GiB', batch=batch)`.")
+        found[0].gradient_checkpointing_disable()
+        plan_in_place(model, budget, **batch)
+        return model
     inner = found[0]  # a peft model contains it
     if not inner.supports_gradient_checkpointing:
         raise ValueError(

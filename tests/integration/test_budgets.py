@@ -1,0 +1,99 @@
+"""A memory budget for models of libraries, without naming their blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from benchmarks.measure import FlopCount
+from remat._measure.allocated import Allocated
+
+
+def gpt2(**options: Any) -> tuple[Any, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 6, "n_head": 2, "vocab_size": 101, "n_positions": 64}
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids, **options)).train()
+    tokens = torch.randint(101, (4, 64), generator=torch.Generator().manual_seed(0))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Any], int, int]:
+    """The gradients of a step, its peak, and its FLOPs."""
+    for count in (Allocated(()), FlopCount()):
+        model.zero_grad()
+        torch.manual_seed(1)
+        with count:
+            model(**batch).loss.backward()
+        if isinstance(count, Allocated):
+            peak = count.peak
+    return [p.grad for p in model.parameters()], peak, count.flops
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_model_of_transformers_fits_in_less_than_with_its_own_checkpointing(use_cache: bool) -> None:
+    model, batch = gpt2(use_cache=use_cache)
+    expected, plain, flops = step(model, batch)
+    model.gradient_checkpointing_enable()
+    _, its_peak, its_flops = step(model, batch)
+    model.gradient_checkpointing_disable()
+    assert remat.integrations.transformers.enable(model, budget=its_peak, batch=batch) is model
+    found, peak, mine = step(model, batch)
+    assert all(map(torch.equal, found, expected))
+    assert peak <= its_peak and flops < mine < its_flops
+    if not use_cache:  # a cache takes memory, unless all blocks are regions, which run without
+        plan = remat.nn.budget(model, int(0.8 * its_peak), **batch)
+        assert step(model, batch)[1] <= 0.8 * its_peak and "transformer.h" in str(plan)
+    with pytest.raises(TypeError, match="give a batch, and no policy"):
+        remat.integrations.transformers.enable(model, budget="1GiB")
+
+
+def test_the_plan_is_a_row_of_a_report() -> None:
+    model, batch = gpt2(use_cache=False)
+    report = remat.report(model, policies=[None, "budget 40%"], **batch)
+    assert report.policies[1].label == "budget 40%"
+    assert report.policies[1].peak_bytes <= 0.41 * report.rows[0].peak_bytes
+    assert report.policies[1] in report.pareto
+
+
+def test_a_callback_of_lightning_plans_with_the_first_batch() -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layers = (nn.TransformerEncoderLayer(16, 2, 64, 0.1, batch_first=True) for _ in range(4))
+            self.model, self.losses = nn.Sequential(*layers), list[Tensor]()
+
+        def training_step(self, batch: Tensor, index: int) -> dict[str, Tensor]:
+            loss = self.model(batch).square().mean()
+            self.log("loss", loss, on_epoch=True)
+            if not remat.is_recomputing():
+                self.losses.append(loss.detach())
+            return {"loss": loss}
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def trained(*callbacks: Any) -> tuple[Any, Any]:
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator="cpu", precision="bf16-mixed", max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
+        )  # fmt: skip
+        torch.manual_seed(1)
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 16, 16), batch_size=4))
+        return module, trainer.callback_metrics["loss_epoch"]
+
+    plain, metric = trained()
+    callback = remat.integrations.lightning.budget_callback(0.5)
+    module, other = trained(callback)
+    assert callback.plan.peak <= callback.plan.amount and callback.plan.regions
+    assert all(map(torch.equal, module.parameters(), plain.parameters()))
+    assert module.losses[-2:] == plain.losses and torch.equal(metric, other)
