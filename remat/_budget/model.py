@@ -21,7 +21,7 @@ from .._core.known import known_of
 from .._core.state import disable_remat
 from .._measure.observer import PeakMemory, gc_disabled
 from .._measure.program import Program
-from .._modules.region_class import IN_PLACE, change_in_place
+from .._modules.region_class import change_in_place
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
 from .._selective.choices import Tradeoff
@@ -213,18 +213,15 @@ def _measured(program: Program, options: Mapping[nn.Module, Options], watch: boo
 
 @contextmanager
 def regions(options: Mapping[nn.Module, Options]) -> Iterator[None]:
-    """Make these modules regions within the context."""
-    before = [(module, type(module), module.__dict__.get(IN_PLACE)) for module in options]
+    """Make these modules regions within the context, in which their attributes are preserved."""
+    before = [(module, type(module)) for module in options]
     try:
         for module, each in options.items():
             change_in_place(module, each)
         yield
     finally:
-        for module, cls, own in before:
+        for module, cls in before:
             module.__class__ = cls
-            module.__dict__.pop(IN_PLACE, None)
-            if own is not None:
-                module.__dict__[IN_PLACE] = own
 
 
 def _options(plan: Plan, blocks: Mapping[nn.Module, Tradeoff], budget: Budget) -> dict[nn.Module, Options]:

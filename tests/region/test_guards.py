@@ -315,7 +315,7 @@ AFTER: dict[str, tuple[Callable[[Tensor, Tensor], tuple], str]] = {
         lambda x, s: (remat(lambda x: (x * s).sin().exp())(x), s),
         f"captured closure variable 's' was changed in place between .* {OTHERS}",
     ),
-    "global": (lambda x, s: (remat(lambda x: (x * SCALE).sin().exp())(x), SCALE), "captured global 'SCALE' was"),
+    "global": (lambda x, s: (remat(lambda x: torch.mul(x, other=SCALE).exp())(x), SCALE), "global 'SCALE' was"),
     "parameter": (
         lambda x, s: (lambda m: (remat(m)(x), m[0].weight))(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()),
         rf"captured self\[0\].weight was changed in place .* {OPTIMIZER}",
