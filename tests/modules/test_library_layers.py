@@ -19,7 +19,10 @@ DynamicCache = pytest.importorskip("transformers.cache_utils").DynamicCache
 
 
 class Layer(layers.GradientCheckpointingLayer):
-    layer_idx = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.Identity()
+        self.attention.layer_idx = 0  # type: ignore[assignment]
 
     def forward(self, x: Tensor, cache: Any = None, **options: Any) -> Tensor:
         self.got = cache, options
