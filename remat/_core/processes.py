@@ -10,6 +10,6 @@ import torch
 def agreed(value: Any) -> Any:
     """Return the value of a distributed job's first process, as processes with different plans would deadlock."""
     found, distributed = [value], torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if distributed.is_available() and distributed.is_initialized():
         distributed.broadcast_object_list(found, src=0)
     return found[0]

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,20 @@ def test_of_many_ways_some_are_continued(monkeypatch: pytest.MonkeyPatch) -> Non
         best = best_plan(calls, options, peaks, amount)
         found = best_plan(calls, {name: [choice] for name, choice in plan.items()}, peaks, amount)
         assert found is not None and found <= best + 0.2 * sum(each[0].cost for each in options.values())
+
+
+def test_a_model_keeps_its_regions_if_the_budget_is_too_small() -> None:
+    model = remat.nn.apply(make(2), LAYER, policy=remat.policies.save_matmuls)
+    before, classes = held_bytes(model, BATCH), [type(module) for module in model.modules()]
+    with pytest.raises(remat.RematError, match="needs at least"):
+        budget(model, 1)
+    assert held_bytes(model, BATCH) == before and [type(module) for module in model.modules()] == classes
+
+
+def test_a_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = [block.nbytes for block in budget(make(2), 0.7).blocks]
+    monkeypatch.setattr(torch, "distributed", SimpleNamespace(is_available=lambda: False))
+    assert [block.nbytes for block in budget(make(2), 0.7).blocks] == plan
 
 
 def _choose(rank: int, folder: str) -> None:

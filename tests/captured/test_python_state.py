@@ -202,6 +202,11 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         lambda: {"d": defaultdict(list, w=[X[0]]), "o": OrderedDict(w=X[1]), "l": [X[2]]},
         lambda scope: scope.update(d={}, o={}, l=()),
     ),
+    "two containers that are one later": of_source(
+        "def fn(x): return (x * l[0] * d['w']).sin() * m[0] * e['w']",
+        lambda: {"l": [X[0]], "m": [X[1]], "d": {"w": X[2]}, "e": {"w": X[3]}},
+        lambda scope: scope.update(l=scope["m"], e=scope["d"]),
+    ),
 }
 
 

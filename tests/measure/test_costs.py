@@ -197,6 +197,8 @@ def test_a_plot_has_each_row(report: remat.Report) -> None:
     assert {"0 B", "256 KiB", "1 MiB"} <= {text.get_text() for text in axes.get_yticklabels()}
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
     remat.report(torch.sin, rand(3)).plot(axes)  # without FLOPs
+    curve = remat.pareto(torch.sin, rand(3)).plot(pytest.importorskip("matplotlib.figure").Figure().subplots())
+    assert curve.get_xlabel().startswith("memory saved for the backward") and "cost" in curve.get_ylabel()
     assert len(axes.lines) == 2 and axes.get_xlim() == (0, 1)
 
 

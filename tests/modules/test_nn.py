@@ -213,6 +213,14 @@ def test_lazy_modules_that_were_called_and_modules_around_torchscript_can_be_reg
         assert_same(step(in_place(module)), expected)
 
 
+def test_a_module_may_have_its_forward_as_an_attribute() -> None:
+    model, x = nn.Sequential(nn.Module(), nn.Tanh()), rand(3)
+    model[0].forward = lambda x: x.sin().exp()  # type: ignore[assignment]
+    expected = torch.autograd.grad(model(x).sum(), x)
+    remat.nn.apply(model, lambda name, module: name == "0")
+    assert_same(torch.autograd.grad(model(x).sum(), x), expected)
+
+
 class OfLibrary(Block):
     """A module that its library checkpoints if this flag is set."""
 

@@ -381,3 +381,13 @@ def test_everything_is_freed_without_cycles_and_classes_are_made_once(way: str) 
     with assert_freed_without_gc() as watch:
         watch(*model.modules(), *model.parameters())
         del model
+
+
+def test_a_class_that_a_library_puts_on_top_stays_there() -> None:
+    """As FSDP2's."""
+    module, plain = WAYS["in place"](made(Block)), made(Block)
+    module.__class__ = type("Sharded", (type("Wrapper", (), {}), type(module)), {})
+    check(WAYS["in place"](module), plain, AGAIN)
+    assert type(module).__name__ == "Sharded"
+    check(remat.nn.undo(module), plain, AGAIN[:1])
+    assert type(module).__name__ == "Sharded" and type(module).__bases__[1] is Block

@@ -132,3 +132,17 @@ def test_policies_that_judge_names_and_mention_none(policy: Any, sines: int) -> 
     transformed = grad(lambda x: remat(first, policy=policy)(x).sum())
     # Under torch.func, the recompute of a region without a record runs to its end.
     assert count_ops(transformed, x)["aten.sin"] == 3 + (3 if policy.saves_nothing else sines)
+
+
+@pytest.mark.parametrize("policy, named", [(policies.save_only_these_names("h"), True), (policies.save_matmuls, False)])
+def test_a_compiled_graph_has_an_alias_for_a_name_that_its_policy_judges(policy: Any, named: bool) -> None:
+    traced: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable:
+        modules = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+        traced.extend(str(node.target) for m in modules for node in m.graph.nodes)
+        return graph.forward
+
+    fn = lambda x: checkpoint_name(x.sin(), "h").exp()
+    assert_same(torch.compile(remat(fn, policy=policy), backend=backend)(x := rand(3)), fn(x))
+    assert ("aten.alias.default" in traced) == named

@@ -299,6 +299,8 @@ of_jax.__name__, of_jax.__module__ = "dots_saveable", "jax._src.ad_checkpoint"
         (functools.partial(create_selective_checkpoint_contexts, large), "without create_selective"),
         (MM, r"write `policies\.save_ops\("),
         (torch.mm, "doesn't accept"),
+        (torch.nn.Identity(), r"A policy is one of .*got Identity"),
+        (type("AnyArguments", (), {"__init__": lambda self, *args: None}), "A policy is one of .*got <class"),
         (lambda ctx, op: True, "doesn't accept"),
         (of_jax, r"JAX's .* Did you mean policies\.dots_saveable\?"),
         ([matmuls], r"combine them by `p \| q`"),

@@ -5,6 +5,9 @@ As they were: with their values, their layout and type, and their place in the g
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +16,14 @@ import torch
 import torch.nn.functional as F
 from accelerator import DEVICE
 from cases import assert_same, rand
+from host_copies import Copies
 from torch import Tensor, nn
 
 from remat import MutationError, policies, remat
+from remat.compat import checkpoint, checkpoint_wrapper
 
 Wrap = Callable[..., Callable]
+NOTHING = contextlib.nullcontext()
 SCALE = torch.ones(3, dtype=torch.float64)
 
 
@@ -251,6 +257,39 @@ def test_state_that_changes_is_as_it_was_in_a_recompute_and_changes_once(name: s
     assert_same(*results)
 
 
+def test_a_captured_activation_beside_a_backward_pass_inside_gives_no_warning() -> None:
+    def program(wrap: Wrap) -> Any:
+        x, w = rand(3), rand(3, seed=1)
+        h = w * 2  # reading its `.grad` would warn
+
+        def f(x: Tensor) -> Tensor:
+            (x.detach() * w).sin().sum().backward()
+            return (x * h).sin()
+
+        out = wrap(f)(x)
+        return torch.autograd.grad(out.sum(), (x, w)), w.grad
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(program(remat), program(plain))
+
+
+def test_activations_and_buffers_are_offloaded_and_parameters_are_not(far: Copies) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()).double().eval()
+    region, x = checkpoint_wrapper(copy.deepcopy(model), offload_to_cpu=True), rand(5, 3)
+    out = region(x * 1)
+    sizes = {host.numel() for each in far.out if (host := each()) is not None}
+    assert 5 * 3 in sizes and 3 * 3 not in sizes
+    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(model(x * 1).sum(), x))
+    assert far.taken()
+
+
+@pytest.mark.parametrize("wrong", [3, (NOTHING,), (NOTHING, 1), (1, NOTHING), "ab"], ids=str)
+def test_what_is_not_a_pair_of_contexts_is_an_error(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="context_fn must return two context managers, for the first run and for rec"):
+        checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=lambda: wrong)
+
+
 def test_statistics_that_are_arguments(device: str) -> None:
     """Batch norm changes them without a trace in their version counters."""
 
@@ -276,7 +315,7 @@ AFTER: dict[str, tuple[Callable[[Tensor, Tensor], tuple], str]] = {
         lambda x, s: (remat(lambda x: (x * s).sin().exp())(x), s),
         f"captured closure variable 's' was changed in place between .* {OTHERS}",
     ),
-    "global": (lambda x, s: (remat(lambda x: (x * SCALE).sin().exp())(x), SCALE), "captured global 'SCALE' was"),
+    "global": (lambda x, s: (remat(lambda x: torch.mul(x, other=SCALE).exp())(x), SCALE), "global 'SCALE' was"),
     "parameter": (
         lambda x, s: (lambda m: (remat(m)(x), m[0].weight))(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()),
         rf"captured self\[0\].weight was changed in place .* {OPTIMIZER}",

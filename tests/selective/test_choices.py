@@ -61,6 +61,10 @@ def noisy(x: Tensor) -> Tensor:
     return F.dropout(F.dropout(x.sin(), 0.3) @ W, 0.3).tanh()
 
 
+def drawn(x: Tensor) -> Tensor:
+    return (x.sin() + torch.rand_like(x[..., :1])).tanh().exp()  # the random numbers are small
+
+
 def several(x: Tensor) -> Tensor:
     values, index = (x @ W).max(-1)
     first, second = x.exp().split(8, -1)
@@ -87,7 +91,7 @@ def by_length_of_name(op: Any, args: tuple, kwargs: dict, result: Any) -> int:
     return len(str(op))
 
 
-SMALL = [chain, shared, noisy, several, in_place, without_grad]
+SMALL = [chain, shared, noisy, drawn, several, in_place, without_grad]
 functions = pytest.mark.parametrize("fn", [*SMALL, normed], ids=lambda fn: fn.__name__)
 
 

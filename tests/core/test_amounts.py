@@ -1,0 +1,27 @@
+"""Amounts of memory as users write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from remat._core.amounts import parse_amount
+
+
+@pytest.mark.parametrize("amount, nbytes", [(0, 0), (7, 7), (0.5, 50), (1.0, 100), ("1.5KiB", 1536), (" 2 kB ", 2000)])
+def test_amounts(amount: Any, nbytes: int) -> None:
+    assert parse_amount(amount, 100, "amount") == nbytes
+
+
+WRONG = [(None, "must be"), (True, "True"), ([1], "must be"), (0.0, "fraction"), (1.5, "fraction"), (-1, "negative"),
+         ("7", "number and a unit"), ("7 XB", "number and a unit")]  # fmt: skip
+
+
+@pytest.mark.parametrize("amount, says", WRONG, ids=str)
+def test_what_is_not_an_amount_is_an_error_with_its_name(amount: Any, says: str) -> None:
+    with pytest.raises(
+        ValueError if isinstance(amount, (int, float, str)) and amount is not True else TypeError
+    ) as error:
+        parse_amount(amount, 100, "the limit")
+    assert str(error.value).startswith("the limit ") and says in str(error.value)
