@@ -38,7 +38,7 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Any], int, in
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_model_of_transformers_fits_in_less_than_with_its_own_checkpointing(use_cache: bool) -> None:
     model, batch = gpt2(use_cache=use_cache)
-    expected, plain, flops = step(model, batch)
+    expected, _plain, flops = step(model, batch)
     model.gradient_checkpointing_enable()
     _, its_peak, its_flops = step(model, batch)
     model.gradient_checkpointing_disable()

@@ -158,7 +158,7 @@ def test_modules_of_a_sequence_are_together_in_regions_and_the_model_can_be_copi
 
 
 def test_results_that_the_model_collects_are_its_own() -> None:
-    model, run, args, loss = made("a list of blocks")
+    model, _run, args, loss = made("a list of blocks")
     torch.manual_seed(1)
     expected = model(IDS, collect=True)["states"]
     remat.nn.budget(model, 0.3, *args, loss=loss)
@@ -189,12 +189,12 @@ def test_a_plan_is_saved_and_applied_to_the_same_model(tmp_path: Path) -> None:
 
 
 def test_too_small_an_amount_is_an_error_that_says_what_takes_the_memory() -> None:
-    model, run, args, loss = made("a list of blocks")
+    model, _run, args, loss = made("a list of blocks")
     before = [(type(module), module.__dict__.copy()) for module in model.modules()]
     with pytest.raises(remat.RematError, match=r"at least .* but the budget is 1 KiB.*(forward|backward) pass.*shape"):
         remat.nn.budget(model, "1KiB", *args, loss=loss)
     assert [(type(module), module.__dict__) for module in model.modules()] == before
-    with pytest.raises(remat.RematError, match="a budget of [0-9]+ bytes") as error:
+    with pytest.raises(remat.RematError, match=r"a budget of [0-9]+ bytes") as error:
         remat.nn.budget(model, 0.05, *args, loss=loss)
     least = int(str(error.value).split("a budget of ")[1].split()[0])
     assert remat.nn.budget(model, least, *args, loss=loss).peak <= least
@@ -217,7 +217,7 @@ def test_modules_that_cannot_be_regions_are_passed_over_with_the_reason() -> Non
 
 
 def test_a_function_that_calls_modules() -> None:
-    model, run, args, loss = made("a list of blocks")
+    model, run, _args, loss = made("a list of blocks")
     expected, _, _ = step(model, run)
     plan = remat.nn.budget(lambda ids: loss(model(ids)), 0.4, IDS)
     assert {region.name.split(".")[0] for region in plan.regions} == {"model"}
@@ -239,7 +239,7 @@ def test_regions_that_the_model_has_are_replaced() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_frozen_parts_and_mixed_precision(mixed: bool) -> None:
-    model, _, args, loss = made("a list of blocks")
+    model, _, _args, loss = made("a list of blocks")
     for block in model.blocks[:4]:
         block.requires_grad_(False)
 
