@@ -55,7 +55,7 @@ class PeakMemory(Observer):
         # The Python object of a storage lives as long as the storage, so a weak reference to it dies only when no
         # Python or C++ code (such as autograd) refers to the memory.
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._buffers: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # those that FSDP resizes without an operation
+        self._buffers: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # those that FSDP may resize without an operation
         self._sizes: dict[int, int] = {}
         self.total = 0  # the sum of the sizes, so that no operation has to add them up
 
@@ -90,6 +90,8 @@ class PeakMemory(Observer):
         key, size = id(storage), storage.nbytes()
         if key not in self._refs:
             self._refs[key] = weakref.ref(storage, functools.partial(self._freed, key))
+        elif self._sizes[key] != size:
+            self._buffers[key] = self._refs[key]
         self.total += size - self._sizes.get(key, 0)
         self._sizes[key] = size
 
