@@ -20,7 +20,7 @@ from .._selective.search import Choice
 from ..errors import RematError
 from .items import NO_WORK, Item, Option, Work
 
-_MOST_CHOICES = 12  # of one call
+_MOST_CHOICES = 24  # of one call
 
 
 class Needs(NamedTuple):

@@ -68,6 +68,8 @@ class Plan:
         peak: the measured peak of a step with this plan, in bytes of the allocator.
         without: the peak of a step without rematerialization, as predicted.
         flops: the floating-point operations that are recomputed in a step.
+        total: the cost of the recompute, in the units of ``cost``.
+        bound: a lower bound of this cost, for any choice of regions within the amount.
         regions: the modules that are regions.
         curve: all plans that the search has found, as predicted peaks and recomputed FLOPs.
         passed_over: modules that can't be regions, each with the reason.
@@ -78,6 +80,8 @@ class Plan:
     peak: int
     without: int
     flops: int
+    total: float
+    bound: float
     regions: tuple[RegionPlan, ...]
     curve: tuple[tuple[int, int], ...] = field(repr=False)
     passed_over: Mapping[str, str] = field(repr=False)
@@ -98,13 +102,9 @@ class Plan:
             rows.append((name, first.kind, count, saves, flops_text(first.flops)))
         lines = aligned([("region", "class", "", "saves", "recomputes"), *rows], "<<><") if rows else ["no regions"]
         lines += [f"not a region: {name}: {reason}" for name, reason in self.passed_over.items()]
-        return "\n".join(
-            [
-                *lines,
-                f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat; "
-                f"{flops_text(self.flops)} recomputed",
-            ]
-        )
+        above = f", at most {self.total / self.bound - 1:.0%} more than needed" if 0 < self.bound < self.total else ""
+        peak = f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat"
+        return "\n".join([*lines, f"{peak}; {flops_text(self.flops)} recomputed{above}"])
 
     __repr__ = __str__
 

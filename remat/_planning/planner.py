@@ -24,6 +24,7 @@ from .._modules.region_class import change_back, regions, restored
 from .._modules.segments import is_sequence
 from .._policy.policy import Budget
 from ..errors import PolicyError, RematError
+from .bound import lower_bound
 from .items import Item, Option, chain_of
 from .measure import Measuring
 from .plan import Plan, RegionPlan, options_of
@@ -152,7 +153,11 @@ class _Planner:
         peak, planned = measured[low]
         curve = tuple(zip(plans.peak.tolist(), plans.flops.tolist()))
         passed_over = self._candidates.passed_over
-        return Plan(amount, peak, self.without, int(plans.flops[low]), planned, curve, passed_over, self._cost)
+        bound = lower_bound(self._items, lambda item: int(solver.plans(solver.list_of([item])).peak[0]), amount)
+        cost = float(plans.cost[low])
+        return Plan(
+            amount, peak, self.without, int(plans.flops[low]), cost, bound, planned, curve, passed_over, self._cost
+        )
 
     def _region(self, calls: Sequence[Item], option: Option | None) -> RegionPlan:
         first = calls[0].call

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from remat._planning.bound import lower_bound
 from remat._planning.items import NO_WORK, Item, Option, Work
 from remat._planning.solver import Solver
 
@@ -102,7 +103,9 @@ def test_the_front_is_that_of_all_plans(seed: int) -> None:
     chain = solver.list_of(items)
     found = solver.plans(chain)
     assert list(zip(found.peak.tolist(), found.cost.tolist())) == best
-    for number, (peak, _) in enumerate(best):
+    for number, (peak, cost) in enumerate(best):
+        least = lambda item: int(solver.plans(solver.list_of([item])).peak[0])
+        assert lower_bound(items, least, peak) <= cost + 1e-9
         calls = [id(call) for calls, _ in solver.chosen(chain, number, items) for call in calls]
         every = [each for top in items for each in top.everything()]
         assert set(calls) <= {id(each) for each in every if each.call}
