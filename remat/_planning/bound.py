@@ -61,9 +61,9 @@ def _prices(item: Item) -> tuple[int, list[Step]]:
 
 
 def _hull(points: Sequence[tuple[int, float]]) -> tuple[int, list[Step]]:
-    """The lower convex hull of points of bytes and cost, from the fewest bytes at no cost."""
-    keep = min(nbytes for nbytes, cost in points if cost <= 0)
-    bytes_now, cost_now, steps = keep, 0.0, list[Step]()
+    """The lower convex hull of points of bytes and cost, from the fewest bytes at the lowest cost."""
+    cost_now, keep = min((cost, nbytes) for nbytes, cost in points)
+    bytes_now, steps = keep, list[Step]()
     while fewer := [point for point in points if point[0] < bytes_now]:
         price, nbytes = min(((cost - cost_now) / (bytes_now - nbytes), nbytes) for nbytes, cost in fewer)
         steps.append((price, bytes_now - nbytes))

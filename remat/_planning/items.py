@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -81,7 +80,7 @@ class Item:
     bare: int = 0
     key: tuple = ()
 
-    @cached_property
+    @property
     def signature(self) -> tuple:
         """Equal for items that the search can't tell apart."""
         numbers = self.keep, self.gradients, self.waiting, self.beside, self.held, self.given
@@ -101,23 +100,25 @@ class Item:
             yield from item.everything()
 
 
-def chain_of(trace: Trace, can_be_region: Callable[[Call], bool]) -> list[Item]:
-    """Return the items of the whole forward, with their costs and bytes."""
-    items = _chain(trace, trace.root, can_be_region)
+def chain_of(trace: Trace, can_be_region: Callable[[Call], bool], is_whole: Callable[[Call], bool]) -> list[Item]:
+    """Return the items of the whole forward, with their costs and bytes. A whole one has none inside of it."""
+    items = _chain(trace, trace.root, can_be_region, is_whole)
     memory = _Lifetimes(trace, [item for each in items for item in each.everything() if item.call])
     for item in (item for each in items for item in each.everything()):
         memory.fill(item)
     return items
 
 
-def _chain(trace: Trace, call: Call, can_be_region: Callable[[Call], bool]) -> list[Item]:
+def _chain(
+    trace: Trace, call: Call, can_be_region: Callable[[Call], bool], is_whole: Callable[[Call], bool]
+) -> list[Item]:
     """Return the items of a call, in order."""
     found: list[Item] = []
     for inner in call.calls:
-        items = _chain(trace, inner, can_be_region)
+        items = _chain(trace, inner, can_be_region, is_whole)
         has_calls = any(item.call for item in items)
         if can_be_region(inner):
-            found.append(Item(inner, inner.start, inner.end, items if has_calls else []))
+            found.append(Item(inner, inner.start, inner.end, items if has_calls and not is_whole(inner) else []))
         elif has_calls:
             found += [item for item in items if item.call]
     starts = [call.start, *(item.end for item in found)]

@@ -38,8 +38,8 @@ class Measured:
         self.operators, self._results, self._nothing = tradeoff.operators, tradeoff.results, tradeoff.nothing
         self._choices, self._least, self._most = choices, least, most
 
-    def options(self, item: Item) -> list[Option]:
-        """Return the options of an item that does what this call does."""
+    def options(self, item: Item, only_least: bool = False) -> list[Option]:
+        """Return the options of an item that does what this call does, or only to save nothing."""
         assert item.call is not None
         # The call alone has made its arguments. In the model those before it may keep them.
         others = max(0, item.call.nbytes - item.given)
@@ -47,7 +47,8 @@ class Measured:
         results = sum(memory.nbytes for memory in item.call.results if memory.kept < item.end)
         least, most, found = self._least, self._most, []
         saves_results = results and not self._results.isdisjoint(self._choices[0].steps)
-        for choice in (self._nothing, *self._choices) if saves_results else self._choices:
+        choices = [self._nothing, *self._choices] if saves_results else self._choices
+        for choice in [self._nothing] if only_least else choices:
             more = choice.nbytes - self._choices[0].nbytes
             kept = 0 if self._results.isdisjoint(choice.steps) else results
             # A choice between the two that were run needs no more than either of them allows.
@@ -142,14 +143,19 @@ class Measuring:
 
     def __init__(self, items: Iterable[Item], cost: Any, on_measured: Callable[[], Any]) -> None:
         self._cost, self._on_measured = cost, on_measured
-        self._items = {id(item.call.module.__dict__): item for item in reversed(list(items)) if item.call}
+        self._items: dict[int, list[Item]] = {}  # by module, in the order of its calls
+        for item in items:
+            if item.call:
+                self._items.setdefault(id(item.call.module.__dict__), []).append(item)
         self._is_busy = False
         self.found: dict[tuple, Measured | None] = {}
         self.failures: dict[tuple, str] = {}
 
     def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        item = self._items[id(module.__dict__)]
-        if item.key in self.found or self._is_busy:
+        if self._is_busy or not (items := self._items[id(module.__dict__)]):
+            return
+        item = items.pop(0)
+        if item.key in self.found:
             return
         self._is_busy, self.found[item.key] = True, None  # calls in a measured call have their turn later
         try:

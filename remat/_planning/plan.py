@@ -33,7 +33,7 @@ class RegionPlan:
         children: the range of the modules of a ``Sequential`` that it is around; None if it is around its call.
         has_regions: whether regions of the plan are inside of it. Then it saves only its inputs.
         nbytes: the bytes that it saves, without its inputs and results.
-        flops: the floating-point operations of its own recompute.
+        cost, flops: the cost and the floating-point operations of its own recompute.
         operators: the names of its operations, in their order; empty if it has regions.
         steps: the numbers of the operations whose results it saves.
     """
@@ -43,6 +43,7 @@ class RegionPlan:
     children: tuple[int, int] | None
     has_regions: bool
     nbytes: int
+    cost: float
     flops: int
     operators: tuple[str, ...] = field(repr=False)
     steps: tuple[int, ...]

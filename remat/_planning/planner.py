@@ -28,11 +28,13 @@ from .bound import lower_bound
 from .items import Item, Option, chain_of
 from .measure import Measuring
 from .plan import Plan, RegionPlan, options_of
-from .solver import Solver
+from .solver import List, Solver
 from .trace import Call, Trace
 
 _ROUNDS = 6  # the most plans whose step is measured
 _TOO_MUCH = 2**62  # the peak of a step that runs out of memory
+_ABOVE = 1.1  # times the amount: predicted peaks up to which plans are found, as predictions may be too high
+_POINTS = 100  # of the curve
 _LEAST_PART = 0.002  # of what the model saves, that a call saves if a region of it is worth while
 
 
@@ -48,7 +50,8 @@ def _progress_bar(total: int) -> Any:
 class _Candidates:
     """Which calls can be regions, and why others can't."""
 
-    def __init__(self, trace: Trace, named: Mapping[str, nn.Module]) -> None:
+    def __init__(self, trace: Trace, named: Mapping[str, nn.Module], only: Sequence[nn.Module] | None) -> None:
+        self._only = None if only is None else {id(module.__dict__) for module in only}
         self.names = {id(module.__dict__): name for name, module in reversed(list(named.items()))}
         scripts = {name for name, module in named.items() if isinstance(module, torch.jit.ScriptModule)}
         outermost = (name for name in scripts if name.rpartition(".")[0] not in scripts)
@@ -57,6 +60,9 @@ class _Candidates:
         for call in calls:
             calls += call.calls
         self._counts = Counter(id(call.module.__dict__) for call in calls if call.module is not None)
+        for call in calls:
+            if self.is_shared(call):
+                call.container = None  # it can't be in a region with the next ones
         self._saved = trace.saved
         self._times = [time for time, _ in trace.saved]
         self._whole = self._bytes_saved(trace.root)
@@ -65,15 +71,24 @@ class _Candidates:
         i, j = (bisect_left(self._times, time) for time in (call.start, call.end))
         return sum({id(memory): memory.nbytes for _, memory in self._saved[i:j]}.values())
 
+    def is_shared(self, call: Call | None) -> bool:
+        """Whether the module of a call is called more than once, so that all its calls do the same."""
+        return bool(call and call.module is not None and self._counts[id(call.module.__dict__)] > 1)
+
+    def is_whole(self, call: Call) -> bool:
+        """Whether no regions are inside of this call."""
+        return self._only is not None or self.is_shared(call)
+
     def __call__(self, call: Call) -> bool:
         module = call.module
-        if module is None or not call.is_differentiated or not (name := self.names.get(id(module.__dict__))):
+        if module is None or not call.is_differentiated:
+            return False
+        if self._only is not None:
+            return id(module.__dict__) in self._only
+        if not (name := self.names.get(id(module.__dict__))):
             return False  # the whole model has the name "", and needs as much as a region
         saved, given = self._bytes_saved(call), sum(memory.nbytes for memory in call.given)
         if saved <= 1.1 * given or saved <= _LEAST_PART * self._whole:
-            return False
-        if self._counts[id(module.__dict__)] > 1:
-            self.passed_over[name] = "it is called more than once in a step"
             return False
         try:
             check_module(module, name)
@@ -86,16 +101,17 @@ class _Candidates:
 class _Planner:
     """Plans for one model. Its methods run the program, within ``program.preserved()``."""
 
-    def __init__(self, program: Program, cost: Any) -> None:
-        self._program, self._cost = program, cost
+    def __init__(self, program: Program, cost: Any, only: Sequence[nn.Module] | None) -> None:
+        self._program, self._cost, self._is_free = program, cost, only is None
         modules = (m for m in program.named_modules.values() if not isinstance(m, torch.jit.ScriptModule))
         self._modules = {id(module.__dict__): module for module in modules}.values()
         differentiated = [tensor for tensor in program.inputs() if program.every or tensor.requires_grad]
         trace = self._trace = Trace(differentiated, cost)
         with disable_remat(), trace.of(self._modules):
             program.forward(program.fn)
-        self._candidates = _Candidates(trace, program.named_modules)
-        self._items = chain_of(trace, self._candidates)
+        self._candidates = _Candidates(trace, program.named_modules, only)
+        self._items = chain_of(trace, self._candidates, self._candidates.is_whole)
+        self._longest_row = 2 * math.isqrt(len(self._items)) + 1 if self._is_free else 0
         self._every = [item for each in self._items for item in each.everything()]
         self.without = 0  # the peak without regions
         gradients = 0
@@ -103,27 +119,53 @@ class _Planner:
             as_it_is = item.options[0]
             self.without = max(as_it_is.forward, as_it_is.backward + gradients, item.keep + self.without)
             gradients += item.gradients
+        self.without = agreed(self.without)
         self._operators: dict[tuple, tuple[str, ...]] = {}  # of the calls that were measured
+        self._as_it_is = {id(item): item.options for item in self._every}
+        self._as_regions: dict[int, list[Option]] = {}  # the options of items that were measured
 
     def measure(self, amount: int) -> None:
         """Run each distinct call alone, unless it would need more than the amount."""
-        most = min(amount, self.without / 2)  # a larger region is of use only with regions in it
+        # A larger region is of use only with regions in it.
+        most = min(amount, self.without / 2) if self._is_free else math.inf
         items = [item for item in self._every if item.call and item.keep + item.waiting <= most]
         bar = _progress_bar(len({item.key for item in items}))
         measuring = Measuring(items, self._cost, bar.update)
         with closing(bar), measuring.of(self._modules):
             self._program.forward(self._program.fn)
         for item in self._every:
-            measured = measuring.found.get(item.key)
-            if item.call and measured is not None:
+            measured = measuring.found.get(item.key) if item.call else None
+            if measured is not None:
                 self._operators[item.key] = measured.operators
-                item.options += measured.options(item)
+                self._as_regions[id(item)] = measured.options(item, self._candidates.is_shared(item.call))
             elif item.call and item.key in measuring.failures:
                 self._candidates.passed_over[self._name(item)] = measuring.failures[item.key]
+
+    def _with_options(self, shared: bool) -> list[Item]:
+        """The items with the options of regions; calls of one module are all regions if ``shared``, or none."""
+        for item in self._every:
+            own, regions = self._as_it_is[id(item)], self._as_regions.get(id(item), [])
+            if self._candidates.is_shared(item.call):
+                item.options = regions if regions and (shared or not self._is_free) else own
+            else:
+                item.options = own + regions if self._is_free or not regions else regions
+        return self._items
 
     def _name(self, item: Item) -> str:
         assert item.call is not None
         return self._candidates.names[id(item.call.module.__dict__)]
+
+    def _searches(self, amount: int) -> list[tuple[bool, Solver, List]]:
+        """Find the plans up to the amount, without and with regions for shared modules: the better ones first."""
+        found = []
+        for shared in {False, self._is_free and any(self._candidates.is_shared(item.call) for item in self._every)}:
+            solver = Solver(self._longest_row, _ABOVE * amount)
+            items = solver.list_of(self._with_options(shared))
+            plans = solver.plans(items)
+            number = int(torch.searchsorted(plans.peak, amount, right=True)) - 1
+            cost = float(plans.cost[number] if number >= 0 else plans.peak[0])
+            found.append((number < 0, cost, shared, solver, items))
+        return [each[2:] for each in sorted(found, key=lambda each: each[:3])]
 
     def plan(self, amount: int, others: Sequence[Program]) -> Plan:
         """Return the plan with the lowest cost whose measured peak is within the amount, also for the others.
@@ -131,33 +173,47 @@ class _Planner:
         Raises:
             RematError: no plan is.
         """
-        solver = Solver(2 * math.isqrt(len(self._items)) + 1)
-        items = solver.list_of(self._items)
+        failures = []
+        for shared, solver, items in self._searches(amount):
+            self._with_options(shared)
+            number, peak, planned = self._fitting(solver, items, amount, others)
+            if number >= 0:
+                plans = solver.plans(items)
+                number = min(number, len(plans.peak) - 1)  # the plans of another process may be fewer
+                return self._made(amount, peak, planned, float(plans.cost[number]), int(plans.flops[number]))
+            failures.append((peak, *solver.largest(items, 0, self._items)))
+        raise RematError(self._too_little(amount, *min(failures, key=lambda failure: failure[0])))
+
+    def _fitting(
+        self, solver: Solver, items: List, amount: int, others: Sequence[Program]
+    ) -> tuple[int, int, tuple[RegionPlan, ...]]:
+        """Return the dearest plan that fits: its number, its measured peak, and its regions; or -1 and the least."""
         plans = solver.plans(items)
-        aim, low, high = amount, -1, len(plans.peak)  # the dearest plan that fits, the cheapest one that doesn't
+        last = len(plans.peak) - 1
+        aim, low, high = amount, -1, last + 1  # the dearest plan that fits, the cheapest one that doesn't
         measured: dict[int, tuple[int, tuple[RegionPlan, ...]]] = {}
         for rounds in reversed(range(_ROUNDS)):
             within = int(torch.searchsorted(plans.peak, aim, right=True)) - 1
             number = agreed(min(max(within, 0), high - 1) if rounds or low >= 0 else 0)
             if number <= low:
                 break
-            planned = tuple(self._region(*each) for each in solver.chosen(items, number, self._items))
+            chosen = solver.chosen(items, min(number, last), self._items)
+            planned = agreed(tuple(self._region(*each) for each in chosen))
             peak = agreed(self._peak(planned, others))
             if peak > amount and not measured:  # the first run of a kernel may take memory for later ones
                 peak = agreed(self._peak(planned, others))
             measured[number] = peak, planned
             low, high = (number, high) if peak <= amount else (low, number)
-            aim = amount - (peak - int(plans.peak[number]))
-        if low < 0:
-            raise RematError(self._too_little(amount, measured[0][0], *solver.largest(items, 0, self._items)))
-        peak, planned = measured[low]
-        curve = tuple(zip(plans.peak.tolist(), plans.flops.tolist()))
-        passed_over = self._candidates.passed_over
+            aim = amount - (peak - int(plans.peak[min(number, last)]))
+        return (low, *measured[max(low, 0)])
+
+    def _made(self, amount: int, peak: int, planned: tuple[RegionPlan, ...], cost: float, flops: int) -> Plan:
+        solver = Solver(self._longest_row, most_plans=_POINTS)
+        curve = solver.plans(solver.list_of(self._items))
+        points = tuple(zip(curve.peak.tolist(), curve.flops.tolist()))
         bound = lower_bound(self._items, lambda item: int(solver.plans(solver.list_of([item])).peak[0]), amount)
-        cost = float(plans.cost[low])
-        return Plan(
-            amount, peak, self.without, int(plans.flops[low]), cost, bound, planned, curve, passed_over, self._cost
-        )
+        flops, cost, bound, points, over = agreed((flops, cost, bound, points, self._candidates.passed_over))
+        return Plan(amount, peak, self.without, flops, cost, bound, planned, points, over, self._cost)
 
     def _region(self, calls: Sequence[Item], option: Option | None) -> RegionPlan:
         first = calls[0].call
@@ -170,9 +226,10 @@ class _Planner:
             children = 0, len(module)
         kind = type(module).__name__
         if option is None:
-            return RegionPlan(name, kind, children, True, 0, sum(call.work.flops for call in calls), (), ())
+            cost, flops = (sum(each) for each in zip(*(call.work for call in calls)))
+            return RegionPlan(name, kind, children, True, 0, cost, int(flops), (), ())
         operators, steps = self._operators[calls[0].key], tuple(sorted(option.steps or ()))
-        return RegionPlan(name, kind, None, False, option.nbytes, option.recompute.flops, operators, steps)
+        return RegionPlan(name, kind, None, False, option.nbytes, *option.recompute, operators, steps)
 
     def _peak(self, planned: Sequence[RegionPlan], others: Sequence[Program]) -> int:
         """Measure the peak of a step, the highest one of these programs."""
@@ -187,6 +244,7 @@ class _Planner:
         return max(each.peak for each in memories) if len(memories) == 1 + len(others) else _TOO_MUCH
 
     def _too_little(self, amount: int, least: int, item: Item, in_backward: bool) -> str:
+        choice = "whichever of its modules are regions" if self._is_free else "even if the chosen modules save nothing"
         within = (m for m in self._trace.memory if item.start <= m.made < item.end)
         largest = max(within, key=lambda memory: memory.nbytes, default=None)
         place = f"The peak is in the {'backward' if in_backward else 'forward'} pass"
@@ -198,14 +256,18 @@ class _Planner:
             place += f", where {getattr(func, 'overloadpacket', func)} makes a tensor of {size_text(largest.nbytes)}"
             place += f" and the shape {list(largest.shape)}{f' in {name!r}' if name else ''}"
         return (
-            f"A training step of this model needs at least {size_text(least)}, whichever of its modules are regions, "
-            f"but the budget is {size_text(amount)}. {place}. Choose a smaller batch, or a budget of {least} bytes or "
-            f"more."
+            f"A training step of this model needs at least {size_text(least)}, {choice}, but the budget is "
+            f"{size_text(amount)}. {place}. Choose {'' if self._is_free else 'smaller modules, '}a smaller batch, or a "
+            f"budget of {least} bytes or more."
         )
 
 
-def plan_for(program: Program, amount: Any, cost: Any, others: Sequence[Program] = ()) -> Plan:
+def plan_for(
+    program: Program, amount: Any, cost: Any, others: Sequence[Program] = (), only: Sequence[nn.Module] | None = None
+) -> Plan:
     """Return a plan whose measured peak is within the amount, also for the others. The model is left as it was.
+
+    ``only`` are the modules that are regions, each on its own; by default all may be, also inside one another.
 
     Raises:
         RematError: no plan is.
@@ -215,13 +277,15 @@ def plan_for(program: Program, amount: Any, cost: Any, others: Sequence[Program]
         for module in modules:
             change_back(module)
         with program.preserved() as overwritten:
-            planner = _Planner(program, cost)
+            planner = _Planner(program, cost, only)
         free = free_memory(program.inputs()) if amount is None or "%" in str(amount) else None
         if amount is None and free is None:
             raise PolicyError(
                 "On a CPU a budget needs an amount: give a number of bytes, '2GiB', or a part such as 0.5."
             )
-        most = Budget("100%" if amount is None else amount, cost).nbytes(planner.without if free is None else free)
+        most = Budget("100%" if amount is None else amount, cost).nbytes(
+            planner.without if free is None else agreed(free)
+        )
         with program.preserved(overwritten):
             planner.measure(most)
             return planner.plan(most, others)

@@ -8,6 +8,7 @@ al., "Optimal Checkpointing for Heterogeneous Chains", 2019.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import torch
 
 from .items import NO_WORK, Item, Option, Work
 
-_MOST_PLANS = 300  # of a list; others are left out, so that the search stays linear in the items
+MOST_PLANS = 300  # of a list; others are left out, so that the search stays linear in the items
 
 
 class Region:
@@ -86,10 +87,10 @@ class List:
 
 
 class Solver:
-    """Finds the plans of lists of items."""
+    """Finds the plans of lists of items, up to a peak. A region is around at most ``longest_row`` calls."""
 
-    def __init__(self, longest_row: int = 0) -> None:
-        self._longest_row = longest_row  # the most calls that one region is around
+    def __init__(self, longest_row: int = 0, limit: float = math.inf, most_plans: int = MOST_PLANS) -> None:
+        self._longest_row, self._limit, self._most_plans = longest_row, limit, most_plans
         self._lists: dict[tuple, List] = {}
         self._numbers: dict[tuple, int] = {}  # of the signatures of items
         self._number_of: dict[int, int] = {}  # the same, by the ids of items
@@ -151,7 +152,7 @@ class Solver:
         if item.options:
             found.append(self._simple(items, item, rest))
         columns = [torch.cat(column) for column in zip(*found)]
-        return Plans(*_pareto(columns))
+        return Plans(*self._pareto(columns))
 
     def _simple(self, items: List, item: Item, rest: List) -> tuple[torch.Tensor, ...]:
         """The plans in which the first item runs by one of its options."""
@@ -187,6 +188,21 @@ class Solver:
         way = torch.full_like(peak, len(items.ways))
         items.ways.append(Way(None, region, inside, rest))
         return peak, cost, flops, way, i, j
+
+    def _pareto(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The Pareto-optimal rows of the columns, of which the first two are peak and cost, by increasing peak."""
+        within = columns[0] <= max(self._limit, int(columns[0].min()))
+        columns = [column[within] for column in columns]
+        peak, cost = columns[:2]
+        order = cost.argsort(stable=True)
+        order = order[peak[order].argsort(stable=True)]
+        lowest = cost[order].cummin(0).values
+        is_better = torch.ones_like(order, dtype=torch.bool)
+        is_better[1:] = lowest[1:] < lowest[:-1]
+        order = order[is_better]
+        if len(order) > self._most_plans:
+            order = order[torch.linspace(0, len(order) - 1, self._most_plans).round().long().unique()]
+        return [column[order] for column in columns]
 
     def _steps(self, items: List, number: int, chain: Sequence[Item]) -> Iterator[_Step]:
         """Go through a plan of a list, which stands for this chain."""
@@ -227,17 +243,3 @@ class Solver:
                     return calls[0], False
                 kept += way.region.given
         raise AssertionError("no item of the plan has its peak")
-
-
-def _pareto(columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The Pareto-optimal rows of the columns, of which the first two are peak and cost, by increasing peak."""
-    peak, cost = columns[:2]
-    order = cost.argsort(stable=True)
-    order = order[peak[order].argsort(stable=True)]
-    lowest = cost[order].cummin(0).values
-    is_better = torch.ones_like(order, dtype=torch.bool)
-    is_better[1:] = lowest[1:] < lowest[:-1]
-    order = order[is_better]
-    if len(order) > _MOST_PLANS:
-        order = order[torch.linspace(0, len(order) - 1, _MOST_PLANS).round().long().unique()]
-    return [column[order] for column in columns]

@@ -210,10 +210,23 @@ def test_modules_that_cannot_be_regions_are_passed_over_with_the_reason() -> Non
     run = lambda: squared(model(X))
     expected, plain, _ = step(model, run)
     plan = remat.nn.budget(model, 0.8, X, loss=squared)
-    assert plan.passed_over["1"] == "it is called more than once in a step"
-    assert "TorchScript" in plan.passed_over["4"] and "not a region: 4" in str(plan)
+    assert plan.passed_over == {"4": "it is TorchScript"} and "not a region: 4: it is" in str(plan)
     found, peak, _ = step(model, run)
     assert all(map(torch.equal, found, expected)) and peak <= plan.amount < plain
+
+
+def test_the_calls_of_a_module_that_is_called_more_than_once_are_all_regions_or_none() -> None:
+    torch.manual_seed(0)
+    shared = layer()
+    model = nn.Sequential(*[shared] * 6)
+    run = lambda: squared(model(X))
+    expected, plain, flops = step(model, run)
+    plan = remat.nn.budget(model, 0.5, X, loss=squared)
+    found, peak, recomputed = step(model, run)
+    assert [region.name for region in plan.regions] == ["0"] * 6
+    assert all(map(torch.equal, found, expected)) and peak <= plan.amount < plain
+    assert recomputed - flops == plan.flops > 0
+    assert not remat.nn.budget(model, "4MiB", X, loss=squared).regions
 
 
 def test_a_function_that_calls_modules() -> None:
