@@ -64,6 +64,18 @@ def test_a_backward_in_plain_autograd() -> None:
     both(lambda wrap: through_autograd(wrap(g), X, Y))
 
 
+@pytest.mark.parametrize("inside", INSIDE)
+def test_no_gradient_of_what_a_region_does_not_use(inside: str) -> None:
+    """As without remat, hooks on it are not called, and nothing is accumulated."""
+    gradients: list[Any] = []
+    x, unused = V.clone().requires_grad_(), torch.ones(3, requires_grad=True)
+    unused.register_hook(gradients.append)
+    region = INSIDE[inside](lambda fn: fn)
+    remat(lambda x, unused: region(x) + unused.detach().sum())(x, unused).sum().backward()
+    assert x.grad is not None
+    assert gradients == []
+
+
 @pytest.mark.parametrize("policy", [EVERYTHING, policies.save_matmuls, policies.save_ops("aten.mul")], ids=str)
 def test_linearize_inside_a_region_is_refused_with_a_policy(policy: Any) -> None:
     both(lambda wrap: wrap(lambda x: linearize(torch.sin, x)[1](x))(V))
