@@ -53,6 +53,26 @@ def test_transforms_inside(inside: str, outside: str) -> None:
     both(program)
 
 
+# A tensor that is stored under `jvp` is refused.
+@pytest.mark.parametrize("outside", [name for name in ALL if not ("jvp" in name or name in ("jacfwd", "hessian"))])
+@pytest.mark.parametrize("follows", [True, False])
+def test_state_that_a_level_inside_has_left(follows: bool, outside: str) -> None:
+    """A tensor that is made at two levels is a wrapper of a wrapper when these have ended."""
+
+    def program(wrap: Wrap) -> Any:
+        state = torch.zeros(4, dtype=V.dtype)
+
+        def steps(x: Tensor) -> Tensor:
+            nonlocal state
+            old, state = state, state * 0.5 + 1
+            return x * old.cos()
+
+        region = wrap(grad(squares(steps)))
+        return ALL[outside](lambda x: region(region(x if follows else V).tanh()) * x, V)
+
+    both(program)
+
+
 def test_a_backward_in_plain_autograd() -> None:
     """With respect to an argument, and to a leaf that the region makes."""
 
