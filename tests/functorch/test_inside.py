@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from both import ALL, RECOMPUTE, Fn, V, Wrap, X, Y, both, f, forces, rows, squares, through_autograd, vmap
+from both import ALL, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, f, forces, rows, squares, through_autograd, vmap
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp
 
@@ -22,6 +23,7 @@ FORCES: dict[str, Callable[[Wrap], Fn]] = {
 }
 INSIDE: dict[str, Callable[[Wrap], Fn]] = {
     "grad": lambda wrap: wrap(lambda x: grad(squares(f))(x) * x),
+    "grad, and the argument": lambda wrap: wrap(lambda x: grad(torch.sum)(x) + x),
     "grad of a region": lambda wrap: wrap(lambda x: grad(squares(wrap(f)))(x) * x),
     "vmap": lambda wrap: wrap(lambda x: vmap(f)(rows(x)).sin().sum(0)),
     "jvp": lambda wrap: wrap(lambda x: jvp(f, (x,), (x.cos(),))[1].sin()),
@@ -39,6 +41,29 @@ INSIDE: dict[str, Callable[[Wrap], Fn]] = {
 @pytest.mark.parametrize("force", FORCES)
 def test_autograd_inside(force: str, outside: str) -> None:
     both(lambda wrap: RECOMPUTE[outside](FORCES[force](wrap), V))
+
+
+# What each of three nested regions saves.
+NESTED = {
+    "the innermost": (None, None, policies.save_matmuls),
+    "the inner two": (None, policies.save_ops("aten.mul"), EVERYTHING),
+    "all": (policies.save_ops("aten.tanh", "aten.mul"), policies.save_ops("aten.tanh"), EVERYTHING),
+}
+
+
+@pytest.mark.parametrize("outside", ["hessian", "jvp(grad)", "grad(grad)", "vmap(grad)", "autograd(grad)"])
+@pytest.mark.parametrize("weight", [V.clone().requires_grad_(), W], ids=["a parameter", "a constant"])
+@pytest.mark.parametrize("saved", NESTED)
+def test_autograd_inside_of_nested_regions_with_policies(saved: str, weight: Tensor, outside: str) -> None:
+    """The backward inside recomputes the regions around it, whose first run goes on, or has started again."""
+
+    def program(wrap: Wrap) -> Any:
+        outer, middle, inner = (functools.partial(wrap, policy=policy) for policy in NESTED[saved])
+        potential = inner(lambda x: (x @ W).tanh() ** 2 * weight if weight.dim() == 1 else f(x))
+        force = middle(lambda x: x + 0.1 * forces(potential)(x))
+        return RECOMPUTE[outside](outer(lambda x: force(x * 1).tanh()), V)
+
+    both(program)
 
 
 @pytest.mark.parametrize(
