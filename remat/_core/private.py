@@ -129,7 +129,7 @@ _Kind = _functorch.TransformType
 GRAD, JVP, VMAP, FUNCTIONALIZE = (kind.value for kind in (_Kind.Grad, _Kind.Jvp, _Kind.Vmap, _Kind.Functionalize))
 current_level, level_of = _functorch.maybe_current_level, _functorch.maybe_get_level
 is_dead = _functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
-unwrap_if_dead, unwrap_once = _functorch.unwrap_if_dead, _functorch.get_unwrapped
+unwrap_once = _functorch.get_unwrapped
 is_wrapped = _functorch.is_functorch_wrapped_tensor
 is_grad_wrapper, is_batched = _functorch.is_gradtrackingtensor, _functorch.is_batchedtensor
 unwrap_grad, wrap_grad = _functorch._unwrap_for_grad, _functorch._wrap_for_grad
@@ -148,6 +148,13 @@ next_sequence_number = _autograd._get_sequence_nr  # older nodes have smaller nu
 def fills_what_it_saves() -> bool:
     """Whether the current node's operation saves a tensor before it fills it. Only one such operation is known."""
     return type(current_node()).__name__.startswith("RreluWithNoise")
+
+
+def unwrap_if_dead(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that wrappers of levels which have ended contain. torch unwraps one, but they may be nested."""
+    while is_dead(tensor):
+        tensor = _functorch.unwrap_if_dead(tensor)
+    return tensor
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:

@@ -135,10 +135,11 @@ class Call:
 
 def unreached(outs: Tensors, operands: dict[int, torch.Tensor]) -> set[int]:
     """Return the numbers of the operands to which the graph of the results doesn't lead."""
+    edge: Any = torch.autograd.graph.get_gradient_edge
     numbers: dict[Any, set[int]] = {}
     for number, tensor in operands.items():
-        numbers.setdefault(torch.autograd.graph.get_gradient_edge(tensor).node, set()).add(number)
-    left, seen, stack = set(operands), set(), [t.grad_fn for t in outs]
+        numbers.setdefault(edge(tensor).node, set()).add(number)
+    left, seen, stack = set(operands), set(), [edge(t).node for t in outs if is_in_graph(t)]
     while stack and left:
         node = stack.pop()
         if node is not None and node not in seen:

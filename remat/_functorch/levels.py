@@ -22,7 +22,7 @@ from .._core.state import own_work
 from .._core.tensors import is_differentiable, is_dual
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
-from .bottom import Call, has_dual, is_followed_by_autograd
+from .bottom import Call, has_dual, is_followed_by_autograd, unreached
 from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback
 
 Wanted = Sequence[bool] | None
@@ -35,7 +35,11 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> 
         interpreter = private.current_interpreter()
         return _RULES[interpreter.key().value](interpreter, region, operands, call, wanted)
     if region.uses_func and is_followed_by_autograd(operands) and not has_dual(operands):
-        return list(PlainNode.apply(region, call, *operands))
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
+        outs = call.at_bottom(region, inputs, None)
+        unread = unreached(outs, {i: t for i, t in enumerate(inputs) if t.requires_grad})
+        operands = [t.detach() if i in unread else t for i, t in enumerate(operands)]
+        return list(PlainNode.apply(region, call, outs, *operands))
     return call.at_bottom(region, operands, wanted)
 
 
@@ -164,9 +168,7 @@ class PlainNode(torch.autograd.Function):
     """A region in plain autograd that calls torch.func, so it can't run under saved-tensor hooks. Saves operands."""
 
     @staticmethod
-    def forward(ctx: Any, region: Any, call: Call, *operands: torch.Tensor) -> tuple:
-        with torch.enable_grad(), private.set_forward_grad_enabled(True):
-            outs = call.at_bottom(region, [t.detach().requires_grad_(t.requires_grad) for t in operands], None)
+    def forward(ctx: Any, region: Any, call: Call, outs: Tensors, *operands: torch.Tensor) -> tuple:
         ctx.region, ctx.call = region, call
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
@@ -177,12 +179,12 @@ class PlainNode(torch.autograd.Function):
     @staticmethod
     @private.never_traced
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        call, needs = ctx.call, ctx.needs_input_grad[2:]
+        call, needs = ctx.call, ctx.needs_input_grad[3:]
         try:
             call.guarded(call.operands)  # its error is more precise than autograd's
         except MutationError as error:
             raise with_region(error, ctx.region, recomputing=False)  # noqa: B904
-        return None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
+        return None, None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
 
 
 def _graph_is_unreachable(level: int, operands: Tensors, thread: int) -> bool:

@@ -20,6 +20,7 @@ from .._selective.recorder import recorder_for
 from ..errors import RematError
 from .bottom import Call
 from .levels import apply
+from .watch import NeedsLevels
 
 
 def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict, uses_func: bool = False) -> Any:
@@ -34,13 +35,14 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
                 region.open(follow=_is_followed)
-            shared = Call(recorder_for(region))
+            shared, needs_levels = Call(recorder_for(region)), False
             try:
                 with own_work():
                     outs = _first_run(region, shared)
-                if not shared.watch.needs_levels:
-                    shared.close()
-                    return region.outputs.build(outs, region.inputs.operands())
+                shared.close()
+                return region.outputs.build(outs, region.inputs.operands())
+            except NeedsLevels:
+                needs_levels = True
             except Exception as error:
                 if "INTERNAL ASSERT" in str(error) and shared.watch is not None:
                     shared.watch.check_captured()  # torch has met a wrapper that it can't place
@@ -49,7 +51,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                 uses_func = True
             with own_work():
                 shared.guards.roll_back()
-                region.restart(uses_func, shared.watch.needs_levels)
+                region.restart(uses_func, needs_levels)
     except Exception as error:
         raise with_region(error, region, recomputing=False)  # noqa: B904
     finally:
@@ -66,10 +68,9 @@ def _first_run(region: Region, shared: Call) -> list[torch.Tensor]:
     if state.watch is not None:
         state.watch.reads(region.inputs.operands())
     outs = apply(region, region.inputs.operands(), shared)
-    if not shared.watch.needs_levels:
-        shared.watch.check_end(outs)
-        if state.watch is not None:
-            state.watch.made(outs)
+    shared.watch.check_end(outs)
+    if state.watch is not None:
+        state.watch.made(outs)
     return outs
 
 

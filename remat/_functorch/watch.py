@@ -24,6 +24,13 @@ from .._core.trees import without_plain
 from ..errors import CaptureError, RematError
 
 
+class NeedsLevels(BaseException):
+    """Ends a first run whose function would see that ``grad`` levels are missing. It starts again with them.
+
+    At once, as a recompute of an outer region takes what is handed to it for what the second start hands to it.
+    """
+
+
 class Watch(TorchFunctionMode):
     """Sees each torch function that the region's function calls."""
 
@@ -35,7 +42,6 @@ class Watch(TorchFunctionMode):
         self.inputs: set[int] = set()
         self.level: int | None = None  # of the transforms, where the function is called
         self.start = private.next_sequence_number()
-        self.needs_levels = False  # the function observes that ``grad`` levels are missing
         self.inside: dict[int, weakref.ref] = {}
         self.suspects: list[weakref.ref] = []  # made inside, or captured
         # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
@@ -85,11 +91,11 @@ class Watch(TorchFunctionMode):
                 raise RematError(_HOOK.format("an argument or a captured tensor"))
             if private.GRAD in kinds and not self.one_graph:
                 raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
-        elif private.GRAD in kinds and not self.region.graded:
-            if func in _DROPOUT:  # it draws in the order of elements at a level, in that of memory below
-                self.needs_levels |= not args[0].is_contiguous()
-            elif func in _QUERIES:
-                self.needs_levels |= self._follows_more()
+        elif private.GRAD not in kinds or self.region.graded:
+            return
+        # Dropout draws in the order of elements at a level, in that of memory below.
+        elif (func in _DROPOUT and not args[0].is_contiguous()) or (func in _QUERIES and self._follows_more()):
+            raise NeedsLevels
 
     def _follows_more(self) -> bool:
         """Whether the operands are followed by more than the innermost ``grad`` level, which is all that is visible."""

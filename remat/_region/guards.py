@@ -188,11 +188,14 @@ class Guard(Held):
             return fwAD.make_dual(*(each.again() for each in self.dual))
         return cut(tensor, self.requires_grad, self.leaf)
 
-    def captured_again(self, accumulated: bool) -> torch.Tensor:
+    def captured_again(self, accumulated: bool, unfinished: bool) -> torch.Tensor:
         """Return a captured tensor for a recompute: itself if possible, so that no variable changes.
 
         ``accumulated``: a backward pass inside the region has added to gradients, so a parameter is replaced.
+        ``unfinished``: in the first run. Inner regions would take the wrapper of a copy as an operand.
         """
+        if unfinished and self._copy is not None and self.is_as_before and not _may_differ(self.tensor, self._copy):
+            return self.tensor
         added_to = accumulated and self.requires_grad
         other = self.copy is not None or self.lost or self.packed is not None or self.dual is not None
         if added_to or other or self.tensor is None:
@@ -284,7 +287,8 @@ class Guards(list[Guard]):
 
     def captured_again(self) -> list[torch.Tensor]:
         """Return all tensors, captured ones, for a recompute."""
-        return [guard.captured_again(self.accumulated) for guard in self]
+        unfinished = self._grads is not None and private.transforms_active()
+        return [guard.captured_again(self.accumulated, unfinished) for guard in self]
 
     def watched(self) -> AbstractContextManager:
         """Within, reads of tensors that were changed since are errors."""

@@ -192,7 +192,7 @@ class Region:
         self.inputs.roll_back()
         if self.around is not None:
             self.around.undo()
-        self.ran = False
+        self.ran, self.record = False, None
 
     def check_result(self, result: Any) -> None:
         """Compare the structure of a recompute's result with the first one."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from both import ALL, RECOMPUTE, Fn, V, Wrap, X, Y, both, f, forces, rows, squares, through_autograd, vmap
+from both import ALL, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, f, forces, rows, squares, through_autograd, vmap
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp
 
@@ -22,6 +23,7 @@ FORCES: dict[str, Callable[[Wrap], Fn]] = {
 }
 INSIDE: dict[str, Callable[[Wrap], Fn]] = {
     "grad": lambda wrap: wrap(lambda x: grad(squares(f))(x) * x),
+    "grad, and the argument": lambda wrap: wrap(lambda x: grad(torch.sum)(x) + x),
     "grad of a region": lambda wrap: wrap(lambda x: grad(squares(wrap(f)))(x) * x),
     "vmap": lambda wrap: wrap(lambda x: vmap(f)(rows(x)).sin().sum(0)),
     "jvp": lambda wrap: wrap(lambda x: jvp(f, (x,), (x.cos(),))[1].sin()),
@@ -41,6 +43,29 @@ def test_autograd_inside(force: str, outside: str) -> None:
     both(lambda wrap: RECOMPUTE[outside](FORCES[force](wrap), V))
 
 
+# What each of three nested regions saves.
+NESTED = {
+    "the innermost": (None, None, policies.save_matmuls),
+    "the inner two": (None, policies.save_ops("aten.mul"), EVERYTHING),
+    "all": (policies.save_ops("aten.tanh", "aten.mul"), policies.save_ops("aten.tanh"), EVERYTHING),
+}
+
+
+@pytest.mark.parametrize("outside", ["hessian", "jvp(grad)", "grad(grad)", "vmap(grad)", "autograd(grad)"])
+@pytest.mark.parametrize("weight", [V.clone().requires_grad_(), W], ids=["a parameter", "a constant"])
+@pytest.mark.parametrize("saved", NESTED)
+def test_autograd_inside_of_nested_regions_with_policies(saved: str, weight: Tensor, outside: str) -> None:
+    """The backward inside recomputes the regions around it, whose first run goes on, or has started again."""
+
+    def program(wrap: Wrap) -> Any:
+        outer, middle, inner = (functools.partial(wrap, policy=policy) for policy in NESTED[saved])
+        potential = inner(lambda x: (x @ W).tanh() ** 2 * weight if weight.dim() == 1 else f(x))
+        force = middle(lambda x: x + 0.1 * forces(potential)(x))
+        return RECOMPUTE[outside](outer(lambda x: force(x * 1).tanh()), V)
+
+    both(program)
+
+
 @pytest.mark.parametrize(
     ("inside", "outside"),
     [(i, o) for i in INSIDE for o in ALL if not (i in ("jvp", "jacfwd", "hessian") and o.startswith("dual"))],
@@ -49,6 +74,26 @@ def test_transforms_inside(inside: str, outside: str) -> None:
     def program(wrap: Wrap) -> Any:
         region = INSIDE[inside](wrap)
         return [ALL[outside](region, V) for _ in range(2)]  # the second time, with what the first one has recorded
+
+    both(program)
+
+
+# A tensor that is stored under `jvp` is refused.
+@pytest.mark.parametrize("outside", [name for name in ALL if not ("jvp" in name or name in ("jacfwd", "hessian"))])
+@pytest.mark.parametrize("follows", [True, False])
+def test_state_that_a_level_inside_has_left(follows: bool, outside: str) -> None:
+    """A tensor that is made at two levels is a wrapper of a wrapper when these have ended."""
+
+    def program(wrap: Wrap) -> Any:
+        state = torch.zeros(4, dtype=V.dtype)
+
+        def steps(x: Tensor) -> Tensor:
+            nonlocal state
+            old, state = state, state * 0.5 + 1
+            return x * old.cos()
+
+        region = wrap(grad(squares(steps)))
+        return ALL[outside](lambda x: region(region(x if follows else V).tanh()) * x, V)
 
     both(program)
 
@@ -62,6 +107,18 @@ def test_a_backward_in_plain_autograd() -> None:
         return (x * scale).exp() * torch.autograd.grad((leaf * 2).sin().sum(), leaf)[0]
 
     both(lambda wrap: through_autograd(wrap(g), X, Y))
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_no_gradient_of_what_a_region_does_not_use(inside: str) -> None:
+    """As without remat, hooks on it are not called, and nothing is accumulated."""
+    gradients: list[Any] = []
+    x, unused = V.clone().requires_grad_(), torch.ones(3, requires_grad=True)
+    unused.register_hook(gradients.append)
+    region = INSIDE[inside](lambda fn: fn)
+    remat(lambda x, unused: region(x) + unused.detach().sum())(x, unused).sum().backward()
+    assert x.grad is not None
+    assert gradients == []
 
 
 @pytest.mark.parametrize("policy", [EVERYTHING, policies.save_matmuls, policies.save_ops("aten.mul")], ids=str)
