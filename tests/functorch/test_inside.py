@@ -45,6 +45,7 @@ def test_autograd_inside(force: str, outside: str) -> None:
 
 # What each of three nested regions saves.
 NESTED = {
+    "the outermost": (EVERYTHING, None, None),
     "the innermost": (None, None, policies.save_matmuls),
     "the inner two": (None, policies.save_ops("aten.mul"), EVERYTHING),
     "all": (policies.save_ops("aten.tanh", "aten.mul"), policies.save_ops("aten.tanh"), EVERYTHING),
@@ -60,8 +61,10 @@ def test_autograd_inside_of_nested_regions_with_policies(saved: str, weight: Ten
     def program(wrap: Wrap) -> Any:
         outer, middle, inner = (functools.partial(wrap, policy=policy) for policy in NESTED[saved])
         potential = inner(lambda x: (x @ W).tanh() ** 2 * weight if weight.dim() == 1 else f(x))
-        force = middle(lambda x: x + 0.1 * forces(potential)(x))
-        return RECOMPUTE[outside](outer(lambda x: force(x * 1).tanh()), V)
+        force = middle(lambda x: x + 0.1 * forces(potential)(x.sin()))
+        found = RECOMPUTE[outside](outer(lambda x: force(x * 1).tanh()), V)
+        total = sum(t.sum() for t in (found if isinstance(found, tuple) else ()) if isinstance(t, Tensor))
+        return found, weight.requires_grad and outside == "jvp(grad)" and torch.autograd.grad(total, weight)
 
     both(program)
 
