@@ -74,7 +74,8 @@ class Recording:
 
     def ran(self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """Record an operation that has run. ``draw`` is its index among those that draw random numbers."""
-        number, read = len(self.log.steps), list[torch.Tensor]()
+        number = len(self.log.steps)
+        read: list[torch.Tensor] = []
         last = None if self._last is None else self._last.step(number)
         step = self._step(facts, args, kwargs, result, draw, read, last)
         if step is None:  # it only made views
@@ -114,7 +115,7 @@ class Recording:
         if not new and not acts:
             return None
         key = storages.key(facts, draw, args, kwargs, read)
-        new = [each for each in new if storages.is_new(each[1])]  # it may be a view of an argument, known only now
+        new = [each for each in new if storages.at(each[1]) is None]  # it may be a view of an argument, known only now
         if not new and not acts:
             return None
         if self._flags:
@@ -134,7 +135,8 @@ class Recording:
             verdict = self.choices.verdict(number, key)
         elif is_judged(outcome, facts):
             verdict = self.verdicts.on_operation((number,), facts, args, kwargs, result)
-        outs, tracked = list[int](), list[int]()
+        outs: list[int] = []
+        tracked: list[int] = []
         for tensor, storage in new:
             value = storages.number()
             storages.put(storage, value)
@@ -181,7 +183,8 @@ class Recording:
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
         log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judges_names
-        value, form = (self.storages.find(tensor), place_of(tensor)[1]) if is_plain(tensor) else (None, None)
+        storage, form = place_of(tensor) if is_plain(tensor) else (tensor, None)
+        value = self.storages.at(storage)
         if value is not None and form is not None and is_as_it_lies(form):
             allowed = value in self.saved_values.allowed
             self.saves.add(slot, Source((value,), Layout(0, form) if allowed or judges_names else None, after))

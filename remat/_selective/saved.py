@@ -27,7 +27,7 @@ from .._region.hooks import Hooks, Packed
 from .._region.placeholders import Placeholder
 from ..errors import MutationError
 from .program import Log
-from .values import Layout, form_of
+from .values import Layout, place_of
 
 
 class Residual:
@@ -89,15 +89,12 @@ class Residual:
         return self._bring is not None
 
     def on(self, layout: Layout) -> torch.Tensor:
-        """Return a new tensor of a layout, whose storage contains the value.
-
-        Raises MutationError if the value was changed in place.
-        """
+        """Return a new tensor of a layout, whose storage contains the value."""
         tensor = self.get()
-        if self._bring is None and form_of(tensor) == layout.form:
+        if self._bring is None and place_of(tensor)[1] == layout.form:
             return alias(tensor)
         with private.without_levels() if private.transforms_active() else nullcontext():
-            return layout.of(tensor)
+            return layout.on(tensor.untyped_storage())
 
     def get(self) -> torch.Tensor:
         """Return a tensor whose storage contains the value. Raises MutationError if the value was changed in place."""
