@@ -58,7 +58,8 @@ T = TypeVar("T")
 class ByClass(dict[Any, T]):
     """What a function returns for a class.
 
-    It is remembered for classes that can be imported. Others may hold tensors, as that of a parametrized module does.
+    It is remembered for built-in classes and for those that can be imported. Others may hold tensors, as that of a
+    parametrized module does.
     """
 
     def __init__(self, find: Callable[[Any], T]) -> None:
@@ -67,7 +68,7 @@ class ByClass(dict[Any, T]):
 
     def __missing__(self, cls: Any) -> T:
         found = self._find(cls)
-        if getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls:
+        if cls.__module__ == "builtins" or getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls:
             self[cls] = found
         return found
 

@@ -162,9 +162,12 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
     return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
 
 
+_mode, _PROXY, _jit_traces = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY, torch._C._is_tracing
+
+
 def tracing() -> bool:
     """Whether ``make_fx``, ``torch.export`` or ``torch.jit.trace`` is tracing: then a region is inlined."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None or torch.jit.is_tracing()
+    return _jit_traces() or _mode(_PROXY) is not None
 
 
 def exporting() -> bool:
@@ -276,7 +279,7 @@ def said_of_node() -> dict[str, Any]:
 
 def traced_node(tensor: torch.Tensor) -> Any:
     """The node of a tensor in the graph that AOT autograd is tracing; None if it isn't tracing."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    mode = _mode(_PROXY)
     if mode is None or not isinstance(tensor, FunctionalTensor):
         return None
     torch._sync(tensor)
@@ -292,7 +295,7 @@ def traced_by_torch(function: Any) -> bool:
 
 def functionalizing() -> bool:
     """Whether AOT autograd runs the function, which it does first without a graph."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+    return _mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
 # Passes a function's graph, with its tensors as arguments, to a wrapper that only AOT autograd traces, not Dynamo.

@@ -114,8 +114,6 @@ class Call:
 
     def _first_without_hooks(self, region: Any, inputs: Tensors, differentiated: bool) -> list:
         root, recorder = region.root, self.recorder if differentiated else None
-        if recorder is not None:
-            recorder.recording.has_slots = False
         outs = region.run(inputs, FirstRun(recorder, self.watch))
         close(self.guards, root.inputs.captured)
         if recorder is not None:

@@ -102,17 +102,17 @@ class Policy(ABC):
         """Whether predicates must be called with the arguments of each operation, so that runs can't be compared."""
         return any(part.asks for part in self._parts())
 
-    @property
+    @cached_property
     def judges_names(self) -> bool:
         """Whether verdicts may depend on names, even if the policy mentions no name."""
         return any(part.judges_names for part in self._parts())
 
-    @property
+    @cached_property
     def saves_nothing(self) -> bool:
         """Whether it is known that no value is saved or offloaded."""
         return bool(self._parts()) and all(part.saves_nothing for part in self._parts())
 
-    @property
+    @cached_property
     def mentioned_names(self) -> tuple[str, ...]:
         """The patterns of names that the policy mentions, in order, without duplicates."""
         return tuple(dict.fromkeys(name for part in self._parts() for name in part.mentioned_names))

@@ -52,7 +52,7 @@ def unmatched(recording: Any) -> Callable[[], None] | None:
     found = set() if own.asks else {own.verdict_for(step.facts.func) for step in log.steps}
     for value, names in verdicts.names.items() if not own.asks else ():
         found.add(own.judge(None, log.maker(value).facts.func, (), {}, frozenset(names)))
-    warned.operators = bool(alone and recording.saved_values.numbers()) or not found <= {Verdict.RECOMPUTE}
+    warned.operators = bool(alone and recording.saved_values.allowed) or not found <= {Verdict.RECOMPUTE}
     if warned.operators:
         return None
     executed = list(dict.fromkeys(str(step.facts.func) for step in log.steps))

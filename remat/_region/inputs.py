@@ -52,7 +52,8 @@ class Inputs:
             self._variables = self._found.variables
         captured: dict[int, tuple[Path, torch.Tensor]] = {}
         bindings: dict[int, tuple[Path, int]] = {}
-        generators, operands = self.arguments.generators(), list[torch.Tensor]()
+        operands: list[torch.Tensor] = []
+        generators = self.arguments.generators()
         index = {id(t): i for i, t in enumerate(self.tensors)} if follow else {}
         for path, value in self._found.tensors:
             if not isinstance(value, torch.Tensor):

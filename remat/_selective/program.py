@@ -71,7 +71,8 @@ class Log:
 
     def append(self, step: Step) -> None:
         """Add the next step."""
-        self.made.update(dict.fromkeys(step.outs, len(self.steps)))
+        for value in step.outs:
+            self.made[value] = len(self.steps)
         self.overwritten.update(step.overwritten)
         self.steps.append(step)
 

@@ -39,7 +39,7 @@ class Record:
             return
         steps, made = choices.steps(self.program), recording.log.made
         only = choices.so_far if steps is None else steps
-        self.saved_values.save_only([value for value in self.saved_values.numbers() if made[value] in only])
+        self.saved_values.save_only([value for value in self.saved_values.allowed if made[value] in only])
         if steps is None:
             roots = recording.saves.roots(self._end, self.saved_values.hooks is not None)
             choices.close(self.program, roots, results, self._has_slots and self._is_lazy)
@@ -50,7 +50,7 @@ class Record:
         for slot, source in recording.saves.slots():
             if slot is None and self.saved_values.hooks is None:
                 continue  # what is handed to outer hooks, however, must not depend on which slots are alive
-            residual = self.saved_values.of_slot(source.value)
+            residual = self.saved_values.of_slot(source)
             if residual is None:
                 missing.append(source)
                 continue

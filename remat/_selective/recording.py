@@ -14,6 +14,7 @@ from .._core.private import is_wrapped
 from .._core.tensors import holder, is_differentiable, is_plain, parts
 from .._policy.policy import Budget, Policy, Verdict
 from .._policy.warnings import Warned
+from .._region.hooks import Hooks
 from .choices import Choices
 from .program import Log, Program, Skip, Step
 from .saved import SavedValues, Saves, Source
@@ -31,7 +32,7 @@ class Recording:
         self.known = known
         self.verdicts = Verdicts(policy, own, warned)
         self.choices = Choices(policy, known) if isinstance(policy, Budget) else None
-        self.has_slots = True  # otherwise it isn't known which values autograd saves
+        self.has_slots = False  # whether autograd gets slots; otherwise it isn't known which values it saves
         self.storages = Storages()
         self.log = Log()
         self.saves = Saves()
@@ -55,6 +56,11 @@ class Recording:
         if self._compares:
             self._last = self.known.programs.get(self.verdicts.policy)
 
+    def with_slots(self, outer: Hooks | None) -> None:
+        """Note that autograd gets slots, and which hooks around the region get what it saves."""
+        self.has_slots = True
+        self.saved_values.under(outer)
+
     @property
     def _compares(self) -> bool:
         # A policy with predicates is not compared, as its predicate may be a new object in each call.
@@ -68,7 +74,8 @@ class Recording:
 
     def ran(self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """Record an operation that has run. ``draw`` is its index among those that draw random numbers."""
-        number, read = len(self.log.steps), list[torch.Tensor]()
+        number = len(self.log.steps)
+        read: list[torch.Tensor] = []
         last = None if self._last is None else self._last.step(number)
         step = self._step(facts, args, kwargs, result, draw, read, last)
         if step is None:  # it only made views
@@ -108,7 +115,7 @@ class Recording:
         if not new and not acts:
             return None
         key = storages.key(facts, draw, args, kwargs, read)
-        new = [each for each in new if storages.is_new(each[1])]  # it may be a view of an argument, known only now
+        new = [each for each in new if storages.at(each[1]) is None]  # it may be a view of an argument, known only now
         if not new and not acts:
             return None
         if self._flags:
@@ -128,7 +135,8 @@ class Recording:
             verdict = self.choices.verdict(number, key)
         elif is_judged(outcome, facts):
             verdict = self.verdicts.on_operation((number,), facts, args, kwargs, result)
-        outs, tracked = list[int](), list[int]()
+        outs: list[int] = []
+        tracked: list[int] = []
         for tensor, storage in new:
             value = storages.number()
             storages.put(storage, value)
@@ -144,7 +152,7 @@ class Recording:
         storages = self.storages
         before = tuple([storages.get(tensor) for tensor in written])
         for value, tensor in zip(before, written):
-            self.saved_values.on_overwrite(value)
+            self.saved_values.forget(value)
             now = storages.number()
             storages.put(holder(tensor), now)
             outs.append(now)
@@ -175,9 +183,10 @@ class Recording:
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
         log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judges_names
-        value, form = (self.storages.find(tensor), place_of(tensor)[1]) if is_plain(tensor) else (None, None)
+        storage, form = place_of(tensor) if is_plain(tensor) else (tensor, None)
+        value = self.storages.at(storage)
         if value is not None and form is not None and is_as_it_lies(form):
-            allowed = value in self.saved_values
+            allowed = value in self.saved_values.allowed
             self.saves.add(slot, Source((value,), Layout(0, form) if allowed or judges_names else None, after))
             if allowed:
                 slot.residual = self.saved_values.save(value, tensor)
@@ -215,15 +224,16 @@ class Recording:
         if self._is_read(value):
             saved_values.hold(value, part)
         # Otherwise the operation would have to be recomputed for its other results.
-        for sibling in step.outs if value in saved_values else ():
-            if sibling not in saved_values and sibling not in self.verdicts.names and sibling in self._siblings:
-                saved_values.decide(sibling, saved_values.verdict(value))
+        for sibling in step.outs if value in saved_values.allowed else ():
+            if sibling not in saved_values.allowed and sibling not in self.verdicts.names and sibling in self._siblings:
+                saved_values.decide(sibling, saved_values.allowed[value])
                 saved_values.hold(sibling, self._siblings[sibling])
 
     def _is_read(self, value: int) -> bool:
         """Whether autograd has saved a value, or an operation that may be recomputed has read it."""
+        allowed = self.saved_values.allowed
         for step in self.log.steps[self.log.made[value] + 1 :]:
-            if value in step.reads and not (step.tracked and all(out in self.saved_values for out in step.outs)):
+            if value in step.reads and not (step.tracked and allowed.keys() >= {*step.outs}):
                 return True
         return self.saves.has(value, self.log.made[value])
 
@@ -237,7 +247,7 @@ class Recording:
             return
         alive = {value for value in self.storages.values() if value not in values.candidates}
         saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
-        available = {value for value in values.numbers() if value in alive} | values.available()
+        available = {value for value in values.allowed if value in alive} | values.available()
         program = self._last or Program(self.log)
         # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
         skip = Skip.SAFE if program.lazy and not self.known.compiles else Skip.ALL

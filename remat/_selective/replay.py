@@ -71,7 +71,8 @@ class Replay(RegionMode):
                 return func(*args, **kwargs)
             return self._view(func, facts, args, kwargs)
         with without_torch_function():
-            draw, read = self.draw(facts, args, kwargs), list[torch.Tensor]()
+            read: list[torch.Tensor] = []
+            draw = self.draw(facts, args, kwargs)
             number = self._match(facts, draw, args, kwargs, read)
             step = None if number is None else record.program.steps[number]
             if step is not None:
@@ -183,7 +184,7 @@ class Replay(RegionMode):
             if content is None:
                 contents[item.i] = tensor = self.placeholders.placeholder(item)
             else:
-                tensor = content.on(item) if isinstance(content, Residual) else item.of(content)
+                tensor = content.on(item) if isinstance(content, Residual) else item.on(content.untyped_storage())
             self.storages.put(tensor.untyped_storage(), step.outs[item.i])
             return tensor
         if isinstance(item, Argument):

@@ -22,11 +22,12 @@ from .._core.lines import Line
 from .._core.state import alias, unseen
 from .._core.tensors import as_bytes, holder
 from .._policy.policy import Verdict
+from .._region.around import of_region
 from .._region.hooks import Hooks, Packed
 from .._region.placeholders import Placeholder
 from ..errors import MutationError
 from .program import Log
-from .values import Layout, form_of
+from .values import Layout, place_of
 
 
 class Residual:
@@ -88,15 +89,12 @@ class Residual:
         return self._bring is not None
 
     def on(self, layout: Layout) -> torch.Tensor:
-        """Return a new tensor of a layout, whose storage contains the value.
-
-        Raises MutationError if the value was changed in place.
-        """
+        """Return a new tensor of a layout, whose storage contains the value."""
         tensor = self.get()
-        if self._bring is None and form_of(tensor) == layout.form:
+        if self._bring is None and place_of(tensor)[1] == layout.form:
             return alias(tensor)
         with private.without_levels() if private.transforms_active() else nullcontext():
-            return layout.of(tensor)
+            return layout.on(tensor.untyped_storage())
 
     def get(self) -> torch.Tensor:
         """Return a tensor whose storage contains the value. Raises MutationError if the value was changed in place."""
@@ -152,11 +150,6 @@ class Source(NamedTuple):
     layout: Layout | None
     after: int
 
-    @property
-    def value(self) -> int | None:
-        """The value that the policy may save, or None."""
-        return None if self.layout is None else self.values[0]
-
 
 class Saves:
     """The tensors that autograd has saved in a first run so far."""
@@ -200,88 +193,51 @@ class Saves:
                 self._slots[i] = ref, slot.source
 
 
-class Value:
-    """A value that the policy allows to be saved: its residual lives as long as a slot or this object owns it."""
-
-    __slots__ = ("owned", "residual", "verdict")
-
-    def __init__(self, verdict: Verdict) -> None:
-        self.verdict = verdict
-        self.owned: Residual | None = None
-        self.residual: Callable[[], Residual | None] = _nothing
-
-    def save(self, residual: Residual) -> None:
-        """Own the residual that was just made."""
-        self.owned, self.residual = residual, weakref.ref(residual)
-
-    def own(self) -> None:
-        """Own the residual, which only slots own so far."""
-        self.owned = self.residual()
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether its residual is alive and unchanged."""
-        residual = self.residual()
-        return residual is not None and not residual.has_changed
-
-    def give_up(self) -> None:
-        """Release the residual, unless a slot owns it."""
-        if self.owned is not None:
-            self.owned.settle()
-            self.owned = None
-
-    def forget(self) -> None:
-        """Release the residual, as the value isn't saved any more."""
-        if (residual := self.residual()) is not None:
-            residual.settle()
-        self.owned, self.residual = None, _nothing
-
-
 class SavedValues:
-    """The values of a first run that the policy allows to be saved, by number."""
+    """The values of a first run that the policy allows to be saved, by number, and their residuals.
+
+    A residual lives as long as a slot or this object owns it.
+    """
 
     def __init__(self, log: Log, saves: Saves) -> None:
         self.log, self.saves = log, saves
         self.hooks: Hooks | None = None  # saved-tensor hooks around the region, which save its residuals
-        self.in_region = False  # these hooks belong to an enclosing region
+        self.allowed: dict[int, Verdict] = {}
         self.candidates: dict[int, torch.Tensor] = {}
-        self._values: dict[int, Value] = {}
+        self._owned: dict[int, Residual] = {}
+        self._residuals: dict[int, weakref.ref[Residual]] = {}  # all of them
         self._group: Group | None = None
 
-    def __contains__(self, value: int | None) -> bool:
-        """Whether the policy allows a value to be saved."""
-        return value in self._values
+    def under(self, hooks: Hooks | None) -> None:
+        """Let the hooks around the region save its residuals."""
+        self.hooks = hooks
 
-    def numbers(self) -> list[int]:
-        """The values that may be saved."""
-        return [*self._values]
-
-    def verdict(self, value: int) -> Verdict:
-        """The decision about a value."""
-        return self._values[value].verdict if value in self._values else Verdict.RECOMPUTE
+    @property
+    def in_region(self) -> bool:
+        """Whether these hooks belong to an enclosing region."""
+        return of_region(self.hooks) is not None
 
     def decide(self, value: int, verdict: Verdict) -> None:
         """Allow a value to be saved, or don't allow it after all, and release what is saved of it."""
         if verdict is Verdict.RECOMPUTE:
-            self.save_only(self._values.keys() - {value})
-        elif value in self._values:
-            self._values[value].verdict = verdict
+            self.save_only(self.allowed.keys() - {value})
         else:
-            self._values[value] = Value(verdict)
+            self.allowed[value] = verdict
 
     def save_only(self, values: Collection[int]) -> None:
         """Allow only these values to be saved, and release what is saved of all others."""
-        gone = self._values.keys() - values
+        gone = self.allowed.keys() - values
         for value in gone:
-            self._values.pop(value).forget()
+            del self.allowed[value]
             self.candidates.pop(value, None)
+            self.forget(value)
         for slot, source in self.saves.slots() if gone else ():
             if slot is not None and not gone.isdisjoint(source.values):
                 slot.residual = None
 
     def hold(self, value: int, tensor: torch.Tensor) -> None:
         """Make a value a candidate, if the policy allows it to be saved."""
-        if value in self._values and value not in self.log.overwritten:
+        if value in self.allowed and value not in self.log.overwritten:
             self.candidates.setdefault(value, tensor)
 
     def drop(self, needed: Collection[int]) -> None:
@@ -290,93 +246,91 @@ class SavedValues:
 
     def copy_before_writing(self, value: int, tensor: torch.Tensor, reads_it: bool) -> None:
         """Prepare for an operation that is about to overwrite a value: copy it if it may have to be saved."""
-        if value not in self._values:
-            return
-        if (residual := self._values[value].owned) is not None:
-            residual.before_writing()
-        if reads_it or value in self.candidates:
+        if value in self._owned:
+            self._owned[value].before_writing()
+        if value in self.candidates or (reads_it and value in self.allowed):
             with unseen():
                 self.candidates[value] = as_bytes(tensor).clone()
 
-    def on_overwrite(self, value: int) -> None:
-        """Release the residual of a value whose storage was overwritten."""
-        if value in self._values:
-            self._values[value].forget()
+    def forget(self, value: int) -> None:
+        """Release the residual of a value that isn't saved any more, or was overwritten."""
+        if (residual := self.residual(value)) is not None:
+            residual.settle()
+        self._owned.pop(value, None)
+        self._residuals.pop(value, None)
 
     def save(self, value: int, tensor: torch.Tensor) -> Residual:
         """Save a value, as long as the returned residual lives. ``tensor`` is on its storage."""
-        each = self._values[value]
-        residual = each.residual()
+        residual = self.residual(value)
         if residual is None:
             log = self.log
             residual = Residual(log.maker(value).facts.func, log.lines.get(log.made[value]))
-            if self.hooks is None and each.verdict is Verdict.SAVE:
+            if self.hooks is None and self.allowed[value] is Verdict.SAVE:
                 residual.save_here(tensor)
             else:
                 if self.hooks is None and self._group is None:
                     self._group = Group()
                 residual.save_elsewhere(tensor, log.layout(value), self.hooks, self._group)
-            each.save(residual)
+            self._owned[value], self._residuals[value] = residual, weakref.ref(residual)
         return residual
 
     def residual(self, value: int) -> Residual | None:
         """Return the residual of a value, or None if the value is not saved or its residual was freed."""
-        return self._values[value].residual() if value in self._values else None
+        ref = self._residuals.get(value)
+        return None if ref is None else ref()
 
-    def of_slot(self, value: int | None) -> Residual | None:
-        """Return the residual of a value that autograd saved, when the first run has ended."""
-        if value is None or value not in self._values:
+    def of_slot(self, source: Source) -> Residual | None:
+        """Return the residual of a tensor that autograd saved, when the first run has ended."""
+        if source.layout is None:
             return None
-        if self._values[value].owned is None and value in self.candidates:
+        value = source.values[0]
+        if value in self.candidates and value not in self._owned:
             self.save(value, self.candidates[value])  # autograd saved it before it got its name
-        return self._values[value].owned
+        return self._owned.get(value)
 
     def available(self) -> set[int]:
         """Return the candidates, and the values whose residuals are alive and unchanged."""
-        return {*self.candidates, *(value for value, each in self._values.items() if each.is_saved)}
+        saved = ((value, self.residual(value)) for value in [*self._residuals])
+        return {*self.candidates, *(value for value, each in saved if each is not None and not each.has_changed)}
 
     def close(self, needed: Collection[int], results: Collection[tuple[int | None, torch.Tensor]]) -> None:
         """Own the residuals that a recompute needs, and release all others, when the first run has ended."""
-        owned = [self.residual(value) or self.save(value, self.candidates[value]) for value in sorted(needed)]
+        owned = {value: self.residual(value) or self.save(value, self.candidates[value]) for value in sorted(needed)}
         for value, tensor in results:
             if value is not None and (residual := self.residual(value)) is not None:
                 residual.watch(tensor)
         self.release_all()
-        self.own(needed)
-        del owned
+        self._owned.update(owned)
         del self.log, self.saves  # only the first run needs them
 
     def release_all(self) -> None:
         """Release the candidates, whose autograd history may lead back to this object, and all owned residuals."""
         self.candidates.clear()
-        for each in self._values.values():
-            each.give_up()
+        for value in [*self._owned]:
+            self.release(value)
 
     def release(self, value: int) -> None:
-        """Release the residual of a value that the last recompute has restored."""
-        if value in self._values:
-            self._values[value].give_up()
+        """Release the residual of a value, such as one that the last recompute has restored, unless a slot owns it."""
+        if (residual := self._owned.pop(value, None)) is not None:
+            residual.settle()
 
     def own(self, values: Collection[int]) -> None:
         """Own the residuals of these values, which only slots own so far, before the slots are freed."""
-        for value in self._values.keys() & values:
-            self._values[value].own()
+        for value in values:
+            if (residual := self.residual(value)) is not None:
+                self._owned[value] = residual
 
     @property
     def nbytes(self) -> int:
         """The bytes on the device of the residuals that a recompute needs."""
-        return sum(each.owned.nbytes for each in self._values.values() if each.owned is not None)
+        return sum(each.nbytes for each in [*self._owned.values()])
 
     @property
     def saved(self) -> frozenset[int]:
         """The values saved so far, for `go_back`."""
-        return frozenset(value for value, each in self._values.items() if each.owned is not None)
+        return frozenset(self._owned)
 
     def go_back(self, saved: frozenset[int]) -> None:
         """Forget the residuals of all other values, in a first run of which an inner run is abandoned."""
         for value in self.saved - saved:
-            self._values[value].forget()
-
-
-def _nothing() -> None:
-    """No residual."""
+            self.forget(value)

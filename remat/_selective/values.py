@@ -20,16 +20,15 @@ from .._core.tensors import as_bytes, bytes_of, holder, is_dense, span
 New: TypeAlias = tuple[torch.Tensor, Any]  # a tensor and its storage, or the tensor twice (see `holder`)
 
 
-def form_of(tensor: torch.Tensor) -> tuple:
-    """Return a tensor's form: offset, sizes, strides, dtype, device, lazy conjugation, lazy negation."""
-    shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    return tensor.storage_offset(), shape, stride, dtype, device, tensor.is_conj(), tensor.is_neg()
-
-
 def place_of(tensor: torch.Tensor) -> tuple[Any, tuple | None]:
-    """Return a tensor's storage and form, or the tensor itself and None if it has no strided storage."""
+    """Return a tensor's storage and form, or the tensor itself and None if it has no strided storage.
+
+    A form is: offset, sizes, strides, dtype, device, lazy conjugation, lazy negation.
+    """
     try:
-        return tensor.untyped_storage(), form_of(tensor)
+        offset, stride, dtype = tensor.storage_offset(), tensor.stride(), tensor.dtype
+        conj = dtype.is_complex and tensor.is_conj()
+        return tensor.untyped_storage(), (offset, tensor.shape, stride, dtype, tensor.device, conj, tensor.is_neg())
     except RuntimeError:  # sparse tensors have no storage, nested tensors have no strides
         return tensor, None
 
@@ -54,10 +53,6 @@ class Layout(NamedTuple):
     def device(self) -> torch.device:
         """The device."""
         return self.form[4]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this layout on another tensor's storage."""
-        return self.on(tensor.untyped_storage())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor of this layout on a storage."""
@@ -146,7 +141,12 @@ class Storages:
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the value in a tensor's storage, or None for an unknown storage."""
-        return self._in(holder(tensor))
+        return self.at(holder(tensor))
+
+    def at(self, storage: Any) -> int | None:
+        """Return the number of the value in a storage, or None for an unknown storage."""
+        home = self._homes.get(id(storage))
+        return home[1] if home is not None and home[0]() is storage else None
 
     def enter(self, tensor: torch.Tensor) -> int:
         """Return the number of the value in an input's storage. An unknown storage gets a new number."""
@@ -164,16 +164,12 @@ class Storages:
         """Return the numbers of the values in all storages that are alive."""
         return [number for ref, number in self._homes.values() if ref() is not None]
 
-    def is_new(self, storage: Any) -> bool:
-        """Whether a storage is unknown."""
-        return self._in(storage) is None
-
     def new(self, result: Any) -> list[New]:
         """Return the tensors of a result that have new, unknown storages, one for each storage."""
         found: dict[int, New] = {}
         for tensor in (result,) if isinstance(result, torch.Tensor) else tensors(result):
             storage = holder(tensor)
-            if self.is_new(storage):
+            if self.at(storage) is None:
                 found.setdefault(id(storage), (tensor, storage))
         return [*found.values()]
 
@@ -196,14 +192,10 @@ class Storages:
         }
         return found
 
-    def _in(self, storage: Any) -> int | None:
-        home = self._homes.get(id(storage))
-        return home[1] if home is not None and home[0]() is storage else None
-
     def _meet(self, tensor: torch.Tensor) -> tuple[int, tuple | None]:
         """Return the number of the value in a tensor's storage, and the tensor's form."""
         storage, form = place_of(tensor)
-        number = self._in(storage)
+        number = self.at(storage)
         if number is None:
             content = _content(tensor)
             number = self._constants.get(content) if content is not None else None
