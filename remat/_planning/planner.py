@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -19,23 +17,22 @@ from .._core.state import disable_remat
 from .._measure.allocated import Allocated, free_memory
 from .._measure.observer import gc_disabled
 from .._measure.program import Program
-from .._modules.eligible import check_module
 from .._modules.region_class import change_back, regions, restored
 from .._modules.segments import is_sequence
 from .._policy.policy import Budget
 from ..errors import PolicyError, RematError
 from .bound import lower_bound
+from .candidates import Candidates
 from .items import Item, Option, chain_of
 from .measure import Measuring
 from .plan import Plan, RegionPlan, options_of
 from .solver import List, Solver
-from .trace import Call, Trace
+from .trace import Trace
 
 _ROUNDS = 6  # the most plans whose step is measured
 _TOO_MUCH = 2**62  # the peak of a step that runs out of memory
 _ABOVE = 1.1  # times the amount: predicted peaks up to which plans are found, as predictions may be too high
 _POINTS = 100  # of the curve
-_LEAST_PART = 0.002  # of what the model saves, that a call saves if a region of it is worth while
 
 
 def _progress_bar(total: int) -> Any:
@@ -45,57 +42,6 @@ def _progress_bar(total: int) -> Any:
     except ImportError:
         return SimpleNamespace(update=lambda: None, close=lambda: None)
     return tqdm(total=total, desc="remat: planning", delay=2, disable=None, leave=False)
-
-
-class _Candidates:
-    """Which calls can be regions, and why others can't."""
-
-    def __init__(self, trace: Trace, named: Mapping[str, nn.Module], only: Sequence[nn.Module] | None) -> None:
-        self._only = None if only is None else {id(module.__dict__) for module in only}
-        self.names = {id(module.__dict__): name for name, module in reversed(list(named.items()))}
-        scripts = {name for name, module in named.items() if isinstance(module, torch.jit.ScriptModule)}
-        outermost = (name for name in scripts if name.rpartition(".")[0] not in scripts)
-        self.passed_over = dict.fromkeys(outermost, "it is TorchScript")
-        calls = [trace.root]
-        for call in calls:
-            calls += call.calls
-        self._counts = Counter(id(call.module.__dict__) for call in calls if call.module is not None)
-        for call in calls:
-            if self.is_shared(call):
-                call.container = None  # it can't be in a region with the next ones
-        self._saved = trace.saved
-        self._times = [time for time, _ in trace.saved]
-        self._whole = self._bytes_saved(trace.root)
-
-    def _bytes_saved(self, call: Call) -> int:
-        i, j = (bisect_left(self._times, time) for time in (call.start, call.end))
-        return sum({id(memory): memory.nbytes for _, memory in self._saved[i:j]}.values())
-
-    def is_shared(self, call: Call | None) -> bool:
-        """Whether the module of a call is called more than once, so that all its calls do the same."""
-        return bool(call and call.module is not None and self._counts[id(call.module.__dict__)] > 1)
-
-    def is_whole(self, call: Call) -> bool:
-        """Whether no regions are inside of this call."""
-        return self._only is not None or self.is_shared(call)
-
-    def __call__(self, call: Call) -> bool:
-        module = call.module
-        if module is None or not call.is_differentiated:
-            return False
-        if self._only is not None:
-            return id(module.__dict__) in self._only
-        if not (name := self.names.get(id(module.__dict__))):
-            return False  # the whole model has the name "", and needs as much as a region
-        saved, given = self._bytes_saved(call), sum(memory.nbytes for memory in call.given)
-        if saved <= 1.1 * given or saved <= _LEAST_PART * self._whole:
-            return False
-        try:
-            check_module(module, name)
-        except (RematError, TypeError) as error:
-            self.passed_over[name] = str(error)
-            return False
-        return True
 
 
 class _Planner:
@@ -109,7 +55,7 @@ class _Planner:
         trace = self._trace = Trace(differentiated, cost)
         with disable_remat(), trace.of(self._modules):
             program.forward(program.fn)
-        self._candidates = _Candidates(trace, program.named_modules, only)
+        self._candidates = Candidates(trace, program.named_modules, only)
         self._items = chain_of(trace, self._candidates, self._candidates.is_whole)
         self._longest_row = 2 * math.isqrt(len(self._items)) + 1 if self._is_free else 0
         self._every = [item for each in self._items for item in each.everything()]
@@ -165,7 +111,8 @@ class _Planner:
             number = int(torch.searchsorted(plans.peak, amount, right=True)) - 1
             cost = float(plans.cost[number] if number >= 0 else plans.peak[0])
             found.append((number < 0, cost, shared, solver, items))
-        return [each[2:] for each in sorted(found, key=lambda each: each[:3])]
+        order = agreed([each[2] for each in sorted(found, key=lambda each: each[:3])])
+        return [each[2:] for each in sorted(found, key=lambda each: order.index(each[2]))]
 
     def plan(self, amount: int, others: Sequence[Program]) -> Plan:
         """Return the plan with the lowest cost whose measured peak is within the amount, also for the others.
@@ -271,21 +218,19 @@ def plan_for(
 
     Raises:
         RematError: no plan is.
+        PolicyError: there is no amount, and no device whose free memory it could be.
     """
+    free = free_memory(program.inputs()) if amount is None or "%" in str(amount) else None
+    if amount is None and free is None:
+        raise PolicyError("On a CPU a budget needs an amount: give a number of bytes, '2GiB', or a part such as 0.5.")
     modules = list(program.named_modules.values())
     with gc_disabled(), restored(modules):
         for module in modules:
             change_back(module)
         with program.preserved() as overwritten:
             planner = _Planner(program, cost, only)
-        free = free_memory(program.inputs()) if amount is None or "%" in str(amount) else None
-        if amount is None and free is None:
-            raise PolicyError(
-                "On a CPU a budget needs an amount: give a number of bytes, '2GiB', or a part such as 0.5."
-            )
-        most = Budget("100%" if amount is None else amount, cost).nbytes(
-            planner.without if free is None else agreed(free)
-        )
+        whole = planner.without if free is None else agreed(free)
+        most = Budget("100%" if amount is None else amount, cost).nbytes(whole)
         with program.preserved(overwritten):
             planner.measure(most)
             return planner.plan(most, others)
