@@ -154,19 +154,22 @@ def test_a_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [block.nbytes for block in budget(make(2), 0.7).blocks] == plan
 
 
-def _choose(rank: int, folder: str) -> None:
+def _choose(rank: int, folder: str, where: Any) -> None:
     """Run in one of two processes, whose batches have different sizes."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
-        result = remat.nn.budget(make(4), 0.6, torch.randn(8 - 4 * rank, 32, 16), where=LAYER, loss=squared)
+        x = torch.randn(8 - 4 * rank, 32, 16)
+        result = remat.nn.budget(make(4), 0.6, x, where=where, loss=squared)
         torch.distributed.barrier()  # gloo aborts a process whose peer has left
-        torch.save([(block.name, block.nbytes, block.operators) for block in result.blocks], f"{folder}/{rank}")
+        rows = result.blocks if where else result.regions
+        torch.save([(row.name, row.nbytes, row.operators) for row in rows], f"{folder}/{rank}")
     finally:
         torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-def test_all_processes_take_the_choice_of_the_first(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_choose, (str(tmp_path),), nprocs=2)
+@pytest.mark.parametrize("where", [LAYER, None], ids=["blocks", "any modules"])
+def test_all_processes_take_the_choice_of_the_first(tmp_path: Path, where: Any) -> None:
+    torch.multiprocessing.spawn(_choose, (str(tmp_path), where), nprocs=2)
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
     assert first == second and any(nbytes for _, nbytes, _ in first)
