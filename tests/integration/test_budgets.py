@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from benchmarks import autopilot
 from benchmarks.measure import FlopCount
+from benchmarks.models import CASES
 from remat._measure.allocated import Allocated
 
 
@@ -97,3 +99,22 @@ def test_a_callback_of_lightning_plans_with_the_first_batch() -> None:
     assert callback.plan.peak <= callback.plan.amount and callback.plan.regions
     assert all(map(torch.equal, module.parameters(), plain.parameters()))
     assert module.losses[-2:] == plain.losses and torch.equal(metric, other)
+
+
+@pytest.mark.parametrize("make", [make for make in CASES if make.__name__ in ("gpt2", "vit", "mixed")])
+def test_a_plan_recomputes_no_more_than_choices_by_hand_at_their_peaks(make: Any) -> None:
+    if CASES[make]:
+        pytest.importorskip(CASES[make])
+    torch.manual_seed(0)
+    case = make()
+    case.model.train()
+    plain, model = autopilot.step(case), case.model
+    block = tuple({type(module) for module in model.modules() if type(module).__name__ in case.blocks})
+    for where, policy in ((block, None), (remat.nn.every(2, block), None), (block, remat.policies.save_matmuls)):
+        remat.nn.apply(model, where, policy=policy)
+        hand = autopilot.step(case)
+        plan = remat.nn.budget(model, hand.peak, loss=case.loss, cost="flops", **case.batch)
+        found = autopilot.step(case)
+        assert found.peak <= hand.peak < plain.peak and found.flops - plain.flops == plan.flops
+        assert found.flops <= hand.flops and autopilot.same(found.gradients, plain.gradients)
+        remat.nn.undo(model)
