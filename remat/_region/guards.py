@@ -105,7 +105,7 @@ class Guard(Held):
 
     def hand_over(self, hooks: Hooks, to_region: bool) -> None:
         """Pass the tensor to the hooks. What they make of it the first time is kept."""
-        packed = Packed(self.tensor, hooks, to_region)
+        packed = Packed(private.unwrap_if_dead(self.tensor), hooks, to_region)
         self.packed = self.packed or packed
 
     def forget_history(self) -> None:
