@@ -62,11 +62,8 @@ class Call:
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, checked for changes, and as they were before the region changed them."""
-        known = list[torch.Tensor]()
-        for tensor, before, guard in zip(operands, self.operands, self.guards):
-            # The alias may be restored from a saved value, with another version counter than its memory.
-            now = guard.checked(before) if _is_same(tensor, before) else before
-            known.append(tensor if now is before else now)
+        first = zip(operands, self.operands, self.guards)
+        known = [guard.checked(t, before) if _is_same(t, before) else t for t, before, guard in first]
         return [*known, *operands[len(known) :]]
 
     def _first(self, region: Any, operands: Tensors, wanted: Any, recorded: bool, dual: bool) -> list:

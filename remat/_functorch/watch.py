@@ -25,10 +25,7 @@ from ..errors import CaptureError, RematError
 
 
 class NeedsLevels(BaseException):
-    """Ends a first run whose function would see that ``grad`` levels are missing. It starts again with them.
-
-    At once, as a recompute of an outer region takes what is handed to it for what the second start hands to it.
-    """
+    """Ends a first run without its ``grad`` levels at once: a recompute around it would mix up what it hands over."""
 
 
 class Watch(TorchFunctionMode):

@@ -105,7 +105,7 @@ class Guard(Held):
 
     def hand_over(self, hooks: Hooks, to_region: bool) -> None:
         """Pass the tensor to the hooks. What they make of it the first time is kept."""
-        packed = Packed(self.tensor, hooks, to_region)
+        packed = Packed(private.unwrap_if_dead(self.tensor), hooks, to_region)
         self.packed = self.packed or packed
 
     def forget_history(self) -> None:
@@ -152,8 +152,11 @@ class Guard(Held):
             return self.packed.get()
         return self.checked(self.tensor)
 
-    def checked(self, tensor: Any) -> torch.Tensor:
-        """Return ``tensor``, which is or was the guarded one, or a copy of the old value if the region changed it."""
+    def checked(self, tensor: Any, first: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``tensor``, which is the guarded one, or a copy of the old value if the region changed it.
+
+        Or ``tensor`` is an alias of the ``first`` one, perhaps with a version counter of its own.
+        """
         if self.lost:
             raise MutationError(
                 f"{self.name} was changed in place by the region itself, so the region can't be recomputed from the "
@@ -164,7 +167,7 @@ class Guard(Held):
             with private.without_levels():
                 copy = copied(self.copy)
             return lift(copy)
-        if _version(tensor) != self.version:
+        if _version(tensor if first is None else first) != self.version:
             raise MutationError(self.message())
         return tensor
 

@@ -101,6 +101,24 @@ def test_state_that_a_level_inside_has_left(follows: bool, outside: str) -> None
     both(program)
 
 
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.cos"), EVERYTHING], ids=str)
+def test_a_stored_tensor_of_a_level_that_has_ended(policy: Any) -> None:
+    """As a module stores its last activation. Inner regions hand it to the outer one in each of its runs."""
+
+    def program(wrap: Wrap) -> Any:
+        last: Any = None
+
+        def stores(x: Tensor) -> Tensor:
+            nonlocal last
+            last = x.sin()
+            return last * 0.9
+
+        step = wrap(lambda x: jvp(stores, (x,), (x.cos(),))[1].tanh())
+        return through_autograd(lambda x: wrap(lambda x: step(step(x)).tanh(), policy=policy)(step(x)), V)
+
+    both(program)
+
+
 def test_a_backward_in_plain_autograd() -> None:
     """With respect to an argument, and to a leaf that the region makes."""
 
