@@ -64,6 +64,7 @@ bench: $(TEST)  ## run the benchmarks
 	$(BIN)/python -m benchmarks.gpu --output .bench/gpu.json --picture .bench/gpu.svg
 	$(BIN)/python -m benchmarks.scan --output .bench/scan.json
 	$(BIN)/python -m benchmarks.budget --output .bench/budget.json --picture .bench/pareto.svg
+	$(BIN)/python -m benchmarks.autopilot
 	$(BIN)/python -m benchmarks.speed --output .bench/speed.json
 
 # Build the source distribution and the wheel in dist.
