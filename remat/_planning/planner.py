@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,11 @@ def _progress_bar(total: int) -> Any:
     return tqdm(total=total, desc="remat: planning", delay=2, disable=None, leave=False)
 
 
+def _not_compiled() -> AbstractContextManager:
+    """A context in which compiled modules run as they are, as a plan is made from their operations."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 class _Candidates:
     """Which calls can be regions, and why others can't."""
 
@@ -59,7 +65,9 @@ class _Candidates:
         calls = [trace.root]
         for call in calls:
             calls += call.calls
-        self._counts = Counter(id(call.module.__dict__) for call in calls if call.module is not None)
+        # Calls without gradients are plain ones, whatever the module's other calls are.
+        differentiated = (call.module for call in calls if call.is_differentiated)
+        self._counts = Counter(id(module.__dict__) for module in differentiated if module is not None)
         for call in calls:
             if self.is_shared(call):
                 call.container = None  # it can't be in a region with the next ones
@@ -155,8 +163,11 @@ class _Planner:
         assert item.call is not None
         return self._candidates.names[id(item.call.module.__dict__)]
 
-    def _searches(self, amount: int) -> list[tuple[bool, Solver, List]]:
-        """Find the plans up to the amount, without and with regions for shared modules: the better ones first."""
+    def _searches(self, amount: int) -> Iterator[tuple[bool, Solver, List]]:
+        """Find the plans up to the amount, without and with regions for shared modules: the better ones first.
+
+        Then those that keep the least everywhere: of plans with equal predicted peaks they may need less than others.
+        """
         found = []
         for shared in {False, self._is_free and any(self._candidates.is_shared(item.call) for item in self._every)}:
             solver = Solver(self._longest_row, _ABOVE * amount)
@@ -165,7 +176,11 @@ class _Planner:
             number = int(torch.searchsorted(plans.peak, amount, right=True)) - 1
             cost = float(plans.cost[number] if number >= 0 else plans.peak[0])
             found.append((number < 0, cost, shared, solver, items))
-        return [each[2:] for each in sorted(found, key=lambda each: each[:3])]
+        found.sort(key=lambda each: each[:3])
+        yield from (each[2:] for each in found)
+        for _, _, shared, _, _ in found:
+            least = Solver(self._longest_row, 0)
+            yield shared, least, least.list_of(self._with_options(shared))
 
     def plan(self, amount: int, others: Sequence[Program]) -> Plan:
         """Return the plan with the lowest cost whose measured peak is within the amount, also for the others.
@@ -273,7 +288,7 @@ def plan_for(
         RematError: no plan is.
     """
     modules = list(program.named_modules.values())
-    with gc_disabled(), restored(modules):
+    with gc_disabled(), restored(modules), _not_compiled():
         for module in modules:
             change_back(module)
         with program.preserved() as overwritten:
@@ -283,9 +298,8 @@ def plan_for(
             raise PolicyError(
                 "On a CPU a budget needs an amount: give a number of bytes, '2GiB', or a part such as 0.5."
             )
-        most = Budget("100%" if amount is None else amount, cost).nbytes(
-            planner.without if free is None else agreed(free)
-        )
+        whole = planner.without if free is None else agreed(free)
+        most = min(_TOO_MUCH - 1, Budget("100%" if amount is None else amount, cost).nbytes(whole))
         with program.preserved(overwritten):
             planner.measure(most)
             return planner.plan(most, others)
