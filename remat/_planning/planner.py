@@ -251,6 +251,7 @@ class _Planner:
         named, memories = self._program.named_modules, list[Allocated]()
         with regions({named[name]: options for name, options in options_of(planned, self._cost).items()}):
             for program in (self._program, *others):
+                torch.clear_autocast_cache()  # of the run before
                 torch.rand(())  # regions copy the state of a generator that has drawn since, as in a first step
                 with nullcontext() if program is self._program else program.preserved():
                     with Allocated(program.inputs()) as memory, suppress(torch.OutOfMemoryError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -452,3 +453,25 @@ def test_a_first_block_whose_input_needs_no_gradient_and_frozen_weights_with_ada
     flops = step(model, lambda: squared(model(X)))[2]
     plan = remat.nn.budget(model, 0.6, X, loss=squared, cost="flops")
     assert step(model, lambda: squared(model(X)))[2] - flops == plan.flops
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_casts_of_autocast_live_as_long_as_in_a_step(outside: bool) -> None:
+    class Mixed(nn.Module):
+        """Blocks in autocast, which drops its copies of weights where it ends."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.Linear(128, 32)) for _ in range(6)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.body(x).float()
+
+    torch.manual_seed(0)
+    model = Mixed()
+    with torch.autocast("cpu", torch.bfloat16, enabled=True) if outside else contextlib.nullcontext():
+        plan = remat.nn.budget(model, "1MiB", X[:2], loss=squared)
+        torch.clear_autocast_cache()
+        _, peak, _ = step(model, lambda: squared(model(X[:2])))
+    assert plan.peak == pytest.approx(peak, abs=6000)
