@@ -28,7 +28,9 @@ class Candidates:
         calls = [trace.root]
         for call in calls:
             calls += call.calls
-        self._counts = Counter(id(call.module.__dict__) for call in calls if call.module is not None)
+        # Calls without gradients are plain ones, whatever the module's other calls are.
+        differentiated = (call.module for call in calls if call.is_differentiated)
+        self._counts = Counter(id(module.__dict__) for module in differentiated if module is not None)
         for call in calls:
             if self.is_shared(call):
                 call.container = None  # it can't be in a region with the next ones

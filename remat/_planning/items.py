@@ -204,9 +204,16 @@ class _Lifetimes:
             ends = self._work(first, self._index(self._saved_times[j - 1]) if j > i else first)
             item.options = [Option(item.keep, forward, backward, NO_WORK, ends)]
         module = item.call.module if item.call else None
-        frozen = tuple(not p.requires_grad for p in module.parameters()) if module else ()
+        parameters = tuple((p.nbytes, p.requires_grad) for p in (module.parameters() if module is not None else ()))
         shapes = tuple((memory.nbytes, memory.has_gradient) for memory in arguments)
-        item.key = type(module), frozen, shapes, hash(tuple(operation.key for operation in operations))
+        differentiable = item.call.differentiable if item.call else ()
+        item.key = (
+            type(module),
+            parameters,
+            shapes,
+            differentiable,
+            hash(tuple(operation.key for operation in operations)),
+        )
 
     def _work(self, first: int, last: int) -> Work:
         return Work(self._costs[last] - self._costs[first], self._flops[last] - self._flops[first])

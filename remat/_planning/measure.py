@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,14 +13,15 @@ from torch import nn
 
 from .._core import trees
 from .._core.known import known_of
+from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
 from .._modules.region_class import regions
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
 from .._selective.choices import Tradeoff
 from .._selective.search import Choice
-from ..errors import RematError
 from .items import NO_WORK, Item, Option, Work
+from .trace import Call
 
 _MOST_CHOICES = 24  # of one call
 
@@ -77,7 +80,7 @@ class _Arguments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient.new_zeros(()), None
+        return torch.zeros(()), None
 
 
 class _Results(torch.autograd.Function):
@@ -86,29 +89,39 @@ class _Results(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *results: torch.Tensor) -> torch.Tensor:
         ctx.like = [(t.shape, t.dtype, t.device) for t in results]
-        return results[0].new_zeros(())
+        return torch.zeros((), device=results[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
-def _alone(module: nn.Module, policy: Budget, args: tuple, kwargs: dict) -> Needs:
+def _copied(leaves: Sequence[Any]) -> list[Any]:
+    """Copy the objects in arguments that a call may change, such as a cache of keys and values."""
+    is_kept = [isinstance(leaf, torch.Tensor) or callable(leaf) for leaf in leaves]
+    copies = iter(copy.deepcopy([leaf for leaf, kept in zip(leaves, is_kept) if not kept]))
+    return [leaf if kept else next(copies) for leaf, kept in zip(leaves, is_kept)]
+
+
+def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
     """Run a call alone as a region, forward and backward, and measure the phases."""
+    module: Any = call.module
     leaves, spec = trees.flatten((args, kwargs))
+    leaves = _copied(leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     parameters = [p for p in module.parameters() if p.requires_grad]
     seed = torch.zeros((), requires_grad=True)
     torch.clear_autocast_cache()  # it may have copies of weights that the call would make itself in a step
     with Allocated([*tensors, *parameters]) as memory, torch.enable_grad():
-        given = {id(t): _Arguments.apply(seed, t) if t.is_floating_point() else t for t in tensors}
+        given = {id(t): t.clone() if is_differentiable(t) else t for t in tensors}
+        given |= {id(t): _Arguments.apply(seed, t) for t, needed in zip(tensors, call.differentiable) if needed}
         filled = [given[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         del given
-        call: Any = spec.unflatten(filled)
+        arguments: Any = spec.unflatten(filled)
         del filled, args, kwargs
         with regions({module: Options(policy=policy)}):
-            result = module.forward(*call[0], **call[1])
-        del call
+            result = module.forward(*arguments[0], **arguments[1])
+        del arguments
         memory.next_phase()
         results = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         nbytes = sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in results)}.values())
@@ -120,11 +133,11 @@ def _alone(module: nn.Module, policy: Budget, args: tuple, kwargs: dict) -> Need
     return Needs(max(0, forward.end - nbytes), forward.peak, backward.peak)
 
 
-def _measured(module: nn.Module, cost: Any, args: tuple, kwargs: dict) -> Measured | None:
+def _measured(call: Call, cost: Any, args: tuple, kwargs: dict) -> Measured | None:
     """Run a call with the least and with the most saved. None if it has nothing to choose from."""
     nothing = Budget(0, cost)
-    least = _alone(module, nothing, args, kwargs)
-    found = known_of(module).choices.pop(nothing, None)
+    least = _alone(call, nothing, args, kwargs)
+    found = known_of(call.module).choices.pop(nothing, None)
     if not found:
         return None
     tradeoff: Tradeoff = found[-1][0]
@@ -133,8 +146,8 @@ def _measured(module: nn.Module, cost: Any, args: tuple, kwargs: dict) -> Measur
         picked = sorted({round(i * (count - 1) / (_MOST_CHOICES - 1)) for i in range(_MOST_CHOICES)})
         choices = [choices[i] for i in picked]
     policy = Budget(choices[-1].nbytes, cost, Chosen(tradeoff.operators, choices[-1].steps))
-    most = least if len(choices) == 1 else _alone(module, policy, args, kwargs)
-    known_of(module).choices.pop(policy, None)
+    most = least if len(choices) == 1 else _alone(call, policy, args, kwargs)
+    known_of(call.module).choices.pop(policy, None)
     return Measured(tradeoff, choices, least, most)
 
 
@@ -143,25 +156,29 @@ class Measuring:
 
     def __init__(self, items: Iterable[Item], cost: Any, on_measured: Callable[[], Any]) -> None:
         self._cost, self._on_measured = cost, on_measured
-        self._items: dict[int, list[Item]] = {}  # by module, in the order of its calls
+        self._items: dict[int, dict[int, Item]] = {}  # by module, and the number of the module's call
+        self._counts = Counter[int]()
         for item in items:
             if item.call:
-                self._items.setdefault(id(item.call.module.__dict__), []).append(item)
+                self._items.setdefault(id(item.call.module.__dict__), {})[item.call.number] = item
         self._is_busy = False
         self.found: dict[tuple, Measured | None] = {}
         self.failures: dict[tuple, str] = {}
 
     def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._is_busy or not (items := self._items[id(module.__dict__)]):
+        if self._is_busy:
             return
-        item = items.pop(0)
-        if item.key in self.found:
+        key = id(module.__dict__)
+        item = self._items[key].get(self._counts[key])
+        self._counts[key] += 1
+        if item is None or item.key in self.found:
             return
+        assert item.call is not None
         self._is_busy, self.found[item.key] = True, None  # calls in a measured call have their turn later
         try:
-            self.found[item.key] = _measured(module, self._cost, args, kwargs)
-        except (RematError, torch.OutOfMemoryError) as error:
-            self.failures[item.key] = str(error)
+            self.found[item.key] = _measured(item.call, self._cost, args, kwargs)
+        except Exception as error:  # two calls in a row may be an error, as of a cache that the first one fills
+            self.failures[item.key] = str(error).partition("\n")[0]
         finally:
             torch.clear_autocast_cache()
             self._is_busy = False

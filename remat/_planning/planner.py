@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import closing, nullcontext, suppress
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,11 @@ def _progress_bar(total: int) -> Any:
     except ImportError:
         return SimpleNamespace(update=lambda: None, close=lambda: None)
     return tqdm(total=total, desc="remat: planning", delay=2, disable=None, leave=False)
+
+
+def _not_compiled() -> AbstractContextManager:
+    """A context in which compiled modules run as they are, as a plan is made from their operations."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Planner:
@@ -101,8 +107,11 @@ class _Planner:
         assert item.call is not None
         return self._candidates.names[id(item.call.module.__dict__)]
 
-    def _searches(self, amount: int) -> list[tuple[bool, Solver, List]]:
-        """Find the plans up to the amount, without and with regions for shared modules: the better ones first."""
+    def _searches(self, amount: int) -> Iterator[tuple[bool, Solver, List]]:
+        """Find the plans up to the amount, without and with regions for shared modules: the better ones first.
+
+        Then those that keep the least everywhere: of plans with equal predicted peaks they may need less than others.
+        """
         found = []
         for shared in {False, self._is_free and any(self._candidates.is_shared(item.call) for item in self._every)}:
             solver = Solver(self._longest_row, _ABOVE * amount)
@@ -112,7 +121,11 @@ class _Planner:
             cost = float(plans.cost[number] if number >= 0 else plans.peak[0])
             found.append((number < 0, cost, shared, solver, items))
         order = agreed([each[2] for each in sorted(found, key=lambda each: each[:3])])
-        return [each[2:] for each in sorted(found, key=lambda each: order.index(each[2]))]
+        found.sort(key=lambda each: order.index(each[2]))
+        yield from (each[2:] for each in found)
+        for shared in order:
+            least = Solver(self._longest_row, 0)
+            yield shared, least, least.list_of(self._with_options(shared))
 
     def plan(self, amount: int, others: Sequence[Program]) -> Plan:
         """Return the plan with the lowest cost whose measured peak is within the amount, also for the others.
@@ -183,6 +196,7 @@ class _Planner:
         named, memories = self._program.named_modules, list[Allocated]()
         with regions({named[name]: options for name, options in options_of(planned, self._cost).items()}):
             for program in (self._program, *others):
+                torch.clear_autocast_cache()  # of the run before
                 torch.rand(())  # regions copy the state of a generator that has drawn since, as in a first step
                 with nullcontext() if program is self._program else program.preserved():
                     with Allocated(program.inputs()) as memory, suppress(torch.OutOfMemoryError):
@@ -224,13 +238,13 @@ def plan_for(
     if amount is None and free is None:
         raise PolicyError("On a CPU a budget needs an amount: give a number of bytes, '2GiB', or a part such as 0.5.")
     modules = list(program.named_modules.values())
-    with gc_disabled(), restored(modules):
+    with gc_disabled(), restored(modules), _not_compiled():
         for module in modules:
             change_back(module)
         with program.preserved() as overwritten:
             planner = _Planner(program, cost, only)
         whole = planner.without if free is None else agreed(free)
-        most = Budget("100%" if amount is None else amount, cost).nbytes(whole)
+        most = min(_TOO_MUCH - 1, Budget("100%" if amount is None else amount, cost).nbytes(whole))
         with program.preserved(overwritten):
             planner.measure(most)
             return planner.plan(most, others)

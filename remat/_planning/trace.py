@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._core import trees
 from .._core.facts import facts_of, flops
+from .._core.tensors import is_differentiable
 from .._measure.observer import Observer, strided
 from .._modules.segments import is_sequence
 from .._selective.search import cost_of
@@ -69,12 +71,14 @@ class Operation:
 class Call:
     """A call of a module."""
 
-    def __init__(self, module: nn.Module | None, start: int) -> None:
+    def __init__(self, module: nn.Module | None, start: int, number: int = 0) -> None:
         self.module, self.start, self.end = module, start, start
+        self.number = number  # of earlier calls of its module
         self.calls: list[Call] = []  # inside of it
         self.given: list[Memory] = []  # its arguments that the forward has made
         self.results: list[Memory] = []
         self.nbytes = 0  # of the arguments that a region would keep
+        self.differentiable: tuple[bool, ...] = ()  # which of the tensors in its arguments require grad
         self.container: nn.Module | None = None  # a `Sequential` that calls this and the next modules in its own loop
         self.index = 0  # its place in there
         self.is_differentiated = False
@@ -93,6 +97,7 @@ class Trace(Observer):
         self.operations: list[Operation] = []
         self.root = Call(None, 0)
         self._calls = [self.root]
+        self._counts = Counter[int]()  # of the calls of each module
         self.saved: list[tuple[int, Memory]] = []  # what autograd saves, with its time
         self._reads: dict[int, int] = {}  # of parameters: the time of the last one
 
@@ -125,7 +130,7 @@ class Trace(Observer):
                 operation.reads.append(memory)
         has_gradient &= torch.is_grad_enabled() and not facts_of(func).reads_nothing
         for storage, tensor in strided(result):
-            key, differentiable = id(storage), has_gradient and tensor.is_floating_point()
+            key, differentiable = id(storage), has_gradient and is_differentiable(tensor)
             memory = self._alive.get(key)
             if memory is not None:
                 memory.has_gradient |= differentiable
@@ -138,7 +143,7 @@ class Trace(Observer):
         if func in _CONCATENATIONS and operation.made:
             for memory in operation.reads:
                 memory.whole = operation.made[0]
-        operation.key = func, tuple(memory.nbytes for memory in operation.made)
+        operation.key = func, operation.flops, tuple(memory.nbytes for memory in operation.made)
         self.operations.append(operation)
 
     def _freed(self, key: int, memory: Memory) -> Any:
@@ -154,10 +159,14 @@ class Trace(Observer):
             self.saved.append((self._tick(), memory))
 
     def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        call = Call(module, self._tick())
-        given = {id(t): t for t in _tensors((args, kwargs)) if t.layout is torch.strided}
+        key = id(module.__dict__)
+        call = Call(module, self._tick(), self._counts[key])
+        self._counts[key] += 1
+        tensors = _tensors((args, kwargs))
+        call.differentiable = tuple([t.requires_grad for t in tensors])
+        given = {id(t): t for t in tensors if t.layout is torch.strided}
         call.given = list({id(m): m for t in given.values() if (m := self.memory_of(t)) is not None}.values())
-        call.nbytes = sum(t.numel() * t.element_size() for t in given.values() if t.is_floating_point())
+        call.nbytes = sum(t.numel() * t.element_size() for t in given.values() if is_differentiable(t))
         around = self._calls[-1]
         if is_sequence(around.module):
             call.container, call.index = around.module, len(around.calls)
@@ -181,17 +190,24 @@ class Trace(Observer):
         try:
             with saved_tensors_hooks(self._drop, _unread), self:
                 yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):  # of a transform such as `torch.func.grad`
+                raise RematError(_DIFFERENTIATES) from error
+            raise
         finally:
             for handle in handles:
                 handle.remove()
         self.root.end = self._tick()
 
 
+_DIFFERENTIATES = (
+    "The model's forward differentiates a part of itself, so it can't be planned without its backward. Choose the "
+    "regions: `remat.nn.budget(model, amount, ..., where=Block)`."
+)
+
+
 def _unread(_: None) -> torch.Tensor:
-    raise RematError(
-        "The model's forward differentiates a part of itself, so it can't be planned without its backward. Choose the "
-        "regions: `remat.nn.budget(model, amount, ..., where=Block)`."
-    )
+    raise RematError(_DIFFERENTIATES)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -285,3 +286,192 @@ def test_the_curve_is_drawn_with_the_policies_of_a_report() -> None:
     plan = remat.nn.budget(model, 0.4, *args, loss=loss)
     labels = [text.get_text() for text in plan.plot(report=report).get_legend().get_texts()]
     assert labels == ["without remat", "this plan", "policy=None"]
+
+
+class Block(nn.Module):
+    """A residual block, of complex numbers if ``dtype`` is complex."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.inner, self.outer = (nn.Parameter(torch.randn(size, dtype=dtype) / 10) for size in ((32, 64), (64, 32)))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x @ self.inner
+        return x + F.dropout(h * torch.sigmoid(h.abs()), self.dropout, self.training) @ self.outer
+
+
+def test_kernels_of_different_sizes_are_measured_on_their_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for size in (3, 5, 1, 7, 3):
+        first = nn.Conv2d(16 if model else 3, 16, size, padding=size // 2)
+        model.append(nn.Sequential(first, nn.BatchNorm2d(16), nn.GELU(), nn.Conv2d(16, 16, 3, padding=1), nn.GELU()))
+    run = lambda: squared(model(IMAGES))
+    flops = step(model, run)[2]
+    for part in (0.6, 0.5):
+        plan = remat.nn.budget(model, part, IMAGES, loss=squared, cost="flops")
+        assert step(model, run)[2] - flops == plan.flops
+
+
+def test_complex_numbers() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block(torch.complex64, 0.0) for _ in range(5))), torch.complex(X, X.flip(0))
+    loss = lambda out: squared(out.abs())
+    expected, plain, flops = step(model, lambda: loss(model(x)))
+    plan = remat.nn.budget(model, 0.5, x, loss=loss, cost="flops")
+    found, peak, recomputed = step(model, lambda: loss(model(x)))
+    assert all(map(torch.equal, found, expected)) and peak <= plan.amount < plain
+    assert recomputed - flops == plan.flops
+
+
+def test_calls_without_gradients_do_not_make_a_module_shared() -> None:
+    class Consistent(nn.Module):
+        """Compares its result with that of an earlier call of the same modules, with fewer samples."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(Block() for _ in range(6)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.body(x[:4])
+            return F.mse_loss(self.body(x)[:4], target)
+
+    torch.manual_seed(0)
+    model = Consistent()
+    run = lambda: model(X)
+    expected, _, flops = step(model, run)
+    plan = remat.nn.budget(model, 0.55, X, cost="flops")
+    assert {region.name for region in plan.regions} <= {f"body.{i}" for i in range(6)}
+    found, peak, recomputed = step(model, run)
+    assert all(map(torch.equal, found, expected)) and peak <= plan.amount and recomputed - flops == plan.flops
+
+
+@pytest.mark.parametrize("inside", [torch.autograd.grad, torch.func.grad])
+def test_a_forward_that_differentiates_is_an_error_with_a_remedy(inside: Callable) -> None:
+    class Energy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(Block(dropout=0.0) for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if inside is torch.func.grad:
+                return inside(lambda x: self.body(x).sum())(x).square().sum()
+            x = x.requires_grad_()
+            return inside(self.body(x).sum(), x, create_graph=True)[0].square().sum()
+
+    with pytest.raises(remat.RematError, match=r"differentiates a part of itself.*where="):
+        remat.nn.budget(Energy(), 0.5, X.clone())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_least_amount_of_an_error_is_enough(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), Block(), nn.Linear(32, 32)) for _ in range(4 + seed)))
+    with pytest.raises(remat.RematError, match=r"a budget of [0-9]+ bytes") as error:
+        remat.nn.budget(model, 0.3, X[:2], loss=squared, cost="flops")
+    least = int(str(error.value).split("a budget of ")[1].split()[0])
+    assert remat.nn.budget(model, least, X[:2], loss=squared, cost="flops").peak <= least
+
+
+def test_a_huge_amount_is_no_limit() -> None:
+    model = nn.Sequential(Block(), Block())
+    assert remat.nn.budget(model, 2**80, X, loss=squared).flops == 0
+
+
+class Compiled(nn.Module):
+    """A block that is compiled, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.compile(Block(), backend="aot_eager"), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_model_that_is_compiled_is_planned_as_it_is_without() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(5)))
+    plain = remat.nn.budget(copy.deepcopy(model), 0.6, X, loss=squared)
+    plan = remat.nn.budget(torch.compile(model, backend="aot_eager"), 0.6, X, loss=squared)
+    assert plan.without == plain.without and len(plan.regions) == len(plain.regions) > 0
+    assert remat.nn.budget(nn.Sequential(Compiled(), Compiled()), 0.8, X, loss=squared).regions
+
+
+def test_an_argument_that_a_call_changes() -> None:
+    class Attention(nn.Module):
+        """Adds its input to a list, and reads the sum of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor, cache: Any) -> Tensor:
+            cache.values.append(x.mean())
+            return self.block(x * torch.stack(cache.values).sum().sigmoid())
+
+    class Cache:
+        def __init__(self) -> None:
+            self.values: list[Tensor] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Attention() for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = Cache()
+            for block in self.blocks:
+                x = block(x, cache)
+            assert len(cache.values) == 5
+            return squared(x)
+
+    torch.manual_seed(0)
+    model = Model()
+    expected, plain, _ = step(model, lambda: model(X))
+    plan = remat.nn.budget(model, 0.6, X)
+    found, peak, _ = step(model, lambda: model(X))
+    assert all(map(torch.equal, found, expected)) and peak <= plan.amount < plain
+
+
+def test_a_first_block_whose_input_needs_no_gradient_and_frozen_weights_with_adapters() -> None:
+    class Adapted(Block):
+        """A block whose weights are frozen, with adapters of a low rank."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.requires_grad_(False)
+            self.down, self.up = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.up(torch.tanh(self.down(x)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted() for _ in range(5)))
+    flops = step(model, lambda: squared(model(X)))[2]
+    plan = remat.nn.budget(model, 0.6, X, loss=squared, cost="flops")
+    assert step(model, lambda: squared(model(X)))[2] - flops == plan.flops
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_casts_of_autocast_live_as_long_as_in_a_step(outside: bool) -> None:
+    class Mixed(nn.Module):
+        """Blocks in autocast, which drops its copies of weights where it ends."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.Linear(128, 32)) for _ in range(6)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.body(x).float()
+
+    torch.manual_seed(0)
+    model = Mixed()
+    with torch.autocast("cpu", torch.bfloat16, enabled=True) if outside else contextlib.nullcontext():
+        plan = remat.nn.budget(model, "1MiB", X[:2], loss=squared)
+        torch.clear_autocast_cache()
+        _, peak, _ = step(model, lambda: squared(model(X[:2])))
+    assert plan.peak == pytest.approx(peak, abs=6000)
