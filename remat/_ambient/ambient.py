@@ -69,10 +69,11 @@ class Ambient:
         if now != self._settings:
             changes = zip(settings(), now, self._settings, strict=True)
             calls += [(put, new) for (_, put), old, new in changes if old != new]
-        with ExitStack() as stack:  # makes all calls, even if one fails
-            for put, value in calls:
-                stack.callback(put, value)
-            private.set_cached_weights(*self._weights)
+        private.set_cached_weights(*self._weights)
+        if calls:
+            with ExitStack() as stack:  # makes all calls, even if one fails
+                for put, value in calls:
+                    stack.callback(put, value)
 
 
 _IN_A_GRAPH = (

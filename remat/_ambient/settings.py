@@ -31,8 +31,10 @@ def _set_float32_precision(value: str) -> None:
 
 def default_device() -> torch.device:
     """The default device of this thread."""
-    modes = map(private.function_mode_at, reversed(range(private.function_modes())))
-    return next((mode.device for mode in modes if isinstance(mode, private.DeviceMode)), _CPU)
+    for i in reversed(range(private.function_modes())):
+        if isinstance(mode := private.function_mode_at(i), private.DeviceMode):
+            return mode.device
+    return _CPU
 
 
 @cache

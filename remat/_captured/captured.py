@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from inspect import ismemberdescriptor
 from itertools import islice
 from operator import is_
@@ -134,9 +134,12 @@ Visit = Callable[["Captured", Any, Path], object]
 
 
 class Captured:
-    """The result of a search, the nearest values first. A tensor that two variables hold is listed with both paths."""
+    """What a function or callable object captures, and its arguments that are not tensors lead to.
 
-    def __init__(self, roots: Sequence[Any]) -> None:
+    The nearest values come first. A tensor that two variables hold is listed with both paths.
+    """
+
+    def __init__(self, *roots: Any) -> None:
         self.tensors: list[tuple[Path, Any]] = []  # and generators
         self.buffers: set[int] = set()  # the ids of those that are buffers of modules
         self.variables: list[Variables] = []
@@ -311,11 +314,6 @@ class Captured:
         if _is_looked_into(value):
             for i, item in enumerate(contents(value)):
                 self.see(item, path.item(i))
-
-
-def find(*roots: Any) -> Captured:
-    """Search from ``roots``: a function or callable object, and its arguments that are not tensors."""
-    return Captured(roots)
 
 
 def _is_looked_into(container: Any) -> bool:

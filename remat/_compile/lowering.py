@@ -11,7 +11,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .._core import private
 from .._core.lines import warn
-from .._core.state import state
+from .._core.state import state, within
 from .._policy.policy import NOTHING, Policy, as_policy
 from .._region.options import Options
 from . import transforms
@@ -32,7 +32,7 @@ def call(fn: Callable, options: Options, args: tuple, kwargs: dict, context_fn: 
     if state.disabled or state.traced is not None or private.exporting() or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list selects no names
-    with traced(known), private.no_nested_graph_breaks():
+    with within(traced=known), private.no_nested_graph_breaks():
         if private.transforms_active():
             return transforms.call(fn, args, kwargs, policy, context_fn)
         if policy is not None:
@@ -74,21 +74,6 @@ def warn_once(message: str) -> bool:
 
 
 _warn = functools.cache(warn)
-
-
-class traced:
-    """Within, Dynamo traces an outermost region with this policy."""
-
-    __slots__ = ("policy",)
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-
-    def __enter__(self) -> None:
-        state.traced = self.policy
-
-    def __exit__(self, *exception: Any) -> None:
-        state.traced = None
 
 
 def _contexts_of(policy: Any) -> tuple:

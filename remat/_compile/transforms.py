@@ -197,16 +197,15 @@ def _number(policy: Any, context_fn: Any) -> int:
 
 def _lowered(number: int, graph: GraphModule) -> Callable:
     """The function that AOT autograd calls, of the graph that Dynamo has lifted."""
-    return partial(_run_safely, _policies[number], graph)
 
+    def run(*args: Any) -> Any:
+        try:
+            return _run(_policies[number], graph, *args)
+        except BaseException:
+            private.hooks_enable()  # the graph around it has disabled them, and enables them only if nothing raises
+            raise
 
-def _run_safely(policy: Policy, graph: GraphModule, *args: Any) -> Any:
-    """The same. The graph around it disables saved-tensor hooks, and enables them only if nothing raises."""
-    try:
-        return _run(policy, graph, *args)
-    except BaseException:
-        private.hooks_enable()
-        raise
+    return run
 
 
 def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:

@@ -56,7 +56,9 @@ class Offloaded:
         self.group: Any = None
         self._arrival: _Arrival | None = None
         self._copied: torch.Event | None = None
-        self._itself = tensor if _is_not_copied(tensor) else None
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        is_copied = plain and not (tensor.is_quantized or private.is_wrapped(tensor) or in_host_memory(tensor))
+        self._itself = None if is_copied else tensor
         if self._itself is not None:
             return
         with private.without_levels():
@@ -216,8 +218,3 @@ def _to_host(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     copied = side.out.record_event()
     side.hold_back(copied, host.nbytes)
     return host, copied
-
-
-def _is_not_copied(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return not plain or tensor.is_quantized or private.is_wrapped(tensor) or in_host_memory(tensor)

@@ -33,7 +33,7 @@ def _carried(key: str, default: Any = False) -> Any:
 class _State(threading.local):
     # These are also set in the device threads of a backward pass that this thread starts.
     recomputing = _carried("remat.recomputing")
-    override = _carried("remat.override")  # options of the regions that are called now: a dict, or nothing
+    override = _carried("remat.override", None)  # options of the regions that are called now
     watch = _carried("remat.watch", None)  # of the innermost region that runs for the first time under torch.func
     policies = _carried("remat.policies", ())  # of the regions that run now and have one, the innermost last
     logs = _carried("remat.logs", ())  # of the operations or random draws of the regions that run now
@@ -127,12 +127,13 @@ class within:
         self.values = values
 
     def __enter__(self) -> None:
-        self.before = [getattr(state, name) for name in self.values]
-        for name, value in self.values.items():
-            setattr(state, name, value)
+        now = [(name, getattr(state, name)) for name in self.values]
+        self.before = [(name, value) for name, value in now if value is not self.values[name]]
+        for name, _ in self.before:
+            setattr(state, name, self.values[name])
 
     def __exit__(self, *exception: Any) -> None:
-        for name, value in zip(self.values, self.before):
+        for name, value in self.before:
             setattr(state, name, value)
 
 
@@ -143,8 +144,9 @@ def overriding(**changes: Any) -> within:
 
 def recomputing(override: dict[str, Any] | None) -> within:
     """The state of a recompute. Inner regions act as in the first run, under the same ``override``."""
-    flags = {"recomputing": True, "recomputing_here": True, "checkpointing": False, "disabled": False}
-    return within(override=override, watch=None, **flags)
+    return within(
+        recomputing=True, recomputing_here=True, checkpointing=False, disabled=False, override=override, watch=None
+    )
 
 
 def first_run() -> within:

@@ -109,8 +109,8 @@ class Frame:
             return tensor
         value = packed.value
         if value is None and (residual := packed.residual) is not None:
-            layout = packed.source.layout
-            return self._as_reader(residual.on, layout) if residual.is_elsewhere else residual.on(layout)
+            form = packed.source.form
+            return self._as_reader(residual.on, form) if residual.is_elsewhere else residual.on(form)
         if state.reader is None and (group := current_group()) is not None:
             group.take(packed)
         if value is None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .._captured.captured import find
+from .._captured.captured import Captured
 from .._core import private
 from .._core.devices import wait_for_backward_threads
 from .._core.facts import tensors
@@ -136,7 +136,7 @@ class Watch(TorchFunctionMode):
             return  # a tensor stored under vmap has no use without remat either
         known = set(map(id, (*outs, *region.inputs.operands())))
         values = [*region.inputs.arguments.searched(), *without_plain(value for _, value in region.outputs.entries)]
-        for path, value in find(region.fn, *values).tensors:
+        for path, value in Captured(region.fn, *values).tensors:
             lost = isinstance(value, torch.Tensor) and id(value) not in known and self._has_lost(value)
             # A recurrent network makes the list of its parameters anew in each call if they have changed.
             if lost and (path.up is None or path.up.step != "._flat_weights"):

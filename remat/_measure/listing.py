@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -45,7 +44,10 @@ class Listing:
             origins = Origins(self.program.modules)
             hooks = saved_tensors_hooks(self.pack, attrgetter("tensor")) if under_hooks else nullcontext()
             with torch.enable_grad(), hooks, origins:
-                graph = _edges(self.program.call(self.program.fn, operands))
+                leaves = trees.flatten(self.program.call(self.program.fn, operands))[0]
+                followed = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+                graph = list(map(torch.autograd.graph.get_gradient_edge, followed))  # the result need not stay alive
+                del leaves, followed
             if under_hooks:
                 found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
             else:
@@ -66,16 +68,6 @@ class Listing:
         saved = _Saved(tensor)
         self.saved.append(weakref.ref(saved))
         return saved
-
-
-def _edges(result: Any) -> list[Any]:
-    """Gradient edges, which keep the graph of a result alive, but not the result."""
-    leaves = trees.flatten(result)[0]
-    return [
-        torch.autograd.graph.get_gradient_edge(leaf)
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
 
 
 def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor) -> SavedResidual:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._ambient.ambient import Ambient
 from .._ambient.generators import generator_name, global_generators, with_state
-from .._captured.captured import find
+from .._captured.captured import Captured
 from .._captured.variables import Entries, bound
 from .._core import private, trees
 from .._core.facts import facts_of
@@ -92,7 +92,7 @@ class Program:
         self.fn, self.transform, self.loss = fn, transform, loss
         self.arguments, self.tensors = take_apart(args, kwargs)
         self._roots = [fn, *self.arguments.searched(), *(each for each in (transform, loss) if each is not None)]
-        self._found = find(*self._roots)
+        self._found = Captured(*self._roots)
         names = _argument_names(fn, trees.paths(self.arguments.spec, ""))
         self.names = [names[i] for i in self.arguments.positions]  # of the tensors
         found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
@@ -156,11 +156,11 @@ class Program:
         """
         cut = [(name, t if t.is_leaf else t.detach().requires_grad_(t.requires_grad)) for name, t in self.captured]
         tensors = {id(t): new for (_, t), (_, new) in zip(self.captured, cut)}
-        return cut, bound(find(*self._roots).variables, tensors, keep_changes=True)
+        return cut, bound(Captured(*self._roots).variables, tensors, keep_changes=True)
 
     def read_now(self) -> list[tuple[str, torch.Tensor]]:
         """The captured tensors that the variables hold now."""
-        found = find(*self._roots).tensors
+        found = Captured(*self._roots).tensors
         return [(_readable(path), value) for path, value in found if isinstance(value, torch.Tensor)]
 
     def generator_states(self) -> dict[str, bytes]:

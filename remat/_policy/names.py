@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -73,6 +74,7 @@ def checkpoint_name(x: T, name: str) -> T:
 NAME = "remat.name"  # the key under which a trace annotates an alias with its name
 
 
+@functools.lru_cache(4096)
 def is_named(name: str, pattern: str) -> bool:
     """Whether a name matches a policy's pattern, in which ``*`` matches any characters."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None

@@ -67,6 +67,7 @@ class Policy(ABC):
         ~policies.save_attention & policies.save_ops(torch.ops.aten.mm)
     """
 
+    __match_args__: tuple[str, ...] = ()  # the names of its fields
     _binds = 3  # the precedence of its expression
     is_budget = False  # whether a first run, when it ends, chooses the saved steps for later runs of the same program
 
@@ -75,8 +76,9 @@ class Policy(ABC):
         """Return the verdict on a value, or None where it depends on a predicate for which ``ask`` returns None."""
 
     def _parts(self) -> tuple[Policy, ...]:
-        """Return the policies that this policy combines, which are its attributes."""
-        return tuple([part for part in vars(self).values() if isinstance(part, Policy)])
+        """Return the policies that this policy combines: fields of it, as torch 2.11 can't trace `vars`."""
+        fields = [getattr(self, name) for name in self.__match_args__]
+        return tuple([part for part in fields if isinstance(part, Policy)])
 
     def __post_init__(self) -> None:
         for part in self._parts():
@@ -102,12 +104,12 @@ class Policy(ABC):
         """Whether predicates must be called with the arguments of each operation, so that runs can't be compared."""
         return any(part.asks for part in self._parts())
 
-    @cached_property
+    @property
     def judges_names(self) -> bool:
         """Whether verdicts may depend on names, even if the policy mentions no name."""
         return any(part.judges_names for part in self._parts())
 
-    @cached_property
+    @property
     def saves_nothing(self) -> bool:
         """Whether it is known that no value is saved or offloaded."""
         return bool(self._parts()) and all(part.saves_nothing for part in self._parts())

@@ -20,58 +20,54 @@ class Warned:
         self.names: set[str] = set()  # names that were warned about
         self.operators = operators  # whether no (further) warning about unmatched operators is due
 
+    def of_names(self, verdicts: Any, known: Known) -> None:
+        """Warn of the names that a policy mentions but that no value of the region has, after its first run."""
+        given = sorted(verdicts.given)
+        for pattern in verdicts.own.mentioned_names:
+            if any(is_named(name, pattern) for name in given) or pattern in self.names:
+                continue
+            self.names.add(pattern)
+            if known.is_new_warning(pattern):
+                near = difflib.get_close_matches(pattern, given, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                seen = f"Values were named {', '.join(map(repr, given))}" if given else "There were no named values"
+                warn(
+                    f"The policy of a rematerialized function mentions the name {pattern!r}, but no value has this "
+                    f"name. {seen}.{hint} Values get names from remat.checkpoint_name(x, name).",
+                    user_line(),
+                )
 
-def warn_of_names(verdicts: Any, known: Known) -> None:
-    """Warn of the names that a policy mentions but that no value of the region has, after the region's first run."""
-    given = sorted(verdicts.given)
-    for pattern in verdicts.own.mentioned_names:
-        if any(is_named(name, pattern) for name in given) or pattern in verdicts.warned.names:
-            continue
-        verdicts.warned.names.add(pattern)
-        if known.is_new_warning(pattern):
-            near = difflib.get_close_matches(pattern, given, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            seen = f"Values were named {', '.join(map(repr, given))}" if given else "There were no named values"
+    def unmatched(self, recording: Any) -> Callable[[], None] | None:
+        """Return a warning if a region's own policy judges operators, and none of those of its first run matches.
+
+        It is given in the backward pass, as later calls may match one.
+        """
+        verdicts, log = recording.verdicts, recording.log
+        own, alone = verdicts.own, verdicts.own is verdicts.policy
+        # An outer region's policy may have decided, so that the predicates were not called.
+        if self.operators or not (alone if own.asks else own.mentioned_ops) or not log.steps:
+            return None
+        found = set() if own.asks else {own.verdict_for(step.facts.func) for step in log.steps}
+        for value, names in verdicts.names.items() if not own.asks else ():
+            found.add(own.judge(None, log.maker(value).facts.func, (), {}, frozenset(names)))
+        self.operators = bool(alone and recording.saved_values.allowed) or not found <= {Verdict.RECOMPUTE}
+        executed = list(dict.fromkeys(str(step.facts.func) for step in log.steps))
+        return None if self.operators else partial(self._of_operators, own, recording.known, executed, user_line())
+
+    def _of_operators(self, policy: Policy, known: Known, executed: list[str], line: Line) -> None:
+        """Warn, unless another call has matched an operator or this warning was given before."""
+        if self.operators:
+            return
+        self.operators = True
+        if known.is_new_warning(f"the operators of {policy!r}"):
+            more = len(executed) - _SHOWN
             warn(
-                f"The policy of a rematerialized function mentions the name {pattern!r}, but no value has this name. "
-                f"{seen}.{hint} Values get names from remat.checkpoint_name(x, name).",
-                user_line(),
+                f"The policy {policy!r} of a rematerialized function saves nothing, because it has matched none of the "
+                f"operators that were executed: {', '.join(executed[:_SHOWN])}"
+                f"{f' and {more} more' if more > 0 else ''}. "
+                f"{_OF_FUNCTIONS if isinstance(policy, If) else _OF_OPERATORS}",
+                line,
             )
-
-
-def unmatched(recording: Any) -> Callable[[], None] | None:
-    """Return a warning if a region's own policy judges operators, and none of those of its first run matches.
-
-    It is given in the backward pass, as later calls may match one.
-    """
-    verdicts, log = recording.verdicts, recording.log
-    own, warned, alone = verdicts.own, verdicts.warned, verdicts.own is verdicts.policy
-    # An outer region's policy may have decided, so that the predicates were not called.
-    if warned.operators or not (alone if own.asks else own.mentioned_ops) or not log.steps:
-        return None
-    found = set() if own.asks else {own.verdict_for(step.facts.func) for step in log.steps}
-    for value, names in verdicts.names.items() if not own.asks else ():
-        found.add(own.judge(None, log.maker(value).facts.func, (), {}, frozenset(names)))
-    warned.operators = bool(alone and recording.saved_values.allowed) or not found <= {Verdict.RECOMPUTE}
-    if warned.operators:
-        return None
-    executed = list(dict.fromkeys(str(step.facts.func) for step in log.steps))
-    return partial(_warn_of_operators, own, warned, recording.known, executed, user_line())
-
-
-def _warn_of_operators(policy: Policy, warned: Warned, known: Known, executed: list[str], line: Line) -> None:
-    """Warn, unless another call has matched an operator or this warning was given before."""
-    if warned.operators:
-        return
-    warned.operators = True
-    if known.is_new_warning(f"the operators of {policy!r}"):
-        more = len(executed) - _SHOWN
-        warn(
-            f"The policy {policy!r} of a rematerialized function saves nothing, because it has matched none of the "
-            f"operators that were executed: {', '.join(executed[:_SHOWN])}{f' and {more} more' if more > 0 else ''}. "
-            f"{_OF_FUNCTIONS if isinstance(policy, If) else _OF_OPERATORS}",
-            line,
-        )
 
 
 _SHOWN = 8

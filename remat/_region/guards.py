@@ -113,10 +113,7 @@ class Guard(Held):
             self.tensor = alias(self.tensor)
 
     def close(self) -> bool:
-        """End the first run: release what isn't needed, and return whether the region has changed the tensor.
-
-        Raises MutationError if the region changed a tensor in place that is not a leaf.
-        """
+        """End the first run: release what isn't needed, and return whether the region has changed the tensor."""
         changed = not self.is_as_before
         if changed:
             if not self.tensor.is_leaf:
@@ -262,10 +259,7 @@ class Guards(list[Guard]):
         self.hand_over(hooks, [i for i in range(len(self)) if not (parameters[i] or far[i])])
 
     def close(self) -> list[torch.Tensor]:
-        """End the first run, and return the tensors that the region has changed and that were copied before.
-
-        Raises MutationError if the region changed a tensor in place that is not a leaf.
-        """
+        """End the first run, and return the tensors that the region has changed and that were copied before."""
         if self._grads is not None:
             self.accumulated |= self._grads != self._gradients()
             self._grads = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._captured.captured import Captured, Path, find
+from .._captured.captured import Captured, Path
 from .._captured.variables import Variables, bound
 from .._core.state import unseen
 from .._core.tensors import is_left_from_vmap
@@ -48,7 +48,7 @@ class Inputs:
         Captured tensors for which ``follow`` is true become operands.
         """
         if self._found is None:
-            self._found = find(fn, *self.arguments.searched())
+            self._found = Captured(fn, *self.arguments.searched())
             self._variables = self._found.variables
         captured: dict[int, tuple[Path, torch.Tensor]] = {}
         bindings: dict[int, tuple[Path, int]] = {}

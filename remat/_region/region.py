@@ -15,7 +15,7 @@ from .._core import private, trees
 from .._core.known import Known
 from .._core.lines import Line, user_line
 from .._core.ranges import in_range
-from .._core.state import first_run, own_work, recomputing, state
+from .._core.state import first_run, own_work, recomputing
 from ..errors import MutationError
 from .arguments import Arguments, Outputs
 from .around import Around
@@ -70,6 +70,7 @@ class FirstRun(Run):
 
 
 _on_cpu = attrgetter("is_cpu")
+_NOTHING = nullcontext()
 
 
 class Region:
@@ -119,20 +120,11 @@ class Region:
 
     def _called(self, args: Sequence, kwargs: dict, mode: Any, log: Any, again: bool) -> Any:
         """Call the function, in its first run or ``again``."""
-        alone = mode is None and log is None
-        if alone and again and not state.own_work:
-            return self._call(args, kwargs, again)
-        with own_work(False) if again else first_run():
-            if alone:
-                return self._call(args, kwargs, again)
-            with mode or nullcontext(), log or nullcontext():
-                return self._call(args, kwargs, again)
-
-    def _call(self, args: Sequence, kwargs: dict, again: bool) -> Any:
         contexts, fn = self.options.contexts, self.fn
         if private.profiling():
             fn = in_range(fn, "recompute" if again else "forward")
-        result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
+        with own_work(False) if again else first_run(), mode or _NOTHING, log or _NOTHING:
+            result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
         if isinstance(result, UNFINISHED):
             refuse_unfinished(self.fn, result)
         return result
@@ -173,7 +165,7 @@ class Region:
         forms = list(map(form_of, operands)) if private.JVP in self.kinds else ()
         if run.watch is not None:
             run.watch.gets(operands)
-        with inputs.bound_first(operands), run.watch or nullcontext():
+        with inputs.bound_first(operands), run.watch or _NOTHING:
             mode = run.mode(inputs.with_captured(operands))
             result = self._called(*inputs.arguments.filled(operands), mode, run.log, again=False)
         if any(form_of(operand) != form for operand, form in zip(operands, forms)):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from .._policy.warnings import unmatched, warn_of_names
 from .program import Plan, Skip
 from .recording import Recording
 from .saved import Source
@@ -25,8 +24,9 @@ class Record:
         self.one_output = sum(tensor.requires_grad for _, tensor in results) == 1
         self._end = len(self.program.steps)
         self._wanted = [*recording.saves.above]  # the values that autograd saved: a full recompute makes them
-        self._unmatched = unmatched(recording)
-        warn_of_names(recording.verdicts, recording.known)
+        warned = recording.verdicts.warned
+        self._unmatched = warned.unmatched(recording)
+        warned.of_names(recording.verdicts, recording.known)
         self._choose(recording, {value for value, _ in results})
         self._decide_what_is_saved(recording, results)
         # A recompute gets the inputs as arguments.

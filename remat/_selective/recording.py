@@ -18,7 +18,7 @@ from .._region.hooks import Hooks
 from .choices import Choices
 from .program import Log, Program, Skip, Step
 from .saved import SavedValues, Saves, Source
-from .values import Layout, Storages, is_as_it_lies, place_of, template
+from .values import Storages, is_as_it_lies, place_of, template
 from .verdicts import Verdicts, is_judged
 
 _PROGRAMS = 16  # remembered for one function, one for each of its policies
@@ -187,7 +187,7 @@ class Recording:
         value = self.storages.at(storage)
         if value is not None and form is not None and is_as_it_lies(form):
             allowed = value in self.saved_values.allowed
-            self.saves.add(slot, Source((value,), Layout(0, form) if allowed or judges_names else None, after))
+            self.saves.add(slot, Source((value,), form if allowed or judges_names else None, after))
             if allowed:
                 slot.residual = self.saved_values.save(value, tensor)
             if judges_names and value in log.made and len(log.maker(value).outs) > 1:

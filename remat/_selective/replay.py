@@ -7,6 +7,7 @@ skipped operation is needed after all, the recompute starts over, and skips noth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,11 +31,11 @@ from .values import Argument, Layout
 class Replay(RegionMode):
     """The dispatch mode of a recompute, which matches operations with the steps of the first run."""
 
-    def __init__(self, record: Record, plan: Plan, inputs: Sequence[torch.Tensor], whole: bool, last: bool) -> None:
+    def __init__(self, record: Record, plan: Plan | None, last: bool, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__(record.policy, record.known, record.drawing)
         self.record = record
-        self.plan = plan
-        self.whole = whole  # it skips no step
+        self.whole = plan is None  # it skips no step
+        self.plan = record.plan(whole=True) if plan is None else plan
         self.last = last  # values that are saved only for this recompute can be released as they are restored
         self.position = 0  # of the step that is expected next
         self.placeholders = Placeholders()
@@ -43,7 +44,7 @@ class Replay(RegionMode):
         self.inputs = [holder(part) for part in all_parts([*inputs])]  # alive without the run, so they don't escape
         # The values of the restored steps that must be fetched first.
         self.brought: dict[int, torch.Tensor] = {}
-        restored = [value for number in sorted(plan.restored) for value in record.program.steps[number].outs]
+        restored = [value for number in sorted(self.plan.restored) for value in record.program.steps[number].outs]
         with without_torch_function():
             for value in restored:
                 if (residual := record.saved_values.residual(value)) is not None and residual.is_elsewhere:
@@ -184,7 +185,7 @@ class Replay(RegionMode):
             if content is None:
                 contents[item.i] = tensor = self.placeholders.placeholder(item)
             else:
-                tensor = content.on(item) if isinstance(content, Residual) else item.on(content.untyped_storage())
+                tensor = content.on(item.form) if isinstance(content, Residual) else item.on(content.untyped_storage())
             self.storages.put(tensor.untyped_storage(), step.outs[item.i])
             return tensor
         if isinstance(item, Argument):
@@ -200,18 +201,15 @@ T = TypeVar("T")
 class Attempt(Run):
     """One attempt of a recompute."""
 
-    __slots__ = ("last", "plan", "record", "replay", "whole")
+    __slots__ = ("_make", "replay")
 
     def __init__(self, record: Record, plan: Plan | None = None, last: bool = False, log: Any = None) -> None:
         super().__init__(log)
-        self.record = record
-        self.plan = record.plan(whole=True) if plan is None else plan
-        self.whole = plan is None  # it skips no step
-        self.last = last  # values that are saved only for the recompute can be released as they are restored
+        self._make = partial(Replay, record, plan, last)
         self.replay: Replay | None = None
 
     def mode(self, inputs: Sequence[torch.Tensor]) -> Replay:
-        self.replay = Replay(self.record, self.plan, inputs, self.whole, self.last)
+        self.replay = self._make(inputs)
         return self.replay
 
     @property

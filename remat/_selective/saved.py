@@ -88,13 +88,13 @@ class Residual:
         """Whether the value must be fetched. That may recompute an enclosing region, so not within an operation."""
         return self._bring is not None
 
-    def on(self, layout: Layout) -> torch.Tensor:
-        """Return a new tensor of a layout, whose storage contains the value."""
+    def on(self, form: tuple) -> torch.Tensor:
+        """Return a new tensor of a form, whose storage contains the value."""
         tensor = self.get()
-        if self._bring is None and place_of(tensor)[1] == layout.form:
+        if self._bring is None and place_of(tensor)[1] == form:
             return alias(tensor)
         with private.without_levels() if private.transforms_active() else nullcontext():
-            return layout.on(tensor.untyped_storage())
+            return Layout(0, form).on(tensor.untyped_storage())
 
     def get(self) -> torch.Tensor:
         """Return a tensor whose storage contains the value. Raises MutationError if the value was changed in place."""
@@ -144,10 +144,10 @@ def _numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
 
 
 class Source(NamedTuple):
-    """The origin of a tensor that autograd saved: its values, its layout if a policy may save it, the steps so far."""
+    """The origin of a tensor that autograd saved: its values, its form if a policy may save it, the steps so far."""
 
     values: tuple[int, ...]
-    layout: Layout | None
+    form: tuple | None
     after: int
 
 
@@ -189,7 +189,7 @@ class Saves:
             if source.after < number:
                 break
             if slot is not None and len(source.values) == 1 and source.values[0] in written:
-                slot.source = Source((written[source.values[0]],), source.layout, number + 1)
+                slot.source = Source((written[source.values[0]],), source.form, number + 1)
                 self._slots[i] = ref, slot.source
 
 
@@ -281,7 +281,7 @@ class SavedValues:
 
     def of_slot(self, source: Source) -> Residual | None:
         """Return the residual of a tensor that autograd saved, when the first run has ended."""
-        if source.layout is None:
+        if source.form is None:
             return None
         value = source.values[0]
         if value in self.candidates and value not in self._owned:

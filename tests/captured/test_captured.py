@@ -17,7 +17,7 @@ import torch
 from places import PLACES
 from torch import Tensor, nn
 
-from remat._captured.captured import find
+from remat._captured.captured import Captured as find
 from remat._captured.variables import Items, bound
 
 W = torch.ones(2)
