@@ -115,7 +115,7 @@ class _Planner:
         self._modules = {id(module.__dict__): module for module in modules}.values()
         differentiated = [tensor for tensor in program.inputs() if program.every or tensor.requires_grad]
         trace = self._trace = Trace(differentiated, cost)
-        with disable_remat(), trace.of(self._modules):
+        with disable_remat(), torch.enable_grad(), trace.of(self._modules):
             program.forward(program.fn)
         self._candidates = _Candidates(trace, program.named_modules, only)
         self._items = chain_of(trace, self._candidates, self._candidates.is_whole)
