@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core import private
 from .._core.amounts import size_text
 from .._core.processes import agreed
 from .._core.state import disable_remat
@@ -50,7 +51,7 @@ def _progress_bar(total: int) -> Any:
 
 def _not_compiled() -> AbstractContextManager:
     """A context in which compiled modules run as they are, as a plan is made from their operations."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if private.DYNAMO in sys.modules else nullcontext()
 
 
 class _Candidates:
