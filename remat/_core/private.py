@@ -134,6 +134,7 @@ is_wrapped = _functorch.is_functorch_wrapped_tensor
 is_grad_wrapper, is_batched = _functorch.is_gradtrackingtensor, _functorch.is_batchedtensor
 unwrap_grad, wrap_grad = _functorch._unwrap_for_grad, _functorch._wrap_for_grad
 unwrap_batched, wrap_batched = _functorch._unwrap_batched, _functorch._add_batch_dim
+DYNAMO = "torch._dynamo"  # the module of the compiler, which is imported at its first use
 vmap_level, grad_level = _vmap.vmap_increment_nesting, _eager_transforms.grad_increment_nesting
 allow_requires_grad = _eager_transforms.enable_inplace_requires_grad  # for inputs that torch.func differentiates
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction  # a node at one level, not at all of them

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core import private
 from .._core.amounts import size_text
 from .._core.processes import agreed
 from .._core.state import disable_remat
@@ -47,7 +48,7 @@ def _progress_bar(total: int) -> Any:
 
 def _not_compiled() -> AbstractContextManager:
     """A context in which compiled modules run as they are, as a plan is made from their operations."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if private.DYNAMO in sys.modules else nullcontext()
 
 
 class _Planner:
@@ -59,7 +60,7 @@ class _Planner:
         self._modules = {id(module.__dict__): module for module in modules}.values()
         differentiated = [tensor for tensor in program.inputs() if program.every or tensor.requires_grad]
         trace = self._trace = Trace(differentiated, cost)
-        with disable_remat(), trace.of(self._modules):
+        with disable_remat(), torch.enable_grad(), trace.of(self._modules):
             program.forward(program.fn)
         self._candidates = Candidates(trace, program.named_modules, only)
         self._items = chain_of(trace, self._candidates, self._candidates.is_whole)

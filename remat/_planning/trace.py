@@ -202,7 +202,8 @@ class Trace(Observer):
 
 _DIFFERENTIATES = (
     "The model's forward differentiates a part of itself, so it can't be planned without its backward. Choose the "
-    "regions: `remat.nn.budget(model, amount, ..., where=Block)`."
+    "regions: `remat.nn.apply(model, Block)`. If it is a training step, give a function that "
+    "returns the loss, without `backward`."
 )
 
 

@@ -361,7 +361,7 @@ def test_a_forward_that_differentiates_is_an_error_with_a_remedy(inside: Callabl
             x = x.requires_grad_()
             return inside(self.body(x).sum(), x, create_graph=True)[0].square().sum()
 
-    with pytest.raises(remat.RematError, match=r"differentiates a part of itself.*where="):
+    with pytest.raises(remat.RematError, match=r"differentiates a part of itself.*remat.nn.apply"):
         remat.nn.budget(Energy(), 0.5, X.clone())
 
 
@@ -475,3 +475,16 @@ def test_casts_of_autocast_live_as_long_as_in_a_step(outside: bool) -> None:
         torch.clear_autocast_cache()
         _, peak, _ = step(model, lambda: squared(model(X[:2])))
     assert plan.peak == pytest.approx(peak, abs=6000)
+
+
+def test_a_plan_that_is_made_without_gradients_is_the_same() -> None:
+    model, _, args, loss = made("a sequence of blocks")
+    expected = remat.nn.budget(model, 0.5, *args, loss=loss)
+    with torch.no_grad():
+        assert remat.nn.budget(model, 0.5, *args, loss=loss) == expected
+
+
+def test_a_step_with_its_backward_is_an_error_that_says_what_to_give() -> None:
+    model, _, args, loss = made("a sequence of blocks")
+    with pytest.raises(remat.RematError, match="a function that returns the loss"):
+        remat.nn.budget(lambda x: loss(model(x)).backward(), 0.5, *args)
