@@ -23,6 +23,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -146,10 +147,17 @@ def compiled(case: Case, part: float) -> str:
     return f"(e) activation_memory_budget {part}: peak {found.peak / MIB:.1f} MiB, {found.flops / 1e6:,.0f} MFLOP"
 
 
+def planning_peak(plan_for: Callable[[int], Any], amount: int) -> int:
+    """The peak of live tensors while `nn.budget` plans."""
+    with PeakMemory() as memory, suppress(remat.RematError):
+        plan_for(amount)
+    return memory.peak
+
+
 def least_plan(plan_for: Callable[[int], Any], amount: int) -> int:
-    """The least measured peak of a plan that `nn.budget` finds, if there is one for this amount."""
+    """The least measured peak of a plan that `nn.budget` finds. For this amount there must be one."""
     plan = plan_for(amount)
-    least = min(amount, plan.peak)
+    least = plan.peak
     for aim in (plan.curve[0][0], int(1.01 * plan.curve[0][0])):
         try:
             return min(least, plan_for(aim).peak)
@@ -213,12 +221,11 @@ def compare(name: str, case: Case, parts: Sequence[float], with_compile: bool) -
         steps, has_convolutions = median(times) / median(stepped), any(map(is_convolution, case.model.modules()))
         if steps > (STEPS_OF_CONVOLUTIONS if has_convolutions else STEPS):
             report("planning", f"{steps:.1f} steps")
-        amount = best[-1][0]
-        with PeakMemory() as memory:
-            plan_for(amount)
-        least = least_plan(plan_for, amount)
+        needs = [planning_peak(plan_for, amount) / amount for amount in (best[0][0], best[-1][0])]
+        least = least_plan(plan_for, 2 * plain.peak)
         print(f"  least peak: {best[0][0] / plain.peak:.3f} by hand, {least / plain.peak:.3f} with a plan")
-        print(f"  planning: {steps:.1f} steps; its peak is {memory.peak / amount:.2f} of the amount", flush=True)
+        parts_needed = f"{needs[0]:.2f} of the least amount, {needs[1]:.2f} of the largest"
+        print(f"  planning: {steps:.1f} steps; its own peak is {parts_needed}", flush=True)
         if least > best[0][0]:
             report("least peak", f"{least / best[0][0]:.3f} of that by hand")
         undo(case.model)

@@ -141,7 +141,7 @@ def torchvision_resnet() -> Case:
     import torchvision  # type: ignore[import-not-found]
 
     return Case(
-        torchvision.models.resnet18(num_classes=10), {"x": torch.randn(8, 3, 64, 64)}, of_images, ("BasicBlock",)
+        torchvision.models.resnet18(num_classes=10), {"x": torch.randn(16, 3, 64, 64)}, of_images, ("BasicBlock",)
     )
 
 
@@ -149,7 +149,7 @@ def timm_convnext() -> Case:
     import timm  # type: ignore[import-not-found]
 
     model = timm.create_model("convnext_atto", num_classes=10)
-    return Case(model, {"x": torch.randn(8, 3, 64, 64)}, of_images, ("ConvNeXtBlock",))
+    return Case(model, {"x": torch.randn(20, 3, 64, 64)}, of_images, ("ConvNeXtBlock",))
 
 
 def unet() -> Case:
