@@ -134,10 +134,7 @@ Visit = Callable[["Captured", Any, Path], object]
 
 
 class Captured:
-    """What a function or callable object captures, and its arguments that are not tensors lead to.
-
-    The nearest values come first. A tensor that two variables hold is listed with both paths.
-    """
+    """What a function and arguments lead to, the nearest first. A tensor of two variables is listed with both paths."""
 
     def __init__(self, *roots: Any) -> None:
         self.tensors: list[tuple[Path, Any]] = []  # and generators

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from .._core.private import NO_VERSION, FakeTensor, saved_look, version, without_levels
+from .._core.private import FakeTensor, saved_look, version, without_levels
 from .._core.state import unseen
 from .._core.tensors import bottom
 from .placeholders import Placeholder
@@ -39,9 +39,9 @@ def fingerprint(tensor: torch.Tensor, check: str) -> Any:
 
 def _look(tensor: torch.Tensor) -> tuple:
     try:
-        return (*saved_look(tensor), _stride(tensor))
-    except RuntimeError:  # an inference tensor has no version
-        return tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), NO_VERSION, _stride(tensor)
+        return (*saved_look(tensor), tensor.stride())
+    except RuntimeError:  # an inference tensor has no version, a sparse one no strides
+        return tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), version(tensor), _stride(tensor)
 
 
 def form_of(tensor: torch.Tensor) -> tuple:

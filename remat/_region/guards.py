@@ -216,8 +216,8 @@ class Guards(list[Guard]):
     def __init__(
         self, tensors: Sequence[torch.Tensor], name: Callable[[int], str], buffers: Collection[int] = ()
     ) -> None:
-        limits = (COPY_LARGER_BYTES if id(tensor) in buffers else COPY_BYTES for tensor in tensors)
-        super().__init__([Guard(tensor, name, i, limit) for i, (tensor, limit) in enumerate(zip(tensors, limits))])
+        limits = [COPY_LARGER_BYTES if id(tensor) in buffers else COPY_BYTES for tensor in tensors]
+        super().__init__([Guard(tensor, name, i, limits[i]) for i, tensor in enumerate(tensors)])
         self.first_hook = RemovableHandle.next_id  # hooks that a first run registers have this id or a higher one
         self._grads: list[tuple[int, int]] | None = None
         self.accumulated = False  # a backward pass inside the region may have added to the .grad of one of them
@@ -344,8 +344,10 @@ def cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.T
 
 def _version(tensor: torch.Tensor) -> int:
     """What differs after a change in place: the version counter; of inference tensors, which have none, a checksum."""
-    version = private.version(tensor)
-    return version if version != private.NO_VERSION else -1 - checksum(tensor)
+    try:
+        return private.raw_version(tensor)
+    except RuntimeError:
+        return -1 - checksum(tensor)
 
 
 def _leafness(tensor: torch.Tensor) -> bool | None:

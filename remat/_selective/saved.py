@@ -33,29 +33,30 @@ from .values import Layout, place_of
 class Residual:
     """A saved value: the contents of a storage, as an operation made them. Methods take any alias as ``tensor``."""
 
-    __slots__ = ("__weakref__", "_bring", "_guard", "_near", "_offloaded", "_versions", "line", "op")
+    __slots__ = ("__weakref__", "_bring", "_near", "_offloaded", "_versions", "_watched", "line", "op")
 
     def __init__(self, op: Any, line: Line | None) -> None:
         self.op, self.line = op, line  # the operator that made it, and the line that called the operator
         self._bring: Callable[[], torch.Tensor] | None = None
         self._near: torch.Tensor | None = None
         self._offloaded: Offloaded | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors on its storage, unless it is a copy
+        self._watched: list[torch.Tensor] = []  # tensors on its storage, unless it is a copy
+        self._versions: list[int] = []  # theirs, when it was saved
 
     def save_here(self, tensor: torch.Tensor) -> None:
         """Save the value where it is."""
-        self._guard = alias(tensor)
-        self._versions = [(self._guard, private.version(tensor))]
+        self._watched.append(alias(tensor))
+        self._versions.append(private.version(tensor))
 
     def watch(self, result: torch.Tensor) -> None:
         """Watch a result of the region, whose version counter may be its own: ``_unsafe_view`` doesn't share it."""
-        if self._versions:
-            self._versions.append((alias(result), private.version(result)))
+        if self._watched:
+            self.save_here(result)
 
     @property
     def has_changed(self) -> bool:
         """Whether the value was changed in place."""
-        return any(private.version(tensor) != version for tensor, version in self._versions)
+        return list(map(private.version, self._watched)) != self._versions
 
     def save_elsewhere(
         self, tensor: torch.Tensor, layout: Layout | None, outer: Hooks | None, group: Group | None
@@ -76,12 +77,12 @@ class Residual:
                 handed = Packed(numbers, outer)
                 self._bring = handed.get
                 if any(holder(kept) is holder(tensor) for kept in tensors(handed.contents)):
-                    self._versions = [(alias(tensor), private.version(tensor))]
+                    self.save_here(tensor)  # as the hooks do
 
     @property
     def nbytes(self) -> int:
         """The bytes that it occupies on the device."""
-        return 0 if self.is_elsewhere else self._guard.untyped_storage().nbytes()
+        return 0 if self.is_elsewhere else self._watched[0].untyped_storage().nbytes()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -111,7 +112,7 @@ class Residual:
                 content = self._bring()
                 whole = content.storage_offset() == 0 and content.is_contiguous()
                 return content if whole else content.clone(memory_format=torch.contiguous_format)
-        return self._guard
+        return self._watched[0]
 
     def before_writing(self) -> None:
         """Have the stream wait for the copy to host memory, as the storage is about to be overwritten."""
@@ -194,15 +195,12 @@ class Saves:
 
 
 class SavedValues:
-    """The values of a first run that the policy allows to be saved, by number, and their residuals.
-
-    A residual lives as long as a slot or this object owns it.
-    """
+    """The values of a first run that may be saved. A residual lives as long as a slot or this object owns it."""
 
     def __init__(self, log: Log, saves: Saves) -> None:
         self.log, self.saves = log, saves
         self.hooks: Hooks | None = None  # saved-tensor hooks around the region, which save its residuals
-        self.allowed: dict[int, Verdict] = {}
+        self.allowed: dict[int, Verdict] = {}  # by the policy
         self.candidates: dict[int, torch.Tensor] = {}
         self._owned: dict[int, Residual] = {}
         self._residuals: dict[int, weakref.ref[Residual]] = {}  # all of them
@@ -290,8 +288,8 @@ class SavedValues:
 
     def available(self) -> set[int]:
         """Return the candidates, and the values whose residuals are alive and unchanged."""
-        saved = ((value, self.residual(value)) for value in [*self._residuals])
-        return {*self.candidates, *(value for value, each in saved if each is not None and not each.has_changed)}
+        residuals = [(value, ref()) for value, ref in [*self._residuals.items()]]
+        return {value for value, each in residuals if each is not None and not each.has_changed}.union(self.candidates)
 
     def close(self, needed: Collection[int], results: Collection[tuple[int | None, torch.Tensor]]) -> None:
         """Own the residuals that a recompute needs, and release all others, when the first run has ended."""
@@ -306,8 +304,9 @@ class SavedValues:
     def release_all(self) -> None:
         """Release the candidates, whose autograd history may lead back to this object, and all owned residuals."""
         self.candidates.clear()
-        for value in [*self._owned]:
-            self.release(value)
+        for residual in self._owned.values():
+            residual.settle()
+        self._owned.clear()
 
     def release(self, value: int) -> None:
         """Release the residual of a value, such as one that the last recompute has restored, unless a slot owns it."""
