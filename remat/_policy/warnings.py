@@ -18,7 +18,7 @@ class Warned:
 
     def __init__(self, operators: bool = False) -> None:
         self.names: set[str] = set()  # names that were warned about
-        self.operators = operators  # whether no (further) warning about unmatched operators is due
+        self.operators: bool = operators  # whether no (further) warning about unmatched operators is due
 
     def of_names(self, verdicts: Any, known: Known) -> None:
         """Warn of the names that a policy mentions but that no value of the region has, after its first run."""
