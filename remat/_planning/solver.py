@@ -17,7 +17,7 @@ import torch
 
 from .items import NO_WORK, Item, Option, Work
 
-MOST_PLANS = 300  # of a list; others are left out, so that the search stays linear in the items
+MOST_PLANS = 2000  # of a list; others are left out, so that the search stays linear in the items
 
 
 class Region:
@@ -201,7 +201,10 @@ class Solver:
         is_better[1:] = lowest[1:] < lowest[:-1]
         order = order[is_better]
         if len(order) > self._most_plans:
-            order = order[torch.linspace(0, len(order) - 1, self._most_plans).round().long().unique()]
+            # The least peak, and the cheapest plan in each of equal ranges of the others.
+            above = (peak[order] - peak[order[0]]).double()
+            part = (above * ((self._most_plans - 1) / above[-1])).ceil()
+            order = order[torch.cat([part[1:] > part[:-1], torch.ones(1, dtype=torch.bool)])]
         return [column[order] for column in columns]
 
     def _steps(self, items: List, number: int, chain: Sequence[Item]) -> Iterator[_Step]:
