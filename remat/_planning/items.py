@@ -232,6 +232,7 @@ class _Lifetimes:
             time = operation.time
             now = sum(m.nbytes for when, m in saved.values() if when < time or m in operation.made)
             now += sum(nbytes for when, nbytes in made if when >= time)
+            now += operation.backward_kernel
             spans = self._gradients[self._index(time)]
             near = [m for m in spans if m.made <= time and m.last > time] + operation.made + operation.reads
             wholes = [memory.gradient_at(time) for memory in near if memory.has_gradient]

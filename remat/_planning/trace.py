@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._core import trees
 from .._core.facts import facts_of, flops
 from .._core.tensors import is_differentiable
+from .._measure.allocated import Allocated
 from .._measure.observer import Observer, strided
 from .._modules.segments import is_sequence
 from .._selective.search import cost_of
@@ -59,13 +60,14 @@ class Memory:
 class Operation:
     """An operation with its costs, and what it reads and makes."""
 
-    __slots__ = ("cost", "flops", "key", "made", "reads", "time")
+    __slots__ = ("backward_kernel", "cost", "flops", "key", "made", "reads", "time")
 
     def __init__(self, time: int, flops: int, cost: float) -> None:
         self.time, self.flops, self.cost = time, flops, cost
         self.reads: list[Memory] = []
         self.made: list[Memory] = []
         self.key: tuple = ()  # equal for operations that do the same
+        self.backward_kernel = 0  # the bytes that the kernel of its backward takes for itself
 
 
 class Call:
@@ -98,6 +100,7 @@ class Trace(Observer):
         self.root = Call(None, 0)
         self._calls = [self.root]
         self._counts = Counter[int]()  # of the calls of each module
+        self._kernels: dict[str, int] = {}  # the bytes that kernels of convolutions' backward take for themselves
         self.saved: list[tuple[int, Memory]] = []  # what autograd saves, with its time
         self._reads: dict[int, int] = {}  # of parameters: the time of the last one
 
@@ -143,8 +146,24 @@ class Trace(Observer):
         if func in _CONCATENATIONS and operation.made:
             for memory in operation.reads:
                 memory.whole = operation.made[0]
+        if func is _CONVOLUTION and has_gradient:
+            operation.backward_kernel = self._kernel_of_convolution(args, result)
         operation.key = func, operation.flops, tuple(memory.nbytes for memory in operation.made)
         self.operations.append(operation)
+
+    def _kernel_of_convolution(self, args: tuple, result: torch.Tensor) -> int:
+        """Run the backward of a convolution, and return the bytes that its kernel takes beside the gradients."""
+        x, weight, bias, *options = args
+        needed = [x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad]
+        tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in (x, weight, result)]
+        key = repr((tensors, needed, options))
+        if key not in self._kernels:
+            gradient, sizes = torch.ones_like(result), None if bias is None else [len(bias)]
+            with Allocated([x]) as memory:
+                found = torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *options, needed)
+            nbytes = sum(t.nbytes for t, is_needed in zip(found, needed) if is_needed)
+            self._kernels[key] = max(0, memory.peak - nbytes)
+        return self._kernels[key]
 
     def _freed(self, key: int, memory: Memory) -> Any:
         def freed(_: Any) -> None:
@@ -215,4 +234,5 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
+_CONVOLUTION = torch.ops.aten.convolution.default
 _CONCATENATIONS = {torch.ops.aten.cat.default, torch.ops.aten.stack.default}

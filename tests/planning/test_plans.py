@@ -488,3 +488,45 @@ def test_a_step_with_its_backward_is_an_error_that_says_what_to_give() -> None:
     model, _, args, loss = made("a sequence of blocks")
     with pytest.raises(remat.RematError, match="a function that returns the loss"):
         remat.nn.budget(lambda x: loss(model(x)).backward(), 0.5, *args)
+
+
+class Rotated(nn.Module):
+    """A block that multiplies by an argument without a gradient, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        h = self.first(x) * angles
+        return x + self.second(h.exp() * angles)
+
+
+class Rotating(nn.Module):
+    """A model that gives its blocks one tensor without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Rotated() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.linspace(-1, 1, 256).cos()
+        for block in self.blocks:
+            x = block(x, angles)
+        return x
+
+
+def test_arguments_without_a_gradient_have_none_when_a_call_runs_alone() -> None:
+    # A product saves each factor only for the gradient of the other one.
+    predicted = remat.nn.budget(Rotating(), 0.9, X, where=Rotated, loss=squared, cost="flops").least
+    found = remat.nn.budget(Rotating(), predicted + 10_000, X, where=Rotated, loss=squared, cost="flops")
+    assert found.peak == pytest.approx(predicted, rel=0.01)
+
+
+def test_kernels_of_convolutions_take_memory_for_themselves() -> None:
+    # oneDNN's backward of a depthwise convolution of images with channels last.
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(96, 96, 7, padding=3, groups=96) for _ in range(3)))
+    images = torch.randn(8, 96, 2, 2).to(memory_format=torch.channels_last)
+    _, plain, _ = step(model, lambda: squared(model(images)))
+    assert remat.nn.budget(model, 2 * plain, images, loss=squared).without == pytest.approx(plain, rel=0.05)
