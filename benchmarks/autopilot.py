@@ -11,7 +11,7 @@ are those of the allocator; that of planning is one of live tensors. Times are t
 
 The exit status is 1 if in any row the plan recomputes more FLOPs than the choice by hand, needs more than the amount,
 has other FLOPs than it promises or other gradients than the plain model, or if there is no plan; if no plan reaches the
-least peak by hand; or if planning takes more than 15 plain steps (25 with convolutions), as the median of a model's
+least peak by hand; or if planning takes more than 15 plain steps, 25 if the model's blocks differ, as the median of its
 rows. `--compile` shows torch's `activation_memory_budget` beside. `benchmarks/models.py` has the models.
 """
 
@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -42,7 +42,7 @@ from remat._measure.allocated import Allocated
 __all__ = ["Step", "compare", "main", "step"]
 
 PARTS = (0.8, 0.6, 0.4, 0.25)
-STEPS, STEPS_OF_CONVOLUTIONS = 15, 25  # the most plain steps that planning may take
+STEPS, STEPS_OF_MIXED = 15, 25  # the most plain steps that planning may take, for equal blocks and for others
 MATMULS = policies.save_matmuls
 PRESETS = [
     MATMULS,
@@ -239,8 +239,8 @@ def compare(name: str, case: Case, parts: Sequence[float], with_compile: bool) -
             report(label, what)
         undo(case.model)
     if times:
-        steps, has_convolutions = median(times) / median(stepped), any(map(is_convolution, case.model.modules()))
-        if steps > (STEPS_OF_CONVOLUTIONS if has_convolutions else STEPS):
+        steps = median(times) / median(stepped)
+        if steps > (STEPS if has_equal_blocks(case) else STEPS_OF_MIXED):
             report("planning", f"{steps:.1f} steps")
         needs = [planning_peak(plan_for, amount) / amount for amount in (best[0][0], best[-1][0])]
         least = least_plan(plan_for, 2 * plain.peak)
@@ -255,9 +255,10 @@ def compare(name: str, case: Case, parts: Sequence[float], with_compile: bool) -
     return short
 
 
-def is_convolution(module: nn.Module) -> bool:
-    """Whether it is a convolution of images over more than patches."""
-    return isinstance(module, nn.Conv2d) and module.kernel_size != module.stride
+def has_equal_blocks(case: Case) -> bool:
+    """Whether its blocks have one class and one size."""
+    blocks = (module for module in case.model.modules() if type(module).__name__ in case.blocks)
+    return len({(type(block), sum(p.numel() for p in block.parameters())) for block in blocks}) == 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

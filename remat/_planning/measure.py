@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from .._core import trees
 from .._core.known import known_of
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
+from .._measure.observer import strided
 from .._modules.region_class import regions
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
@@ -103,6 +106,17 @@ def _copied(leaves: Sequence[Any]) -> list[Any]:
     return [leaf if kept else next(copies) for leaf, kept in zip(leaves, is_kept)]
 
 
+def _gets_cache(args: tuple, kwargs: dict) -> bool:
+    """Whether keys and values of a transformers model are among the arguments: a recompute would add them again."""
+    caches: Any = sys.modules.get("transformers.cache_utils")
+    return caches is not None and any(isinstance(each, caches.Cache) for each in (*args, *kwargs.values()))
+
+
+_GETS_CACHE = (
+    "it fills a cache of keys and values, which a recompute would fill again: set `model.config.use_cache = False`."
+)
+
+
 def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
     """Run a call alone as a region, forward and backward, and measure the phases."""
     module: Any = call.module
@@ -116,6 +130,7 @@ def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
         given = {id(t): t.clone() if is_differentiable(t) else t for t in tensors}
         given |= {id(t): _Arguments.apply(seed, t) for t, needed in zip(tensors, call.differentiable) if needed}
         filled = [given[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        kept = [weakref.ref(storage) for storage, t in strided(list(given.values())) if is_differentiable(t)]
         del given
         arguments: Any = spec.unflatten(filled)
         del filled, args, kwargs
@@ -124,13 +139,15 @@ def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
         del arguments
         memory.next_phase()
         results = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-        nbytes = sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in results)}.values())
+        nbytes = {id(storage): storage.nbytes() for storage, _ in strided(results)}
+        for ref in kept:
+            nbytes.pop(id(ref()), None)  # an argument that it returns is kept
         end = _Results.apply(*(t for t in results if t.requires_grad))
         del result, results
         memory.next_phase()
         torch.autograd.grad(end, [seed, *parameters], allow_unused=True)
     forward, _, backward = memory.phases
-    return Needs(max(0, forward.end - nbytes), forward.peak, backward.peak)
+    return Needs(max(0, forward.end - sum(nbytes.values())), forward.peak, backward.peak)
 
 
 def _measured(call: Call, cost: Any, args: tuple, kwargs: dict) -> Measured | None:
@@ -177,8 +194,9 @@ class Measuring:
         self._is_busy, self.found[item.key] = True, None  # calls in a measured call have their turn later
         try:
             self.found[item.key] = _measured(item.call, self._cost, args, kwargs)
-        except Exception as error:  # two calls in a row may be an error, as of a cache that the first one fills
-            self.failures[item.key] = str(error).partition("\n")[0]
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            self.failures[item.key] = _GETS_CACHE if _gets_cache(args, kwargs) else reason
         finally:
             torch.clear_autocast_cache()
             self._is_busy = False

@@ -102,7 +102,10 @@ class Plan:
                 name += f"[{first.children[0]}:{first.children[1]}]"
             rows.append((name, first.kind, count, saves, flops_text(first.flops)))
         lines = aligned([("region", "class", "", "saves", "recomputes"), *rows], "<<><") if rows else ["no regions"]
-        lines += [f"not a region: {name}: {reason}" for name, reason in self.passed_over.items()]
+        for reason in dict.fromkeys(self.passed_over.values()):
+            names = [name for name, other in self.passed_over.items() if other == reason]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"not a region: {names[0]}{more}: {reason}")
         above = f", at most {self.total / self.bound - 1:.0%} more than needed" if 0 < self.bound < self.total else ""
         peak = f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat"
         return "\n".join([*lines, f"{peak}; {flops_text(self.flops)} recomputed{above}"])

@@ -502,24 +502,33 @@ class Rotated(nn.Module):
         return x + self.second(h.exp() * angles)
 
 
+class Returning(Rotated):
+    """A block that returns its second argument too, as T5's return the bias of positions."""
+
+    def forward(self, x: Tensor, angles: Tensor) -> Any:
+        return super().forward(x, angles), angles
+
+
 class Rotating(nn.Module):
     """A model that gives its blocks one tensor without a gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Rotated]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Rotated() for _ in range(4)])
+        self.blocks = nn.ModuleList([kind() for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
-        angles = torch.linspace(-1, 1, 256).cos()
+        angles = torch.linspace(-1, 1, 256).cos().expand(*x.shape[:-1], 256).contiguous()
         for block in self.blocks:
-            x = block(x, angles)
+            result = block(x, angles)
+            x, angles = result if isinstance(result, tuple) else (result, angles)
         return x
 
 
-def test_arguments_without_a_gradient_have_none_when_a_call_runs_alone() -> None:
+@pytest.mark.parametrize("kind", [Rotated, Returning])
+def test_arguments_that_all_blocks_get(kind: type[Rotated]) -> None:
     # A product saves each factor only for the gradient of the other one.
-    predicted = remat.nn.budget(Rotating(), 0.9, X, where=Rotated, loss=squared, cost="flops").least
-    found = remat.nn.budget(Rotating(), predicted + 10_000, X, where=Rotated, loss=squared, cost="flops")
+    predicted = remat.nn.budget(Rotating(kind), 0.9, X, where=kind, loss=squared, cost="flops").least
+    found = remat.nn.budget(Rotating(kind), predicted + 10_000, X, where=kind, loss=squared, cost="flops")
     assert found.peak == pytest.approx(predicted, rel=0.01)
 
 
