@@ -10,6 +10,7 @@ import logging
 import pickle
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -282,6 +283,40 @@ def test_the_default_device_type_has_no_influence(call: Callable) -> Any:
 def test_statistics_change_once(call: Callable) -> Any:
     norm, x = made(lambda: nn.BatchNorm1d(3)), rand(4, 3)
     return values_and_grads(lambda x: call(lambda x: norm(x.sin()).exp(), x), x), dict(norm.named_buffers())
+
+
+COUNTERS = "numbers that the function counts up in modules, closures, globals, lists and dicts"
+CALLS = 0
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attribute, self.dict, self.other = 0, {"calls": 0}, Counter[str]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.attribute += 1
+        self.dict["calls"] += 1
+        self.other["calls"] += 1
+        return x.sin().exp()
+
+
+@compared(COUNTERS, theirs=OTHER)
+def test_numbers_count_first_runs(call: Callable) -> Any:
+    global CALLS
+    module, calls, variable, CALLS = Counts(), [0], 0, 0
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal variable
+        global CALLS
+        CALLS += 1
+        variable += 1
+        calls[0] += 1
+        return module(x)
+
+    found = values_and_grads(lambda x: call(fn, x), rand(3))
+    assert module.other["calls"] == (1 if call is TORCH.plain else 2)
+    return found, module.attribute, module.dict, calls, variable, CALLS
 
 
 @row("a backward pass that needs only the inputs")

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from cases import assert_same, rand
 from comparison import FAIRSCALE, OTHER, Fails, Outcome, libraries
 from host_copies import Copies
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -407,6 +409,35 @@ INSIDE: dict[str, Callable[[nn.Module], Any]] = {
 def test_where_others_decide_how_inputs_are_saved_nothing_is_offloaded(far: Copies, inside: str) -> None:
     assert_same(*(INSIDE[inside](m) for m in (checkpoint_wrapper(made(), offload_to_cpu=True), made())))
     assert not far.out
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_wrapper_replaces_torchs_offload_wrapper(far: Copies, recompute: bool) -> None:
+    """Around a module, or around a module in torch's wrapper for checkpoints."""
+    policy = None if recompute else policies.offload(policies.everything_saveable)
+    ours = checkpoint_wrapper(made(), offload_to_cpu=True, policy=policy)
+    its = torchs.offload_wrapper(torchs.checkpoint_wrapper(made()) if recompute else made())
+    counts = [count_ops(lambda: module(X * 2).sum().backward()) for module in (ours, its)]
+    assert [count["aten.addmm"] for count in counts] == ([4, 4] if recompute else [2, 2])
+    # The input, and the results of `tanh`, `mul` and `exp`. torch's copies two of them twice, and two parameters.
+    assert counts[1]["aten.copy_"] >= len(far.out) == (1 if recompute else 4)
+    assert_same(step(ours), step(made()))
+    assert_same(step(its), step(made()), exact=False)  # torch's copies of transposed parameters have other strides
+
+
+@row("numbers that the module counts up")
+def test_numbers_count_first_runs(lib: Any) -> None:
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            others["calls"] += 1
+            return x.sin().exp()
+
+    module, others = Counts(), Counter[str]()
+    step(lib.checkpoint_wrapper(module))
+    assert (module.calls, others["calls"]) == (2 if is_original(lib) else 1, 2)
 
 
 def test_each_row_of_the_documentation_has_its_tests() -> None:

@@ -45,7 +45,8 @@ def of_autograd(f: Callable) -> Callable:
 @pytest.mark.parametrize("take", [plain, of_func, per_sample, of_autograd])
 @programs
 def test_make_fx(make: Callable, take: Callable, mode: str) -> None:
-    traced = make_fx(take(make(remat)), tracing_mode=mode)(*arguments())
+    traced, unchanged = (make_fx(take(make(wrap)), tracing_mode=mode)(*arguments()) for wrap in (remat, plain))
+    assert traced.code == unchanged.code  # so it recomputes nothing, and saves as much
     others = arguments(5 if mode == "symbolic" and take is not per_sample else 2)
     close(traced(*others), take(make(plain))(*others))
 
