@@ -15,6 +15,7 @@ import torch
 from .._core import private
 from .._core.tensors import as_leaf, is_differentiable, is_dual, is_recorded, requires_grad_somewhere
 from .._region.region import Run
+from ..errors import MutationError
 
 Tensors = Sequence[torch.Tensor]
 
@@ -73,11 +74,12 @@ def lift(tensors: Tensors, which: Sequence[bool], level: int) -> list[torch.Tens
 class Jvp(Derived):
     """``jvp`` of a region. Its operands are all operands of the region, then the tangents of those in ``mask``."""
 
-    __slots__ = ("mask", "out_mask")
+    __slots__ = ("lifted", "mask", "out_mask")
 
-    def __init__(self, inner: Any, mask: tuple[bool, ...]) -> None:
+    def __init__(self, inner: Any, mask: tuple[bool, ...], lifted: tuple[bool, ...]) -> None:
         super().__init__(inner)
         self.mask = mask
+        self.lifted = lifted  # which operands without a tangent are of this level, so that they may change in place
         self.out_mask: list[bool] = []  # which outputs have a tangent, found by the first run
 
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
@@ -85,13 +87,22 @@ class Jvp(Derived):
 
         def at(*duals: torch.Tensor) -> list[torch.Tensor]:
             rest = iter(duals)
-            outs = self.inner.run([next(rest) if moves else t for t, moves in zip(primals, self.mask)], run)
+            inputs = lift(primals, self.lifted, private.current_interpreter().level())
+            outs = self.inner.run([next(rest) if moves else t for t, moves in zip(inputs, self.mask)], run)
+            if any(lifted and is_dual(t) for t, lifted in zip(inputs, self.lifted)):
+                raise MutationError(_GOT_TANGENT)
             self.out_mask = self.out_mask or [is_differentiable(t) and is_dual(t) for t in outs]
             return [*outs, duals[0].new_zeros(())]  # torch.func.jvp wants at least one output
 
         heads = tuple(t for t, moves in zip(primals, self.mask) if moves)
         outs, tangents = torch.func.jvp(at, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
+
+
+_GOT_TANGENT = (
+    "A region under torch.func.jvp changes an argument or a captured tensor in place, and gives it a tangent, which the "
+    "tensor outside would not get. Use an out-of-place operation in the region, and return the result."
+)
 
 
 T = TypeVar("T")

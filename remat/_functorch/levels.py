@@ -75,7 +75,7 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
         with interpreter.lower():
             outs = apply(region, primals, call, wanted)
         return _wrapped(outs, level)
-    moved = Jvp(region, mask)
+    moved = Jvp(region, mask, tuple([private.level_of(t) == level and not moves for t, moves in zip(operands, mask)]))
     if wanted is not None:
         wanted = [*wanted, *(w for w, moves in zip(wanted, mask) if moves)]
     with private.set_forward_grad_enabled(True), interpreter.lower():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, ONCE, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, rows, summed
+from both import ALL, ONCE, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, pushed, rows, summed
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
@@ -78,6 +78,32 @@ def test_a_region_that_changes_its_argument_is_refused(transform: Callable) -> N
     """Plain torch.func allows it where the argument is an intermediate."""
     with pytest.raises(MutationError, match=r"was changed in place by the region, .*`\.clone\(\)`"):
         transform(lambda x: remat(lambda x: x.mul_(2).sin())(x.clone()).sum())(X)
+
+
+# An argument that no transform follows, made inside of the transforms.
+MADE_INSIDE = {name: ALL[name] for name in ("jvp", "jacfwd", "hessian", "jvp(grad)", "grad(jvp)", "grad(vmap)", "dual")}
+
+
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_an_argument_that_is_not_followed_may_be_changed(name: str) -> None:
+    def program(wrap: Wrap) -> Any:
+        region = wrap(lambda x, count: (count.add_(1), (x + count).sin())[1])
+
+        def called(x: Tensor) -> Tensor:
+            count = torch.zeros(4, dtype=X.dtype)
+            return region(region(x, count), count) + count
+
+        return MADE_INSIDE[name](called, X)
+
+    both(program)
+
+
+def test_an_argument_that_gets_a_tangent_is_refused() -> None:
+    """The tensor outside would not get it, so its later use would have no derivative."""
+    region = remat(lambda x, kept: (kept.copy_(x), x.sin())[1])
+    for transform in (pushed, lambda f: pushed(grad(summed(f))), hessian):
+        with pytest.raises(MutationError, match=r"gives it a tangent.*out-of-place|was changed in place"):
+            transform(lambda x: region(x, kept := torch.zeros_like(X)) * kept)(X)
 
 
 @pytest.mark.parametrize("transpose", [lambda x: x.t_(), lambda x: x.transpose_(0, 1), lambda x: x.unsqueeze_(0)])

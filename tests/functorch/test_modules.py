@@ -12,7 +12,7 @@ import torch
 from both import Wrap, X, both, plain, summed, through_autograd
 from cases import assert_same, rand
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from remat import RematError, remat
@@ -203,3 +203,29 @@ def test_expanded_weights_are_refused() -> None:
     with pytest.raises(RuntimeError, match="Expanded Weights") as error:
         call_for_per_sample_grads(nn.Sequential(remat(nn.Linear(4, 4))))(X.float()).sum().backward()
     assert "`vmap(grad(loss))`" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, p: jvp(f, (p,), (p,), has_aux=True),
+        lambda f, p: jvp(grad(f, has_aux=True), (p,), (p,), has_aux=True),
+        lambda f, p: hessian(lambda params: f(params)[0])(p),
+        lambda f, p: jacfwd(grad(f, has_aux=True), has_aux=True)(p),
+    ],
+    ids=["jvp", "jvp(grad)", "hessian", "jacfwd(grad)"],
+)
+def test_batch_norm_changes_copies_of_its_buffers_once(transform: Callable) -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh()).double()
+    params, buffers = detached(net)
+
+    def program(wrap: Wrap) -> Any:
+        region = wrap(lambda state, x: functional_call(net, state, (x,)))
+
+        def loss(params: dict) -> tuple[Tensor, dict]:
+            copies = {name: buffer.clone() for name, buffer in buffers.items()}
+            return region({**params, **copies}, X).sin().sum(), copies
+
+        return transform(loss, params)
+
+    both(program)
