@@ -141,7 +141,8 @@ class RegionNode(private.SingleLevelFunction):
         ctx.region, ctx.call, ctx.level, ctx.thread = region, call, level, threading.get_ident()
         ctx.operands = operands  # saved ones would live until the level ends; changes are detected at the bottom
         ctx.set_materialize_grads(False)
-        found = None if not first else region.depends if isinstance(region, Graded) else call.depends
+        is_of_level = isinstance(region, Graded) and region.level == level
+        found = None if not first else region.depends if is_of_level else call.depends
         depends = map(is_differentiable, wrapped) if found is None else found
         ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
         return wrapped

@@ -177,3 +177,19 @@ def test_regions_inside_regions(name: str, check: str) -> None:
         return ALL[name](fn, V), ALL[name](fn, V)
 
     both(program, determinism_check=check)
+
+
+@pytest.mark.parametrize("inner", [lambda fn: grad(summed(fn)), lambda fn: lambda x: jvp(fn, (x,), (x,))[1]])
+@pytest.mark.parametrize("outer", [lambda fn: grad(summed(fn)), lambda fn: grad(summed(grad(summed(fn))))])
+def test_a_level_outside_follows_what_the_levels_inside_do_not(outer: Callable, inner: Callable) -> None:
+    """The vmap maps none of the region's operands, and draws the same numbers, so it does not map the region."""
+
+    def program(wrap: Wrap) -> Any:
+        region = wrap(f)
+
+        def loss(w: Tensor) -> Tensor:
+            return torch.func.vmap(inner(lambda x: region(w) * x.sin()), randomness="same")(rows(X))
+
+        return outer(loss)(X)
+
+    both(program)
