@@ -12,15 +12,17 @@ import torch
 
 from . import policies as policies_
 from ._core import private
-from ._core.state import disable_remat
+from ._core.state import disable_remat, overriding
 from ._measure.comparison import CheckResult, Difference, compared
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
 from ._measure.program import NOT_DIFFERENTIATED, Program
+from ._measure.timing import Way, relative_times
 from ._modules.region_class import regions
 from ._planning.planner import plan_for
-from ._policy.policy import PolicyLike, as_policy
+from ._policy.policy import Budget, PolicyLike, as_policy
 from ._policy.warnings import Warned
 from ._region.options import Options, checked_options, override
+from .errors import shown
 from .nn import Where, chosen_modules
 from .transform import wrapped
 
@@ -50,7 +52,8 @@ def check(
         transform: such as ``torch.func.grad``: compare ``transform(remat(fn))(*args, **kwargs)``, without a loss.
         loss: a function of the result. By default ``result.loss`` if it exists, else the sum of the floating-point
             tensors in the result.
-        where: which submodules of a model are regions, as in :func:`remat.nn.apply`. By default ``fn`` is one region.
+        where: which modules are regions, as in :func:`remat.nn.apply`: of the model, or of those that the function
+            captures or gets. By default ``fn`` is one region.
         kwargs: its keyword arguments. If it has one with the name of an option above, wrap it in a lambda.
 
     Returns:
@@ -59,7 +62,7 @@ def check(
     Raises:
         RuntimeError: called under a ``torch.func`` transform. Pass the transform as ``transform``.
         PolicyError: ``policy`` is not a policy.
-        TypeError: ``fn`` can't be a region, or ``where`` is given and ``fn`` is not a module.
+        TypeError: ``fn`` can't be a region, or ``where`` has the wrong type.
         ValueError: ``where`` selects no module.
 
     Example:
@@ -74,11 +77,11 @@ def check(
     """
     _check_call("check", transform=transform, loss=loss)
     program = Program(fn, args, kwargs, transform, loss)
-    called, context = _with_regions(fn, policy, where, determinism_check="values")
+    way = _with_regions(program, policy, where, Warned(), determinism_check="values")
     if transform is not None:
         with program.preserved():  # raises here if it is not a transform; later errors are results
             program.transformed(fn)
-    return compared(program, called, context)
+    return compared(program, way)
 
 
 def report(
@@ -89,13 +92,15 @@ def report(
     transform: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     where: Where | None = None,
+    time: bool = False,
     **kwargs: Any,
 ) -> Report:
     """Measure what a program saves and recomputes, without rematerialization and under policies.
 
     Runs ``fn(*args, **kwargs)`` and the backward of a loss as :func:`check` does: without any region; as it is, if it
-    has regions; and as ``remat(fn, policy=policy)`` for each policy. The bytes of live tensors and the FLOPs are
-    deterministic. On a device, the report also has the peak of its allocator.
+    has regions; and under each policy: with this policy for all of its regions, or as ``remat(fn, policy=policy)`` if
+    it has none. The bytes of live tensors and the FLOPs are deterministic. On a device, the report also has the peak of
+    its allocator.
 
     Args:
         fn, args: the function or module, and its arguments, any pytrees.
@@ -103,6 +108,7 @@ def report(
             of :func:`remat.nn.budget`. By default no policy, attention, matrix products, and both; policies with
             identical costs are listed once.
         transform, loss, where, kwargs: as in :func:`check`.
+        time: also measure the time of a step, as its ratio to a step without any region.
 
     Returns:
         A :class:`Report`. Its text is a table, and ``plot()`` draws it.
@@ -124,23 +130,42 @@ def report(
     program = Program(fn, args, kwargs, transform, loss)
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
+    if not isinstance(time, bool):
+        raise TypeError(
+            f"time must be True or False, got {shown(time)}. If it is an argument of fn, wrap fn in a lambda."
+        )
     asked = [_asked(policy) for policy in (_USUAL if policies is None else policies)]
-    plain = measured(program, WITHOUT, fn, disable_remat)
-    as_written = measured(program, AS_WRITTEN, fn, nullcontext, plain)
-    warned = Warned(operators=True) if policies is None else None  # no warnings about policies that nobody chose
-    found = [
-        measured(program, label, fn, partial(_planned, program, policy), plain)
-        if isinstance(policy, str)
-        else measured(program, label, *_with_regions(fn, policy, where, warned), plain, policy)
-        for label, policy in zip(_labels(asked), asked)
-    ]
+    objective = next((policy.cost for policy in asked if isinstance(policy, Budget) and policy.cost != "flops"), None)
+    ways = {WITHOUT: Way(fn, disable_remat), AS_WRITTEN: Way(fn, nullcontext)}
+    plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
+    rows = distinct([plain, measured(program, AS_WRITTEN, ways[AS_WRITTEN], plain, objective=objective)])
+    own = len(rows) > 1 and where is None  # its regions get the policies
+    found = []
+    for label, policy in zip(_labels(asked), asked):
+        warned = Warned(operators=policies is None)  # no warnings about policies that nobody chose
+        if isinstance(policy, str):
+            way = Way(fn, partial(_planned, program, policy))
+        elif own:
+            way = Way(fn, partial(overriding, policy=as_policy(policy), warned=warned))
+        else:
+            way = _with_regions(program, policy, where, warned)
+        ways[label] = way
+        if isinstance(policy, Budget):  # its first call chooses
+            with program.preserved(), way.context():
+                program.run(way.fn)
+        found.append(measured(program, label, way, plain, None if isinstance(policy, str) else policy, objective))
+    rows += distinct(found) if policies is None else found
+    if time:
+        times = relative_times(program, [ways[row.label] for row in rows])
+        rows = [replace(row, time=ratio) for row, ratio in zip(rows, times)]
     note = ""
-    if transform is None and not program.is_differentiated():
+    if transform is None and not program.has_gradients:
         note = NOT_DIFFERENTIATED
+    elif found and own:
+        note = "Each policy is that of the program's own regions."
     elif found and where is None and isinstance(fn, torch.nn.Module) and any(fn.children()):
         note = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
-    rows = [*distinct([plain, as_written]), *(distinct(found) if policies is None else found)]
-    return Report(_name(fn, transform), _environment(program), tuple(rows), note)
+    return Report(_name(fn, transform), _environment(program), tuple(rows), note, objective)
 
 
 def _asked(policy: Any) -> Any:
@@ -193,22 +218,19 @@ def _check_call(name: str, **functions: Any) -> None:
         )
 
 
-def _with_regions(
-    fn: Any, policy: Any, where: Any, warned: Warned | None = None, **overridden: Any
-) -> tuple[Callable, Callable]:
-    """What to call, the function as a region or the model itself, and a context in which its submodules are regions."""
-    options = checked_options(policy)
-    if warned is not None:
-        options = replace(options, warned=warned)
-    called, changed = fn, dict[torch.nn.Module, Options]()
+def _with_regions(program: Program, policy: Any, where: Any, warned: Warned, **overridden: Any) -> Way:
+    """Run the program's function as a region, or with modules that are regions."""
+    options = replace(checked_options(policy), warned=warned)
+    called, changed = program.fn, dict[torch.nn.Module, Options]()
     if where is None:
-        called = wrapped(fn, options)
+        called = wrapped(program.fn, options)
     else:
-        changed = {module: replace(options, name=name) for name, module in chosen_modules(fn, where)}
+        chosen = chosen_modules(program.named_modules, where)
+        changed = {module: replace(options, name=name) for name, module in chosen}
 
     @contextmanager
     def context() -> Iterator[None]:
         with override(**overridden), regions(changed):
             yield
 
-    return called, context
+    return Way(called, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -69,7 +69,7 @@ def apply(
         >>> model(torch.randn(3, 8)).sum().backward()
     """
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
-    for name, module in chosen_modules(model, where):
+    for name, module in chosen_modules(_modules_of(model), where):
         change_in_place(module, replace(options, name=name))
     return model
 
@@ -160,11 +160,10 @@ def budget(
             "remat.nn.budget(model, amount, ..., where=where)."
         )
         where, amount, args = amount, args[0], args[1:]
-    if where is not None:
-        chosen = chosen_modules(model, where)
-        return chosen_by_budget(Program(model, args, kwargs, loss=loss), chosen, Budget(amount, cost))
     Budget("100%" if amount is None else amount, cost)
     program = Program(model, args, kwargs, loss=loss)
+    if where is not None:
+        return chosen_by_budget(program, chosen_modules(program.named_modules, where), Budget(amount, cost))
     more = [((), each) if isinstance(each, dict) else (each, {}) for each in more_batches]
     others = [Program(model, *each, loss=loss) for each in more]
     if not program.named_modules:
@@ -201,18 +200,15 @@ def load(model: torch.nn.Module, path: str | os.PathLike[str]) -> Plan:
         ...     remat.nn.load(model, file.name).regions == plan.regions
         True
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}.")
+    named = _modules_of(model)
     plan = loaded(path)
-    plan.apply(dict(model.named_modules()))
+    plan.apply(named)
     return plan
 
 
 def undo(model: M) -> M:
     """Undo :func:`apply` and :func:`budget` for all submodules, and return the model: their calls are plain again."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"The model must be a torch.nn.Module, got {type(model).__name__}.")
-    for module in model.modules():
+    for module in _modules_of(model).values():
         change_back(module)
     return model
 
@@ -243,27 +239,35 @@ def _is_types(value: Any) -> bool:
     return isinstance(value, type) or (isinstance(value, tuple) and all(isinstance(t, type) for t in value))
 
 
-def chosen_modules(model: Any, where: Any) -> list[tuple[str, torch.nn.Module]]:
-    """Return the chosen modules; raise if there are none or if one can't be a region."""
+def _modules_of(model: Any) -> dict[str, torch.nn.Module]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
+    return dict(model.named_modules())
+
+
+def chosen_modules(named: Mapping[str, torch.nn.Module], where: Any) -> list[tuple[str, torch.nn.Module]]:
+    """Return the chosen ones of these modules; raise if there are none or if one can't be a region."""
+    if not named:
+        raise TypeError(
+            "where= chooses modules, but the function captures and gets none. For a function use `remat.remat`."
+        )
     n, kind = (where.n, where.of) if isinstance(where, Every) else (1, where)
     chosen: list[tuple[str, Any]]
     if _is_types(kind):
-        chosen = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)][::n]
+        chosen = [(name, module) for name, module in named.items() if isinstance(module, kind)][::n]
     elif not callable(where) or isinstance(where, torch.nn.Module):
         raise TypeError(
             f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
             f"submodule; got {shown(where)}."
         )
-    elif accepts(where, "name", model) is False:
+    elif accepts(where, "name", torch.nn.Module) is False:
         raise TypeError(
             f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
         )
     else:
-        chosen = [(name, module) for name, module in list(model.named_modules()) if where(name, module)]
+        chosen = [(name, module) for name, module in named.items() if where(name, module)]
     if not chosen:
-        classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        classes = ", ".join(sorted({type(module).__name__ for module in named.values()}))
         raise ValueError(
             f"where={shown(where)} chooses none of the model's modules. They are of the classes {classes}."
         )

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._core.amounts import aligned, flops_text, size_text
+from .._core.amounts import aligned, flops_text, number_text, size_text
 from .._measure.costs import plot_choices
 from .._policy.policy import Budget, Chosen
+from .._selective.search import UNITS
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,13 @@ class Curve:
             (
                 size_text(point.nbytes),
                 f"{point.nbytes / max(1, self.whole):.0%}",
-                f"{point.cost:,.0f}" if point.cost >= 100 else f"{point.cost:.3g}",
+                number_text(point.cost),
                 flops_text(point.flops),
                 f"{len(point.kept)} of {len(self.operators)}",
             )
             for point in self.points
         ]
-        head = ("saved", "of all", f"cost{_UNITS.get(str(self.cost), '')}", "recomputed", "operations saved")
+        head = ("saved", "of all", f"cost{UNITS.get(str(self.cost), '')}", "recomputed", "operations saved")
         lines = aligned([head, *rows])
         return "\n".join(lines if self.is_exact else [*lines, "(the corners of the convex hull)"])
 
@@ -88,7 +89,4 @@ class Curve:
         Returns the ``Axes``. Raises ``ImportError`` if matplotlib is not installed.
         """
         points = [(point.nbytes, point.cost) for point in self.points]
-        return plot_choices(axes, points, _UNITS.get(str(self.cost), ""))
-
-
-_UNITS = {"roofline": ", us", "time": ", us", "flops": ", FLOP"}
+        return plot_choices(axes, points, UNITS.get(str(self.cost), ""))

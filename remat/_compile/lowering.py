@@ -29,6 +29,8 @@ def call(fn: Callable, options: Options, args: tuple, kwargs: dict, context_fn: 
     if isinstance(policy, Policy) and policy.is_budget:
         warn_once(_IGNORED_BUDGET)
         policy = None
+    if state.traced is NOTHING and policy is not None and as_policy(policy) is not NOTHING:
+        warn_once(_INNER_POLICY)
     if state.disabled or state.traced is not None or private.exporting() or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     known = policy if isinstance(policy, Policy) else NOTHING  # a function or a list selects no names
@@ -59,6 +61,10 @@ def _or_break(result: Any) -> Any:
 _IGNORED_OPTIONS = (
     "The options determinism_check, debug and early_stop of a region have no effect under torch.compile: the region's "
     "graph is recomputed as it was traced."
+)
+_INNER_POLICY = (
+    "A region with a policy is inside of a region without one. Under torch.compile the outermost region decides, so "
+    "nothing is saved in it: give the policy to the outer region."
 )
 _IGNORED_BUDGET = (
     "A region with a budget saves nothing under torch.compile: a budget chooses what to save after a first run, and "

@@ -49,6 +49,11 @@ def size_text(nbytes: int) -> str:
     return _scaled(nbytes / 1024, 1024, ["KiB", "MiB", "GiB", "TiB"])
 
 
+def number_text(number: float) -> str:
+    """A cost: ``1,200``, ``12.3``."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
 def flops_text(count: int) -> str:
     """Floating-point operations: ``0``, ``1.5 MFLOP``, ``12 GFLOP``."""
     if abs(count) < 1000:

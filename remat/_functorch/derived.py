@@ -100,7 +100,7 @@ class Jvp(Derived):
 
 
 _GOT_TANGENT = (
-    "A region under torch.func.jvp changes an argument or a captured tensor in place, and gives it a tangent, which the "
+    "A region under torch.func.jvp changes an argument or captured tensor in place and gives it a tangent, which the "
     "tensor outside would not get. Use an out-of-place operation in the region, and return the result."
 )
 

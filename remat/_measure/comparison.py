@@ -15,6 +15,7 @@ from .._core.tensors import parts
 from ..errors import shown
 from .origins import tensor_text
 from .program import NOT_DIFFERENTIATED, Program
+from .timing import Way
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ class _State(bytes):
     """The state of a random generator."""
 
 
-def compared(program: Program, with_regions: Callable, context: Callable[[], Any]) -> CheckResult:
-    """Run the program without regions, and with another function or module in place of its own, in a context."""
+def compared(program: Program, way: Way) -> CheckResult:
+    """Run the program without regions, and another way."""
     runs: list[dict[str, Any]] = []
-    for fn, around in ((program.fn, disable_remat), (with_regions, context)):
+    for fn, around in ((program.fn, disable_remat), way):
         try:
             runs.append(_outcome(program, fn, around))
         except Exception as error:
@@ -106,7 +107,7 @@ def compared(program: Program, with_regions: Callable, context: Callable[[], Any
             reproducible = not _differences(runs[0], _outcome(program, program.fn, disable_remat))[0]
         except Exception:
             reproducible = False
-    note = "" if program.transform is not None or program.is_differentiated() else NOT_DIFFERENTIATED
+    note = "" if program.transform is not None or program.has_gradients else NOT_DIFFERENTIATED
     return CheckResult(tuple(differences), reproducible=reproducible, counts=counts, rounding=rounding, note=note)
 
 
@@ -120,7 +121,7 @@ def _outcome(program: Program, fn: Callable, context: Callable[[], Any]) -> dict
         changed = {
             f"{name} after the run": tensor.detach().clone()
             for name, tensor in now + program.read_now()
-            if overwritten.wrote(tensor) or (id(tensor) not in before and not name.startswith("argument "))
+            if overwritten.changed(tensor) or (id(tensor) not in before and not name.startswith("argument "))
         }
         return {**dict(results), **changed, **states}
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
-from .._core.amounts import aligned, flops_text, percent_text, size_text
+from .._core.amounts import aligned, flops_text, number_text, percent_text, size_text
 from .._core.devices import wait_for_backward_threads
-from .._core.facts import flops
+from .._core.facts import facts_of, flops
+from .._selective.search import UNITS, cost_of
 from .observer import gc_disabled
 from .origins import ModuleNames, Origins, SavedResidual, grouped
 from .program import Program
+from .timing import Way
 
 WITHOUT, AS_WRITTEN = "without remat", "as written"  # the labels of rows that are not for a policy
 _MARKERS = "sovDP^X*"
@@ -89,6 +91,8 @@ class Costs:
         forward_operations: how many of the operations belong to the forward.
         residuals: the saved tensors, the largest first.
         device_peak_bytes: the peak of the device's allocator, beyond what was allocated before. None on a CPU.
+        cost: the cost of all operations by the report's ``objective``, if it has one.
+        time: the time of a step, in parts of that without rematerialization; None if it was not measured.
     """
 
     label: str
@@ -101,6 +105,8 @@ class Costs:
     forward_operations: int
     residuals: tuple[SavedResidual, ...] = field(repr=False)
     device_peak_bytes: int | None = None
+    cost: float = 0.0
+    time: float | None = None
 
     @property
     def under_policy(self) -> bool:
@@ -122,15 +128,19 @@ class Costs:
 class _Meter(Origins):
     """Counts bytes, FLOPs and residuals in one run."""
 
-    def __init__(self, names: ModuleNames) -> None:
+    def __init__(self, names: ModuleNames, objective: Any) -> None:
         super().__init__(names)
+        self._objective = objective
         self.flops = self.saved = self.forward = 0
+        self.cost = 0.0
         self.timeline: list[int] = []
         self.residuals: list[SavedResidual] = []
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         super().after(func, args, kwargs, result)
         self.flops += flops(func, args, kwargs, result)
+        if self._objective is not None:
+            self.cost += cost_of(self._objective, facts_of(func), args, kwargs, result)
         self.timeline.append(self.total)
 
     def at_end_of_forward(self) -> None:
@@ -141,17 +151,12 @@ class _Meter(Origins):
 
 
 def measured(
-    program: Program,
-    label: str,
-    fn: Callable,
-    context: Callable[[], AbstractContextManager],
-    plain: Costs | None = None,
-    policy: Any = None,
+    program: Program, label: str, way: Way, plain: Costs | None = None, policy: Any = None, objective: Any = None
 ) -> Costs:
-    """Run the program with ``fn`` in place of its function, in a context. ``plain`` are its costs without remat."""
-    meter = _Meter(program.modules)
-    with program.preserved(), context(), gc_disabled(), _device_peak(program) as peaks, meter:
-        program.run(fn, meter.at_end_of_forward)
+    """Run the program one way. ``plain`` are its costs without rematerialization; ``objective`` is that of a budget."""
+    meter = _Meter(program.modules, objective)
+    with program.preserved(), way.context(), gc_disabled(), _device_peak(program) as peaks, meter:
+        program.run(way.fn, meter.at_end_of_forward)
     return Costs(
         label=label,
         policy=policy,
@@ -163,6 +168,7 @@ def measured(
         forward_operations=meter.forward,
         residuals=tuple(sorted(meter.residuals, key=lambda row: (-row.nbytes, row.source))),
         device_peak_bytes=sum(peaks) if peaks else None,
+        cost=meter.cost,
     )
 
 
@@ -200,12 +206,14 @@ class Report:
         rows: the costs of each run: without rematerialization, then the program as written if it has regions of its
             own, then one row per policy.
         note: what to keep in mind about the rows.
+        objective: what the budgets among the policies minimize, if that is not the FLOPs: their ``cost``.
     """
 
     name: str
     environment: Mapping[str, str]
     rows: tuple[Costs, ...]
     note: str = ""
+    objective: Any = None
 
     @property
     def plain(self) -> Costs:
@@ -224,11 +232,15 @@ class Report:
 
     @property
     def pareto(self) -> list[Costs]:
-        """The policies that no other row beats in peak and recomputed FLOPs, by increasing peak."""
+        """The rows that no other one beats in peak and recomputed FLOPs, by increasing peak, without the plain one."""
         plain = self.plain.peak_bytes, 0
-        best = [r for r in self.policies if not any(other.beats(r) for other in self.rows)]
-        found = [r for r in best if (r.peak_bytes, r.recomputed_flops) != plain]
+        best = [r for r in self.rows[1:] if not any(other.beats(r) for other in self.rows)]
+        found = [r for r in best if (r.peak_bytes, r.recomputed_flops) != plain and not self._saves_more(r)]
         return sorted(found, key=lambda r: (r.peak_bytes, r.recomputed_flops))
+
+    def _saves_more(self, row: Costs) -> bool:
+        """Whether a row saves more than the plain program, as where a policy saves what autograd needs otherwise."""
+        return row.saved_bytes > self.plain.saved_bytes
 
     @property
     def timeline(self) -> dict[str, tuple[int, ...]]:
@@ -243,19 +255,27 @@ class Report:
     def __str__(self) -> str:
         best = self.pareto
         device = any(row.device_peak_bytes is not None for row in self.rows)
-        table = [["", "saved", "peak", *(["peak of the allocator"] * device), "FLOPs recomputed", "", ""]]
+        timed = any(row.time is not None for row in self.rows)
+        head = ["", "saved", "peak", *(["peak of the allocator"] * device), "FLOPs recomputed", ""]
+        if self.objective is not None:
+            head.append(f"recompute{UNITS.get(str(self.objective), ', by the cost')}")
+        table = [[*head, *(["time"] * timed), ""]]
         for row in self.rows:
             cells = [row.label, size_text(row.saved_bytes), size_text(row.peak_bytes)]
             if device:
                 cells.append("" if row.device_peak_bytes is None else size_text(row.device_peak_bytes))
             share = percent_text(row.recomputed_flops, self.plain.flops)
-            cells += [flops_text(row.recomputed_flops), share, "*" * (row in best)]
-            table.append(cells)
+            cells += [flops_text(row.recomputed_flops), share]
+            if self.objective is not None:
+                cells.append(number_text(row.cost - self.plain.cost))
+            if timed:
+                cells.append("" if row.time is None else f"x {row.time:.2f}")
+            table.append([*cells, "saves more than without remat" if self._saves_more(row) else "*" * (row in best)])
         lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, "<")]
         if best:
             lines.append("* no other row has a lower peak without recomputing more")
         elif self.policies:
-            lines.append("No policy is better than the other rows.")
+            lines.append("No other row is better than the plain program.")
         if not self.plain.flops:
             lines.append("FLOPs are those of matrix products, convolutions and attention; this program has none.")
         if self.note:
@@ -276,7 +296,8 @@ class Report:
             }
             for row in self.rows
         ]
-        return {"name": self.name, "environment": dict(self.environment), "rows": rows}
+        objective = self.objective if isinstance(self.objective, str) else None
+        return {"name": self.name, "environment": dict(self.environment), "rows": rows, "objective": objective}
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the peak of each row against its recomputed FLOPs, with a line through those of ``pareto``.

@@ -44,9 +44,10 @@ class Overwritten(PeakMemory):
             if key not in self._copies and key not in self._refs and not tensor.is_meta:
                 self._copies[key] = storage, _as_bytes(storage).clone()
 
-    def wrote(self, tensor: torch.Tensor) -> bool:
-        """Whether the program has overwritten an existing tensor."""
-        return any(id(storage) in self._copies for storage, _ in strided(tensor))
+    def changed(self, tensor: torch.Tensor) -> bool:
+        """Whether the program has overwritten an existing tensor with other values."""
+        copies = ((storage, self._copies.get(id(storage))) for storage, _ in strided(tensor))
+        return any(found is not None and not torch.equal(_as_bytes(storage), found[1]) for storage, found in copies)
 
     def restore(self) -> None:
         """Restore the old values."""
@@ -74,7 +75,10 @@ def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, gra
         tensor.grad = grad
 
 
-NOT_DIFFERENTIATED = "Nothing was differentiated: no argument or captured tensor requires grad or is floating-point."
+NOT_DIFFERENTIATED = (
+    "Nothing was differentiated: the result depends on no tensor that requires grad. (If none does, floating-point "
+    "arguments and captured tensors are differentiated.)"
+)
 Named = list[tuple[str, Any]]
 
 
@@ -103,6 +107,7 @@ class Program:
         self.modules = ModuleNames(roots)
         self.named_modules = dict(named_modules(roots))
         self.every = not any(tensor.requires_grad for tensor in self.inputs())
+        self.has_gradients = False  # whether a run without a transform has computed some
 
     def inputs(self) -> list[torch.Tensor]:
         """All arguments and captured tensors."""
@@ -219,6 +224,7 @@ class Program:
                 leaves.setdefault(id(leaf), (shown(leaf), leaf))
             names, tensors = zip(*leaves.values())
             gradients = torch.autograd.grad(value, tensors, allow_unused=True)
+            self.has_gradients = True
         return values + [(f"gradient of {name}", gradient) for name, gradient in zip(names, gradients)]
 
 
@@ -246,10 +252,10 @@ def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
 
 
 def named_modules(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules below these, each with its path."""
+    """All modules below these, each with its first path."""
+    found = set[nn.Module]()
     for prefix, root in roots:
-        for name, module in root.named_modules():
-            yield ".".join(filter(None, (prefix, name))), module
+        yield from root.named_modules(found, prefix)
 
 
 def modules_of(fn: Any, leaves: Sequence[Any] = ()) -> Iterator[tuple[str, nn.Module]]:

@@ -14,7 +14,7 @@ import torch
 
 from .._core import private
 from .._core.state import overriding, state
-from .._policy.policy import Policy, as_policy
+from .._policy.policy import Policy, PolicyLike, as_policy
 from .._policy.warnings import Warned
 from ..errors import RematError, shown
 from .fingerprints import CHECKS
@@ -160,6 +160,7 @@ def override(
     determinism_check: DeterminismCheck | None = None,
     early_stop: bool | None = None,
     debug: bool | None = None,
+    policy: PolicyLike = None,
 ) -> Iterator[None]:
     """Set options of every region that is called under this context, including those made by ``nn.apply``.
 
@@ -175,10 +176,12 @@ def override(
         determinism_check: what is compared between the runs, as in :func:`remat.remat`.
         early_stop: end a recompute as soon as it has what the backward needs.
         debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
+        policy: what regions may save, as in :func:`remat.remat`; ``policies.nothing_saveable`` for none.
 
     Raises:
         TypeError: an option has the wrong type.
         ValueError: ``determinism_check`` is not one of the three.
+        PolicyError: ``policy`` is not a policy.
 
     Example:
         >>> import torch
@@ -193,8 +196,9 @@ def override(
         "determinism_check": determinism_check,
         "early_stop": early_stop,
         "debug": debug,
+        "policy": None if policy is None else as_policy(policy),
     }
-    changes = {name: value for name, value in options.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     checked_options(**changes)
     with overriding(**changes):
         yield

@@ -12,6 +12,7 @@ from .._core import private
 from .._core.devices import is_capturing
 from .._core.facts import Facts, facts_of, tensors
 from .._core.known import Known
+from .._core.lines import warn
 from .._core.private import DispatchMode, FakeTensor, without_torch_function
 from .._core.state import state
 from .._core.tensors import is_wrapper_call, parts
@@ -123,9 +124,17 @@ def recorder_for(region: Any) -> Recorder | None:
     tensors = *region.inputs.operands(), *region.inputs.captured.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
         return None
+    is_inside = region.around.region is not None and not outer and not state.recomputing
+    if is_inside and not isinstance(own, Budget) and known.is_new_warning(INSIDE):
+        warn(INSIDE)
     return Recorder(Recording(policy, known, own, region.options.warned))
 
 
+INSIDE = (
+    "A region with a policy is inside of a region without one, which saves only its own inputs. So its forward saves "
+    "nothing; its policy applies only when the outer region is recomputed. Give the policy to the outer region: "
+    "`remat.remat(fn, policy=...)`, or `remat.scan(step, ..., policy=...)` if the region is a step of a scan."
+)
 TRACES = (
     "A region with a policy traces a function, by torch.func.linearize or make_fx. A policy can't tell the operations "
     "of the trace from those of the region. Use torch.func.jvp, trace outside of the region, or leave out the policy."

@@ -142,9 +142,14 @@ def test_rounding_is_not_a_difference(dtype: torch.dtype, same: float, different
 
 
 def test_a_program_that_is_not_differentiated_has_a_note() -> None:
-    text = "Nothing was differentiated: no argument or captured tensor requires grad or is floating-point."
-    assert str(check(lambda x: x + 1, torch.arange(3))).endswith(text)
-    assert str(remat.report(lambda x: x + 1, torch.arange(3))).endswith(text)
+    text = "Nothing was differentiated: the result depends on no tensor that requires grad."
+    net = nn.Linear(3, 3)
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+    for program in (
+        (lambda x: x + 1, torch.arange(3)),
+        (lambda p: functional_call(net, p, torch.ones(2, 3)), parameters),
+    ):
+        assert text in str(check(*program)) and text in str(remat.report(*program))
     assert "Nothing" not in str(check(lambda x: x + 1, torch.ones(3)))
     assert "Nothing" not in str(check(lambda x: x + 1, torch.arange(3), transform=lambda fn: fn))
 
@@ -202,7 +207,13 @@ def test_an_optimizer_step_between_forward_and_backward_is_found() -> None:
 def test_what_can_be_no_region_is_an_error() -> None:
     with pytest.raises(remat.PolicyError):
         check(torch.sin, rand(3), policy="no such policy")
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match="where= chooses modules, but the function captures and gets none"):
         check(torch.sin, rand(3), where=nn.Linear)
     with pytest.raises(ValueError, match="chooses none of the model's modules"):
         check(nn.Tanh(), rand(3), where=nn.Linear)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_statistics_of_batch_norm_change_in_training_only(train: bool) -> None:
+    result = check(nn.BatchNorm1d(3).train(train), torch.ones(2, 3))
+    assert result.ok and result.counts["changed tensor"] == 3 * train

@@ -13,7 +13,7 @@ from accelerator import DEVICE
 from cases import rand
 from measured import Block, Params, blocks, layer, loss, per_sample, readme
 from torch import Tensor, nn
-from torch.func import grad
+from torch.func import functional_call, grad
 
 import remat
 from benchmarks.measure import count_flops, gc_disabled, held_bytes, peak_bytes
@@ -42,7 +42,7 @@ def test_the_model_of_the_readme() -> None:
     assert {row.label: (row.saved_bytes, row.recomputed_flops) for row in report.rows} == {
         "without remat": (4 * hidden + 4 * width + scalar, 0),
         "as written": (4 * width + scalar, 4 * product),
-        "policy=None": (scalar, 12 * product),
+        "policy=None": (4 * width + scalar, 4 * product),  # of its own regions
         "save_matmuls": (4 * hidden + 4 * width + scalar, 0),
     }
     assert report.plain.flops == 12 * product * 2
@@ -50,10 +50,11 @@ def test_the_model_of_the_readme() -> None:
         f"loss: torch {torch.__version__}, CPU\n"
         "                saved    peak  FLOPs recomputed\n"
         "without remat  20 KiB  30 KiB                 0\n"
-        "as written      4 KiB  27 KiB        32.8 kFLOP  +17 %\n"
-        "policy=None       8 B  27 KiB        98.3 kFLOP  +50 %\n"
-        "save_matmuls   20 KiB  44 KiB                 0\n"
-        "No policy is better than the other rows."
+        "as written      4 KiB  27 KiB        32.8 kFLOP  +17 %  *\n"
+        "policy=None     4 KiB  27 KiB        32.8 kFLOP  +17 %  *\n"
+        "save_matmuls   20 KiB  34 KiB                 0\n"
+        "* no other row has a lower peak without recomputing more\n"
+        "Each policy is that of the program's own regions."
     )
     assert report == again  # the figures are the same in each run
 
@@ -213,3 +214,62 @@ def test_a_plot_makes_a_figure_and_needs_matplotlib(report: remat.Report, monkey
     for plot in (report.plot, curve.plot):
         with pytest.raises(ImportError, match=r"^A plot needs matplotlib: pip install remat\[plot\]$"):
             plot()
+
+
+def test_modules_of_functional_code_are_regions() -> None:
+    model, x = blocks()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    program = lambda p, x: functional_call(model, p, (x,)).square().mean()
+    report = remat.report(program, parameters, x, transform=grad, where=Block, policies=BOTH)
+    remat.nn.apply(model, Block)
+    own = remat.report(program, parameters, x, transform=grad, policies=BOTH)
+    figures = lambda report: [
+        (r.saved_bytes, r.peak_bytes, r.recomputed_flops) for r in (report.plain, *report.policies)
+    ]
+    assert figures(report) == figures(own) and own.as_written.peak_bytes == own.policies[0].peak_bytes
+    saved = [row.saved_bytes for row in report.policies]
+    assert saved[0] < saved[1] < report.plain.saved_bytes and report.policies[0].recomputed_flops > 0
+    assert own.pareto[0] is own.as_written and str(own).count("  *\n") == 3
+    assert remat.check(program, parameters, x, transform=grad, where=Block).ok
+
+
+def test_what_a_budget_minimizes_has_a_column() -> None:
+    model, x = blocks()
+    report = remat.report(model, x, where=Block, policies=[None, policies.budget(0.5)])
+    assert report.objective == "roofline" and "recompute, us" in str(report)
+    nothing, half = (row.cost - report.plain.cost for row in report.policies)
+    assert 0 < half < nothing and report.policies[1].saved_bytes > report.policies[0].saved_bytes
+    assert remat.report(model, x, where=Block, policies=[policies.budget(0.5, cost="flops")]).objective is None
+
+
+def test_a_row_that_saves_more_than_the_plain_program_says_so() -> None:
+    """A policy saves the products and the input of each region; autograd saves the results of `tanh`."""
+    region = remat.remat(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w))
+    loss = lambda w, x: region(w, region(w, region(w, x))).sum()
+    report = remat.report(loss, rand(8, 8), rand(64, 8), policies=BOTH)
+    assert report.policies[1].saved_bytes > report.plain.saved_bytes and report.policies[1] not in report.pareto
+    lines = [line for line in str(report).splitlines() if line.endswith("saves more than without remat")]
+    assert len(lines) == 1 and lines[0].startswith("save_matmuls")
+
+
+def test_the_time_of_a_step_is_its_ratio_to_the_plain_one() -> None:
+    model, x = blocks()
+    report = remat.report(model, x, where=Block, policies=BOTH, time=True)
+    assert report.plain.time == 1.0 and all(row.time > 0.2 for row in report.policies)
+    assert " x 1.00" in str(report) and report.to_dict()["rows"][0]["time"] == 1.0
+    with pytest.raises(TypeError, match=r"time must be True or False.*in a lambda"):
+        remat.report(model, x, time=torch.ones(3))
+
+
+def test_override_sets_the_policy_of_regions() -> None:
+    w, x = rand(8, 8), rand(8, 8)
+    region = remat.remat(lambda x: torch.tanh(x @ w) @ w)
+
+    def products(**options: Any) -> int:
+        with remat.override(**options):
+            out = region(x)
+        return count_flops(lambda: out.sum().backward()) // (2 * 8**3)
+
+    assert (products(), products(policy=policies.save_matmuls)) == (5, 4)
+    with pytest.raises(remat.PolicyError), remat.override(policy="no such policy"):
+        pass
