@@ -253,7 +253,7 @@ class Report:
         return {row.label: row.shares for row in self.rows}
 
     def __str__(self) -> str:
-        best = self.pareto
+        best = self.pareto if self.policies else []  # else there is no choice
         device = any(row.device_peak_bytes is not None for row in self.rows)
         timed = any(row.time is not None for row in self.rows)
         head = ["", "saved", "peak", *(["peak of the allocator"] * device), "FLOPs recomputed", ""]

@@ -19,11 +19,10 @@ def with_region(error: E, region: Any, recomputing: bool = True) -> E:
     ``recomputing``: the user's function was being recomputed, so an error that it raised gets a note.
     """
     root = region.root
-    where = f"{_name(root)} called at {root.line}"
+    where = f"{name_of_region(root)} called at {root.line}"
     if isinstance(error, (CaptureError, MutationError, RecomputeMismatchError)) and error.region is None:
         error.region = where
-        text = _ARGUMENT.sub(lambda found: _argument(root.fn, found), str(error))
-        error.args = (f"{text}\nThe region is {where}.",)
+        error.args = (f"{with_parameters(root.fn, str(error))}\nThe region is {where}.",)
     elif recomputing:
         _add_note(error, f"while recomputing {where}")
     elif str(error).startswith("Expanded Weights"):
@@ -44,7 +43,7 @@ def without_internals(traceback: TracebackType | None) -> TracebackType | None:
     return result
 
 
-def _name(root: Any) -> str:
+def name_of_region(root: Any) -> str:
     """The name of the function, or the class of the module and, after ``nn.apply``, its path in the model."""
     return f"{name_of(root.fn)} {root.options.name!r}" if root.options.name else name_of(root.fn)
 
@@ -56,6 +55,11 @@ def _add_note(error: Exception, note: str) -> None:
 
 
 _ARGUMENT = re.compile(r"argument (args|kwargs)\[('[^']*'|\d+)\]")
+
+
+def with_parameters(fn: Any, text: str) -> str:
+    """The text, with the parameters of a function in place of the positions of its arguments."""
+    return _ARGUMENT.sub(lambda found: _argument(fn, found), text)
 
 
 def _argument(fn: Any, found: re.Match[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from logging import DEBUG
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -15,13 +16,14 @@ from .._core import private, trees
 from .._core.known import Known
 from .._core.lines import Line, user_line
 from .._core.ranges import in_range
-from .._core.state import first_run, own_work, recomputing
+from .._core.state import first_run, own_work, recomputing, state
 from ..errors import MutationError
 from .arguments import Arguments, Outputs
 from .around import Around
 from .error_context import with_region
 from .fingerprints import form_of
 from .inputs import Inputs
+from .logs import LOGGER, log_saved
 from .options import UNFINISHED, Options, refuse_unfinished
 from .turns import turn
 
@@ -114,7 +116,9 @@ class Region:
         self.ambient = Ambient(devices, generators, self.options.preserve_rng_state)
 
     def forget(self) -> None:
-        """Release what only the first run needs."""
+        """Release what only the first run needs, which has ended."""
+        if self.ran and LOGGER.isEnabledFor(DEBUG) and not state.recomputing:
+            log_saved(self)
         self.inputs.release()
         self.around = None
 

@@ -308,6 +308,10 @@ class SavedValues:
             residual.settle()
         self._owned.clear()
 
+    def residuals(self) -> list[Residual]:
+        """Return those that a recompute needs or a slot owns."""
+        return [residual for ref in self._residuals.values() if (residual := ref()) is not None]
+
     def release(self, value: int) -> None:
         """Release the residual of a value, such as one that the last recompute has restored, unless a slot owns it."""
         if (residual := self._owned.pop(value, None)) is not None:
