@@ -42,7 +42,7 @@ from benchmarks.wrappers import (
     torch_selective,
     torch_selective_by_count,
 )
-from remat import checkpoint_name, policies, remat
+from remat import checkpoint_name, checkpoint_policies, policies, remat
 
 __all__ = ["CASES", "TRANSFORMS", "Case", "Figures", "Row", "Sizes", "main", "program", "table"]
 
@@ -234,7 +234,7 @@ CASES: tuple[Case, ...] = (
     # On the CPU offloading spares no memory. torch's selective checkpoint offloads in compiled code only.
     Case(
         "name hidden, offload q, k, v",
-        policies.save_and_offload_only_these_names(
+        checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=["hidden"], names_which_can_be_offloaded=["q", "k", "v"]
         ),
         torch_selective_by_count(*HIDDEN, *QKV),

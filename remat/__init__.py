@@ -11,28 +11,34 @@ Example:
     torch.Size([3, 3])
 """
 
-from . import compat, integrations, nn, policies
-from ._core.state import disable_remat, is_disabled, is_recomputing
+import torch
+
+from ._core.versions import check_version
+
+check_version(torch.__version__)  # before the modules that use private parts of torch
+
+from . import checkpoint_policies, compat, integrations, nn, policies
+from ._budget.curve import Curve, Point
+from ._budget.tradeoff import pareto
+from ._core.state import disable_remat, is_disabled, is_recomputing  # noqa: F401
+from ._measure.origins import SavedResidual
 from ._policy.names import checkpoint_name
 from ._policy.policy import Policy, PolicyLike
 from ._region.options import override
+from ._residuals import print_saved_residuals, saved_residuals
 from ._scan.loop import scan
 from ._sequential import sequential
-from .budgeting import pareto
+from ._transform import remat
 from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError, RematWarning
 from .measuring import CheckResult, Costs, Report, Share, check, report
-from .residuals import SavedResidual, print_saved_residuals, saved_residuals
-from .transform import remat
 
-# The names in JAX.
-checkpoint = remat
-checkpoint_policies = policies
+checkpoint = remat  # its name in JAX
 
 __all__ = [
-    "CaptureError", "CheckResult", "Costs", "MutationError", "Policy", "PolicyError", "PolicyLike",
+    "CaptureError", "CheckResult", "Costs", "Curve", "MutationError", "Point", "Policy", "PolicyError", "PolicyLike",
     "RecomputeMismatchError", "RematError", "RematWarning", "Report", "SavedResidual", "Share", "check",
     "checkpoint", "checkpoint_name", "checkpoint_policies", "compat", "disable_remat", "integrations",
-    "is_disabled", "is_recomputing", "nn", "override", "pareto", "policies", "print_saved_residuals", "remat",
-    "report", "saved_residuals", "scan", "sequential",
+    "is_recomputing", "nn", "override", "pareto", "policies", "print_saved_residuals", "remat", "report",
+    "saved_residuals", "scan", "sequential",
 ]  # fmt: skip
 __version__ = "0.1.0"

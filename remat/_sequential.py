@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import unwrap
 from itertools import pairwise
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ R = TypeVar("R")
 def sequential(
     functions: Iterable[Callable[P, R]],
     segments: int | None = None,
-    *,
+    *inputs: NoReturn,
     policy: PolicyLike = None,
     preserve_rng_state: bool = True,
     determinism_check: DeterminismCheck = "metadata",
@@ -57,6 +57,8 @@ def sequential(
 
     The square root is from Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
+    if inputs:
+        raise TypeError("remat.sequential returns a function, to call with the input: `remat.sequential(fs, 2)(x)`.")
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if isinstance(functions, torch.nn.Sequential):
         own = unwrap(type(functions).forward) is not torch.nn.Sequential.forward or "forward" in vars(functions)

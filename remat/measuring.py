@@ -19,12 +19,12 @@ from ._measure.program import NOT_DIFFERENTIATED, Program
 from ._measure.timing import Way, relative_times
 from ._modules.region_class import regions
 from ._planning.planner import plan_for
-from ._policy.policy import Budget, PolicyLike, as_policy
+from ._policy.policy import Budget, Policy, PolicyLike, as_policy
 from ._policy.warnings import Warned
 from ._region.options import Options, checked_options, override
+from ._transform import wrapped
 from .errors import shown
 from .nn import Where, chosen_modules
-from .transform import wrapped
 
 __all__ = ["CheckResult", "Costs", "Difference", "Report", "Share", "check", "report"]
 
@@ -76,6 +76,8 @@ def check(
         True
     """
     _check_call("check", transform=transform, loss=loss)
+    if _are_policies(kwargs.get("policies")):
+        raise TypeError("remat.check takes one policy: `policy=...`. remat.report compares several.")
     program = Program(fn, args, kwargs, transform, loss)
     way = _with_regions(program, policy, where, Warned(), determinism_check="values")
     if transform is not None:
@@ -127,6 +129,8 @@ def report(
         []
     """
     _check_call("report", transform=transform, loss=loss)
+    if isinstance(kwargs.get("policy"), Policy):
+        raise TypeError("remat.report takes a list of policies: `policies=[...]`. remat.check takes one.")
     program = Program(fn, args, kwargs, transform, loss)
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
@@ -202,6 +206,10 @@ def _environment(program: Program) -> dict[str, str]:
     kinds = sorted({tensor.device.type for tensor in program.inputs()} - {"cpu", "meta"})
     names = [getattr(torch.get_device_module(kind), "get_device_name", kind.lower)() for kind in kinds]
     return {"torch": f"torch {torch.__version__}", "device": ", ".join(names) or "CPU"}
+
+
+def _are_policies(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(each, Policy) for each in value)
 
 
 def _check_call(name: str, **functions: Any) -> None:

@@ -1,14 +1,15 @@
 """Policies: which values a checkpointed region may save in addition to its inputs.
 
 A policy is an object that can be compared, hashed, pickled and printed. ``p | q``, ``p & q`` and ``~p`` combine
-policies. A value is saved only if its policy allows it and the backward pass uses it. Policies that exist in
-``jax.checkpoint_policies`` have their JAX names here, and some also have a name in PyTorch's terms.
+policies. A value is saved only if its policy allows it and the backward pass uses it. ``remat.checkpoint_policies`` has
+them by the names in JAX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ._policy.names import Names
 from ._policy.operators import (
@@ -26,12 +27,9 @@ from ._policy.predicates import checked_predicate
 from .errors import PolicyError
 
 __all__ = [
-    "budget", "checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "dots_saveable",
-    "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable", "offload",
-    "offload_dot_with_no_batch_dims", "save_and_offload_only_these_names", "save_any_names_but_these",
-    "save_anything_except_these_names", "save_attention", "save_collectives", "save_convolutions",
-    "save_from_both_policies", "save_if", "save_matmuls", "save_matmuls_without_batch_dims",
-    "save_only_these_names", "save_ops",
+    "budget", "everything_saveable", "nothing_saveable", "offload", "save_any_names_but_these",
+    "save_anything_except_these_names", "save_attention", "save_collectives", "save_convolutions", "save_if",
+    "save_matmuls", "save_matmuls_without_batch_dims", "save_only_these_names", "save_ops",
 ]  # fmt: skip
 
 
@@ -39,9 +37,23 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        in_jax = sys.modules["remat.checkpoint_policies"]  # it imports this module
+        if name in getattr(in_jax, "__all__", ()):  # these were here too
+            return getattr(in_jax, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 nothing_saveable: Policy = as_policy(None)
 everything_saveable: Policy = _Preset(~nothing_saveable, "everything_saveable", "Saves all that the backward uses.")
-save_matmuls: Policy = _Preset(Ops(MATMULS), "save_matmuls", "Saves the results of matrix products and convolutions.")
+save_matmuls: Policy = _Preset(
+    Ops(MATMULS),
+    "save_matmuls",
+    """Saves the results of matrix products and convolutions, as JAX's ``dots_saveable`` does.
+    :data:`save_matmuls_without_batch_dims` saves no convolutions: add them by ``| save_convolutions``.""",
+)
 save_matmuls_without_batch_dims: Policy = _Preset(
     Ops(MATMULS_WITHOUT_BATCH_DIMS) | Ops(frozenset({"aten::bmm"})) & If(is_unbatched_einsum),
     "save_matmuls_without_batch_dims",
@@ -63,11 +75,6 @@ save_collectives: Policy = _Preset(
     """Saves the results of functional collectives, so that nothing is communicated again.
     ``torch.distributed.all_reduce`` and other collectives that write into their arguments have no results.""",
 )
-# The names in JAX.
-dots_saveable: Policy = save_matmuls
-checkpoint_dots: Policy = save_matmuls
-dots_with_no_batch_dims_saveable: Policy = save_matmuls_without_batch_dims
-checkpoint_dots_with_no_batch_dims: Policy = save_matmuls_without_batch_dims
 
 
 def save_ops(*ops: Any) -> Policy:
@@ -151,47 +158,6 @@ def offload(policy: PolicyLike, to: str = "cpu") -> Policy:
     return Offload(as_policy(policy))
 
 
-def save_and_offload_only_these_names(
-    *,
-    names_which_can_be_saved: Iterable[str] = (),
-    names_which_can_be_offloaded: Iterable[str] = (),
-    offload_src: str = "device",
-    offload_dst: str = "cpu",
-) -> Policy:
-    """Save values with some names on the device, and values with other names in host memory.
-
-    Names are as in :func:`save_only_these_names`. ``offload_dst`` may also be ``"pinned_host"``. The keywords are
-    JAX's. Raises ``PolicyError`` if a name is in both lists, or an argument is invalid.
-
-    Example:
-        >>> from remat import policies
-        >>> policies.save_and_offload_only_these_names(
-        ...     names_which_can_be_saved=["q"], names_which_can_be_offloaded=["k*"]
-        ... )
-        policies.save_only_these_names('q') | policies.offload(policies.save_only_these_names('k*'))
-    """
-    _check_source(offload_src)
-    for names in (names_which_can_be_saved, names_which_can_be_offloaded):
-        if isinstance(names, str):
-            raise PolicyError(f"Names must be passed as a list: [{names!r}] instead of {names!r}.")
-    saved, offloaded = tuple(names_which_can_be_saved), tuple(names_which_can_be_offloaded)
-    if twice := [name for name in saved if name in offloaded]:
-        raise PolicyError(f"A value can't be both saved and offloaded: {', '.join(map(repr, twice))}.")
-    return save_only_these_names(*saved) | offload(save_only_these_names(*offloaded), to=offload_dst)
-
-
-def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "cpu") -> Policy:
-    """Save the results of products with weights in host memory: JAX's name for an :func:`offload` policy.
-
-    Example:
-        >>> from remat import policies
-        >>> policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-        policies.offload(policies.save_matmuls_without_batch_dims)
-    """
-    _check_source(offload_src)
-    return offload(save_matmuls_without_batch_dims, to=offload_dst)
-
-
 def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roofline") -> Policy:
     """Save at most this many bytes of a region, chosen to minimize the cost of the recompute.
 
@@ -214,18 +180,3 @@ def budget(amount: int | str | float, *, cost: str | Callable[..., float] = "roo
         >>> f(torch.ones(8, 8, requires_grad=True)).sum().backward()
     """
     return Budget(amount, cost)
-
-
-def save_from_both_policies(p: PolicyLike, q: PolicyLike, /) -> Policy:
-    """Save what either of two policies saves: JAX's name for ``p | q``.
-
-    Raises ``PolicyError`` if one saves what the other offloads.
-
-    Example: ``policies.save_from_both_policies(policies.save_matmuls, policies.save_only_these_names("q"))``
-    """
-    return as_policy(p) | q
-
-
-def _check_source(offload_src: str) -> None:
-    if offload_src != "device":
-        raise PolicyError(f"Values can be offloaded only from 'device'; got {offload_src!r}.")

@@ -300,6 +300,9 @@ class Preset(_Turned):
     def __reduce__(self) -> str:
         return self.name
 
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"{self!r} is a policy itself, without parentheses: `remat.remat(fn, policy={self!r})`.")
+
 
 #: What is accepted as a policy: one of ``remat.policies``, operators in a list, tuple or set, a function as in
 #: torch's selective checkpoint, or None, which saves nothing.

@@ -41,8 +41,8 @@ def checked_predicate(value: Any) -> Callable:
     if not callable(value) or isinstance(value, (type, torch.nn.Module)):
         raise PolicyError(f"{_EXPECTED}; got {shown(value)}.{_of_text(value) if isinstance(value, str) else ''}")
     name = getattr(function, "__name__", "")
-    if getattr(function, "__module__", None) == "remat.policies" and name in sys.modules["remat.policies"].__all__:
-        raise PolicyError(f"policies.{name} returns a policy: call it, as in `policies.{name}(...)`.")
+    if (found := _public().get(name)) is not None and found[1] is function:
+        raise PolicyError(f"{found[0]} returns a policy: call it, as in `{found[0]}(...)`.")
     if function is torch.utils.checkpoint.create_selective_checkpoint_contexts:
         raise PolicyError(f"{_EXPECTED}; give the function or list itself, without {function.__name__}.")
     if (getattr(value, "__module__", None) or "").partition(".")[0] == "jax":
@@ -61,12 +61,18 @@ def _of_text(text: str) -> str:
 
 
 def _nearest(text: str) -> str:
-    policies = sys.modules["remat.policies"]
+    names = _public()
     wanted = text.rpartition(".")[2].strip().lower().replace("-", "_")
     near = [wanted]
-    if wanted not in policies.__all__:
-        containing = [name for name in policies.__all__ if len(wanted) > 2 and wanted in name]
+    if wanted not in names:
+        containing = [name for name in names if len(wanted) > 2 and wanted in name]
         near = sorted(containing, key=lambda name: (name.find(wanted), len(name)))
-        near += difflib.get_close_matches(wanted, policies.__all__, n=3, cutoff=0.6)
-    calls = [f"policies.{name}{'(...)' * isfunction(getattr(policies, name))}" for name in dict.fromkeys(near)][:3]
+        near += difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
+    calls = [f"{names[name][0]}{'(...)' * isfunction(names[name][1])}" for name in dict.fromkeys(near)][:3]
     return f" Did you mean {' or '.join(calls)}?" if calls else ""
+
+
+def _public() -> dict[str, tuple[str, Any]]:
+    """The public policies and functions that make some, by name: each as it is written, and itself."""
+    modules = (sys.modules[f"remat.{name}"] for name in ("checkpoint_policies", "policies"))
+    return {name: (f"{m.__name__[6:]}.{name}", getattr(m, name)) for m in modules for name in m.__all__}

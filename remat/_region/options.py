@@ -94,7 +94,7 @@ def refuse_unfinished(fn: Any, result: Any) -> NoReturn:
 __all__ = ["override"]
 
 
-DeterminismCheck = Literal["metadata", "values", "none"]
+DeterminismCheck = Literal["metadata", "values", "none", "default"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,9 @@ def checked_options(
     ):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {shown(value)}.")
+    determinism_check = "metadata" if determinism_check == "default" else determinism_check  # torch's name
     if determinism_check not in CHECKS:
-        default = " torch's 'default' is 'metadata' here." if determinism_check == "default" else ""
-        raise ValueError(
-            f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.{default}"
-        )
+        raise ValueError(f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.")
     if torch.compiler.is_compiling() and isinstance(policy, (list, FunctionType)):
         pass  # Dynamo treats these as constants and can't trace the conversion: `_compile` does it later
     elif policy is not None:
@@ -196,9 +194,9 @@ def override(
         "determinism_check": determinism_check,
         "early_stop": early_stop,
         "debug": debug,
-        "policy": None if policy is None else as_policy(policy),
+        "policy": policy,
     }
-    changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    checked_options(**changes)
-    with overriding(**changes):
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    checked = checked_options(**given)
+    with overriding(**{name: getattr(checked, name) for name in given}):
         yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
@@ -250,8 +252,33 @@ def test_errors_have_their_public_names() -> None:
 
 
 def test_the_names_of_jax_and_the_options() -> None:
-    assert remat.checkpoint is remat.remat and remat.checkpoint_policies is remat.policies
+    assert remat.checkpoint is remat.remat
     expected = ["fn", "policy", "preserve_rng_state", "determinism_check", "early_stop", "debug"]
     assert [*inspect.signature(remat.remat).parameters] == expected
     constants = (value for name, value in vars(policies).items() if name in policies.__all__ and not callable(value))
     assert all(value.__doc__ != type(value).__doc__ for value in constants)  # presets have their own help
+
+
+def test_options_of_the_wrong_function() -> None:
+    x, policy = torch.ones(3), remat.policies.save_matmuls
+    for call, text in {
+        lambda: remat.report(torch.sin, x, policy=policy): r"takes a list of policies: `policies=\[\.\.\.\]`",
+        lambda: remat.check(torch.sin, x, policies=[policy]): r"takes one policy: `policy=\.\.\.`",
+        lambda: remat.sequential([torch.sin, torch.cos], 2, x): r"returns a function.*`remat.sequential\(fs, 2\)\(x\)`",
+    }.items():
+        with pytest.raises(TypeError, match=text):
+            call()
+
+
+def test_torchs_name_of_the_default_check() -> None:
+    assert repr(remat.remat(torch.sin, determinism_check="default")) == repr(remat.remat(torch.sin))
+    x = torch.ones(3, requires_grad=True)
+    remat.remat(torch.sin, determinism_check="default")(x).sum().backward()
+
+
+@pytest.mark.parametrize(("version", "warns"), [("2.10.1", True), ("2.13.0+cpu", False), ("2.16.0.dev1", True)])
+def test_an_untested_torch_gives_one_warning(version: str, warns: bool) -> None:
+    code = f"import torch; torch.__version__ = {version!r}; import remat; remat.remat(torch.sin)(torch.ones(3))"
+    done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
+    text = f"RematWarning: remat was tested with torch 2.11 to 2.15, and this is torch {version}."
+    assert done.stderr.count(text) == warns

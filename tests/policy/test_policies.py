@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from remat import PolicyError, policies
+from remat import checkpoint_policies as in_jax
 from remat._policy.policy import Policy, Verdict, as_policy, within
 
 
@@ -57,9 +58,9 @@ def judge(policy: Policy, op: Any = RELU, *names: str, args: tuple = ()) -> Verd
 
 
 NAMED = only("q", "k*")
-PAIR = policies.save_and_offload_only_these_names(names_which_can_be_saved=["q"], names_which_can_be_offloaded=["k*"])
+PAIR = in_jax.save_and_offload_only_these_names(names_which_can_be_saved=["q"], names_which_can_be_offloaded=["k*"])
 EXPRESSIONS = {
-    "policies.save_matmuls": policies.dots_saveable,
+    "policies.save_matmuls": in_jax.dots_saveable,
     "policies.nothing_saveable": as_policy(None),
     "policies.save_ops(torch.ops.aten.mm.default)": policies.save_ops(MM),
     "policies.save_ops(torch.ops.aten.add.Tensor, torch.ops.aten.mm)": policies.save_ops(aten.mm, "aten::add.Tensor"),
@@ -67,7 +68,7 @@ EXPRESSIONS = {
     "policies.save_only_these_names('q', 'k*')": NAMED,
     "policies.save_any_names_but_these('q')": policies.save_any_names_but_these("q"),
     "policies.save_if(large)": policies.save_if(large),
-    "policies.offload(policies.save_matmuls_without_batch_dims)": policies.offload_dot_with_no_batch_dims(
+    "policies.offload(policies.save_matmuls_without_batch_dims)": in_jax.offload_dot_with_no_batch_dims(
         "device", "pinned_host"
     ),
     "policies.save_only_these_names('q') | policies.offload(policies.save_only_these_names('k*'))": PAIR,
@@ -98,9 +99,9 @@ def test_different_policies_differ() -> None:
 
 
 def test_presets_are_single_objects_with_the_names_of_jax() -> None:
-    assert policies.dots_saveable is policies.checkpoint_dots is matmuls is pickle.loads(pickle.dumps(matmuls))
-    assert policies.dots_with_no_batch_dims_saveable is policies.save_matmuls_without_batch_dims
-    assert policies.checkpoint_dots_with_no_batch_dims is policies.save_matmuls_without_batch_dims
+    assert in_jax.dots_saveable is in_jax.checkpoint_dots is matmuls is pickle.loads(pickle.dumps(matmuls))
+    assert in_jax.dots_with_no_batch_dims_saveable is policies.save_matmuls_without_batch_dims
+    assert in_jax.checkpoint_dots_with_no_batch_dims is policies.save_matmuls_without_batch_dims
     assert "matrix products" in matmuls.__doc__  # for `help`
 
 
@@ -287,8 +288,8 @@ of_jax.__name__, of_jax.__module__ = "dots_saveable", "jax._src.ad_checkpoint"
 @pytest.mark.parametrize(
     "given, says",
     [
-        ("dots", r"got 'dots'\. Did you mean policies\.dots_saveable "),
-        ("checkpoint_policies.dots-saveable", r"Did you mean policies\.dots_saveable\?"),
+        ("dots", r"got 'dots'\. Did you mean checkpoint_policies\.dots_saveable "),
+        ("checkpoint_policies.dots-saveable", r"Did you mean checkpoint_policies\.dots_saveable\?"),
         ("save_only_these_names", r"Did you mean policies\.save_only_these_names\(\.\.\.\)\?"),
         ("zzz", r"A policy is one of remat\.policies .* got 'zzz'\. For values named"),
         ("64 MiB", r"write `policies\.budget\('64 MiB'\)`"),
@@ -302,7 +303,7 @@ of_jax.__name__, of_jax.__module__ = "dots_saveable", "jax._src.ad_checkpoint"
         (torch.nn.Identity(), r"A policy is one of .*got Identity"),
         (type("AnyArguments", (), {"__init__": lambda self, *args: None}), "A policy is one of .*got <class"),
         (lambda ctx, op: True, "doesn't accept"),
-        (of_jax, r"JAX's .* Did you mean policies\.dots_saveable\?"),
+        (of_jax, r"JAX's .* Did you mean checkpoint_policies\.dots_saveable\?"),
         ([matmuls], r"combine them by `p \| q`"),
         ([3], r"save_ops takes operators such as torch\.ops\.aten\.mm, got 3"),
     ],
@@ -321,10 +322,13 @@ def test_rejected_as_a_policy(given: Any, says: str) -> None:
         (lambda: policies.save_anything_except_these_names(3), "got 3"),
         (lambda: policies.save_if(None), "got None"),
         (lambda: offload(matmuls, to="cuda"), "only to 'cpu'.*got 'cuda'"),
-        (lambda: policies.offload_dot_with_no_batch_dims("cpu", "device"), "only from 'device'; got 'cpu'"),
-        (lambda: policies.save_and_offload_only_these_names(names_which_can_be_saved="q"), r"as a list: \['q'\]"),
+        (lambda: in_jax.offload_dot_with_no_batch_dims("cpu", "device"), "only from 'device'; got 'cpu'"),
         (
-            lambda: policies.save_and_offload_only_these_names(
+            lambda: in_jax.save_and_offload_only_these_names(names_which_can_be_saved="q"),
+            r"as a list: \['q'\]",
+        ),
+        (
+            lambda: in_jax.save_and_offload_only_these_names(
                 names_which_can_be_saved=["a", "q"], names_which_can_be_offloaded=["q"]
             ),
             "both saved and offloaded: 'q'",
@@ -366,3 +370,17 @@ def test_a_list_stands_for_the_overloads_that_reach_a_policy_and_may_contain_vie
     assert as_policy([aten.mm]) == as_policy([getattr(aten.mm, name) for name in aten.mm.overloads()])
     sums = as_policy(["aten.sum", "aten.view", aten.transpose.int])
     assert [sums.verdict_for(op) for op in (aten.sum.dim_IntList, aten.sum.int, MM)] == [SAVE, RECOMPUTE, RECOMPUTE]
+
+
+def test_names_are_found_where_they_were_before() -> None:
+    for name in in_jax.__all__:
+        assert getattr(policies, name) is getattr(in_jax, name)
+    assert in_jax.save_matmuls is policies.save_matmuls
+    for module in (policies, in_jax):
+        with pytest.raises(AttributeError, match="has no attribute 'save_everything'"):
+            module.save_everything  # noqa: B018
+
+
+def test_a_policy_that_is_called_says_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"save_matmuls is a policy itself.*policy=policies\.save_matmuls"):
+        policies.save_matmuls()

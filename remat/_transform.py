@@ -65,7 +65,7 @@ def remat(
         preserve_rng_state: make the recompute draw the same random numbers as the forward.
         determinism_check: what a recompute must reproduce: ``"metadata"`` (shape, strides, dtype and device of every
             saved tensor, the operation that made it, and the structure of the result), ``"values"`` (also a checksum
-            of every saved tensor) or ``"none"``.
+            of every saved tensor) or ``"none"``. ``"default"``, torch's name, is ``"metadata"``.
         early_stop: stop a recompute as soon as it has every tensor that the backward needs.
         debug: also compare the runs operation by operation. The error names the line of the first one that differs,
             and its ``logs`` list all operations. Slow.

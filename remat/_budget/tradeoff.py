@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ._budget.curve import Curve, Point
-from ._core.known import Known
-from ._function import call
-from ._measure.program import Program
-from ._policy.policy import Budget
-from ._region.options import Options
-from .errors import RematError
+from .._core.known import Known
+from .._function import call
+from .._measure.program import Program
+from .._policy.policy import Budget
+from .._region.options import Options
+from ..errors import RematError
+from .curve import Curve, Point
 
 __all__ = ["Curve", "Point", "pareto"]
 
