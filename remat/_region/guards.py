@@ -20,7 +20,7 @@ from .._core import host_memory, private
 from .._core.devices import is_capturing
 from .._core.facts import tensors as tensors_in
 from .._core.host_memory import Group, Offloaded
-from .._core.state import alias, state, unseen
+from .._core.state import alias, own_work, state, unseen
 from .._core.tensors import copied, holder, is_dense, is_dual, is_in_graph, lift, parts, span
 from ..errors import MutationError
 from .fingerprints import bits, checksum, fingerprint
@@ -89,7 +89,8 @@ class Guard(Held):
         if is_dual(tensor):
             self.dual = [Guard(t, name, i, limit) for t in fwAD.unpack_dual(tensor)]
         elif not self.requires_grad and _is_small(tensor, limit):
-            self._copy = copied(tensor.detach())
+            with own_work():  # not a read: in the recompute of an outer region it may be `Stale`
+                self._copy = copied(tensor.detach())
 
     @property
     def copy(self) -> torch.Tensor | None:
@@ -98,6 +99,16 @@ class Guard(Held):
             differs, self._differs = bool(self._differs), None
             self._copy = self._copy if differs else None
         return self._copy
+
+    @property
+    def stale(self) -> torch.Tensor | None:
+        """The tensor, if it has changed since, and no copy of the old value is left. It must not be read."""
+        if self.copy is not None or self.lost:
+            return None
+        if self.packed is not None:
+            outer = self.packed.contents
+            return outer.stale if isinstance(outer, Guard) else None
+        return None if self.tensor is None or self.is_as_before else self.tensor
 
     @property
     def name(self) -> str:
@@ -199,7 +210,8 @@ class Guard(Held):
         added_to = accumulated and self.requires_grad
         other = self.copy is not None or self.lost or self.packed is not None or self.dual is not None
         if added_to or other or self.tensor is None:
-            return self.again()
+            stale = None if self.packed is None else self.stale
+            return self.again() if stale is None else stale
         if self.tensor.requires_grad is not self.requires_grad:  # it was frozen or detached since
             tensor = cut(self.tensor, self.requires_grad, self.leaf)
             if not self.leaf:
@@ -289,11 +301,7 @@ class Guards(list[Guard]):
 
     def watched(self) -> AbstractContextManager:
         """Within, reads of tensors that were changed since are errors."""
-        stale = {
-            id(guard.tensor): guard.message()
-            for guard in self
-            if guard.tensor is not None and guard.copy is None and not guard.lost and not guard.is_as_before
-        }
+        stale = {id(tensor): guard.message() for guard in self if (tensor := guard.stale) is not None}
         return Stale(stale) if stale else nullcontext()
 
 
@@ -319,11 +327,17 @@ class Stale(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if tensors_in(result) and not state.own_work:
+        if (tensors_in(result) or getattr(func, "__name__", None) in _READERS) and not state.own_work:
             for tensor in tensors_in((args, kwargs)):
                 if id(tensor) in self.messages:
                     raise MutationError(self.messages[id(tensor)])
         return result
+
+
+_READERS = {  # these return no tensor; others that don't return shapes and the like
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__complex__",
+    "__contains__", "__dlpack__", "__float__", "__index__", "__int__", "__setitem__",
+}  # fmt: skip
 
 
 def cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.Tensor:
@@ -370,7 +384,7 @@ class _Comparison:
     __slots__ = ("_copied", "_flag")
 
     def __init__(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        with torch.no_grad(), unseen(), private.without_levels():
+        with torch.no_grad(), own_work(), unseen(), private.without_levels():
             pairs = zip(parts(tensor), parts(copy))
             flag = torch.stack([(bits(a.detach()) != bits(b)).any() for a, b in pairs]).any()
             streams = host_memory.has_streams(flag.device)
@@ -388,7 +402,7 @@ def _may_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors with the same metadata may have different values; fake and nested tensors always may."""
     if a.is_meta and type(a) is torch.Tensor:
         return False
-    with unseen():
+    with own_work(), unseen():
         return isinstance(a, private.FakeTensor) or a.is_nested or not torch.equal(a, b)
 
 

@@ -219,6 +219,16 @@ def gradients_that_are_cleared(wrap: Wrap) -> Any:
     return x.grad, w.grad
 
 
+def buffers_that_a_later_layer_changes(wrap: Wrap) -> Any:
+    """Regions in a region capture them with the module, but don't read them."""
+    norm, x = nn.BatchNorm1d(4).double(), rand(6, 4)
+    norm.register_buffer("steps", torch.zeros(1))
+    inner = wrap(lambda x: (x * norm.weight).sin())
+    out = norm(wrap(lambda x: inner(inner(x)).exp())(x))
+    norm.steps += 1
+    return torch.autograd.grad(out.square().sum(), (x, *norm.parameters())), [*norm.buffers()]
+
+
 def then(change: Callable[[nn.Linear, Tensor], Any], frozen: bool = False) -> Callable[[Wrap], Any]:
     """Change captured tensors between forward and backward."""
 
@@ -242,6 +252,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     "gradients of captured parameters": gradients_of_captured_parameters,
     "gradients of a linear loss": gradients_of_a_linear_loss,
     "gradients that are cleared": gradients_that_are_cleared,
+    "changed by a later layer": buffers_that_a_later_layer_changes,
     "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
     "detached later": then(lambda layer, h: h.detach_()),
 }
@@ -316,6 +327,15 @@ AFTER: dict[str, tuple[Callable[[Tensor, Tensor], tuple], str]] = {
     "captured": (
         lambda x, s: (remat(lambda x: (x * s).sin().exp())(x), s),
         f"captured closure variable 's' was changed in place between .* {OTHERS}",
+    ),
+    "read as numbers": (lambda x, s: (remat(lambda x: (x * s.tolist()[0]).sin().exp())(x), s), "variable 's' was"),
+    "read as a condition": (lambda x, s: (remat(lambda x: x.exp() if torch.equal(s, s) else x)(x), s), "'s' was"),
+    "written into another tensor": (
+        lambda x, s: (remat(lambda x: (lambda y: (y.__setitem__(0, s), y.exp()))(torch.stack([x, x]))[1])(x), s),
+        "variable 's' was",
+    ),
+    "captured by a region in a region": (
+        lambda x, s: (remat(lambda x: remat(lambda x: (x * s.tolist()[0]).sin())(x).exp())(x), s), "variable 's' was"
     ),
     "global": (lambda x, s: (remat(lambda x: torch.mul(x, other=SCALE).exp())(x), SCALE), "global 'SCALE' was"),
     "parameter": (
