@@ -198,6 +198,16 @@ def test_an_autograd_function_without_grad_mode() -> None:
     both(lambda wrap: vmap(grad(wrap(lambda x: fn(x, cut=True))))(X))
 
 
+def test_an_autograd_function_without_grad_mode_has_no_second_derivative() -> None:
+    """Nor has an operation. In plain torch a Function has one: see docs/reference/limits.md."""
+
+    def second(wrap: Wrap, square: Callable[[Tensor], Tensor]) -> Tensor:
+        return grad(summed(grad(wrap(lambda x: (torch.no_grad()(square)(x) * x).sum()))))(X)
+
+    assert_same(second(remat, Square.apply), second(plain, lambda x: x * x))
+    assert_same(second(plain, Square.apply), 2 * X)
+
+
 def test_expanded_weights_are_refused() -> None:
     """They are a module's own way of computing per-sample gradients."""
     with pytest.raises(RuntimeError, match="Expanded Weights") as error:
