@@ -62,6 +62,7 @@ bench: $(TEST)  ## run the benchmarks
 	$(BIN)/python -m benchmarks.libraries --output .bench/libraries.json
 	$(BIN)/python -m benchmarks.compiled --output .bench/compiled.json
 	$(BIN)/python -m benchmarks.gpu --output .bench/gpu.json --picture .bench/gpu.svg
+	$(BIN)/python -m benchmarks.transforms --output .bench/transforms.json --picture .bench/transforms.svg
 	$(BIN)/python -m benchmarks.scan --output .bench/scan.json
 	$(BIN)/python -m benchmarks.budget --output .bench/budget.json --picture .bench/pareto.svg
 	$(BIN)/python -m benchmarks.autopilot

@@ -10,8 +10,7 @@ bytes. On the CPU, for which the sizes must be much smaller, everything runs on 
 
 "names" saves the projections to queries, keys and values, and the attention's result. "offload" saves them in host
 memory; torch's counterpart, `save_on_cpu`, offloads everything that the plain block saves. On the CPU this spares no
-memory, so the picture omits it. It also omits compiled rows, whose FLOPs can't be counted. "budget" is the part of its
-usual residuals that torch's compiler may save.
+memory, so the picture omits it. "budget" is the part of its usual residuals that torch's compiler may save.
 
 Compiled code rounds differently, so losses and gradients are compared with those in a more exact type. The exit status
 is 1 if a row's error is more than twice the plain step's. Without a GPU and `--device cpu`, nothing is measured.
@@ -311,9 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--dtype", choices=EXACT, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: inductor)")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw memory against recomputed FLOPs into this SVG file"
-    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory against time into this SVG file")
     options = parse(parser, argv)
     on_gpu = options.device == "cuda"
     if on_gpu and not torch.cuda.is_available():

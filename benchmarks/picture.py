@@ -1,4 +1,4 @@
-"""Draws the rows of `benchmarks.gpu`: a point for each row, its memory against its recomputed FLOPs."""
+"""Draws the rows of `benchmarks.gpu`: a point for each row, its memory against its time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from remat._measure.costs import plot_peaks
+from benchmarks.report import MIB
 
 __all__ = ["draw", "new_axes", "save"]
 
@@ -17,14 +17,21 @@ class Measured(Protocol):
     family: str
     policy: str
     peak_bytes: int
-    recomputed_flops: int | None
+    ratio: float
 
 
 def draw(rows: Sequence[Measured], path: Path, title: str) -> None:
-    """Write the picture as SVG. Compiled rows are skipped, as their FLOPs aren't counted."""
+    """Write the picture as SVG."""
     axes = new_axes()
-    points = [(f"{row.family}: {row.policy}", row.recomputed_flops, row.peak_bytes) for row in rows]
-    plot_peaks(axes, [point for point in points if point[1] is not None]).set_title(title, fontsize="medium")
+    families = list(dict.fromkeys(row.family for row in rows))
+    for i, row in enumerate(rows):
+        color = f"C{families.index(row.family)}"
+        label = f"{row.family}: {row.policy}"
+        axes.plot(row.ratio, row.peak_bytes / MIB, "sovDP^X*"[i % 8], color=color, fillstyle="none", label=label)
+    axes.set(xlabel="time of a step / that of the plain blocks", ylabel="peak memory, MiB", ylim=(0, None))
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
     save(axes, path)
 
 

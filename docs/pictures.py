@@ -1,17 +1,23 @@
-"""Pictures of a training step: ``python docs/pictures.py`` writes docs/timeline.svg and docs/how-to/report.svg."""
+"""Pictures: ``python docs/pictures.py`` writes docs/hvp.svg, docs/timeline.svg and docs/how-to/report.svg."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
+from torch.func import grad, jvp
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import remat
+from benchmarks.measure import PeakMemory, gc_disabled
+from benchmarks.wrappers import Wrapper, plain, torch_checkpoint
 from remat import PolicyLike, policies
 
 WIDTH, HEADS, DEPTH, BATCH, TIME, TOKENS = 128, 4, 8, 8, 128, 256
@@ -60,6 +66,57 @@ def timeline(found: remat.Report, axes: Axes) -> None:
     axes.legend()
 
 
+def hessian_product(wrap: Wrapper) -> Callable[[], Any]:
+    """The Hessian-vector product of the README's program, with wider layers."""
+    torch.manual_seed(0)
+    ws, x = torch.randn(8, 256, 256) / 16, torch.randn(1024, 256)
+
+    @wrap
+    def layer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.tanh(x @ w)
+        return x
+
+    def loss(ws: torch.Tensor) -> torch.Tensor:
+        h = x
+        for w in ws.unbind():
+            h = layer(w, h)
+        return h.square().mean()
+
+    return lambda: jvp(grad(loss), (ws,), (ws,))[1]
+
+
+class Timeline(PeakMemory):
+    """The live bytes after each operation, and its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[tuple[float, float]] = []
+
+    def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        super().after(func, args, kwargs, result)
+        self.points.append((time.perf_counter(), self.total / 2**20))
+
+
+def over_time(axes: Axes) -> None:
+    """Live bytes of a Hessian-vector product over time: without regions, with remat, and with torch's checkpoint."""
+    for label, wrap in {"plain": plain, "remat": remat.remat, "torch.utils.checkpoint": torch_checkpoint}.items():
+        step, memory = hessian_product(wrap), Timeline()
+        try:
+            step()
+        except RuntimeError:
+            axes.plot([], [], " ", label=f"{label}: raises an error")
+            continue
+        with gc_disabled(), memory:
+            step()
+        start = memory.points[0][0]
+        milliseconds, mib = zip(*((1000 * (when - start), nbytes) for when, nbytes in memory.points))
+        axes.plot(milliseconds, mib, label=f"{label}: peak {max(mib):.1f} MiB")
+    axes.set(xlabel="time, ms", ylabel="live memory, MiB", xlim=0, ylim=(0, 1.25 * axes.get_ylim()[1]))
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
 def save(axes: Axes, path: Path) -> None:
     """Write a picture as SVG, the same each time, with text as text."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "remat"}):
@@ -67,7 +124,11 @@ def save(axes: Axes, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     docs = Path(__file__).parent
+    axes = Figure((7.2, 3.6), layout="constrained").subplots()
+    over_time(axes)
+    save(axes, docs / "hvp.svg")
     found = report([None, policies.save_matmuls | policies.save_attention])
     print(found)
     axes = Figure((7.2, 4), layout="constrained").subplots()

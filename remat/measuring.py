@@ -148,7 +148,9 @@ def report(
     for label, policy in zip(_labels(asked), asked):
         warned = Warned(operators=policies is None)  # no warnings about policies that nobody chose
         if isinstance(policy, str):
-            way = Way(fn, partial(_planned, program, policy))
+            plan = plan_for(program, policy.removeprefix(_BUDGET), "flops")
+            chosen = {program.named_modules[name]: options for name, options in plan.options().items()}
+            way = Way(fn, partial(regions, chosen))
         elif own:
             way = Way(fn, partial(overriding, policy=as_policy(policy), warned=warned))
         else:
@@ -176,14 +178,6 @@ def _asked(policy: Any) -> Any:
     if isinstance(policy, str) and policy.startswith(_BUDGET):
         return policy
     return None if policy is None else as_policy(policy)
-
-
-@contextmanager
-def _planned(program: Program, text: str) -> Iterator[None]:
-    """Within, the modules of a plan for a budget are regions."""
-    plan = plan_for(program, text.removeprefix(_BUDGET), "flops")
-    with regions({program.named_modules[name]: options for name, options in plan.options().items()}):
-        yield
 
 
 _BUDGET = "budget "

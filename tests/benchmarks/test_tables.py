@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import run_program
 
-from benchmarks import compiled, gpu, memory, policies, speed
+from benchmarks import compiled, gpu, memory, policies, speed, transforms
 from benchmarks.layers import arguments, layers, marked_products, marked_tanhs, named_layers
 from benchmarks.measure import count_ops, held_bytes
 from benchmarks.policies import Figures, Sizes
@@ -170,3 +170,14 @@ def test_a_run_prints_a_table_or_json_and_fails_with_a_row(tmp_path: Path, capsy
     assert json.loads(capsys.readouterr().out)["rows"] == [{"passed": True}, {"passed": False}]
     assert installed(None, "a row") and installed("torch", "a row") and not installed("no_such_package", "a row")
     assert capsys.readouterr().err.startswith("a row: skipped, because no_such_package is not installed")
+
+
+@pytest.mark.parametrize("case", transforms.CASES, ids=lambda case: case.name)
+def test_a_transform_recomputes_no_more_forwards_than_its_limit(
+    case: transforms.Transform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transforms, "LAYERS", 3)
+    monkeypatch.setattr(transforms, "ROWS", 64)
+    row = transforms.measure(case, 8, 0.0)
+    assert row.passed and row.forwards >= case.limit - 0.3 and row.time > 0, transforms.table([row])
+    assert row.peak < row.plain_peak or case.limit == 0.0
