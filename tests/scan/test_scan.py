@@ -38,14 +38,15 @@ def recursion_limit() -> Iterator[None]:
     sys.setrecursionlimit(before)
 
 
-def loop(step: Step, carry: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
+def loop(step: Step, carry: Any, xs: Any = None, length: int | None = None, reverse: bool = False) -> tuple[Any, Any]:
     """The loop that ``scan`` replaces."""
     count = len(tree_leaves(xs)[0]) if length is None else length
+    order = slice(None, None, -1 if reverse else 1)
     ys = []
-    for i in range(count):
+    for i in range(count)[order]:
         carry, y = step(carry, None if xs is None else tree_map(lambda t, i=i: t[i], xs))
         ys.append(y)
-    return carry, None if ys[0] is None else tree_map(lambda *each: torch.stack(each), *ys)
+    return carry, None if ys[0] is None else tree_map(lambda *each: torch.stack(each), *ys[order])
 
 
 def scan_with(checkpoints: Any, **options: Any) -> Loop:
@@ -57,6 +58,14 @@ def recomputed(count: int, checkpoints: int) -> int:
     repeats = depth(count + 1, checkpoints)
     reach = comb(checkpoints + repeats + 1, checkpoints + 2) if repeats else 0
     return repeats * (count + 1) - reach
+
+
+def recomputed_by_default(count: int, width: int = 99) -> int:
+    """The number of steps that are recomputed, in blocks of so many steps after the first two."""
+    spare = count.bit_length()
+    width = min(width, -(-(count - 2) // spare))
+    assert (count - 2) % width == 0 or width * spare >= count - 2  # else the last block is shorter
+    return 3 + (count - 2 if width * spare >= count - 2 else width * recomputed((count - 2) // width, spare - 1))
 
 
 def test_the_schedule_recomputes_the_fewest_steps() -> None:
@@ -143,17 +152,92 @@ TRANSFORMS: dict[str, tuple[Callable[[Loop], Any], tuple[int, int] | None]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpoints"), [*((name, 3) for name in TRANSFORMS), *(("autograd", c) for c in (0, 1, None, COUNT, 99))]
+    ("name", "checkpoints"),
+    [*((name, c) for name in TRANSFORMS for c in (3, None)), *(("autograd", c) for c in (0, 1, COUNT, 99))],
 )
-def test_values_and_recomputed_steps(name: str, checkpoints: int | None) -> None:
+@pytest.mark.parametrize("reverse", [False, True])
+def test_values_and_recomputed_steps(name: str, checkpoints: int | None, reverse: bool) -> None:
     transform, times = TRANSFORMS[name]
-    expected = transform(loop)
+    expected = transform(partial(loop, reverse=reverse))
     calls.clear()
-    found = transform(scan_with(checkpoints))
+    found = transform(scan_with(checkpoints, reverse=reverse))
     if times is not None:
-        spare = COUNT.bit_length() if checkpoints is None else min(checkpoints, COUNT)
-        assert len(calls) == times[0] * COUNT + times[1] * recomputed(COUNT, spare)
+        least = recomputed_by_default(COUNT) if checkpoints is None else recomputed(COUNT, min(checkpoints, COUNT))
+        assert len(calls) == times[0] * COUNT + times[1] * least
     assert_same(found, expected, exact=name.startswith(("autograd", "a graph")))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9, 17, 40])
+def test_loops_of_any_length(count: int, reverse: bool) -> None:
+    """The last block may be shorter than the others."""
+    step = lambda h, x: ((h * h + x).sin(), h)
+    results = []
+    for run in (remat.scan, loop):
+        h, xs = torch.ones(3, requires_grad=True), torch.linspace(-1, 1, count, requires_grad=True)
+        last, ys = run(step, h, xs, reverse=reverse)
+        results.append((last, ys, torch.autograd.grad(last.sum() + (ys**2).sum(), (h, xs))))
+    assert_same(*results)
+
+
+def test_backwards_without_xs() -> None:
+    last, ys = remat.scan(lambda h, x: (h + 1, h), torch.zeros(()), length=5, reverse=True)
+    assert last == 5 and ys.tolist() == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("size", "width"), [(2**12, 9), (2**15, 2), (2**17, 1), (2**18, 1)])
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_blocks_save_at_most_1_mib(size: int, width: int, differentiate: bool) -> None:
+    """A step saves three carries, but only one if the carry that it gets requires no grad."""
+    a = torch.full((size,), 0.9, requires_grad=True)
+    h = torch.ones(size, requires_grad=differentiate)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        calls.append(1)
+        return (h.sin() * 0.5 + x).cos() * a, None
+
+    def train(run: Loop) -> tuple:
+        last, _ = run(step, h, INPUTS[:50])
+        return torch.autograd.grad(last.sum(), a)
+
+    calls.clear()
+    found = train(remat.scan)
+    assert len(calls) == 50 + recomputed_by_default(50, width)
+    assert_same(found, train(loop))
+    assert peak_bytes(train, remat.scan) <= max(2**20, 3 * h.nbytes) + (6 + 6) * h.nbytes
+
+
+def test_steps_that_call_torch_func_are_recomputed_one_by_one() -> None:
+    """They run without hooks, so what they save is unknown."""
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        calls.append(1)
+        return h - 0.1 * grad(lambda h: (h * x).sin().sum())(h), None
+
+    h = torch.ones(3, requires_grad=True)
+    expected = torch.autograd.grad(loop(step, h, INPUTS)[0].sum(), h)
+    last, _ = remat.scan(step, h, INPUTS)
+    calls.clear()
+    assert_same(torch.autograd.grad(last.sum(), h), expected, exact=False)
+    assert len(calls) >= recomputed_by_default(64, 1)  # the first runs of inner regions start twice
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+@pytest.mark.parametrize("checkpoints", [2, None])
+def test_random_numbers(checkpoints: int | None, preserve: bool) -> None:
+    """Without ``preserve_rng_state`` the recompute draws other numbers, from the generator itself."""
+    h = torch.ones(99, requires_grad=True)
+
+    def train(run: Loop) -> Tensor:
+        torch.manual_seed(0)
+        last, _ = run(lambda h, x: (F.dropout(h * x), None), h, INPUTS[:9] + 1)
+        before = torch.get_rng_state()
+        (gradient,) = torch.autograd.grad(last.sum(), h)
+        assert torch.equal(torch.get_rng_state(), before) == (preserve or run is loop)
+        return gradient
+
+    found = train(scan_with(checkpoints, preserve_rng_state=preserve))
+    assert torch.equal(found, train(loop)) == preserve
 
 
 STATE = torch.ones(4, 1024)
@@ -475,6 +559,8 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "needs 99 nested .* Use checkpoints of at least 2",
     ),
+    (lambda: scan(same, ONES, **TWO, reverse=1), TypeError, "reverse must be True or False, got 1"),
+    (lambda: scan(same, ONES, **TWO, preserve_rng_state=0), TypeError, "preserve_rng_state must be True or False"),
     (lambda: scan(same, ONES, **TWO, policy=3), remat.PolicyError, "A policy is one of remat.policies"),
 ]
 
