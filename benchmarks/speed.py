@@ -44,7 +44,7 @@ from benchmarks.wrappers import (
     torch_remat_checkpoint,
     torch_selective,
 )
-from remat import remat
+from remat import remat, scan
 from remat.policies import save_matmuls, save_only_these_names
 
 __all__ = ["CASES", "Case", "Measurement", "Side", "main"]
@@ -112,6 +112,21 @@ def nested(wrap: Wrapper, levels: int) -> Step:
         fn = inside(fn)
     x = arguments(8, 0)[0].requires_grad_()
     return lambda: torch.autograd.grad(fn(x).sum(), [x])
+
+
+def loop(step: Callable, carry: torch.Tensor, xs: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """The loop that `scan` replaces."""
+    for x in xs.unbind():
+        carry, _ = step(carry, x)
+    return carry, None
+
+
+def recurrence(run: Callable, width: int, count: int) -> Step:
+    """The gradient of a GRU cell that is called many times, with one row."""
+    torch.manual_seed(0)
+    cell, xs = torch.nn.GRUCell(width, width), torch.randn(count, 1, width)
+    weights, h = list(cell.parameters()), torch.zeros(1, width)
+    return lambda: torch.autograd.grad(run(lambda h, x: (cell(x, h), None), h, xs)[0].sum(), weights)
 
 
 # --- the rows -------------------------------------------------------------------------------------------------------
@@ -253,6 +268,15 @@ CASES: tuple[Case, ...] = (
         side(by_autograd, remat, 1024, 6),
         Side((partial(by_autograd, plain, 1024, 6), partial(forward, 1024, 6))),
         limit=1 / 0.97,
+    ),
+    *(
+        Case(
+            f"{count} steps of a GRU cell, width {width}: scan / plain loop",
+            side(recurrence, scan, width, count),
+            side(recurrence, loop, width, count),
+            limit=limit,
+        )
+        for width, count, limit in ((8, 100, 5.0), (64, 200, 4.0), (256, 300, 3.0))
     ),
     Case(
         "small region: remat / torch_remat",
