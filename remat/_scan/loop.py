@@ -142,7 +142,7 @@ def scan(
         torch.Size([100])
         >>> sums.sum().backward()
 
-        Backwards, with the sum of all later entries for each entry:
+        Backwards, for the sums of each entry and all later ones:
 
         >>> remat.scan(lambda h, x: (h + x, h + x), torch.zeros(()), torch.arange(4.0), reverse=True)[1]
         tensor([6., 6., 5., 3.])

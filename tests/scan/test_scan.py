@@ -330,12 +330,13 @@ def test_values_that_a_policy_saves_are_not_recomputed(transform: Callable) -> N
         return h, h.sum()
 
     expected = transform(loss_by(loop, step, 24))
-    for policy in (None, policies.save_matmuls):
-        loss = loss_by(scan_with(4, policy=policy), step, 24)
+    for policy, checkpoints in ((None, 4), (policies.save_matmuls, 4), (policies.save_matmuls, None)):
+        loss = loss_by(scan_with(checkpoints, policy=policy), step, 24)
         assert_same(transform(loss), expected, exact=False)
-        products[policy] = count_ops(transform, loss)["aten.mm"]
-        assert peak_bytes(transform, loss) <= (4 + 11 + (0 if policy is None else 24)) * UNIT
-    assert products == {None: 2 * 24 + recomputed(24, 4), policies.save_matmuls: 2 * 24}
+        products[policy, checkpoints] = count_ops(transform, loss)["aten.mm"]
+        block = 4 if checkpoints is None else 0
+        assert peak_bytes(transform, loss) <= (4 + 11 + block + (0 if policy is None else 24)) * UNIT
+    assert list(products.values()) == [2 * 24 + recomputed(24, 4), 2 * 24, 2 * 24]
 
 
 @dataclass
@@ -420,10 +421,11 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("checkpoints", [2, None])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_programs(program: Callable[[Loop], Any], debug: bool) -> None:
+def test_programs(program: Callable[[Loop], Any], checkpoints: int | None, debug: bool) -> None:
     with remat.override(debug=True, determinism_check="values") if debug else nullcontext():
-        found = program(scan_with(2))
+        found = program(scan_with(checkpoints))
     assert_same(found, program(loop), exact=program is not an_inner_training_loop)
 
 
@@ -446,20 +448,22 @@ def test_a_backward_in_a_step_recomputes_nothing(transform: str) -> None:
         return torch.autograd.grad(loss(w), w)[0]
 
     expected = run(loop)
-    for checkpoints in (1, 3):
+    for checkpoints in (1, 3, None):
         calls.clear()
         assert_same(run(scan_with(checkpoints)), expected, exact=False)
-        assert len(calls) == 12 + recomputed(12, checkpoints)
+        least = recomputed_by_default(12) if checkpoints is None else recomputed(12, checkpoints)
+        assert len(calls) == 12 + least
 
 
+@pytest.mark.parametrize("checkpoints", [2, None])
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.everything_saveable], ids=str)
-def test_a_region_around_a_loop(policy: Any) -> None:
+def test_a_region_around_a_loop(policy: Any, checkpoints: int | None) -> None:
     """The step that computes a ``y`` must not be skipped, as the ``y`` is written into the result."""
 
     def fn(each: Loop) -> Callable:
-        return lambda h: sum((t**2).sum() for t in each(lambda h, x: ((h @ W).sin(), h * 2), h.sin(), length=4))
+        return lambda h: sum((t**2).sum() for t in each(lambda h, x: ((h @ W).sin(), h * 2), h.sin(), length=9))
 
-    region = remat.remat(fn(scan_with(2)), policy=policy)
+    region = remat.remat(fn(scan_with(checkpoints)), policy=policy)
     h = H.clone().requires_grad_()
     assert_same(*(torch.autograd.grad(f(h), h) for f in (region, fn(loop))))
     assert_same(*(grad(lambda h, f=f: grad(f)(h).sin().sum())(H) for f in (region, fn(loop))), exact=False)
@@ -485,8 +489,9 @@ def test_the_deepest_nesting(name: str) -> None:
     nested(most)(h).sum().backward()
 
 
+@pytest.mark.parametrize("checkpoints", [3, None])
 @pytest.mark.parametrize("around", [False, True])
-def test_one_step_is_traced(around: bool) -> None:
+def test_one_step_is_traced(around: bool, checkpoints: int | None) -> None:
     traced = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -499,7 +504,7 @@ def test_one_step_is_traced(around: bool) -> None:
 
     run = lambda each, step: lambda h: sum(t.sum() for t in each(step, h.sin(), torch.linspace(0, 1, 20)))
     h = torch.ones(4, requires_grad=True)
-    fn = run(scan_with(3), torch.compile(step, backend=backend))
+    fn = run(scan_with(checkpoints), torch.compile(step, backend=backend))
     if around:
         fn = torch.compile(fn, backend="eager")
     assert_same(torch.autograd.grad(fn(h), h), torch.autograd.grad(run(loop, step)(h), h), exact=False)
