@@ -15,7 +15,7 @@ from cases import run_program
 
 from benchmarks import compiled, gpu, memory, policies, speed, transforms
 from benchmarks.layers import arguments, layers, marked_products, marked_tanhs, named_layers
-from benchmarks.measure import count_ops, held_bytes
+from benchmarks.measure import count_ops, held_bytes, peak_bytes
 from benchmarks.policies import Figures, Sizes
 from benchmarks.report import installed, parse, report
 from benchmarks.wrappers import plain, torch_checkpoint, torch_remat_checkpoint
@@ -181,3 +181,22 @@ def test_a_transform_recomputes_no_more_forwards_than_its_limit(
     row = transforms.measure(case, 8, 0.0)
     assert row.passed and row.forwards >= case.limit - 0.3 and row.time > 0, transforms.table([row])
     assert row.peak < row.plain_peak or case.limit == 0.0
+
+
+README = {
+    "`.backward()`": ".backward()",
+    "`grad`": "grad",
+    "per-sample gradients, `vmap(grad)`": "per-sample gradients",
+    "Hessian-vector product, `jvp(grad)`": "Hessian-vector product",
+    "gradient of a gradient, `grad(grad)`": "grad of grad",
+}
+
+
+@pytest.mark.parametrize("label", README)
+def test_the_peaks_in_the_readme_are_in_the_proportion_that_smaller_layers_have(label: str) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    cells = next(line for line in text.splitlines() if line.startswith(f"| {label} |")).split("|")
+    plain_peak, peak = map(float, cells[2].split("->"))
+    case = next(case for case in transforms.CASES if case.name == README[label])
+    found = [peak_bytes(case.step(64, wrap)) for wrap in (plain, case.wrap)]
+    assert peak / plain_peak == pytest.approx(found[1] / found[0], rel=0.05)
