@@ -20,9 +20,8 @@ help:
 
 .PHONY: help demo test quick test-all fuzz lint docs bench package clean
 
-# Threads that wait without spinning are much faster on a busy machine, and hardly slower on an idle one.
 demo: $(DEMO)  ## train a small transformer, and print memory and time with and without remat
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/char_lm.py $(ARGS)
+	$(BIN)/python examples/char_lm.py $(ARGS)
 
 # The second and third run are for tests marked `cuda`, on a simulated device under both of its names (tests/device).
 test: $(TEST)  ## run the tests
