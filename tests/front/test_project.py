@@ -1,5 +1,6 @@
 """The project's files agree with each other."""
 
+import json
 import re
 from pathlib import Path
 
@@ -21,9 +22,25 @@ def test_the_oldest_python_is_the_same_everywhere() -> None:
     pythons = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
     assert f'requires-python = ">={pythons[0]}"' in project
     assert f'target-version = "py{pythons[0].replace(".", "")}"' in project
-    workflow = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
-    tested = re.search(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
-    assert tested and re.findall(r"[\d.]+", tested.group(1)) == pythons
+
+
+def test_the_tested_versions_are_those_that_ci_reads() -> None:
+    tested = json.loads((ROOT / ".ci/versions.json").read_text(encoding="utf-8"))
+    assert "fromJSON" in (workflow := (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+    assert "< .ci/versions.json" in workflow
+    pythons, torches = tested["python"], [version.removesuffix(".0") for version in tested["torch"]]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r"Programming Language :: Python :: (3\.\d+)", project) == pythons
+    assert f'"torch>={torches[0]}"' in project
+    default = re.search(r"^TORCH \?= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert default and default.group(1) in tested["torch"]
+    (without,) = tested["exclude"]
+    sentence = (
+        f"with Python {pythons[0]} to {pythons[-1]} and torch {', '.join(torches[:-1])} and {torches[-1]} "
+        f"(not {without['torch'].removesuffix('.0')} with Python {without['python']})"
+    )
+    for page in ("README.md", "docs/index.md", "docs/reference/limits.md"):
+        assert sentence in " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
 def pages() -> list[Path]:
