@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import remat
+from remat._core import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +33,7 @@ def test_the_tested_versions_are_those_that_ci_reads() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r"Programming Language :: Python :: (3\.\d+)", project) == pythons
     assert f'"torch>={torches[0]}"' in project
+    assert [f"{major}.{minor}" for major, minor in (versions.OLDEST, versions.NEWEST)] == [torches[0], torches[-1]]
     default = re.search(r"^TORCH \?= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert default and default.group(1) in tested["torch"]
     (without,) = tested["exclude"]
@@ -39,7 +41,7 @@ def test_the_tested_versions_are_those_that_ci_reads() -> None:
         f"with Python {pythons[0]} to {pythons[-1]} and torch {', '.join(torches[:-1])} and {torches[-1]} "
         f"(not {without['torch'].removesuffix('.0')} with Python {without['python']})"
     )
-    for page in ("README.md", "docs/index.md", "docs/reference/limits.md"):
+    for page in ("README.md", "CHANGELOG.md", "docs/index.md", "docs/reference/limits.md"):
         assert sentence in " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
