@@ -314,8 +314,7 @@ class SavedValues:
 
     def release(self, value: int) -> None:
         """Release the residual of a value, such as one that the last recompute has restored, unless a slot owns it."""
-        if (residual := self._owned.pop(value, None)) is not None:
-            residual.settle()
+        self._owned.pop(value, None)
 
     def own(self, values: Collection[int]) -> None:
         """Own the residuals of these values, which only slots own so far, before the slots are freed."""
