@@ -35,12 +35,12 @@ class Recorder(RegionMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         recording, facts, kwargs = self.recording, facts_of(func), kwargs or {}
         args = self.with_memory(facts, args)
-        if types and is_wrapper_call(types):
-            return self._on_wrappers(func, facts, args, kwargs)
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
         if self.number < state.filling or state.unseen or self.ranges:
             return func(*args, **kwargs)
+        if types and is_wrapper_call(types):
+            return self._on_wrappers(func, facts, args, kwargs)
         if private.tracing():
             raise RematError(TRACES)
         generators = None
@@ -58,7 +58,7 @@ class Recorder(RegionMode):
 
     def _on_wrappers(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """Execute an operation on wrapper subclasses, and record the operations that it executes on inner tensors."""
-        if self.entered or self.number < state.filling or state.unseen or self.ranges:
+        if self.entered:
             self.entered = False
             return NotImplemented
         recording, self.entered = self.recording, True
