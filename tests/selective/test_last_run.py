@@ -105,6 +105,17 @@ def part_without_grad(x: Tensor, w: Tensor, flag: bool) -> Tensor:
     return torch.tanh(y * (x @ w)).sin()
 
 
+def ends_with(last: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    def fn(x: Tensor, w: Tensor, flag: bool) -> Tensor:
+        e = x @ w + w
+        y = (checkpoint_name(torch.tanh(e * 3.0), "a") @ w).sin()
+        if flag:
+            last(e)
+        return y
+
+    return fn
+
+
 def row_changed(x: Tensor, w: Tensor, flag: bool) -> Tensor:
     h = x @ w
     before, rows = h.t(), h.unbind(0)
@@ -125,6 +136,8 @@ BRANCHES: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
     "without grad": part_without_grad,
     "name": lambda x, w, flag: (checkpoint_name(torch.tanh(x @ w), "a" if flag else "other") @ w).sin(),
     "written through a view": row_changed,
+    "overwritten at the end": ends_with(lambda e: e.mul_(2.0)),
+    "detached at the end": ends_with(Tensor.detach),
     "detached": lambda x, w, flag: ((x @ w).detach() if flag else x @ w).sin() * (x @ w).exp(),
 }
 
