@@ -53,6 +53,15 @@ def test_one_recompute_for_two_passes(module: Any, retain: bool) -> None:
 
 
 @both
+def test_two_passes_that_read_the_input_of_a_region_in_a_region(module: Any) -> None:
+    x, inner = rand(3), lambda x: module.checkpoint(two, x * 2, use_reentrant=False)
+    first, second = module.checkpoint(inner, x, use_reentrant=False)
+    with module.GraphExecGroup():
+        found = gradient(first, x, retain_graph=True), gradient(second, x)
+    assert_same(found, gradients(lambda x: two(x * 2), x))
+
+
+@both
 def test_a_pass_in_no_group_or_in_another_one_recomputes(module: Any) -> None:
     x, runs = rand(3), Runs(two)
     group = module.GraphExecGroup()
