@@ -42,7 +42,7 @@ class Record:
         self.saved_values.save_only([value for value in self.saved_values.allowed if made[value] in only])
         if steps is None:
             roots = recording.saves.roots(self._end, self.saved_values.hooks is not None)
-            choices.close(self.program, roots, results, self._has_slots and self._is_lazy)
+            choices.close(self.program, roots, results, self._is_lazy)
 
     def _decide_what_is_saved(self, recording: Recording, results: list[tuple[int | None, torch.Tensor]]) -> None:
         """Save the needed values, and release the candidates."""
