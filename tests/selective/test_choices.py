@@ -182,6 +182,13 @@ class Encoder(nn.Module):
         return self.layer(x)
 
 
+class Scaled(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax()
+        return self.layer(x / scale)
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +238,8 @@ def held_at_end(fn: Callable, transform: Callable) -> int:
 
 
 @pytest.mark.parametrize(
-    ("cls", "transform"), [(Encoder, by_autograd), (Residual, by_autograd), (Residual, by_grad), (Encoder, per_sample)]
+    ("cls", "transform"),
+    [*((cls, by_autograd) for cls in (Encoder, Scaled, Residual)), (Residual, by_grad), (Encoder, per_sample)],
 )
 def test_bytes_and_flops_are_as_predicted(cls: type[nn.Module], transform: Callable) -> None:
     known._of_code.cache_clear()  # of other blocks
