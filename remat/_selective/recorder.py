@@ -124,7 +124,7 @@ def recorder_for(region: Any) -> Recorder | None:
     tensors = *region.inputs.operands(), *region.inputs.captured.tensors
     if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
         return None
-    is_inside = region.around.region is not None and not outer and not state.recomputing
+    is_inside = region.around.region is not None and not outer
     if is_inside and not isinstance(own, Budget) and known.is_new_warning(INSIDE):
         warn(INSIDE)
     return Recorder(Recording(policy, known, own, region.options.warned))
