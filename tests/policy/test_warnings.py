@@ -175,6 +175,13 @@ def test_a_region_in_a_region_warns_of_its_own_policy(inner: Any, count: int) ->
     assert len(found) == count and all("aten.bmm" in str(warning.message) for warning in found)
 
 
+@pytest.mark.parametrize("inner, outer, count", [(EXP, None, 1), (EXP, EXP, 0), (None, None, 0)])
+def test_a_policy_in_a_region_without_one_causes_one_warning(inner: Any, outer: Any, count: int) -> None:
+    region = remat(new(), policy=inner)
+    both = lambda: [remat(lambda x: region(x).cos(), policy=outer)(rand(3)).sum().backward() for _ in range(2)]
+    assert len(said(both, "Give the policy to the outer region")) == count
+
+
 def test_a_name_that_no_value_has_causes_one_warning() -> None:
     def fn(x: Tensor) -> Tensor:
         return checkpoint_name(x.sin(), "hidden").exp()
