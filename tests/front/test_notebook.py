@@ -21,6 +21,7 @@ def test_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
     """After a change, store new outputs: `jupyter nbconvert --to notebook --execute --inplace`."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
+    pyplot.close("all")  # figures of other tests
     namespace: dict[str, Any] = {}
     printed = plots = 0
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:

@@ -129,6 +129,9 @@ ROWS: dict[str, list[Program]] = {
         later(lambda x: of(x, CAPTURED), partial(written, CAPTURED.data.fill_)),
         later(lambda x: of(x, CAPTURED), partial(written, lambda value: CAPTURED.numpy().fill(value))),
     ],
+    'a captured tensor that is changed in place, and read only by formatting (`f"{x:.2f}"`) or `pickle`': [
+        later(lambda x: of(x, float(f"{CAPTURED:.2f}")), partial(written, CAPTURED.fill_)),
+    ],
     "environment variables, files, the time, random numbers from other sources than torch, Python and NumPy": [
         later(lambda x: of(x, float(os.environ.get("REMAT_TEST", "2"))),
               partial(written, lambda value: os.environ.__setitem__("REMAT_TEST", str(value)))),
