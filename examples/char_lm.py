@@ -61,7 +61,7 @@ class Config:
     """Sizes of the model and of the run."""
 
     layers: int = 3
-    width: int = 320
+    width: int = 384
     heads: int = 4
     context: int = 128
     batch: int = 4
