@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -44,12 +45,13 @@ def remat(
 def remat(
     fn: Any = None,
     /,
-    *,
+    *args: Any,
     policy: PolicyLike = None,
     preserve_rng_state: bool = True,
     determinism_check: DeterminismCheck = "metadata",
     early_stop: bool = True,
     debug: bool = False,
+    **others: Any,
 ) -> Any:
     """Save only the inputs of ``fn`` between forward and backward, and recompute the rest in the backward.
 
@@ -93,10 +95,29 @@ def remat(
     Modeled on ``jax.checkpoint``. The method is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost",
     2016.
     """
+    if args or others:
+        raise TypeError(_misuse(others))
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if fn is None:
         return functools.partial(wrapped, options=options)
     return wrapped(fn, options)
+
+
+_parameters = inspect.signature(remat).parameters.values()
+_accepted = [p for p in _parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # others are for errors
+remat.__signature__ = inspect.Signature(_accepted)  # type: ignore[attr-defined]
+
+
+def _misuse(others: dict[str, Any]) -> str:
+    """What to write in place of a call with options or arguments that `remat` doesn't have."""
+    if in_jax := [name for name in ("prevent_cse", "static_argnums", "concrete") if name in others]:
+        return f"remat doesn't need the option {in_jax[0]} of jax.checkpoint: leave it out."
+    if others and "use_reentrant" not in others:
+        return f"remat has no option {next(iter(others))!r}. The arguments of the function follow: `remat(fn)(x)`."
+    return (
+        "remat returns a function, to call with the arguments: `remat(fn)(x)`. For torch's own signature use "
+        "remat.compat.checkpoint: `checkpoint(fn, x, use_reentrant=False)`."
+    )
 
 
 def wrapped(fn: Any, options: Options) -> Any:

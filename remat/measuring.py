@@ -160,7 +160,9 @@ def report(
             with program.preserved(), way.context():
                 program.run(way.fn)
         found.append(measured(program, label, way, plain, None if isinstance(policy, str) else policy, objective))
-    rows += distinct(found) if policies is None else found
+    if policies is None:  # only those that save more than nothing
+        found = [row for row in distinct(found) if row is found[0] or row.saved_bytes > found[0].saved_bytes]
+    rows += found
     if time:
         times = relative_times(program, [ways[row.label] for row in rows])
         rows = [replace(row, time=ratio) for row, ratio in zip(rows, times)]
@@ -203,7 +205,7 @@ def _environment(program: Program) -> dict[str, str]:
 
 
 def _are_policies(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(each, Policy) for each in value)
+    return isinstance(value, (list, tuple)) and any(each is None or isinstance(each, (Policy, str)) for each in value)
 
 
 def _check_call(name: str, **functions: Any) -> None:

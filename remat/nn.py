@@ -121,8 +121,9 @@ def budget(
             it captures or gets. For a function without modules use :func:`remat.policies.budget`.
         amount: the highest allowed peak of memory that is allocated between the start of the forward and the end of the
             backward, with the gradients of parameters, without parameters and inputs: a number of bytes, a string such
-            as ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization. On an accelerator
-            ``"80%"`` is that part of its free memory, less what fragmentation has taken, and None is all of it.
+            as ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization, as ``"80%"`` is on a
+            CPU. On an accelerator ``"80%"`` is that part of its free memory, less what fragmentation has taken, and
+            None is all of it.
         args, kwargs: arguments for the model, as in training.
         where: which modules are regions, as in :func:`apply`: each saves as much as the amount allows. A chosen module
             inside another one is part of that one.
@@ -255,7 +256,11 @@ def chosen_modules(named: Mapping[str, torch.nn.Module], where: Any) -> list[tup
     chosen: list[tuple[str, Any]]
     if _is_types(kind):
         chosen = [(name, module) for name, module in named.items() if isinstance(module, kind)][::n]
-    elif not callable(where) or isinstance(where, torch.nn.Module):
+    elif isinstance(where, torch.nn.Module):
+        raise TypeError(
+            f"where= takes a class of modules, got a {type(where).__name__}: pass its class, `type(module)`."
+        )
+    elif not callable(where):
         raise TypeError(
             f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
             f"submodule; got {shown(where)}."

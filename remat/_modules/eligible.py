@@ -80,7 +80,7 @@ def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
             )
         warn(
             f"In training a {type(module).__name__} that is a region runs without a cache (`use_cache=False`), as with "
-            f"its library's own checkpointing. Pass `use_cache=False` to the model to avoid this warning."
+            f"its library's own checkpointing. Set `model.config.use_cache = False` to avoid this warning."
         )
     args = tuple(None if isinstance(value, caches.Cache) else value for value in args)
     kwargs = {name: None if isinstance(value, caches.Cache) else value for name, value in kwargs.items()}

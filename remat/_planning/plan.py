@@ -49,6 +49,10 @@ class RegionPlan:
     steps: tuple[int, ...]
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def options_of(regions: Sequence[RegionPlan], cost: Any) -> dict[str, Options]:
     """Return the options of the modules that are regions, or some of whose modules are, by name."""
     found: dict[str, Options] = {}
@@ -94,7 +98,9 @@ class Plan:
         for (name, *_), same in sorted(groups, key=lambda group: self.regions.index(group[1][0])):
             first = same[0]
             saves = (
-                "regions inside" if first.has_regions else f"{size_text(first.nbytes)}, {len(first.steps)} operations"
+                "regions inside"
+                if first.has_regions
+                else f"{size_text(first.nbytes)}, {_count(len(first.steps), 'operation')}"
             )
             count = f"x{len(same)}" if len(same) > 1 else ""
             name = name if count else first.name

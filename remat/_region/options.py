@@ -158,7 +158,7 @@ def override(
     determinism_check: DeterminismCheck | None = None,
     early_stop: bool | None = None,
     debug: bool | None = None,
-    policy: PolicyLike = None,
+    policy: PolicyLike | Literal["unchanged"] = "unchanged",
 ) -> Iterator[None]:
     """Set options of every region that is called under this context, including those made by ``nn.apply``.
 
@@ -170,11 +170,11 @@ def override(
 
     Args:
         preserve_rng_state: make the recompute draw the same random numbers as the forward. ``None`` leaves this option
-            unchanged, and so for the options below.
+            unchanged, and so for the next three.
         determinism_check: what is compared between the runs, as in :func:`remat.remat`.
         early_stop: end a recompute as soon as it has what the backward needs.
         debug: also compare the runs operation by operation, as in :func:`remat.remat`. Slow.
-        policy: what regions may save, as in :func:`remat.remat`; ``policies.nothing_saveable`` for none.
+        policy: what regions may save, as in :func:`remat.remat`.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -194,9 +194,10 @@ def override(
         "determinism_check": determinism_check,
         "early_stop": early_stop,
         "debug": debug,
-        "policy": policy,
     }
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if policy != "unchanged":
+        given["policy"] = policy
     checked = checked_options(**given)
     with overriding(**{name: getattr(checked, name) for name in given}):
         yield

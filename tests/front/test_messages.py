@@ -186,10 +186,14 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.checkpoint_name("h", BIG), "got a tensor of shape [1000, 1000]. The arguments are swapped."),
     (
         lambda: remat.nn.apply(model(), nn.Linear(4, 4)),
-        "where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
-        "submodule; got Linear(in_features=4, out_features=4, bias=True).",
+        "where= takes a class of modules, got a Linear: pass its class, `type(module)`.",
     ),
-    (lambda: remat.nn.apply(model(), nn.Sequential(*(Block() for _ in range(20)))), "..."),
+    (
+        lambda: remat.nn.apply(model(), 3),
+        "where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
+        "submodule; got 3.",
+    ),
+    (lambda: remat.nn.apply(model(), [nn.Linear] * 20), "..."),
     (
         lambda: remat.nn.apply(model(), layer),
         f"where is called with a submodule's name and the submodule, which {layer!r} doesn't accept.",
@@ -264,6 +268,12 @@ def test_options_of_the_wrong_function() -> None:
     for call, text in {
         lambda: remat.report(torch.sin, x, policy=policy): r"takes a list of policies: `policies=\[\.\.\.\]`",
         lambda: remat.check(torch.sin, x, policies=[policy]): r"takes one policy: `policy=\.\.\.`",
+        lambda: remat.check(torch.sin, x, policies=[None]): r"takes one policy",
+        lambda: remat.checkpoint(torch.sin, x, use_reentrant=False): r"`remat\(fn\)\(x\)`.*remat.compat.checkpoint",
+        lambda: remat.remat(torch.sin, x): r"remat returns a function",
+        lambda: remat.remat(torch.sin, prevent_cse=False): r"doesn't need the option prevent_cse",
+        lambda: remat.remat(torch.sin, polcy=None): r"no option 'polcy'",
+        lambda: remat.nn.apply(torch.nn.Tanh(), torch.nn.Tanh()): r"pass its class, `type\(module\)`",
         lambda: remat.sequential([torch.sin, torch.cos], 2, x): r"returns a function.*`remat.sequential\(fs, 2\)\(x\)`",
     }.items():
         with pytest.raises(TypeError, match=text):

@@ -271,5 +271,19 @@ def test_override_sets_the_policy_of_regions() -> None:
         return count_flops(lambda: out.sum().backward()) // (2 * 8**3)
 
     assert (products(), products(policy=policies.save_matmuls)) == (5, 4)
+    save = remat.remat(lambda x: torch.tanh(x @ w) @ w, policy=policies.save_matmuls)
+    for policy, expected in ((None, 5), ("unchanged", 4)):
+        with remat.override(policy=policy):
+            out = save(x)
+        assert count_flops(lambda: out.sum().backward()) // (2 * 8**3) == expected
     with pytest.raises(remat.PolicyError), remat.override(policy="no such policy"):
         pass
+
+
+def test_usual_policies_that_save_nothing_more_are_left_out() -> None:
+    """Under vmap a policy without matches recomputes less than none."""
+    model, x = blocks()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    program = lambda p, x: functional_call(model, p, (x[None],)).square().mean()
+    report = remat.report(program, parameters, x, transform=lambda f: torch.vmap(grad(f), (None, 0)), where=Block)
+    assert [row.label for row in report.policies] == ["policy=None", "save_matmuls"]
