@@ -31,6 +31,11 @@ __all__ = [
     "save_any_names_but_these", "save_anything_except_these_names", "save_from_both_policies", "save_only_these_names",
 ]  # fmt: skip
 
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

@@ -107,8 +107,8 @@ def report(
     Args:
         fn, args: the function or module, and its arguments, any pytrees.
         policies: the policies to try, each as in :func:`remat.remat`, or a string such as ``"budget 60%"`` for the plan
-            of :func:`remat.nn.budget`. By default no policy, attention, matrix products, and both; policies with
-            identical costs are listed once.
+            of :func:`remat.nn.budget`, without ``transform``. By default no policy, attention, matrix products, and
+            both; policies with identical costs are listed once.
         transform, loss, where, kwargs: as in :func:`check`.
         time: also measure the time of a step, as its ratio to a step without any region.
 
@@ -139,6 +139,10 @@ def report(
             f"time must be True or False, got {shown(time)}. If it is an argument of fn, wrap fn in a lambda."
         )
     asked = [_asked(policy) for policy in (_USUAL if policies is None else policies)]
+    if transform is not None and any(isinstance(policy, str) for policy in asked):
+        raise TypeError(
+            "A plan is for the backward of a loss, so 'budget 60%' takes no transform: use policies.budget."
+        )
     objective = next((policy.cost for policy in asked if isinstance(policy, Budget) and policy.cost != "flops"), None)
     ways = {WITHOUT: Way(fn, disable_remat), AS_WRITTEN: Way(fn, nullcontext)}
     plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
@@ -171,9 +175,13 @@ def report(
         note = NOT_DIFFERENTIATED
     elif found and own:
         note = "Each policy is that of the program's own regions."
-    elif found and where is None and isinstance(fn, torch.nn.Module) and any(fn.children()):
+    elif where is None and not all(isinstance(policy, str) for policy in asked) and any(_children(fn)):
         note = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
     return Report(_name(fn, transform), _environment(program), tuple(rows), note, objective)
+
+
+def _children(fn: Any) -> Iterable[torch.nn.Module]:
+    return fn.children() if isinstance(fn, torch.nn.Module) else ()
 
 
 def _asked(policy: Any) -> Any:

@@ -129,7 +129,8 @@ def budget(
             inside another one is part of that one.
         loss: computes a scalar from the model's result, as in :func:`remat.check`.
         cost: the cost of recomputing an operation, as in :func:`remat.policies.budget`.
-        more_batches: other arguments for which a step must fit too, each a tuple or a dict of keyword arguments.
+        more_batches: other arguments for which a step must fit too, each a tuple or a dict of keyword arguments. The
+            plan, and a fraction of the peak, are for the batch that needs the most.
 
     Returns:
         A :class:`Plan`, which can be printed, drawn and saved; with ``where`` a :class:`BlockBudget`.
@@ -165,6 +166,8 @@ def budget(
     program = Program(model, args, kwargs, loss=loss)
     if where is not None:
         return chosen_by_budget(program, chosen_modules(program.named_modules, where), Budget(amount, cost))
+    if not isinstance(more_batches, (list, tuple)) or not all(isinstance(each, (tuple, dict)) for each in more_batches):
+        raise TypeError("more_batches is a list of tuples or dicts of arguments: `more_batches=[(x,)]`.")
     more = [((), each) if isinstance(each, dict) else (each, {}) for each in more_batches]
     others = [Program(model, *each, loss=loss) for each in more]
     if not program.named_modules:

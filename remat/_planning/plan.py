@@ -129,7 +129,10 @@ class Plan:
         """
         points = [("without remat", 0, self.without), ("this plan", self.flops, self.peak)]
         points += [(row.label, row.recomputed_flops, row.peak_bytes) for row in (report.policies if report else ())]
-        return plot_peaks(axes, points, [(flops, peak) for peak, flops in self.curve])
+        best = [
+            (flops, peak) for i, (peak, flops) in enumerate(self.curve) if all(flops < f for _, f in self.curve[:i])
+        ]
+        return plot_peaks(axes, points, best)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, as JSON, for :func:`remat.nn.load`.
@@ -173,8 +176,11 @@ class Plan:
 
 def loaded(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a file that ``Plan.save`` has written."""
-    with open(path) as file:
-        found = json.load(file)
+    try:
+        with open(path) as file:
+            found = json.load(file)
+    except ValueError:  # it is no JSON, or no text
+        found = None
     if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
         raise RematError(f"{shown(path)} is no plan that this version of remat can read.")
     programs = [tuple(program) for program in found.pop("programs")]

@@ -73,15 +73,21 @@ class _Planner:
             self.without = max(as_it_is.forward, as_it_is.backward + gradients, item.keep + self.without)
             gradients += item.gradients
         self.without = agreed(self.without)
-        self._operators: dict[tuple, tuple[str, ...]] = {}  # of the calls that were measured
+        self._measured: set[tuple] = set()  # the keys of calls that have run alone
+        self._operators: dict[tuple, tuple[str, ...]] = {}  # of those that can be regions
         self._as_it_is = {id(item): item.options for item in self._every}
         self._as_regions: dict[int, list[Option]] = {}  # the options of items that were measured
 
-    def measure(self, amount: int) -> None:
-        """Run each distinct call alone, unless it would need more than the amount."""
+    def measure(self, amount: int) -> bool:
+        """Run each distinct call alone, unless it would need more than the amount. Return whether it ran any."""
         # A larger region is of use only with regions in it.
         most = min(amount, self.without / 2) if self._is_free else math.inf
-        items = [item for item in self._every if item.call and item.keep + item.waiting <= most]
+        items = [
+            item
+            for item in self._every
+            if item.call and item.keep + item.waiting <= most and item.key not in self._measured
+        ]
+        self._measured |= {item.key for item in items}
         bar = _progress_bar(len({item.key for item in items}))
         measuring = Measuring(items, self._cost, bar.update)
         with closing(bar), measuring.of(self._modules):
@@ -93,6 +99,7 @@ class _Planner:
                 self._as_regions[id(item)] = measured.options(item, self._candidates.is_shared(item.call))
             elif item.call and item.key in measuring.failures:
                 self._candidates.passed_over[self._name(item)] = measuring.failures[item.key]
+        return bool(items)
 
     def _with_options(self, shared: bool) -> list[Item]:
         """The items with the options of regions; calls of one module are all regions if ``shared``, or none."""
@@ -134,16 +141,19 @@ class _Planner:
         Raises:
             RematError: no plan is.
         """
-        failures = []
-        for shared, solver, items in self._searches(amount):
-            self._with_options(shared)
-            number, peak, planned = self._fitting(solver, items, amount, others)
-            if number >= 0:
-                plans = solver.plans(items)
-                number = min(number, len(plans.peak) - 1)  # the plans of another process may be fewer
-                return self._made(amount, peak, planned, float(plans.cost[number]), int(plans.flops[number]))
-            failures.append((peak, *solver.largest(items, 0, self._items)))
-        raise RematError(self._too_little(amount, *min(failures, key=lambda failure: failure[0])))
+        while True:
+            failures = []
+            for shared, solver, items in self._searches(amount):
+                self._with_options(shared)
+                number, peak, planned = self._fitting(solver, items, amount, others)
+                if number >= 0:
+                    plans = solver.plans(items)
+                    number = min(number, len(plans.peak) - 1)  # the plans of another process may be fewer
+                    return self._made(amount, peak, planned, float(plans.cost[number]), int(plans.flops[number]))
+                failures.append((peak, *solver.largest(items, 0, self._items)))
+            least = min(failures, key=lambda failure: failure[0])
+            if not self.measure(least[0]):  # calls that are too large for the amount may lower the least
+                raise RematError(self._too_little(amount, *least))
 
     def _fitting(
         self, solver: Solver, items: List, amount: int, others: Sequence[Program]
@@ -227,7 +237,9 @@ class _Planner:
 def plan_for(
     program: Program, amount: Any, cost: Any, others: Sequence[Program] = (), only: Sequence[nn.Module] | None = None
 ) -> Plan:
-    """Return a plan whose measured peak is within the amount, also for the others. The model is left as it was.
+    """Return a plan for the program that needs the most, whose measured peak is within the amount for all of them.
+
+    The model is left as it was.
 
     ``only`` are the modules that are regions, each on its own; by default all may be, also inside one another.
 
@@ -242,8 +254,12 @@ def plan_for(
     with gc_disabled(), restored(modules), _not_compiled():
         for module in modules:
             change_back(module)
-        with program.preserved() as overwritten:
-            planner = _Planner(program, cost, only)
+        planners = []
+        for each in (program, *others):
+            with each.preserved() as overwritten:
+                planners.append((_Planner(each, cost, only), overwritten, each))
+        planner, overwritten, program = max(planners, key=lambda found: found[0].without)
+        others = [each for _, _, each in planners if each is not program]
         whole = planner.without if free is None else agreed(free)
         most = min(_TOO_MUCH - 1, Budget("100%" if amount is None else amount, cost).nbytes(whole))
         with program.preserved(overwritten):

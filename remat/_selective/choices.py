@@ -91,8 +91,8 @@ class Choices:
         if not self._matches and self._news(f"a choice for {len(earlier.operators)} operations"):
             warn(
                 f"{self._policy!r} was chosen for a different sequence of operations. What is saved is chosen again, "
-                f"for the same number of bytes. Call `remat.pareto` with arguments like those of this call, or use "
-                f"`policies.budget`.",
+                f"for the same number of bytes. Make the plan (`remat.nn.budget`) or the curve (`remat.pareto`) with "
+                f"arguments, settings such as autocast, and transforms like those of this call.",
                 user_line(),
             )
 

@@ -181,9 +181,10 @@ def test_a_plan_is_saved_and_applied_to_the_same_model(tmp_path: Path) -> None:
         with pytest.raises(remat.RematError, match=f"for another model.*{message}"):
             remat.nn.load(wrong, tmp_path / "plan.json")
         assert not any(hasattr(type(module), "_remat_own") for module in wrong.modules())
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(remat.RematError, match="no plan"):
-        remat.nn.load(other, tmp_path / "other.json")
+    for text in ("{}", "no JSON", "[1]"):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(remat.RematError, match="no plan"):
+            remat.nn.load(other, tmp_path / "other.json")
     assert [type(module) for module in other.modules()] == before
     with pytest.raises(TypeError, match="cost is a function"):
         remat.nn.budget(model, 0.3, *args, loss=loss, cost=lambda *_: 1.0).save(tmp_path / "plan.json")
@@ -199,6 +200,11 @@ def test_too_small_an_amount_is_an_error_that_says_what_takes_the_memory() -> No
         remat.nn.budget(model, 0.05, *args, loss=loss)
     least = int(str(error.value).split("a budget of ")[1].split()[0])
     assert remat.nn.budget(model, least, *args, loss=loss).peak <= least
+    for amount in (1000, least // 2):  # the least does not depend on the amount that is asked for
+        with pytest.raises(remat.RematError, match="a budget of") as error:
+            remat.nn.budget(model, amount, *args, loss=loss)
+        again = int(str(error.value).split("a budget of ")[1].split()[0])
+        assert again == pytest.approx(least, rel=0.02)
     with pytest.raises(remat.PolicyError):
         remat.nn.budget(model, -1, *args, loss=loss)
 
@@ -373,6 +379,24 @@ def test_the_least_amount_of_an_error_is_enough(seed: int) -> None:
         remat.nn.budget(model, 0.3, X[:2], loss=squared, cost="flops")
     least = int(str(error.value).split("a budget of ")[1].split()[0])
     assert remat.nn.budget(model, least, X[:2], loss=squared, cost="flops").peak <= least
+
+
+def test_the_plan_is_for_the_batch_that_needs_the_most() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(5)))
+    large, small = X, X[:2]
+    best = remat.nn.budget(model, 0.5, large, loss=squared, cost="flops")
+    for first, more in ((small, [(large,)]), (large, [(small,)])):
+        plan = remat.nn.budget(model, 0.5, first, loss=squared, cost="flops", more_batches=more)
+        assert (plan.amount, plan.without, plan.flops, plan.regions) == (
+            best.amount,
+            best.without,
+            best.flops,
+            best.regions,
+        )
+    for wrong in (small, [small], (small,), {"x": small}, 3):
+        with pytest.raises(TypeError, match=r"more_batches is a list of tuples or dicts.*`more_batches=\[\(x,\)\]`"):
+            remat.nn.budget(model, 0.5, large, loss=squared, more_batches=wrong)
 
 
 def test_a_huge_amount_is_no_limit() -> None:
