@@ -12,7 +12,7 @@ import torch
 from ._budget.model import BlockBudget, BlockChoice, chosen_by_budget
 from ._core.lines import accepts, warn
 from ._measure.program import Program
-from ._modules.eligible import check_module
+from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
 from ._planning.plan import Plan, RegionPlan, loaded
 from ._planning.planner import plan_for
@@ -137,7 +137,7 @@ def budget(
 
     Raises:
         RematError: the model needs more memory with any choice; the message names the least amount, and what needs it.
-            Nothing is changed then.
+            Or its library's own activation checkpointing is on. Nothing is changed then.
         PolicyError: ``amount`` or ``cost`` is invalid.
         ValueError: ``where`` chooses none of the submodules.
         TypeError: ``model`` has no modules, ``where`` has the wrong type, or a chosen module can't have a region.
@@ -164,6 +164,8 @@ def budget(
         where, amount, args = amount, args[0], args[1:]
     Budget("100%" if amount is None else amount, cost)
     program = Program(model, args, kwargs, loss=loss)
+    for name, module in program.named_modules.items():
+        check_library_is_off(module, f"the {type(module).__name__} {name!r}")
     if where is not None:
         return chosen_by_budget(program, chosen_modules(program.named_modules, where), Budget(amount, cost))
     if not isinstance(more_batches, (list, tuple)) or not all(isinstance(each, (tuple, dict)) for each in more_batches):

@@ -29,6 +29,7 @@ from .._core.state import disable_remat, own_work, state, unseen
 from .._engine.lowering import Saver
 from .._function import call
 from .._measure.program import Program
+from .._policy.policy import PolicyLike
 from .._region.around import of_region
 from .._region.hooks import hooks_hidden
 from .._region.options import Options, checked_options
@@ -83,7 +84,7 @@ def scan(
     *,
     reverse: bool = False,
     checkpoints: int | str | float | None = None,
-    policy: Any = None,
+    policy: PolicyLike = None,
     preserve_rng_state: bool = True,
 ) -> tuple[C, Any]:
     """Call ``step`` for one ``x`` after another, and save only a few of the carries for the backward.

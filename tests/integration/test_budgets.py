@@ -43,6 +43,8 @@ def test_a_model_of_transformers_fits_in_less_than_with_its_own_checkpointing(us
     expected, _plain, flops = step(model, batch)
     model.gradient_checkpointing_enable()
     _, its_peak, its_flops = step(model, batch)
+    with pytest.raises(remat.RematError, match="own activation checkpointing is on"):
+        remat.nn.budget(model, 0.5, **batch)
     model.gradient_checkpointing_disable()
     assert remat.integrations.transformers.enable(model, budget=its_peak + 20_000, batch=batch) is model
     found, peak, mine = step(model, batch)
