@@ -12,6 +12,7 @@ import torch
 
 from . import policies as policies_
 from ._core import private
+from ._core.devices import accelerators_of
 from ._core.state import disable_remat, overriding
 from ._measure.comparison import CheckResult, Difference, compared
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
@@ -151,15 +152,7 @@ def report(
     found = []
     for label, policy in zip(_labels(asked), asked):
         warned = Warned(operators=policies is None)  # no warnings about policies that nobody chose
-        if isinstance(policy, str):
-            plan = plan_for(program, policy.removeprefix(_BUDGET), "flops")
-            chosen = {program.named_modules[name]: options for name, options in plan.options().items()}
-            way = Way(fn, partial(regions, chosen))
-        elif own:
-            way = Way(fn, partial(overriding, policy=as_policy(policy), warned=warned))
-        else:
-            way = _with_regions(program, policy, where, warned)
-        ways[label] = way
+        way = ways[label] = _way(program, policy, where, own, warned)
         if isinstance(policy, Budget):  # its first call chooses
             with program.preserved(), way.context():
                 program.run(way.fn)
@@ -175,13 +168,24 @@ def report(
         note = NOT_DIFFERENTIATED
     elif found and own:
         note = "Each policy is that of the program's own regions."
-    elif where is None and not all(isinstance(policy, str) for policy in asked) and any(_children(fn)):
+    elif where is None and not all(isinstance(policy, str) for policy in asked) and _has_children(fn):
         note = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
     return Report(_name(fn, transform), _environment(program), tuple(rows), note, objective)
 
 
-def _children(fn: Any) -> Iterable[torch.nn.Module]:
-    return fn.children() if isinstance(fn, torch.nn.Module) else ()
+def _has_children(fn: Any) -> bool:
+    return isinstance(fn, torch.nn.Module) and any(fn.children())
+
+
+def _way(program: Program, policy: Any, where: Any, own: bool, warned: Warned) -> Way:
+    """Run the program under a policy or a plan. ``own``: its own regions get the policy."""
+    if isinstance(policy, str):
+        plan = plan_for(program, policy.removeprefix(_BUDGET), "flops")
+        chosen = {program.named_modules[name]: options for name, options in plan.options().items()}
+        return Way(program.fn, partial(regions, chosen))
+    if own:
+        return Way(program.fn, partial(overriding, policy=as_policy(policy), warned=warned))
+    return _with_regions(program, policy, where, warned)
 
 
 def _asked(policy: Any) -> Any:
@@ -207,8 +211,8 @@ def _name(fn: Any, transform: Any) -> str:
 
 
 def _environment(program: Program) -> dict[str, str]:
-    kinds = sorted({tensor.device.type for tensor in program.inputs()} - {"cpu", "meta"})
-    names = [getattr(torch.get_device_module(kind), "get_device_name", kind.lower)() for kind in kinds]
+    found = accelerators_of(program.inputs()).items()
+    names = [getattr(module, "get_device_name", kind.lower)() for kind, module in found]
     return {"torch": f"torch {torch.__version__}", "device": ", ".join(names) or "CPU"}
 
 

@@ -49,6 +49,11 @@ def size_text(nbytes: int) -> str:
     return _scaled(nbytes / 1024, 1024, ["KiB", "MiB", "GiB", "TiB"])
 
 
+def count_text(number: int, what: str) -> str:
+    """A number of things: ``1 operation``, ``2 operations``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def number_text(number: float) -> str:
     """A cost: ``1,200``, ``12.3``."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"

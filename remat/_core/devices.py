@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -19,6 +20,12 @@ def accelerator() -> tuple[torch.device, ...]:
     """The accelerator of this build of torch, in a tuple that is empty if there is none; does not start it."""
     device = torch.accelerator.current_accelerator()
     return () if device is None else (device,)
+
+
+def accelerators_of(tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """The modules of the accelerators that these tensors are on, as ``torch.cuda``, by their types."""
+    kinds = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
+    return {kind: torch.get_device_module(kind) for kind in sorted(kinds)}
 
 
 def is_capturing() -> bool:

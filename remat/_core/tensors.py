@@ -13,6 +13,11 @@ from . import private
 from .state import unseen
 
 
+def type_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Dtype and shape, as ``float32[2, 3]``."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
 def is_wrapper_call(types: tuple[type, ...]) -> bool:
     """Whether an operation is on tensors that are made of other tensors, by torch's protocol for wrapper subclasses."""
     return any(hasattr(cls, "__tensor_flatten__") for cls in types)

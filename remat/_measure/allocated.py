@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .._core import private
-from .._core.devices import wait_for_backward_threads
+from .._core.devices import accelerators_of, wait_for_backward_threads
 
 _MARK = "remat: the next phase"
 
 
-def _devices(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The modules of the accelerators that these tensors are on, as ``torch.cuda``, that have statistics of memory."""
-    kinds = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
-    modules = map(torch.get_device_module, sorted(kinds))
-    return [module for module in modules if hasattr(module, "reset_peak_memory_stats")]
+def with_statistics(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The modules of the accelerators that these tensors are on, that have statistics of memory."""
+    return [module for module in accelerators_of(tensors).values() if hasattr(module, "reset_peak_memory_stats")]
 
 
 def free_memory(tensors: Iterable[torch.Tensor]) -> int | None:
@@ -25,7 +23,7 @@ def free_memory(tensors: Iterable[torch.Tensor]) -> int | None:
 
     That is what the driver and the allocator have, less the most that fragmentation has taken.
     """
-    devices = [module for module in _devices(tensors) if hasattr(module, "mem_get_info")]
+    devices = [module for module in with_statistics(tensors) if hasattr(module, "mem_get_info")]
     if not devices:
         return None
     own = sum(each.memory_reserved() - each.memory_allocated() for each in devices)
@@ -48,7 +46,7 @@ class Allocated:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        self._devices = _devices(self._tensors)
+        self._devices = with_statistics(self._tensors)
         self._start = 0
         self.phases: list[Phase] = []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._core.amounts import count_text
 from .._core.lines import Line, is_library
 from .._core.state import disable_remat
 from .._core.tensors import parts
@@ -69,7 +70,7 @@ class CheckResult:
         if self.ok:
             rounding = f", within rounding ({self.rounding:.0e} of the largest number)"
             same = f"Equal with and without remat{rounding}" if self.rounding else "Identical with and without remat"
-            counts = [f"{n} {what}{'s' * (n != 1)}" for what, n in (self.counts or {}).items() if n]
+            counts = [count_text(n, what) for what, n in (self.counts or {}).items() if n]
             return f"{same}: {', '.join(counts)} and the random generators.{self.note and f' {self.note}'}"
         lines = ["Different with remat:", *(f"  {difference}" for difference in self.differences)]
         if not self.reproducible:

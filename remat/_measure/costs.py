@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import torch
-
 from .._core.amounts import aligned, flops_text, number_text, percent_text, size_text
 from .._core.devices import wait_for_backward_threads
 from .._core.facts import facts_of, flops
 from .._selective.search import UNITS, cost_of
+from .allocated import with_statistics
 from .observer import gc_disabled
 from .origins import ModuleNames, Origins, SavedResidual, grouped
 from .program import Program
@@ -175,8 +174,7 @@ def measured(
 @contextmanager
 def _device_peak(program: Program) -> Iterator[list[int]]:
     """Yield a list that holds afterwards the peak of each device's allocator."""
-    kinds = {t.device.type for t in program.inputs()} - {"cpu", "meta"}
-    devices = [device for kind in kinds if hasattr(device := torch.get_device_module(kind), "reset_peak_memory_stats")]
+    devices = with_statistics(program.inputs())
     wait_for_backward_threads(program.inputs())  # they may still hold what an earlier pass has used
     for device in devices:
         device.synchronize()

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._core.amounts import aligned, size_text
+from .._core.amounts import aligned, count_text, size_text
 from .._core.facts import facts_of
 from .._core.lines import Line, user_line
 from .._core.private import module_calls
 from .._core.state import state
-from .._core.tensors import parts
+from .._core.tensors import parts, type_text
 from .observer import PeakMemory, strided
 
 
@@ -189,9 +189,9 @@ def listing(rows: Sequence[SavedResidual], inputs: bool) -> str:
 
 
 def _tensors(rows: Sequence[SavedResidual], what: str = "tensor") -> str:
-    return f"{size_text(sum(row.nbytes for row in rows))} in {len(rows)} {what}{'s' * (len(rows) != 1)}"
+    return f"{size_text(sum(row.nbytes for row in rows))} in {count_text(len(rows), what)}"
 
 
 def tensor_text(row: SavedResidual | torch.Tensor) -> str:
     """Dtype and shape, as ``float32[2, 3]``."""
-    return f"{str(row.dtype).removeprefix('torch.')}{list(row.shape)}"
+    return type_text(row.dtype, row.shape)

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-
+from .._core.devices import accelerators_of
 from .observer import gc_disabled
 from .program import Program
 
@@ -37,8 +36,7 @@ def relative_times(program: Program, ways: Sequence[Way]) -> list[float]:
 
 
 def _seconds(program: Program, way: Way, overwritten: Any) -> float:
-    kinds = {tensor.device.type for tensor in program.inputs()} - {"cpu", "meta"}
-    devices = [torch.get_device_module(kind) for kind in kinds]
+    devices = accelerators_of(program.inputs()).values()
     with program.preserved(overwritten), way.context():
         for device in devices:
             device.synchronize()

@@ -60,14 +60,20 @@ def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callab
     return checked
 
 
+def is_cache(value: Any) -> bool:
+    """Whether it is a cache of keys and values of a transformers model."""
+    caches: Any = sys.modules.get("transformers.cache_utils")
+    return caches is not None and isinstance(value, caches.Cache)
+
+
 def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return the arguments of a decoder layer without its key-value cache, which a recompute would fill again."""
-    layers, caches = map(sys.modules.get, ("transformers.modeling_layers", "transformers.cache_utils"))
-    if layers is None or caches is None or not isinstance(module, layers.GradientCheckpointingLayer):
+    layers: Any = sys.modules.get("transformers.modeling_layers")
+    if layers is None or not isinstance(module, layers.GradientCheckpointingLayer):
         return args, kwargs
     if getattr(module, "_can_checkpoint_with_cache", False):  # it reads the cache and doesn't fill it
         return args, kwargs
-    found = [value for value in (*args, *kwargs.values()) if isinstance(value, caches.Cache)]
+    found = [value for value in (*args, *kwargs.values()) if is_cache(value)]
     if not found and not kwargs.get("use_cache"):
         return args, kwargs
     if not torch.compiler.is_compiling():
@@ -82,6 +88,6 @@ def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
             f"In training a {type(module).__name__} that is a region runs without a cache (`use_cache=False`), as with "
             f"its library's own checkpointing. Set `model.config.use_cache = False` to avoid this warning."
         )
-    args = tuple(None if isinstance(value, caches.Cache) else value for value in args)
-    kwargs = {name: None if isinstance(value, caches.Cache) else value for name, value in kwargs.items()}
+    args = tuple(None if is_cache(value) else value for value in args)
+    kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
     return args, {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs

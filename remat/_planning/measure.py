@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from .._core.known import known_of
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
 from .._measure.observer import strided
+from .._modules.eligible import is_cache
 from .._modules.region_class import regions
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
@@ -106,12 +106,6 @@ def _copied(leaves: Sequence[Any]) -> list[Any]:
     return [leaf if kept else next(copies) for leaf, kept in zip(leaves, is_kept)]
 
 
-def _gets_cache(args: tuple, kwargs: dict) -> bool:
-    """Whether keys and values of a transformers model are among the arguments: a recompute would add them again."""
-    caches: Any = sys.modules.get("transformers.cache_utils")
-    return caches is not None and any(isinstance(each, caches.Cache) for each in (*args, *kwargs.values()))
-
-
 _GETS_CACHE = (
     "it fills a cache of keys and values, which a recompute would fill again: set `model.config.use_cache = False`."
 )
@@ -196,7 +190,7 @@ class Measuring:
             self.found[item.key] = _measured(item.call, self._cost, args, kwargs)
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            self.failures[item.key] = _GETS_CACHE if _gets_cache(args, kwargs) else reason
+            self.failures[item.key] = _GETS_CACHE if any(map(is_cache, (*args, *kwargs.values()))) else reason
         finally:
             torch.clear_autocast_cache()
             self._is_busy = False

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .._core.amounts import aligned, flops_text, size_text
+from .._core.amounts import aligned, count_text, flops_text, size_text
 from .._measure.costs import plot_peaks
 from .._measure.origins import grouped
 from .._modules.eligible import check_module
@@ -47,10 +47,6 @@ class RegionPlan:
     flops: int
     operators: tuple[str, ...] = field(repr=False)
     steps: tuple[int, ...]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def options_of(regions: Sequence[RegionPlan], cost: Any) -> dict[str, Options]:
@@ -100,7 +96,7 @@ class Plan:
             saves = (
                 "regions inside"
                 if first.has_regions
-                else f"{size_text(first.nbytes)}, {_count(len(first.steps), 'operation')}"
+                else f"{size_text(first.nbytes)}, {count_text(len(first.steps), 'operation')}"
             )
             count = f"x{len(same)}" if len(same) > 1 else ""
             name = name if count else first.name

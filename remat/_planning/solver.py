@@ -68,7 +68,7 @@ class List:
     Attributes:
         item, rest: the first item, and the list of the others; None for the empty list.
         wait: the bytes of gradients that wait at its end while its forward runs: that of a recompute.
-        is_inside: whether it is inside of a region, so that its forward runs again.
+        is_inside: whether it is inside of a region, so that its forward is recomputed.
         is_row: whether that region is around just these calls, so that no other region is around some of them.
         is_silent: whether nothing in it is kept, so that a recompute does not run it.
         gradients: the bytes of gradients of parameters that its backward makes.

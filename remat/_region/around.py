@@ -66,7 +66,7 @@ class Around:
             operands.hand_over(self.hooks, each, in_region)
 
     def take_captured(self, captured_inputs: Guards) -> None:
-        """Pass captured tensors to the hooks, except those that stay alive anyway."""
+        """Pass captured tensors to the hooks, except those that stay alive."""
         if self.hooks is not None and len(captured_inputs):
             in_region, takes_all = self.region is not None, getattr(self.owner, "takes_all", False)
             # An outer region refers to a parameter without packing it, as it has not made it.

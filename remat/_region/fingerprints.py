@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 from .._core.private import FakeTensor, saved_look, version, without_levels
 from .._core.state import unseen
-from .._core.tensors import bottom
+from .._core.tensors import bottom, type_text
 from .placeholders import Placeholder
 
 CHECKS = ("metadata", "values", "none")
@@ -26,7 +26,7 @@ class Metadata(tuple):
         where = "" if device.type == "cpu" else f" on {device}"
         made = "" if maker is None else f" of {maker}"
         values = "" if checksum is None else f" with checksum {checksum:x}"
-        return f"{str(dtype).removeprefix('torch.')}{list(shape)}{where}{made}{values}"
+        return f"{type_text(dtype, shape)}{where}{made}{values}"
 
 
 def fingerprint(tensor: torch.Tensor, check: str) -> Any:

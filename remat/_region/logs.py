@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from .._core.amounts import size_text
+from .._core.tensors import type_text
 from .error_context import name_of_region, with_parameters
 
 LOGGER = logging.getLogger("remat")
@@ -16,7 +17,7 @@ def log_saved(region: Any) -> None:
     inputs = region.inputs
     named = [(inputs.name(i), tensor) for i, tensor in enumerate(inputs.operands())]
     named += [(guard.name, guard.tensor) for guard in inputs.captured if guard.tensor is not None]
-    given = [f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in named]
+    given = [f"{name} {type_text(t.dtype, t.shape)}" for name, t in named]
     residuals = [] if region.record is None else region.record.saved_values.residuals()
     made = [f"{each.op} at {each.line}" for each in residuals]
     nbytes = size_text(sum({id(t): t.numel() * t.element_size() for _, t in named}.values()))

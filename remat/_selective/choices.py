@@ -130,7 +130,7 @@ class Choices:
         self._known.append((tradeoff, tradeoff.choice(self._policy)))
 
     def _problem(self, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> Problem:
-        """Return the steps and values to choose from. Results of the region count as 0 bytes, as they exist anyway."""
+        """Return the steps and values to choose. Results of the region count as 0 bytes, as the caller has them."""
         values = [(value, step) for step in program.steps for value in step.outs]
         sizes = {value: 0 if value in results else self.sizes.get(value, 0) for value, _ in values}
         keepable = {value for value, step in values if is_judged(step.result, step.facts)}
