@@ -24,7 +24,7 @@ from ._policy.policy import Budget, Policy, PolicyLike, as_policy
 from ._policy.warnings import Warned
 from ._region.options import Options, checked_options, override
 from ._transform import wrapped
-from .errors import shown
+from .errors import PolicyError, RematError, shown
 from .nn import Where, chosen_modules
 
 __all__ = ["CheckResult", "Costs", "Difference", "Report", "Share", "check", "report"]
@@ -149,10 +149,16 @@ def report(
     plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
     rows = distinct([plain, measured(program, AS_WRITTEN, ways[AS_WRITTEN], plain, objective=objective)])
     own = len(rows) > 1 and where is None  # its regions get the policies
-    found = []
+    found, notes = list[Costs](), list[str]()
     for label, policy in zip(_labels(asked), asked):
         warned = Warned(operators=policies is None)  # no warnings about policies that nobody chose
-        way = ways[label] = _way(program, policy, where, own, warned)
+        try:
+            way = ways[label] = _way(program, policy, where, own, warned)
+        except RematError as error:
+            if not isinstance(policy, str) or isinstance(error, PolicyError):
+                raise
+            notes.append(f"{label}: {error}")  # no plan fits; the other rows are worth having
+            continue
         if isinstance(policy, Budget):  # its first call chooses
             with program.preserved(), way.context():
                 program.run(way.fn)
@@ -163,14 +169,15 @@ def report(
     if time:
         times = relative_times(program, [ways[row.label] for row in rows])
         rows = [replace(row, time=ratio) for row, ratio in zip(rows, times)]
-    note = ""
     if transform is None and not program.has_gradients:
-        note = NOT_DIFFERENTIATED
+        notes.append(NOT_DIFFERENTIATED)
     elif found and own:
-        note = "Each policy is that of the program's own regions."
+        notes.append("Each policy is that of the program's own regions.")
     elif where is None and not all(isinstance(policy, str) for policy in asked) and _has_children(fn):
-        note = "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
-    return Report(_name(fn, transform), _environment(program), tuple(rows), note, objective)
+        notes.append(
+            "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
+        )
+    return Report(_name(fn, transform), _environment(program), tuple(rows), "\n".join(notes), objective)
 
 
 def _has_children(fn: Any) -> bool:
@@ -191,6 +198,8 @@ def _way(program: Program, policy: Any, where: Any, own: bool, warned: Warned) -
 def _asked(policy: Any) -> Any:
     if isinstance(policy, str) and policy.startswith(_BUDGET):
         return policy
+    if isinstance(policy, str) and any(map(str.isdigit, policy)):
+        raise PolicyError(f"A plan of remat.nn.budget is written 'budget 60%' or 'budget 8GiB'; got {shown(policy)}.")
     return None if policy is None else as_policy(policy)
 
 

@@ -269,6 +269,8 @@ def chosen_modules(named: Mapping[str, torch.nn.Module], where: Any) -> list[tup
         raise TypeError(
             f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
             f"submodule; got {shown(where)}."
+            + f" For a class by its name: `lambda _, m: type(m).__name__ == {where!r}`."
+            * isinstance(where, str)
         )
     elif accepts(where, "name", torch.nn.Module) is False:
         raise TypeError(

@@ -49,6 +49,23 @@ class RegionPlan:
     steps: tuple[int, ...]
 
 
+def _names(names: Sequence[str]) -> str:
+    """The names of equal modules as one text, such as ``blocks.0-2.mlp``."""
+    return ".".join(_ranges(list(dict.fromkeys(parts))) for parts in zip(*(name.split(".") for name in names)))
+
+
+def _ranges(parts: Sequence[str]) -> str:
+    """The numbers of layers, or a part of a name that all have."""
+    if len(parts) == 1:
+        return parts[0]
+    runs = list[list[int]]()
+    for number in sorted(map(int, parts)):
+        if not runs or number > runs[-1][1] + 1:
+            runs.append([number, number])
+        runs[-1][1] = number
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
 def options_of(regions: Sequence[RegionPlan], cost: Any) -> dict[str, Options]:
     """Return the options of the modules that are regions, or some of whose modules are, by name."""
     found: dict[str, Options] = {}
@@ -91,15 +108,14 @@ class Plan:
     def __str__(self) -> str:
         rows = []
         groups = grouped(self.regions, attrgetter("name", "kind", "children", "has_regions", "nbytes", "flops"))
-        for (name, *_), same in sorted(groups, key=lambda group: self.regions.index(group[1][0])):
-            first = same[0]
+        for _, same in sorted(groups, key=lambda group: self.regions.index(group[1][0])):
+            first, name = same[0], _names([region.name for region in same])
             saves = (
                 "regions inside"
                 if first.has_regions
                 else f"{size_text(first.nbytes)}, {count_text(len(first.steps), 'operation')}"
             )
             count = f"x{len(same)}" if len(same) > 1 else ""
-            name = name if count else first.name
             if first.children:
                 name += f"[{first.children[0]}:{first.children[1]}]"
             rows.append((name, first.kind, count, saves, flops_text(first.flops)))
@@ -108,9 +124,10 @@ class Plan:
             names = [name for name, other in self.passed_over.items() if other == reason]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"not a region: {names[0]}{more}: {reason}")
-        above = f", at most {self.total / self.bound - 1:.0%} more than needed" if 0 < self.bound < self.total else ""
+        above = round(100 * (self.total / self.bound - 1)) if self.bound else 0
+        least = f"at most {above}% above the least possible" if above else "the least possible"
         peak = f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat"
-        return "\n".join([*lines, f"{peak}; {flops_text(self.flops)} recomputed{above}"])
+        return "\n".join([*lines, f"{peak}; {flops_text(self.flops)} recomputed{f', {least}' * bool(self.bound)}"])
 
     __repr__ = __str__
 

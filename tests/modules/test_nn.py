@@ -134,7 +134,7 @@ def test_changes_between_forward_and_backward_have_no_effect_on_that_backward(ch
 
 WRONG: list[tuple[Any, dict, type, str]] = [
     (nn.Conv2d, {}, ValueError, "chooses none of the model's modules.*Block, LayerNorm, Linear"),
-    ("blocks.*", {}, TypeError, "where must be a type.*; got 'blocks"),
+    ("blocks.*", {}, TypeError, "where must be a type.*; got 'blocks.*For a class by its name: `lambda"),
     ([Block], {}, TypeError, "where must be a type, a tuple of types"),
     ((Block, "tail"), {}, TypeError, "where must be a type"),
     (nn.Tanh(), {}, TypeError, "pass its class"),

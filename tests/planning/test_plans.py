@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import remat
 from benchmarks.measure import FlopCount
 from remat._measure.allocated import Allocated
+from remat._planning.plan import Plan, RegionPlan
 
 LAYER = nn.TransformerEncoderLayer
 X = torch.randn(8, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -563,3 +565,32 @@ def test_kernels_of_convolutions_take_memory_for_themselves() -> None:
     images = torch.randn(8, 96, 2, 2).to(memory_format=torch.channels_last)
     _, plain, _ = step(model, lambda: squared(model(images)))
     assert remat.nn.budget(model, 2 * plain, images, loss=squared).without == pytest.approx(plain, rel=0.05)
+
+
+def test_a_printed_plan_has_one_row_for_equal_regions_with_the_range_of_their_numbers() -> None:
+    def region(name: str, flops: int) -> RegionPlan:
+        return RegionPlan(name, "Block", None, False, 1024, 1.0, flops, ("aten.mm",), (0,))
+
+    names = ["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.5.mlp", "head"]
+    regions = tuple(region(name, 1000) for name in names)
+    plan = Plan(4096, 2048, 8192, 5000, 5.0, 4.0, regions, (), {})
+    table, _, last = str(plan).rpartition("\n")
+    assert [line.split()[:3] for line in table.splitlines()[1:]] == [
+        ["h.0-2,5.mlp", "Block", "x4"],
+        ["head", "Block", "1"],
+    ]
+    assert last.endswith("recomputed, at most 25% above the least possible")
+    assert str(replace(plan, bound=5.0)).endswith("recomputed, the least possible")
+    assert str(replace(plan, bound=0.0)).endswith("recomputed")
+
+
+def test_a_report_keeps_its_rows_if_no_plan_fits_and_says_how_a_plan_is_written() -> None:
+    model, _, args, _ = made("a sequence of blocks")
+    report = remat.report(model, *args, policies=["budget 1%", "budget 60%"])
+    assert [row.label for row in report.rows] == ["without remat", "budget 60%"]
+    assert "budget 1%: A training step of this model needs at least" in str(report)
+    for wrong in ("60%", "budgets 60%"):
+        with pytest.raises(remat.PolicyError, match="written 'budget 60%' or 'budget 8GiB'"):
+            remat.report(model, *args, policies=[wrong])
+    with pytest.raises(remat.PolicyError, match="a number and a unit"):
+        remat.report(model, *args, policies=["budget 60"])
