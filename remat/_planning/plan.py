@@ -110,11 +110,9 @@ class Plan:
         groups = grouped(self.regions, attrgetter("name", "kind", "children", "has_regions", "nbytes", "flops"))
         for _, same in sorted(groups, key=lambda group: self.regions.index(group[1][0])):
             first, name = same[0], _names([region.name for region in same])
-            saves = (
-                "regions inside"
-                if first.has_regions
-                else f"{size_text(first.nbytes)}, {count_text(len(first.steps), 'operation')}"
-            )
+            saves = "regions inside" if first.has_regions else size_text(first.nbytes)
+            if first.nbytes:
+                saves += f", {count_text(len(first.steps), 'operation')}"
             count = f"x{len(same)}" if len(same) > 1 else ""
             if first.children:
                 name += f"[{first.children[0]}:{first.children[1]}]"

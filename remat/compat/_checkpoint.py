@@ -100,7 +100,7 @@ def checkpoint(
         >>> x = torch.ones(3, requires_grad=True)
         >>> checkpoint(lambda x, scale: (x * scale).sin().cos(), x, scale=2.0, use_reentrant=False).sum().backward()
 
-    Based on torch's documentation of ``torch.utils.checkpoint``. :doc:`/how-to/migrating` lists the differences.
+    Based on torch's documentation of ``torch.utils.checkpoint``. :doc:`/reference/differences` lists the differences.
     """
     if respect_saved_tensors_hooks is False:
         raise ValueError(

@@ -47,7 +47,7 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLi
         >>> layer = checkpoint_wrapper(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
         >>> layer(torch.randn(3, 5, 16), is_causal=False).sum().backward()
 
-    Based on fairscale's documentation. :doc:`/how-to/migrating` lists the differences.
+    Based on fairscale's documentation. :doc:`/reference/differences` lists the differences.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"checkpoint_wrapper takes a torch.nn.Module, got {type(module).__name__}. See `remat.remat`.")

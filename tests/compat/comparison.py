@@ -1,4 +1,4 @@
-"""Tests that run one program with an original and with its drop-in, for the tables of docs/how-to/migrating.md."""
+"""Tests that run one program with an original and with its drop-in, for the tables of docs/reference/differences.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import remat.compat
 
-MIGRATING = Path(__file__).parents[2] / "docs" / "how-to" / "migrating.md"
+DIFFERENCES = Path(__file__).parents[2] / "docs" / "reference" / "differences.md"
 NEWER = torch.__version__ >= (2, 13)
 
 
@@ -87,7 +87,7 @@ class Original:
         """Assert that these modules have tests of exactly the rows of the section's tables."""
         for name in modules:
             importlib.import_module(name)
-        (text,) = (part for part in MIGRATING.read_text().split("\n## ") if part.startswith(self.section))
+        (text,) = (part for part in DIFFERENCES.read_text().split("\n## ") if part.startswith(self.section))
         tables = re.findall(r"^\|.*\n\|---.*\n((?:\|.*\n)+)", text + "\n", re.MULTILINE)
         rows = [line.split(" | ")[0].removeprefix("| ") for table in tables for line in table.splitlines()]
         assert sorted(rows) == sorted(_TESTED[self.section])
@@ -109,9 +109,9 @@ def _fairscales() -> Any:
 
 
 _torchs, _ours = (functools.partial(m.checkpoint, use_reentrant=False) for m in (torch.utils.checkpoint, remat.compat))
-TORCH = Original("Coming from torch.utils.checkpoint", lambda: _torchs, _ours, _call)
+TORCH = Original("From torch.utils.checkpoint", lambda: _torchs, _ours, _call)
 FAIRSCALE = Original(
-    "Coming from fairscale", _fairscales, remat.compat.checkpoint_wrapper, lambda module, *_, **__: module
+    "From fairscale", _fairscales, remat.compat.checkpoint_wrapper, lambda module, *_, **__: module
 )
 
 
