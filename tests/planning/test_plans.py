@@ -580,8 +580,8 @@ def test_a_printed_plan_has_one_row_for_equal_regions_with_the_range_of_their_nu
         ["head", "Block", "1"],
     ]
     assert last.endswith("recomputed, at most 25% above the least possible")
-    assert str(replace(plan, bound=5.0)).endswith("recomputed, the least possible")
-    assert str(replace(plan, bound=0.0)).endswith("recomputed")
+    for bound in (0.0, 5.0, 5.2):  # predictions may be a little too high, and the bound with them
+        assert str(replace(plan, bound=bound)).endswith("recomputed")
 
 
 def test_a_report_keeps_its_rows_if_no_plan_fits_and_says_how_a_plan_is_written() -> None:
