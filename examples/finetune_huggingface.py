@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face model: plain, and with checkpointing enabled by one line, without and with a policy.
+"""Fine-tune a Hugging Face model: plain, with checkpointing enabled by one line, with a policy, and with a budget.
 
 The model is a small Llama made from a config, so nothing is downloaded. The line is the same for a model from
 `AutoModelForCausalLM.from_pretrained`. The example needs `transformers` (`pip install transformers`).
@@ -25,6 +25,9 @@ WAYS = {
     "remat, save_matmuls": lambda model: remat.integrations.transformers.enable(
         model, policy=remat.policies.save_matmuls
     ),
+    "remat, budget of 0.6": lambda model: remat.integrations.transformers.enable(
+        model, budget=0.6, batch=make_inputs(0)
+    ),
 }
 
 
@@ -45,14 +48,19 @@ def make_batch(step: int) -> Tensor:
     return torch.tensor([[ord(c) for c in text[i : i + LENGTH]] for i in starts.tolist()])
 
 
+def make_inputs(step: int) -> dict[str, Tensor | bool]:
+    """Keyword arguments of the model."""
+    tokens = make_batch(step)
+    return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
 def finetune(model: LlamaForCausalLM) -> list[float]:
     """Train for a few steps; return the losses."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
     for step in range(STEPS):
-        tokens = make_batch(step)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss = model(**make_inputs(step)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -61,16 +69,15 @@ def finetune(model: LlamaForCausalLM) -> list[float]:
 
 
 def main() -> None:
-    tokens = make_batch(0)
     found = {}
-    print(f"{'one training step':22} {'saved, MiB':>11} {'peak, MiB':>11} {'loss at the end':>16}")
+    print(f"{'one training step':24} {'saved, MiB':>11} {'peak, MiB':>11} {'loss at the end':>16}")
     for way, change in WAYS.items():
         model = change(make_model())
-        report = remat.report(model, input_ids=tokens, labels=tokens, use_cache=False, policies=[])
+        report = remat.report(model, **make_inputs(0), policies=[])
         costs = report.as_written
         found[way] = finetune(model)
         saved, peak = costs.saved_bytes / 2**20, costs.peak_bytes / 2**20
-        print(f"{way:22} {saved:11.2f} {peak:11.2f} {found[way][-1]:16.4f}")
+        print(f"{way:24} {saved:11.2f} {peak:11.2f} {found[way][-1]:16.4f}")
     same = all(losses == found["plain"] for losses in found.values())
     print(f"\nlosses of {STEPS} steps: {'the same to the last bit' if same else 'DIFFERENT'}")
 

@@ -65,7 +65,7 @@ def enable(model: M, policy: PolicyLike = None, *, budget: Amount = None, batch:
     if budget is not None:
         if policy is not None or batch is None:
             raise TypeError("With a budget give a batch, and no policy: `enable(model, budget='8GiB', batch=batch)`.")
-        found[0].gradient_checkpointing_disable()
+        getattr(found[0], "activation_checkpointing_disable", found[0].gradient_checkpointing_disable)()
         plan_in_place(model, budget, **batch)
         return model
     inner = found[0]  # a peft model contains it
