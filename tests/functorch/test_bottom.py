@@ -49,6 +49,18 @@ def test_equal_values_raise_no_error(name: str, policy: Any) -> None:
     both(lambda wrap: EVERY[name](nested(wrap), V), determinism_check="values")
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_values_that_an_outer_recompute_skips_are_not_compared(name: str) -> None:
+    """Autograd saves the result of a step in a norm that the recompute of the outer region skips."""
+
+    def nested(wrap: Wrap) -> Fn:
+        inner = wrap(lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:]), policy=policies.everything_saveable)
+        middle = wrap(lambda x: inner(x).sin(), determinism_check="values")
+        return wrap(lambda x, y=V: middle(x) * y, policy=policies.save_ops("aten.mul"))
+
+    both(lambda wrap: EVERY[name](nested(wrap), V))
+
+
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=str)
 @pytest.mark.parametrize("name", REPEATED)
 def test_other_values_are_found(name: str, policy: Any) -> None:
