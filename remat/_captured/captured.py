@@ -303,7 +303,7 @@ class Captured:
         for key, item in items.items() if _is_looked_into(items) else ():
             self.see(item, path.item(key))
         if type(value) not in COPIED:
-            if not is_dict or not is_library(type(value).__module__):
+            if not is_library(type(value).__module__):
                 self.note(Entries if is_dict else Items, value, items, whole=True)
             self.instance(value, path)
 

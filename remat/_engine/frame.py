@@ -73,7 +73,7 @@ class Frame:
         close(self.operands, self.captured_inputs)
         self.captured_inputs.forget_histories()
         if recorder is not None:
-            self.record = recorder.close([t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor)])
+            self.record = recorder.close(trees.flatten(result)[0])
             self.region.root.remember(self.record)
 
     @property

@@ -99,7 +99,7 @@ class Recorder(RegionMode):
         """Record the inputs."""
         self.recording.bind(operands)
 
-    def close(self, results: Iterable[torch.Tensor]) -> Record:
+    def close(self, results: Iterable[Any]) -> Record:
         """Return the record of the first run, which has ended."""
         recording = self.recording
         del self.recording  # it has references to operands

@@ -34,6 +34,8 @@ CALLS: dict[str, tuple[Any, tuple, dict]] = {
     "statistics": (aten.native_batch_norm.default, (*NORM, True, 0.1, 1e-5), {}),
     "a number": (aten._local_scalar_dense.default, (torch.ones(()),), {}),
     "memory": (aten.empty_like.default, (torch.ones(3),), {}),
+    "zeros of this shape": (aten.zeros_like.default, (torch.ones(3),), {}),
+    "ones of this dtype": (aten.new_ones.default, (torch.ones(3), [2]), {}),
 }  # fmt: skip
 
 
@@ -50,6 +52,7 @@ def test_what_a_call_writes_shares_and_draws(name: str) -> None:
     assert facts.views == any(t.untyped_storage().data_ptr() in storages - written for t in tensors(result))
     assert facts.observes == (not tensors(result)) and facts.updates_statistics == (name == "statistics")
     assert facts.makes_nothing == (name == "memory") and not facts.foreign
+    assert facts.reads_nothing == (name in ("memory", "zeros of this shape", "ones of this dtype"))
 
 
 def test_dropout_of_attention_draws_by_position_and_by_name() -> None:
