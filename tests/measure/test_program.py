@@ -181,3 +181,10 @@ def test_wrong_calls_have_errors_with_a_remedy(measure: Callable) -> None:
             f"The option {option} of remat.{name} must be a function, got int. If {option} is an argument of fn, wrap "
             "fn in a lambda."
         )
+
+
+def test_tensors_without_memory_of_their_own_are_measured_too() -> None:
+    fn = lambda s, x: torch.sparse.mm(s, x.sin()).exp()
+    args = torch.eye(3).to_sparse().requires_grad_(), rand(3, 3)
+    for measure in (check, report, saved_residuals):
+        assert measure(fn, *args)

@@ -466,11 +466,6 @@ def test_errors(wrong: Callable, message: str) -> None:
         wrong()
 
 
-def test_nothing_to_choose_from() -> None:
-    with pytest.raises(remat.RematError, match="There is nothing to choose"):
-        remat.pareto(lambda x: x * 2, torch.arange(3))
-
-
 def test_texts() -> None:
     assert repr(policies.budget("64MiB", cost="flops")) == "policies.budget('64MiB', cost='flops')"
     assert policies.budget("1KiB").nbytes(0) == 1024 and policies.budget("1.5kB").nbytes(0) == 1500
