@@ -73,5 +73,9 @@ class Listing:
 def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor) -> SavedResidual:
     """The row of a tensor that no operation has made."""
     memory, nowhere = holder(tensor), (None, None, None, None)
-    nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
+    if tensor.layout is torch.strided or tensor.is_nested:
+        nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
+    else:
+        entries = tensor.detach().to_sparse()
+        nbytes = entries._indices().nbytes + entries._values().nbytes
     return SavedResidual(kind, None, name, *nowhere, tuple(tensor.shape), tensor.dtype, tensor.device, nbytes)

@@ -45,7 +45,7 @@ def checked_predicate(value: Any) -> Callable:
         raise PolicyError(f"{found[0]} returns a policy: call it, as in `{found[0]}(...)`.")
     if function is torch.utils.checkpoint.create_selective_checkpoint_contexts:
         raise PolicyError(f"{_EXPECTED}; give the function or list itself, without {function.__name__}.")
-    if (getattr(value, "__module__", None) or "").partition(".")[0] == "jax":
+    if str(getattr(value, "__module__", "")).partition(".")[0] == "jax":
         raise PolicyError(f"{_EXPECTED}; got JAX's {value!r}.{_nearest(name)}")
     fits = accepts(value, *range(9))  # a context, an operator and several arguments of the operator
     if fits is False or (fits is None and operators.operator_like(value)):

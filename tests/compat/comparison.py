@@ -110,9 +110,7 @@ def _fairscales() -> Any:
 
 _torchs, _ours = (functools.partial(m.checkpoint, use_reentrant=False) for m in (torch.utils.checkpoint, remat.compat))
 TORCH = Original("From torch.utils.checkpoint", lambda: _torchs, _ours, _call)
-FAIRSCALE = Original(
-    "From fairscale", _fairscales, remat.compat.checkpoint_wrapper, lambda module, *_, **__: module
-)
+FAIRSCALE = Original("From fairscale", _fairscales, remat.compat.checkpoint_wrapper, lambda module, *_, **__: module)
 
 
 def checkpoints_in_graph(fn: Callable, *args: Any) -> list[bool]:

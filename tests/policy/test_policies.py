@@ -384,3 +384,10 @@ def test_names_are_found_where_they_were_before() -> None:
 def test_a_policy_that_is_called_says_what_to_write() -> None:
     with pytest.raises(TypeError, match=r"save_matmuls is a policy itself.*policy=policies\.save_matmuls"):
         policies.save_matmuls()
+
+
+def test_a_budget_prints_as_it_is_written_and_counts_bytes() -> None:
+    assert repr(policies.budget("64MiB", cost="flops")) == "policies.budget('64MiB', cost='flops')"
+    assert repr(policies.budget(0.5)) == "policies.budget(0.5)"
+    assert policies.budget("1KiB").nbytes(0) == 1024 and policies.budget("1.5kB").nbytes(0) == 1500
+    assert policies.budget(0.5).nbytes(100) == 50

@@ -464,9 +464,3 @@ def test_plot(cost: Cost, unit: str) -> None:
 def test_errors(wrong: Callable, message: str) -> None:
     with pytest.raises(remat.PolicyError, match=message):
         wrong()
-
-
-def test_texts() -> None:
-    assert repr(policies.budget("64MiB", cost="flops")) == "policies.budget('64MiB', cost='flops')"
-    assert policies.budget("1KiB").nbytes(0) == 1024 and policies.budget("1.5kB").nbytes(0) == 1500
-    assert policies.budget(0.5).nbytes(100) == 50
