@@ -88,10 +88,12 @@ class Watch(TorchFunctionMode):
                 raise RematError(_HOOK.format("an argument or a captured tensor"))
             if private.GRAD in kinds and not self.one_graph:
                 raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
-        elif private.GRAD not in kinds or self.region.graded:
+        elif self.region.graded:
             return
         # Dropout draws in the order of elements at a level, in that of memory below.
-        elif (func in _DROPOUT and not args[0].is_contiguous()) or (func in _QUERIES and self._follows_more()):
+        elif (func in _DROPOUT and not args[0].is_contiguous()) or (
+            func in _QUERIES and private.GRAD in kinds and self._follows_more()
+        ):
             raise NeedsLevels
 
     def _follows_more(self) -> bool:
@@ -156,7 +158,7 @@ class Watch(TorchFunctionMode):
 
     def _has_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made inside, and is differentiated there."""
-        if not self._is_inside(tensor) or any(suspect() is tensor for suspect in self.suspects):
+        if not self._is_inside(tensor):
             return False
         # A dead wrapper may have had a tangent: the kind of its level is unknown.
         return (private.JVP in self.region.kinds and private.is_dead(tensor)) or requires_grad_somewhere(tensor)
