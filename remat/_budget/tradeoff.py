@@ -35,7 +35,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         policy.
 
     Raises:
-        RematError: nothing in ``fn`` is differentiated, or it calls ``torch.func`` transforms itself.
+        RematError: nothing in ``fn`` is differentiated, or :func:`remat.disable_remat` is active.
         PolicyError: ``cost`` is none of these.
 
     Example:
@@ -60,7 +60,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     if not program.is_differentiated() or not known.choices.get(policy):
         raise RematError(
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
-            "captured tensors, or the function calls torch.func transforms itself."
+            "captured tensors, or remat is disabled here."
         )
     found = known.choices[policy][-1][0]
     names = [f"{name} at {found.lines.get(i)}" for i, name in enumerate(found.operators)]

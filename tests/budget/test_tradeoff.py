@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,18 @@ def test_nothing_to_choose_is_an_error(name: str) -> None:
     fn, x = NOTHING[name]
     with pytest.raises(remat.RematError, match="There is nothing to choose"):
         remat.pareto(fn, x)
+
+
+def test_without_regions_there_is_nothing_to_choose() -> None:
+    with remat.disable_remat(), pytest.raises(remat.RematError, match="or remat is disabled here"):
+        remat.pareto(torch.sin, X)
+    assert len(remat.pareto(torch.func.grad(lambda x: x.sin().exp().sum()), X).points) == 1
+
+
+def test_a_curve_says_whether_it_has_all_choices() -> None:
+    curve = remat.pareto(lambda x: torch.tanh(x @ x).sin(), X)
+    assert curve.is_exact and "hull" not in str(curve)
+    assert str(replace(curve, is_exact=False)).endswith("(the corners of the convex hull)")
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
