@@ -594,3 +594,31 @@ def test_a_report_keeps_its_rows_if_no_plan_fits_and_says_how_a_plan_is_written(
             remat.report(model, *args, policies=[wrong])
     with pytest.raises(remat.PolicyError, match="a number and a unit"):
         remat.report(model, *args, policies=["budget 60"])
+
+
+class Branches(nn.Module):
+    """Two regions of a block get one tensor, which autograd doesn't save in the plain model."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.up(x + 1)).exp().sin()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = self.Branch(), self.Branch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.left(x) + self.right(x)
+
+
+def test_a_tensor_that_two_regions_keep_counts_once() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Branches() for _ in range(6))), torch.randn(1024, 64)
+    plan = remat.nn.budget(model, 0.6, x, cost="flops")
+    assert {region.kind for region in plan.regions} == {"Branch"}
+    predicted = next(peak for peak, flops in plan.curve if flops == plan.flops)
+    assert plan.peak == pytest.approx(predicted, rel=0.01)
