@@ -30,18 +30,8 @@ class Memory:
     """A storage that the forward makes, with the tensor's shape, and the operation and the call that make it."""
 
     __slots__ = (
-        "before_last",
-        "by",
-        "freed",
-        "has_gradient",
-        "kept",
-        "last",
-        "made",
-        "nbytes",
-        "ref",
-        "shape",
-        "whole",
-    )
+        "before_last", "by", "freed", "has_gradient", "kept", "last", "made", "nbytes", "ref", "shape", "whole",
+    )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, shape: tuple[int, ...], by: tuple[Any, Call], now: int) -> None:
         self.nbytes, self.shape, self.by = storage.nbytes(), shape, by
