@@ -188,7 +188,7 @@ README = {
     "`grad`": "grad",
     "per-sample gradients, `vmap(grad)`": "per-sample gradients",
     "Hessian-vector product, `jvp(grad)`": "Hessian-vector product",
-    "gradient of a gradient, `grad(grad)`": "grad of grad",
+    "gradient of the gradient's norm, `grad(grad)`": "grad of grad",
 }
 
 

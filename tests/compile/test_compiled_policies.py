@@ -127,6 +127,13 @@ def test_a_value_with_a_name_is_saved(name: Callable) -> None:
     assert products == 2 and size >= 2 * LARGE
 
 
+def test_a_name_on_an_argument_saves_nothing_more() -> None:
+    def body(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return x + torch.sin(F.gelu(checkpoint_name(x, "h") @ checkpoint_name(w1.t(), "h").t()) @ w2)
+
+    assert recomputed(lambda f: remat(f, policy=p.save_only_these_names("h")), body) == recomputed(remat, body)
+
+
 def test_the_eager_backend_knows_operators_and_ignores_names() -> None:
     args, runs = inputs(), []
     for policy in (p.save_only_these_names("h"), p.save_matmuls):
