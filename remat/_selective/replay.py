@@ -42,13 +42,16 @@ class Replay(RegionMode):
         self.has_not_drawn = False  # whether an operation that draws random numbers was restored, so drew none
         self.storages = record.storages.copy()
         self.inputs = [holder(part) for part in all_parts([*inputs])]  # alive without the run, so they don't escape
-        # The values of the restored steps that must be fetched first.
+        # The values of the restored steps, as slots that own them may be freed in this run. Some must be fetched first.
+        self.kept: dict[int, Residual] = {}
         self.brought: dict[int, torch.Tensor] = {}
         restored = [value for number in sorted(self.plan.restored) for value in record.program.steps[number].outs]
         with without_torch_function():
             for value in restored:
-                if (residual := record.saved_values.residual(value)) is not None and residual.is_elsewhere:
-                    self.brought[value] = residual.get()
+                if (residual := record.saved_values.residual(value)) is not None:
+                    self.kept[value] = residual
+                    if residual.is_elsewhere:
+                        self.brought[value] = residual.get()
             self.home = streams_for(self.brought.values())  # the streams that they were fetched for
         for value, part in zip(record.inputs, all_parts([*inputs])):
             self.storages.put(holder(part), value)
@@ -150,7 +153,9 @@ class Replay(RegionMode):
         self.has_not_drawn |= step.draws
         saved: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            content: Residual | torch.Tensor | None = self.record.saved_values.residual(value)
+            content: Residual | torch.Tensor | None = self.kept.pop(value, None)
+            if content is None:
+                content = self.record.saved_values.residual(value)
             if value in self.brought:
                 content = self.brought.pop(value)
                 make_readable(content, self.home)
