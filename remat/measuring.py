@@ -140,9 +140,9 @@ def report(
             f"time must be True or False, got {shown(time)}. If it is an argument of fn, wrap fn in a lambda."
         )
     asked = [_asked(policy) for policy in (_USUAL if policies is None else policies)]
-    if transform is not None and any(isinstance(policy, str) for policy in asked):
+    if transform is not None and (plans := [policy for policy in asked if isinstance(policy, str)]):
         raise TypeError(
-            "A plan is for the backward of a loss, so 'budget 60%' takes no transform: use policies.budget."
+            f"A plan is for the backward of a loss, so {plans[0]!r} takes no transform: use policies.budget."
         )
     objective = next((policy.cost for policy in asked if isinstance(policy, Budget) and policy.cost != "flops"), None)
     ways = {WITHOUT: Way(fn, disable_remat), AS_WRITTEN: Way(fn, nullcontext)}

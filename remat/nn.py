@@ -120,10 +120,10 @@ def budget(
         model: the model, on the device and in the mode that it is trained in; or a function that calls modules, which
             it captures or gets. For a function without modules use :func:`remat.policies.budget`.
         amount: the highest allowed peak of memory that is allocated between the start of the forward and the end of the
-            backward, with the gradients of parameters, without parameters and inputs: a number of bytes, a string such
-            as ``"2GiB"``, or a float in (0, 1], a fraction of the peak without rematerialization, as ``"80%"`` is on a
-            CPU. On an accelerator ``"80%"`` is that part of its free memory, less what fragmentation has taken, and
-            None is all of it.
+            backward, with the gradients of parameters, without parameters, inputs, and the model's result if a variable
+            holds it: a number of bytes, a string such as ``"2GiB"``, or a float in (0, 1], a fraction of the peak
+            without rematerialization, as ``"80%"`` is on a CPU. On an accelerator ``"80%"`` is that part of its free
+            memory, less what fragmentation has taken, and None is all of it.
         args, kwargs: arguments for the model, as in training.
         where: which modules are regions, as in :func:`apply`: each saves as much as the amount allows. A chosen module
             inside another one is part of that one.

@@ -71,7 +71,7 @@ def test_the_plan_is_a_row_of_a_report() -> None:
     assert report.policies[1] in report.pareto and "one region" not in str(
         remat.report(model, policies=["budget 40%"], **batch)
     )
-    with pytest.raises(TypeError, match="takes no transform"):
+    with pytest.raises(TypeError, match="so 'budget 40%' takes no transform"):
         remat.report(model, policies=["budget 40%"], transform=torch.func.grad, **batch)
 
 
