@@ -6,9 +6,9 @@ simulates a guess of the speeds, and improves the guess by the gradient of the d
 given recordings.
 
 `remat.scan` saves a few of the states between the forward and the backward pass, and recomputes the others: by default
-in blocks of steps, so that each is recomputed about once; with `checkpoints=4` it saves four states, and recomputes each
-step several times. A table shows the peak and the time: steps as small as these take most of their time in Python, and
-more so in regions. Then come the losses.
+in blocks of steps, so that each is recomputed about once; with `checkpoints=4` it saves four states, and recomputes
+each step several times. A table shows the peak and the time: steps as small as these take most of their time in Python,
+and more so in regions. Then come the losses.
 
     python examples/wave_equation.py            # about 15 seconds
     python examples/wave_equation.py --quick    # a few seconds
