@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,6 +149,24 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
 def memory(tensor: torch.Tensor) -> torch.Tensor:
     """The memory that a tensor spans, as a vector. It is smaller than the tensor if the tensor is expanded."""
     return tensor.as_strided((span(tensor.shape, tensor.stride()),), (1,))
+
+
+def overlapping(tensors: dict[int, torch.Tensor]) -> set[int]:
+    """The numbers of the tensors that share memory with another one, or whose elements alternate with its."""
+    found: set[int] = set()
+    if len(tensors) < 2:
+        return found
+    extents = [(i, *_extent(part)) for i, tensor in tensors.items() for part in parts(tensor) if is_dense(part)]
+    for (i, storage, start, stop), (j, other, begin, end) in itertools.combinations(extents, 2):
+        if i != j and storage is other and max(start, begin) < min(stop, end):
+            found |= {i, j}
+    return found
+
+
+def _extent(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int]:
+    """A tensor's storage, and the byte at which its elements start and the one at which they stop."""
+    start, count = tensor.storage_offset(), span(tensor.shape, tensor.stride())
+    return tensor.untyped_storage(), start * tensor.itemsize, (start + count) * tensor.itemsize
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch.autograd.forward_ad as fwAD
 from .._core import private
 from .._core.passes import nearest_engine_call
 from .._core.state import own_work
-from .._core.tensors import is_differentiable, is_dual
+from .._core.tensors import is_differentiable, is_dual, overlapping
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
 from .bottom import Call, has_dual, is_followed_by_autograd, unreached
@@ -39,7 +39,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> 
         outs = call.at_bottom(region, inputs, None)
         unread = unreached(outs, {i: t for i, t in enumerate(inputs) if t.requires_grad})
         operands = [t.detach() if i in unread else t for i, t in enumerate(operands)]
-        return list(PlainNode.apply(region, call, outs, *operands))
+        return _separate(PlainNode.apply(region, call, outs, *operands))
     return call.at_bottom(region, operands, wanted)
 
 
@@ -104,7 +104,18 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     # A tensor of a level below may require grad there, or have a tangent. This level's node must not see that.
     operands = [t if private.level_of(t) == level else private.wrap_grad(t, level) for t in operands]
     with private.single_level_functions_allowed():
-        return list(RegionNode.apply(region, call, level, wanted, *operands))  # type: ignore[attr-defined]
+        outs = RegionNode.apply(region, call, level, wanted, *operands)  # type: ignore[attr-defined]
+    return list(outs) if isinstance(region, Pullback) else _separate(outs)
+
+
+def _separate(outs: Tensors) -> list:
+    """Let autograd refuse to change a node's result in place if the derivative of another one had to follow.
+
+    Results of a node are no views of each other, whatever memory they share. No operation may change one of the views
+    that an operation with several results makes.
+    """
+    shared = overlapping({i: t for i, t in enumerate(outs) if t.requires_grad})
+    return [t.unsqueeze(0).unbind()[0] if i in shared else t for i, t in enumerate(outs)]
 
 
 def _unwrapped(tensors: Sequence[Any], level: int) -> list:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, Fn, V, Wrap, X, Y, both, f, rows, summed, through_autograd, vmap
+from both import ALL, ONCE, RECOMPUTE, Fn, V, Wrap, X, Y, both, f, rows, summed, through_autograd, vmap
 from torch import Tensor
 from torch.func import functionalize, grad, hessian, jvp, vjp
 from torch.nn.functional import dropout
@@ -204,3 +204,53 @@ def test_a_level_outside_follows_what_the_levels_inside_do_not(outer: Callable, 
         return outer(loss)(X)
 
     both(program)
+
+
+# Results of which two share memory that a derivative has to follow, and the number of one of them.
+SHARED: dict[str, tuple[Callable[[Tensor], tuple], int]] = {
+    "a tensor and its view": (lambda h: (h, h.view_as(h)), 0),
+    "a view and its tensor": (lambda h: (h.view_as(h), h), 0),
+    "slices that overlap": (lambda h: (h[:3], h[1:]), 1),
+    "two of three": (lambda h: (h + 1, h, h[0]), 2),
+}
+# Here none has to follow, or the results are the same tensor.
+SEPARATE: dict[str, tuple[Callable[[Tensor], tuple], int]] = {
+    "the same tensor": (lambda h: (h, h), 1),
+    "new tensors": (lambda h: (h, h * 1), 0),
+    "a tensor and its values": (lambda h: (h, h.detach()), 0),
+    "no view of it": (lambda h: (h + 1, h, h[0]), 0),
+}
+INSIDE: dict[str, Fn] = {"sin": torch.sin, "gradient": grad(lambda x: x.sin().sum())}
+
+
+def changes(results: Callable[[Tensor], tuple], number: int | None, before: Fn, wrap: Wrap) -> Fn:
+    region = wrap(lambda x: results(before(x)))
+
+    def fn(x: Tensor) -> Tensor:
+        outs = region(x * 1)
+        if number is not None:
+            outs[number].mul_(2)
+        return sum((i + 1) * out.sin().sum() for i, out in enumerate(outs)) * x.cos()
+
+    return fn
+
+
+@pytest.mark.parametrize("before", INSIDE)
+@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("transform", ALL)
+def test_a_result_that_shares_memory_with_another_one_may_not_change(transform: str, case: str, before: str) -> None:
+    results, number = SHARED[case]
+    both(lambda wrap: ALL[transform](changes(results, None, INSIDE[before], wrap), V))
+    try:
+        both(lambda wrap: ALL[transform](changes(results, number, INSIDE[before], wrap), V))
+    except RuntimeError as error:
+        assert "replace the inplace operation by an out-of-place one" in str(error)
+        assert transform in RECOMPUTE
+    else:
+        assert transform in ONCE or before == "sin"
+
+
+@pytest.mark.parametrize("case", SEPARATE)
+@pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "grad(grad)", "autograd", "autograd(grad)"])
+def test_another_result_may_change(transform: str, case: str) -> None:
+    both(lambda wrap: ALL[transform](changes(*SEPARATE[case], torch.sin, wrap), V))
