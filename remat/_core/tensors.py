@@ -165,7 +165,7 @@ def overlapping(tensors: dict[int, torch.Tensor]) -> set[int]:
 
 def _extent(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int]:
     """A tensor's storage, and the byte at which its elements start and the one at which they stop."""
-    start, count = tensor.storage_offset(), span(tensor.shape, tensor.stride())
+    start, count = int(tensor.storage_offset()), span(tensor.shape, tensor.stride())
     return tensor.untyped_storage(), start * tensor.itemsize, (start + count) * tensor.itemsize
 
 
