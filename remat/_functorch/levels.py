@@ -112,7 +112,7 @@ def _separate(outs: Tensors) -> list:
     """Let autograd refuse to change a node's result in place if the derivative of another one had to follow.
 
     Results of a node are no views of each other, whatever memory they share. No operation may change one of the views
-    that an operation with several results makes.
+    that an operation with several results makes. Gradients are left alone: they are no views without a region either.
     """
     shared = overlapping({i: t for i, t in enumerate(outs) if t.requires_grad})
     return [t.unsqueeze(0).unbind()[0] if i in shared else t for i, t in enumerate(outs)]
