@@ -1,12 +1,13 @@
 """What regions cost under each transform, and at each width: time, peak memory, and recomputed forwards.
 
-    python -m benchmarks.transforms [--json] [--output FILE] [--picture FILE.svg] [--widths 64 512] [--seconds 4]
+    python -m benchmarks.transforms [--json] [--output FILE] [--picture FILE.svg] [--device cuda]
+        [--widths 64 512] [--seconds 4]
 
 The program is that of the README: layers of four products and `tanh`, each a region, with 1024 rows. A row compares a
 derivative of it with the same one without regions: the ratio of the times and of the peaks, and the recomputed FLOPs in
 forwards of the whole program. Under plain autograd torch's checkpoint is measured as well; with products saved, the
 policy `save_matmuls` and torch's selective checkpoint. Both sides of a row run in turn on one thread, and their medians
-are compared. At small widths nearly all of the time is overhead: `--picture` draws the ratios over the width.
+are compared. On a GPU each step ends when its kernels have. At small widths nearly all of the time is overhead: `--picture` draws the ratios over the width.
 
 The exit status is 1 if a row recomputes more forwards than its limit.
 """
@@ -71,10 +72,11 @@ class Transform:
     wrap: Wrapper
     limit: float
 
-    def step(self, width: int, wrap: Wrapper) -> Step:
+    def step(self, width: int, device: str, wrap: Wrapper) -> Step:
         """Make the step of a program of this width."""
         torch.manual_seed(0)
-        ws, x = torch.randn(LAYERS, width, width) / width**0.5, torch.randn(ROWS, width)
+        ws = torch.randn(LAYERS, width, width, device=device) / width**0.5
+        x = torch.randn(ROWS, width, device=device)
 
         def layer(w: Tensor, x: Tensor) -> Tensor:
             for _ in range(4):
@@ -88,7 +90,13 @@ class Transform:
                 x = layer(w, x)
             return x.square().mean()
 
-        return lambda: self.run(loss, ws, x)
+        def step() -> Any:
+            result = self.run(loss, ws, x)
+            if x.is_cuda:
+                torch.cuda.synchronize()
+            return result
+
+        return step
 
 
 MATMULS = remat(policy=save_matmuls)
@@ -128,10 +136,10 @@ class Measurement:
         return {**asdict(self), "passed": self.passed}
 
 
-def measure(case: Transform, width: int, seconds: float) -> Measurement:
+def measure(case: Transform, width: int, seconds: float, device: str = "cpu") -> Measurement:
     """Measure a row."""
-    ours, theirs = case.step(width, case.wrap), case.step(width, plain)
-    one = replace(case, run=lambda loss, ws, x: loss(ws, x)).step(width, plain)
+    ours, theirs = case.step(width, device, case.wrap), case.step(width, device, plain)
+    one = replace(case, run=lambda loss, ws, x: loss(ws, x)).step(width, device, plain)
     more = count_flops(ours) - count_flops(theirs)
     peaks = peak_bytes(theirs), peak_bytes(ours)
     with gc_disabled():
@@ -168,10 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="of the layers (default: 64 512)")
     parser.add_argument("--seconds", type=float, default=4.0, help="seconds for the times of each row (default: 4)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the times over the width into this SVG file")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parse(parser, argv)
     torch.set_num_threads(1)
     keep_freed_memory()
-    rows = [measure(case, width, options.seconds) for width in options.widths for case in CASES]
+    rows = [measure(case, width, options.seconds, options.device) for width in options.widths for case in CASES]
     if options.picture is not None:
         draw(rows, options.picture)
     return report(options, rows, table)

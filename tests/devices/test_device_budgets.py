@@ -39,7 +39,7 @@ def test_the_peak_of_the_allocator_is_within_the_amount() -> None:
     module, x = model(), torch.randn(8, 32, 32, device=DEVICE)
     step(module, x)  # kernels may take memory that they keep
     expected, plain = step(module, x)
-    plan = remat.nn.budget(module, 0.4, x, loss=lambda out: out.square().mean())
+    plan = remat.nn.budget(module, 0.5, x, loss=lambda out: out.square().mean())
     found, peak = step(module, x)
     assert all(map(torch.equal, found, expected))
     assert peak <= plan.amount < plain and plan.regions and plan.without == pytest.approx(plain, rel=0.1)
