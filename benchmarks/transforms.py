@@ -7,7 +7,8 @@ The program is that of the README: layers of four products and `tanh`, each a re
 derivative of it with the same one without regions: the ratio of the times and of the peaks, and the recomputed FLOPs in
 forwards of the whole program. Under plain autograd torch's checkpoint is measured as well; with products saved, the
 policy `save_matmuls` and torch's selective checkpoint. Both sides of a row run in turn on one thread, and their medians
-are compared. On a GPU each step ends when its kernels have. At small widths nearly all of the time is overhead: `--picture` draws the ratios over the width.
+are compared. On a GPU each step ends when its kernels have. At small widths nearly all of the time is overhead:
+`--picture` draws the ratios over the width.
 
 The exit status is 1 if a row recomputes more forwards than its limit.
 """

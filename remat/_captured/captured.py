@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import ismemberdescriptor
 from itertools import islice
 from operator import is_
@@ -34,13 +34,19 @@ class Path:
         return self.step if self.up is None else f"{self.up}{self.step}"
 
     def attribute(self, name: Any) -> Path:
-        if type(name) is str and (name.isidentifier() or name.isdigit()):
-            return Path(f"[{name}]" if name.isdigit() else f".{name}", self)
-        return self.item(name)
+        return Attribute(name, self) if type(name) is str else self.item(name)
 
     def item(self, key: Any) -> Path:
         # The ``__repr__`` of a user's class may be slow, or raise.
         return Path(f"[{key!r}]" if type(key) in _SHOWN else f"[a {type(key).__name__}]", self)
+
+
+class Attribute(Path):
+    """The path of an attribute. There are many, of which only errors show one, so ``step`` is the bare name."""
+
+    def __str__(self) -> str:
+        name = self.step
+        return f"{self.up}" + (f".{name}" if name.isidentifier() else f"[{name}]" if name.isdigit() else f"[{name!r}]")
 
 
 class Root(Path):
@@ -160,6 +166,11 @@ class Captured:
         if (visit := visits[type(value)]) is not None:
             self._queue.append((visit, value, path))
 
+    def see_attributes(self, values: Iterable[tuple[Any, Any]], path: Path) -> None:
+        for name, value in values:
+            if (visit := visits[type(value)]) is not None:
+                self._queue.append((visit, value, path.attribute(name)))
+
     def note(self, kind: type[Variables], holder: Any, values: dict[Any, Any], whole: bool = False) -> None:
         """Record variables and their values. Objects are recorded themselves: not all references can be replaced."""
         if values or whole:
@@ -259,17 +270,17 @@ class Captured:
                     self.note(Entries, entries, items, whole=True)
                 if name == "_buffers":
                     self.buffers.update(map(id, items.values()))
-                for key, value in items.items():
-                    if not sharded and name != "_modules":
+                if not sharded and name != "_modules":
+                    for value in items.values():
                         self.note(Entries, own := attributes(value), own, whole=True)
-                    self.see(value, path.attribute(key))
-        names = [] if cls.__module__ == _FSDP1 else [name for name in state if name not in _BASE_STATE]
-        for name in (*names, "_forward_hooks", "_forward_pre_hooks"):
-            value = state.get(name)
-            if not (sharded and isinstance(value, Tensor)):
-                self.see(value, path.attribute(name))
+                self.see_attributes(items.items(), path)
+        own_state = [] if cls.__module__ == _FSDP1 else [each for each in state.items() if each[0] not in _BASE_STATE]
+        hooks = [(name, state[name]) for name in ("_forward_hooks", "_forward_pre_hooks") if state.get(name)]
+        seen = [*own_state, *hooks]
+        self.see_attributes([each for each in seen if not isinstance(each[1], Tensor)] if sharded else seen, path)
         if not sharded:
-            then = {name: value if name in _BASE_STATE else self._frozen(value) for name, value in state.items()}
+            then = state.copy()
+            then.update({name: self._frozen(value) for name, value in own_state})
             self.variables.append(Entries(state, then, whole=True))
         self.see(called(cls, "forward"), path.attribute("forward"))
 
@@ -288,8 +299,7 @@ class Captured:
         whole = path.owned or _holds_a_tensor(items)
         then = items if whole else {name: value for name, value in items.items() if visits[type(value)] is not None}
         self.note(Entries, attributes, then, whole)
-        for name, value in items.items():
-            self.see(value, path.attribute(name))
+        self.see_attributes(items.items(), path)
 
     def container(self, value: Any, path: Path) -> None:
         """The visit of a dict or list."""

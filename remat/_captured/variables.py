@@ -176,7 +176,10 @@ class bound:
         now = variables.now()
         if copy is None and not now and not variables.then:  # such as the attributes of most parameters
             return
-        wanted = {key: self._value(old, now.get(key, MISSING)) for key, old in variables.then.items()}
+        wanted = variables.then.copy()
+        for key, old in variables.then.items():
+            if type(old) is TensorId or type(old) is Copy:
+                wanted[key] = self._value(old, now.get(key, MISSING))
         may_be_a_log = copy is not None and copy.kind is list and not copy.whole
         if copy is not None and copy.is_of(variables.holder) and copy.may_stay(now, wanted):
             self._undo.append((variables, now, None, may_be_a_log))

@@ -190,15 +190,16 @@ class Frame:
         if record.saved_values.nbytes <= 4096:  # not worth a query of autograd, which takes 20 us for each input
             return False
         inputs = *self.operands.tensors, *self.captured_inputs.tensors
-        return all(t is not None and (not is_in_graph(t) or _is_reached(t)) for t in inputs)
+        if any(tensor is None for tensor in inputs):
+            return False
+        with private.without_dispatch(), torch.inference_mode(False):
+            return all(_is_reached(tensor) for tensor in inputs if is_in_graph(tensor))
 
 
 def _is_reached(tensor: torch.Tensor) -> bool:
     """Whether the current backward pass computes the gradient of this tensor."""
-    with private.without_dispatch(), torch.inference_mode(False):
-        node = torch.autograd.graph.get_gradient_edge(tensor).node
     try:
-        return private.will_execute_node(node)
+        return private.will_execute_node(torch.autograd.graph.get_gradient_edge(tensor).node)
     except RuntimeError:  # a leaf whose gradient is requested
         return True
 

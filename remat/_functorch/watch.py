@@ -141,7 +141,7 @@ class Watch(TorchFunctionMode):
         for path, value in Captured(region.fn, *values).tensors:
             lost = isinstance(value, torch.Tensor) and id(value) not in known and self._has_lost(value)
             # A recurrent network makes the list of its parameters anew in each call if they have changed.
-            if lost and (path.up is None or path.up.step != "._flat_weights"):
+            if lost and (path.up is None or path.up.step != "_flat_weights"):
                 raise CaptureError(_STORED.format(tuple(value.shape), path))
 
     def check_captured(self) -> None:

@@ -198,5 +198,5 @@ def test_the_peaks_in_the_readme_are_in_the_proportion_that_smaller_layers_have(
     cells = next(line for line in text.splitlines() if line.startswith(f"| {label} |")).split("|")
     plain_peak, peak = map(float, cells[2].split("->"))
     case = next(case for case in transforms.CASES if case.name == README[label])
-    found = [peak_bytes(case.step(64, wrap)) for wrap in (plain, case.wrap)]
+    found = [peak_bytes(case.step(64, "cpu", wrap)) for wrap in (plain, case.wrap)]
     assert peak / plain_peak == pytest.approx(found[1] / found[0], abs=0.04)

@@ -61,7 +61,8 @@ def test_offload() -> None:
     hidden_states = layers * TOKENS.numel() * size * 4
     # On a device a region has copies of small inputs that need no gradient, until it is known not to change them.
     length = TOKENS.shape[1]
-    copies = layers * length * (8 + 2 * 4 * plain.config.head_dim)  # positions, cosines and sines
+    sizes = 8 * length, *(2 * [4 * length * plain.config.head_dim])  # positions, cosines and sines
+    copies = layers * sum(-(-size // 512) * 512 for size in sizes)  # CUDA's allocator rounds them up
     for policy in (None, policies.save_matmuls):
         kept = {}
         for offload in its:
