@@ -142,7 +142,8 @@ def checked_options(
             raise TypeError(f"{name} must be True or False, got {shown(value)}.")
     determinism_check = "metadata" if determinism_check == "default" else determinism_check  # torch's name
     if determinism_check not in CHECKS:
-        raise ValueError(f"determinism_check must be one of {', '.join(map(repr, CHECKS))}; got {determinism_check!r}.")
+        allowed = ", ".join(map(repr, CHECKS))
+        raise ValueError(f"determinism_check must be one of {allowed} or 'default'; got {determinism_check!r}.")
     if torch.compiler.is_compiling() and isinstance(policy, (list, FunctionType)):
         pass  # Dynamo treats these as constants and can't trace the conversion: `_compile` does it later
     elif policy is not None:

@@ -81,9 +81,9 @@ def _roofline(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 def _measured(func: Any, args: tuple, kwargs: dict) -> float:
-    """Return the shortest of a few runs in microseconds. The caller excludes operations that must not run again.
+    """Return the shortest of a few runs in microseconds. The caller excludes operations whose second run would have an effect.
 
-    An operator is measured once for each form of its arguments. So a function that is called again runs once.
+    An operator is measured once for each form of its arguments, so a second call of a function measures nothing.
     """
     key = func, _form(args), _form(kwargs)
     if key in _times:
