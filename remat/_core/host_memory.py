@@ -143,7 +143,7 @@ class Group:
         siblings = [group for ref in self._siblings.valuerefs() if (group := ref()) is not None]
         if private.graph_task_keeps_graph():  # then nodes don't release the groups that the pass is done with
             for group in siblings:
-                if group._number > self._number and group._reached_in() is running:
+                if group._number > self._number:
                     group.clear()
         self.prefetch()
         for group in reversed(siblings):

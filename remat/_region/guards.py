@@ -296,7 +296,7 @@ class Guards(list[Guard]):
 
     def captured_again(self) -> list[torch.Tensor]:
         """Return all tensors, captured ones, for a recompute."""
-        unfinished = self._grads is not None and private.transforms_active()
+        unfinished = self._grads is not None
         return [guard.captured_again(self.accumulated, unfinished) for guard in self]
 
     def watched(self) -> AbstractContextManager:

@@ -61,6 +61,15 @@ def test_two_passes_that_read_the_input_of_a_region_in_a_region(module: Any) -> 
     assert_same(found, gradients(lambda x: two(x * 2), x))
 
 
+def test_two_passes_that_read_a_value_of_a_region_in_the_inner_one_recompute_it_once() -> None:
+    x, runs = rand(3), Runs(lambda x: transform(two)(x * 2))
+    first, second = transform(runs)(x)
+    with GraphExecGroup():
+        gradient(first, x, retain_graph=True)
+        gradient(second, x)
+    assert runs.count == 2
+
+
 @both
 def test_a_pass_in_no_group_or_in_another_one_recomputes(module: Any) -> None:
     x, runs = rand(3), Runs(two)
