@@ -86,15 +86,6 @@ class Recorder(RegionMode):
             self.recording.release()
         state.recordings = state.recordings[:-1]
 
-    @property
-    def count(self) -> Any:
-        return self.draws, self.recording.saved_values.saved
-
-    def go_back(self, count: Any) -> None:
-        """Forget later draws, and what was handed to the hooks around the region since. The log isn't shortened."""
-        self.draws, saved = count
-        self.recording.saved_values.go_back(saved)
-
     def bind(self, operands: Iterable[torch.Tensor]) -> None:
         """Record the inputs."""
         self.recording.bind(operands)

@@ -326,13 +326,3 @@ class SavedValues:
     def nbytes(self) -> int:
         """The bytes on the device of the residuals that a recompute needs."""
         return sum(each.nbytes for each in [*self._owned.values()])
-
-    @property
-    def saved(self) -> frozenset[int]:
-        """The values saved so far, for `go_back`."""
-        return frozenset(self._owned)
-
-    def go_back(self, saved: frozenset[int]) -> None:
-        """Forget the residuals of all other values, in a first run of which an inner run is abandoned."""
-        for value in self.saved - saved:
-            self.forget(value)
