@@ -81,7 +81,7 @@ def _roofline(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 def _measured(func: Any, args: tuple, kwargs: dict) -> float:
-    """Return the shortest of a few runs in microseconds. The caller excludes operations whose second run would have an effect.
+    """Return the shortest of a few runs in microseconds. The caller excludes operations with effects.
 
     An operator is measured once for each form of its arguments, so a second call of a function measures nothing.
     """

@@ -228,7 +228,7 @@ def test_contexts_are_of_the_thread_and_copies_of_regions_have_their_own_options
         ({"debug": 1}, TypeError, "debug must be True or False, got 1"),
         ({"early_stop": "no"}, TypeError, "early_stop must be True or False, got 'no'"),
         ({"preserve_rng_state": 0}, TypeError, "preserve_rng_state must be True or False"),
-        ({"determinism_check": "all"}, ValueError, "must be one of 'metadata', 'values', 'none' or 'default'; got 'all'.$"),
+        ({"determinism_check": "all"}, ValueError, "one of 'metadata', 'values', 'none' or 'default'; got 'all'.$"),
         ({"policy": 3}, remat.PolicyError, "policy"),
     ],
 )

@@ -197,3 +197,14 @@ def test_cotangents_that_autograd_follows_below_two_transforms() -> None:
         return torch.autograd.grad(value, (a, b, c))
 
     both(program)
+
+
+def test_a_graph_with_many_paths_is_searched_once() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(60):
+            x = x + x
+        return grad(lambda x: (x * 2.0**-60).sin().sum())(x) + y.detach()
+
+    x, y = (t.clone().requires_grad_() for t in (X, Y))
+    expected, found = (torch.autograd.grad(f(x, y).sum(), x)[0] for f in (fn, remat(fn)))
+    assert torch.equal(found, expected)

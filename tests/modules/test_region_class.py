@@ -391,3 +391,15 @@ def test_a_class_that_a_library_puts_on_top_stays_there() -> None:
     assert type(module).__name__ == "Sharded"
     check(remat.nn.undo(module), plain, AGAIN[:1])
     assert type(module).__name__ == "Sharded" and type(module).__bases__[1] is Block
+
+
+def test_a_module_of_fx_runs_its_new_code_after_an_edit() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    x = rand(3, 4).float()
+    model = remat.nn.apply(traced, torch.fx.GraphModule)
+    before = model(x)
+    (tanh,) = (node for node in model.graph.nodes if node.target == "1")
+    tanh.replace_all_uses_with(tanh.args[0])
+    model.recompile()
+    assert_same(model(x).tanh(), before)
+    assert remat.nn.undo(model) is model and type(model).__mro__[1] is torch.fx.GraphModule

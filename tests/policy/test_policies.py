@@ -292,6 +292,7 @@ of_jax.__name__, of_jax.__module__ = "dots_saveable", "jax._src.ad_checkpoint"
         ("checkpoint_policies.dots-saveable", r"Did you mean checkpoint_policies\.dots_saveable\?"),
         ("save_only_these_names", r"Did you mean policies\.save_only_these_names\(\.\.\.\)\?"),
         ("zzz", r"A policy is one of remat\.policies .* got 'zzz'\. For values named"),
+        ("h", r"got 'h'\. For values named"),  # a name of the user's, though many policies have this letter
         ("64 MiB", r"write `policies\.budget\('64 MiB'\)`"),
         (True, "got True"),
         (CheckpointPolicy.MUST_SAVE, "CheckpointPolicy.MUST_SAVE"),

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.measure import count_ops
 from remat import checkpoint_name, policies, remat
 from remat._policy.policy import as_policy
 
@@ -314,3 +315,17 @@ def test_func(case: Case, policy: str) -> None:
     for name, transform in TRANSFORMS.items():
         if works(case, name):
             assert_same(run(remat, transform), run(without, transform), exact=False)
+
+
+def test_an_operation_without_a_result_runs_again() -> None:
+    """It may have to, as `record_stream` for a tensor of the recompute."""
+    x = rand(N, N)
+
+    def fn(x: Tensor) -> Tensor:
+        h = (x @ W).sin()
+        torch._assert_async((h < 2).all())
+        return h.exp()
+
+    out = remat(fn, policy=policies.save_matmuls)(x).sum()
+    counts = count_ops(out.backward)
+    assert counts["aten._assert_async"] == counts["aten.sin"] == 1 and not counts["aten.mm"] - 1
