@@ -302,3 +302,26 @@ def test_all_is_put_back_if_a_setting_cannot_be_set() -> None:
         with pytest.raises(RuntimeError, match="broken"), ambient.restored():
             raise AssertionError("not reached")
     assert observed() == before and torch.equal(torch.default_generator.get_state(), state)
+
+
+def test_generators_that_have_not_moved_are_only_set_back() -> None:
+    state = capture()
+    for moved, expected in ((False, 1), (True, 2)):
+        if moved:
+            random.random()
+        with mock.patch.object(generators._HOST[1], "set_state") as of_python, state.restored():
+            pass
+        assert of_python.call_count == expected
+
+
+def test_only_settings_that_differ_are_set() -> None:
+    """Another setter may refuse a value that its getter has returned."""
+    changed = [*settings_module.settings(), (lambda: "unknown", Broken().set_state)]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (settings_module, ambient_module):
+            patch.setattr(module, "settings", lambda: changed)
+        with default_dtype(torch.float64):
+            ambient = capture()
+        with ambient.restored():
+            assert torch.get_default_dtype() == torch.float64
+    assert torch.get_default_dtype() == torch.float32
