@@ -19,6 +19,7 @@ from torch.func import functional_call
 import remat.nn
 from benchmarks.measure import assert_freed_without_gc, leaked_bytes, peak_bytes
 from remat import RematError, disable_remat, is_recomputing, policies
+from remat._modules.region_class import regions_of
 
 pytestmark = pytest.mark.usefixtures("collector_off")
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -402,4 +403,7 @@ def test_a_module_of_fx_runs_its_new_code_after_an_edit() -> None:
     tanh.replace_all_uses_with(tanh.args[0])
     model.recompile()
     assert_same(model(x).tanh(), before)
+    copied = copy.deepcopy(model)
+    assert regions_of(copied) == regions_of(model) and copied.graph is not model.graph
+    assert_same(copied(x).tanh(), before)
     assert remat.nn.undo(model) is model and type(model).__mro__[1] is torch.fx.GraphModule

@@ -329,3 +329,11 @@ def test_an_operation_without_a_result_runs_again() -> None:
     out = remat(fn, policy=policies.save_matmuls)(x).sum()
     counts = count_ops(out.backward)
     assert counts["aten._assert_async"] == counts["aten.sin"] == 1 and not counts["aten.mm"] - 1
+
+
+def test_a_region_that_differentiates_saves_all_results_of_an_operation() -> None:
+    """It is not known there which of them autograd has saved."""
+    fn = lambda x: F.layer_norm(x - 0.1 * grad(lambda z: z.square().sum())(x), (N,), WEIGHT).sin()
+    out = remat(fn, policy=policies.save_ops("aten.native_layer_norm"))(rand(3, N)).sum()
+    counts = count_ops(out.backward)
+    assert counts["aten.native_layer_norm"] == 0 and counts["aten.native_layer_norm_backward"] == 1
