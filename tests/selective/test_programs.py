@@ -337,3 +337,9 @@ def test_a_region_that_differentiates_saves_all_results_of_an_operation() -> Non
     out = remat(fn, policy=policies.save_ops("aten.native_layer_norm"))(rand(3, N)).sum()
     counts = count_ops(out.backward)
     assert counts["aten.native_layer_norm"] == 0 and counts["aten.native_layer_norm_backward"] == 1
+
+
+def test_complex_products_are_saved() -> None:
+    x = rand(N, N, dtype=torch.complex128)
+    out = remat(lambda x: (x @ COMPLEX).sin() @ COMPLEX.conj(), policy=policies.save_matmuls)(x).abs().sum()
+    assert count_ops(lambda: out.backward(retain_graph=True))["aten.mm"] == 2  # of the backward itself
