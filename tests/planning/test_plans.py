@@ -622,3 +622,24 @@ def test_a_tensor_that_two_regions_keep_counts_once() -> None:
     assert {region.kind for region in plan.regions} == {"Branch"}
     predicted = next(peak for peak, flops in plan.curve if flops == plan.flops)
     assert plan.peak == pytest.approx(predicted, rel=0.01)
+
+
+class Wide(nn.Module):
+    """Needs much more memory in its forward than it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = (x.detach().unsqueeze(-1) * torch.ones(64)).sum(-1)
+        return self.linear(x * 0.5) + scale
+
+
+def test_a_peak_in_the_forward() -> None:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)]
+    model, x = nn.Sequential(*layers[:4], Wide(), layers[4]), torch.randn(256, 64)
+    plan = remat.nn.budget(model, 1.0, x)
+    assert plan.curve[-1] == (plan.without, 0) and not plan.regions and plan.without > 64 * x.nbytes
+    plan = remat.nn.budget(model, 64 * x.nbytes + 3 * x.nbytes, x)
+    assert plan.regions and plan.peak <= plan.amount < plan.without
