@@ -30,7 +30,7 @@ class Observer(PlainDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         self.before(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = facts_of(func).func(*args, **kwargs)
         self.after(func, args, kwargs, result)
         return result
 

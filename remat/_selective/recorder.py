@@ -38,7 +38,7 @@ class Recorder(RegionMode):
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
         if self.number < state.filling or state.unseen or self.ranges:
-            return func(*args, **kwargs)
+            return facts.func(*args, **kwargs)
         if types and is_wrapper_call(types):
             return self._on_wrappers(func, facts, args, kwargs)
         if private.tracing():
@@ -49,7 +49,7 @@ class Recorder(RegionMode):
                 recording.before_writing(facts, args, kwargs)
                 if facts.foreign and not is_capturing():
                     generators = Ambient({t.device for t in tensors((args, kwargs))}, [], True)
-        result = func(*args, **kwargs)
+        result = facts.func(*args, **kwargs)
         if generators is not None and generators.moved():
             recording.log.drawing.add(facts)
         with without_torch_function():

@@ -68,7 +68,7 @@ class Replay(RegionMode):
             with without_torch_function():
                 self.placeholders.read(tensors((args, kwargs)))
         if filling or state.unseen or self.ranges:
-            return self.placeholders.mark(func(*args, **kwargs))
+            return self.placeholders.mark(facts.func(*args, **kwargs))
         record, storages = self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
             if not self.placeholders:
@@ -90,7 +90,7 @@ class Replay(RegionMode):
             if not facts.reads_nothing:
                 self.placeholders.read(read)
             self._check_writes(facts.written(args, kwargs))
-        result = func(*args, **kwargs)
+        result = facts.func(*args, **kwargs)
         with without_torch_function():
             new, written = storages.new(result), facts.written(args, kwargs)
             outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]

@@ -343,3 +343,23 @@ def test_complex_products_are_saved() -> None:
     x = rand(N, N, dtype=torch.complex128)
     out = remat(lambda x: (x @ COMPLEX).sin() @ COMPLEX.conj(), policy=policies.save_matmuls)(x).abs().sum()
     assert count_ops(lambda: out.backward(retain_graph=True))["aten.mm"] == 2  # of the backward itself
+
+
+def reverse_over_forward(x: Tensor, y: Tensor) -> Tensor:
+    return grad(lambda x: jvp(lambda x: F.mse_loss(x @ W, y), (x,), (y,))[1])(x)
+
+
+def reverse_over_forward_over_reverse(x: Tensor, y: Tensor) -> Tensor:
+    gradient = grad(lambda x: (x.sin() @ W - y).square().sum())
+    return vjp(lambda x: jvp(gradient, (x,), (y,))[1], x)[1](y)[0]
+
+
+@pytest.mark.parametrize("options", [{"policy": policies.save_matmuls}, {"debug": True}], ids=["policy", "debug"])
+@pytest.mark.parametrize("fn", [reverse_over_forward, reverse_over_forward_over_reverse])
+def test_reverse_over_forward_mode_in_a_region(fn: Fn, options: dict) -> None:
+    """Its backward pass gets zeros without memory, at which torch crashes if an operation on them is seen by a mode."""
+    x, y = rand(N, N), rand(N, N, seed=1, grad=False)
+    found, expected = remat(fn, **options)(x, y), fn(x, y)
+    assert_same(found, expected)
+    if expected.requires_grad:
+        assert_same(*(torch.autograd.grad(each.sum(), x) for each in (found, expected)))
