@@ -18,7 +18,7 @@ class Facts:
 
     def __init__(self, func: Any) -> None:
         # What the modes of regions run. Torch crashes where an operation under a mode gets zeros without memory.
-        self.func = torch.ops.aten.zeros.default if func is torch.ops.aten._efficientzerotensor.default else func
+        self.func = torch.ops.aten.zeros.default if func is private.zeros_without_memory else func
         schema, tags = getattr(func, "_schema", None), getattr(func, "tags", ())
         name = "" if schema is None else schema.name  # higher-order operators have none
         arguments: Any = () if schema is None else schema.arguments

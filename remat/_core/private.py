@@ -186,6 +186,7 @@ without_overrides = torch._C.DisableTorchFunctionSubclass  # for subclasses that
 without_torch_function = torch._C.DisableTorchFunction  # for the package's bookkeeping, which overrides must not see
 
 FakeTensor, FakeTensorMode = torch._subclasses.FakeTensor, torch._subclasses.FakeTensorMode  # shapes without values
+zeros_without_memory = torch.ops.aten._efficientzerotensor.default  # makes those of forward mode
 has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can't read them as plain memory
 
 
