@@ -176,11 +176,11 @@ class Program:
         states = {name: generator.get_state() for name, generator in named}
         return {n: bytes_of(s) if isinstance(s, torch.Tensor) else pickle.dumps(s) for n, s in states.items()}
 
-    def forward(self, fn: Callable) -> None:
-        """Run its forward and the loss, in the current grad mode."""
+    def forward(self, fn: Callable) -> Any:
+        """Run its forward and the loss, in the current grad mode. Return the loss."""
         _, cut = self.cut()
         with cut:
-            (self.loss or default_loss)(self.call(fn, self.operands()))
+            return (self.loss or default_loss)(self.call(fn, self.operands()))
 
     def run(self, fn: Callable, at_end: Callable[[], None] = lambda: None, keep: bool = False) -> Named:
         """Run it with ``fn``, and call ``at_end`` after its forward. Return the transform's result, or the gradients.

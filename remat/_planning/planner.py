@@ -61,7 +61,7 @@ class _Planner:
         differentiated = [tensor for tensor in program.inputs() if program.every or tensor.requires_grad]
         trace = self._trace = Trace(differentiated, cost)
         with disable_remat(), torch.enable_grad(), trace.of(self._modules):
-            program.forward(program.fn)
+            loss = program.forward(program.fn)
         self._candidates = Candidates(trace, program.named_modules, only)
         self._items = chain_of(trace, self._candidates, self._candidates.is_whole)
         self._longest_row = 2 * math.isqrt(len(self._items)) + 1 if self._is_free else 0
@@ -72,6 +72,8 @@ class _Planner:
             as_it_is = item.options[0]
             self.without = max(as_it_is.forward, as_it_is.backward + gradients, item.keep + self.without)
             gradients += item.gradients
+        if isinstance(loss, torch.Tensor):
+            self.without += 2 * loss.nbytes  # the loss and its gradient live until the end of the backward
         self.without = agreed(self.without)
         self._measured: set[tuple] = set()  # the keys of calls that have run alone
         self._operators: dict[tuple, tuple[str, ...]] = {}  # of those that can be regions
