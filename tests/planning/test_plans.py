@@ -649,3 +649,15 @@ def test_all_of_the_peak_is_enough_where_gradients_take_the_memory() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)))
     plan = remat.nn.budget(model, 1.0, torch.randn(4, 256))
     assert not plan.regions and plan.peak == plan.amount == plan.without == plan.curve[-1][0] + 8
+
+
+def test_a_plan_for_modules_that_their_library_checkpoints_changes_nothing(tmp_path: Path) -> None:
+    model = nn.Sequential(*(layer() for _ in range(4)))
+    plan = remat.nn.budget(model, 0.6, torch.randn(8, 32, 32))
+    plan.save(tmp_path / "plan.json")
+    remat.nn.undo(model)
+    before = [type(module) for module in model.modules()]
+    model.get_submodule(plan.regions[-1].name).gradient_checkpointing = True
+    with pytest.raises(remat.RematError, match="own activation checkpointing is on"):
+        remat.nn.load(model, tmp_path / "plan.json")
+    assert [type(module) for module in model.modules()] == before
