@@ -6,9 +6,11 @@ that are read in another way, from a class, a Python module or by a computed nam
 
 from __future__ import annotations
 
+import builtins
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from dis import get_instructions
 from inspect import ismemberdescriptor
 from itertools import islice
 from operator import is_
@@ -19,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from .._ambient.generators import is_generator
+from .._core.tensors import is_left_from_vmap
 from .._core.trees import attributes, contents, copy_dict, size
-from .variables import COPIED, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables
+from .variables import COPIED, MISSING, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables
 
 
 class Path:
@@ -84,7 +87,7 @@ def is_library(module: Any) -> bool:
 
 
 def names_of(fn: FunctionType) -> tuple[str, ...] | None:
-    """The names in the code of a function, nested functions included; None for a library's function."""
+    """The global names in the code of a function, nested functions included; None for a library's function."""
     module = str(fn.__globals__.get("__name__"))
     # Doctests run in a copy of their module's globals, and are not a library's code.
     if is_library(module) and vars(sys.modules.get(module, sys)) is fn.__globals__:
@@ -95,7 +98,10 @@ def names_of(fn: FunctionType) -> tuple[str, ...] | None:
 @functools.lru_cache(4096)  # code that is made at run time must not stay alive for ever
 def _names(code: CodeType) -> tuple[str, ...]:
     nested = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
-    return tuple(dict.fromkeys([*code.co_names, *nested]))
+    own = [
+        each.argval for each in get_instructions(code) if each.opname.endswith(("_GLOBAL", "LOAD_NAME", "STORE_NAME"))
+    ]
+    return tuple(dict.fromkeys([*own, *nested]))
 
 
 @ByClass
@@ -180,7 +186,7 @@ class Captured:
         """Return the record of a value."""
         cls = type(value)
         if issubclass(cls, Tensor):
-            return TensorId(id(value))
+            return value if is_left_from_vmap(value) else TensorId(id(value))  # no region saves what can't be read
         if cls in COPIED:
             if id(value) not in self._copies:
                 if len(value) > _STATE and not _is_looked_into(value):
@@ -203,8 +209,8 @@ class Captured:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
             try:
                 value = cell.cell_contents
-            except ValueError:
-                continue
+            except ValueError:  # it is empty
+                value = MISSING
             visit = visits[type(value)]
             if id(cell) in self._seen or (names is None and visit in _DATA):  # a library's own state
                 continue
@@ -216,18 +222,22 @@ class Captured:
             self.see(value, Path(name))
         if names:
             scope = fn.__globals__
-            values = {n: scope[n] for n in names if n in scope and type(scope[n]) is not ModuleType}
+            values = {
+                n: v
+                for n in names
+                if type(v := scope.get(n, MISSING)) is not ModuleType and (v is not MISSING or n not in _BUILTINS)
+            }
             self.note(Entries, scope, values)
             for name, value in values.items():
-                if (id(scope), name) not in self._seen:
+                if (visit := visits[type(value)]) is not None and (id(scope), name) not in self._seen:
                     self._seen.add((id(scope), name))
-                    self.see(value, Path(f"global {name!r}" if visits[type(value)] is Captured.tensor else name))
+                    self.see(value, Path(f"global {name!r}" if visit is Captured.tensor else name))
         if fn.__defaults__ or fn.__kwdefaults__:
             if names is not None:
                 self.note(Descriptors, fn, {_DEFAULTS: fn.__defaults__, _KWDEFAULTS: fn.__kwdefaults__})
             self.see(fn.__defaults__, path.attribute("__defaults__"))
             self.see(fn.__kwdefaults__, path.attribute("__kwdefaults__"))
-        if fn.__dict__:
+        if names is not None or fn.__dict__:
             self._attributes(fn.__dict__, path)
 
     def method(self, method: MethodType, path: Path) -> None:
@@ -296,9 +306,7 @@ class Captured:
 
     def _attributes(self, attributes: dict[str, Any], path: Path) -> None:
         items = attributes.copy()
-        whole = path.owned or _holds_a_tensor(items)
-        then = items if whole else {name: value for name, value in items.items() if visits[type(value)] is not None}
-        self.note(Entries, attributes, then, whole)
+        self.note(Entries, attributes, items, whole=True)
         self.see_attributes(items.items(), path)
 
     def container(self, value: Any, path: Path) -> None:
@@ -365,6 +373,7 @@ _NEVER = (type, ModuleType, set, frozenset)
 _DATA = (Captured.tensor, Captured.container, Captured.of_tuple)
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # its modules have no state but FSDP's own
 _BASE_STATE = frozenset(vars(nn.Module()))  # visited by name, or not read by a forward
+_BUILTINS = frozenset(vars(builtins))
 _CONTENTS: Any = CellType.__dict__["cell_contents"]
 _DEFAULTS: Any = FunctionType.__dict__["__defaults__"]
 _KWDEFAULTS: Any = FunctionType.__dict__["__kwdefaults__"]

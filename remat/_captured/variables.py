@@ -31,6 +31,8 @@ class TensorId(int):
 class Variables(ABC):
     """Variables of one holder, such as a dict or a closure cell, with their values at the first run."""
 
+    __slots__ = ("holder", "then", "whole")  # each region has some
+
     def __init__(self, holder: Any, then: dict[Any, Any], whole: bool = False) -> None:
         self.holder, self.then, self.whole = holder, then, whole  # whole: these are all of them
 
@@ -45,6 +47,8 @@ class Variables(ABC):
 
 class Entries(Variables):
     """The entries of a dict, such as globals or attributes. Methods that a subclass overrides are not called."""
+
+    __slots__ = ()
 
     def now(self) -> dict[Any, Any]:
         if self.whole:
@@ -66,6 +70,8 @@ class Entries(Variables):
 class Items(Variables):
     """All items of a list."""
 
+    __slots__ = ()
+
     def now(self) -> dict[Any, Any]:
         return dict(enumerate(list.copy(self.holder)))
 
@@ -75,6 +81,8 @@ class Items(Variables):
 
 class Descriptors(Variables):
     """Variables that descriptors access: slots, the contents of a closure cell, the defaults of a function."""
+
+    __slots__ = ()
 
     def now(self) -> dict[Any, Any]:
         return {slot: self._get(slot) for slot in self.then}
@@ -95,6 +103,8 @@ class Descriptors(Variables):
 
 class PartialArgs(Variables):
     """The positional arguments of a partial. They can be set only with its whole pickled state."""
+
+    __slots__ = ()
 
     def now(self) -> dict[Any, Any]:
         return {"args": self.holder.args}

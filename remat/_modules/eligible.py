@@ -60,34 +60,30 @@ def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callab
     return checked
 
 
-def is_cache(value: Any) -> bool:
+def _is_cache(value: Any) -> bool:
     """Whether it is a cache of keys and values of a transformers model."""
     caches: Any = sys.modules.get("transformers.cache_utils")
     return caches is not None and isinstance(value, caches.Cache)
 
 
 def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments of a decoder layer without its key-value cache, which a recompute would fill again."""
+    """Return the arguments of a decoder layer without its key-value cache, which would keep what it is filled with."""
     layers: Any = sys.modules.get("transformers.modeling_layers")
     if layers is None or not isinstance(module, layers.GradientCheckpointingLayer):
         return args, kwargs
     if getattr(module, "_can_checkpoint_with_cache", False):  # it reads the cache and doesn't fill it
         return args, kwargs
-    found = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+    found = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not found and not kwargs.get("use_cache"):
         return args, kwargs
     if not torch.compiler.is_compiling():
         at = next((inner.layer_idx for inner in module.modules() if hasattr(inner, "layer_idx")), 0)
         if any(cache.get_seq_length(at) for cache in found):
-            raise RematError(
-                f"A {type(module).__name__} that is a region got a cache that has keys and values for it already. In "
-                f"training a region runs without a cache, because a recompute would fill it again, so the result would "
-                f"be different. Call it in eval mode, without a cache, or after `remat.nn.undo(model)`."
-            )
+            return args, kwargs  # its keys and values are part of the result
         warn(
             f"In training a {type(module).__name__} that is a region runs without a cache (`use_cache=False`), as with "
             f"its library's own checkpointing. Set `model.config.use_cache = False` to avoid this warning."
         )
-    args = tuple(None if is_cache(value) else value for value in args)
-    kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+    args = tuple(None if _is_cache(value) else value for value in args)
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     return args, {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs

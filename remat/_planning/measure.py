@@ -17,7 +17,6 @@ from .._core.known import known_of
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
 from .._measure.observer import strided
-from .._modules.eligible import is_cache
 from .._modules.region_class import regions
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
@@ -106,11 +105,6 @@ def _copied(leaves: Sequence[Any]) -> list[Any]:
     return [leaf if kept else next(copies) for leaf, kept in zip(leaves, is_kept)]
 
 
-_GETS_CACHE = (
-    "it fills a cache of keys and values, which a recompute would fill again: set `model.config.use_cache = False`."
-)
-
-
 def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
     """Run a call alone as a region, forward and backward, and measure the phases."""
     module: Any = call.module
@@ -189,8 +183,7 @@ class Measuring:
         try:
             self.found[item.key] = _measured(item.call, self._cost, args, kwargs)
         except Exception as error:
-            reason = str(error).partition("\n")[0]
-            self.failures[item.key] = _GETS_CACHE if any(map(is_cache, (*args, *kwargs.values()))) else reason
+            self.failures[item.key] = str(error).partition("\n")[0]
         finally:
             torch.clear_autocast_cache()
             self._is_busy = False

@@ -6,12 +6,14 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from operator import is_
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from cases import assert_same
 from torch import Tensor, nn
+from torch.func import vmap
 
 from remat import is_recomputing, policies
 from remat import remat as rematerialized
@@ -300,3 +302,110 @@ def test_a_log_of_the_runs(way: Callable, cleared: bool) -> None:
     way(rematerialized(fn), X, log.clear if cleared else nothing)
     before = [] if cleared else ["start", "forward"]
     assert log[: len(before)] == before and set(log[len(before) :]) == {"recompute"}
+
+
+@pytest.mark.parametrize("way", [by_autograd, by_grad])
+def test_a_list_that_each_run_fills_anew(way: Callable) -> None:
+    last: list[float] = [1.0]
+
+    def fn(x: Tensor) -> Tensor:
+        last[:] = [2.0, 3.0]
+        return x.sin().exp()
+
+    way(rematerialized(fn), X)
+    assert last == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("way", [by_autograd, by_grad])
+def test_a_dict_with_tensors_has_no_new_entries_in_a_recompute(way: Callable) -> None:
+    def program() -> Callable:
+        state: dict[str, Any] = {"scale": X[0]}
+
+        def fn(x: Tensor) -> Tensor:
+            x = (x * state["scale"]).sin() if "started" in state else x.exp().sin()
+            state["started"] = True
+            return x.exp()
+
+        return fn
+
+    assert_same(way(rematerialized(program()), X), way(program(), X))
+
+
+class Slotted:
+    __slots__ = ("last",)
+
+
+class Stores(nn.Module):
+    """It keeps its last activation, as feature extractors do."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.sin()
+        return self.last * 0.9
+
+
+def storing_in_an_object(holder: Any) -> Callable:
+    def fn(x: Tensor) -> Tensor:
+        holder.last = x.sin()
+        return holder.last * 0.9
+
+    return fn
+
+
+def storing_in_the_function() -> Callable:
+    def fn(x: Tensor) -> Tensor:
+        fn.last = x.sin()
+        return fn.last * 0.9
+
+    return fn
+
+
+def storing_in_a_cell() -> Callable:
+    def fn(x: Tensor) -> Tensor:
+        nonlocal last
+        last = x.sin()
+        return last * 0.9
+
+    if X is None:
+        last = X
+    return fn
+
+
+def storing_in_a_global() -> Callable:
+    def fn(x: Tensor) -> Tensor:
+        global LAST
+        LAST = x.sin()
+        return LAST * 0.9
+
+    globals().pop("LAST", None)
+    return fn
+
+
+def storing_under_vmap_before() -> Callable:
+    module = Stores()
+    vmap(module)(X)
+    return module
+
+
+STORING: dict[str, Callable[[], Callable]] = {
+    "a module": Stores,
+    "a module that vmap has called": storing_under_vmap_before,
+    "an attribute that was None": lambda: storing_in_an_object(SimpleNamespace(last=None)),
+    "an attribute that was a number": lambda: storing_in_an_object(SimpleNamespace(last=1.0)),
+    "a new attribute": lambda: storing_in_an_object(SimpleNamespace()),
+    "a slot": lambda: storing_in_an_object(Slotted()),
+    "the function": storing_in_the_function,
+    "an empty cell": storing_in_a_cell,
+    "a new global": storing_in_a_global,
+}
+
+
+@pytest.mark.parametrize("name", STORING)
+def test_a_region_in_a_region_stores_its_activation(name: str) -> None:
+    """The inner region's first run leaves a tensor where the recompute must not find one to save."""
+    weight = torch.linspace(-1, 1, 9).reshape(3, 3).requires_grad_()
+    inner = rematerialized(STORING[name]())
+    out = rematerialized(lambda x: inner(x) @ weight)(X)
+    expected = (X.sin() * 0.9 @ weight).square().sum()
+    assert_same(torch.autograd.grad(out.square().sum(), weight), torch.autograd.grad(expected, weight))

@@ -88,7 +88,7 @@ def costs_of(how: Callable[[Any], Any], name: str = "llama") -> tuple[int, int, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_region_runs_without_a_cache_in_training(name: str) -> None:
-    """As with the library's checkpoint; a recompute would fill the cache again. There is one warning."""
+    """As with the library's checkpoint: the cache would keep what it is filled with. There is one warning."""
     plain, model = made(name), applied(made(name))
     kind = type(next(m for m in plain.modules() if isinstance(m, GradientCheckpointingLayer))).__name__
     with warnings.catch_warnings(record=True) as caught:
@@ -112,13 +112,24 @@ def test_a_region_runs_without_a_cache_in_training(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_filled_cache_in_training_is_an_error(name: str) -> None:
-    """Without the cache the result would differ."""
-    model = made(name)
-    with torch.no_grad():
-        cache = model(input_ids=IDS, use_cache=True).past_key_values
-    with pytest.raises(RematError, match=r"has keys and values for it already.*eval mode"):
-        applied(model)(input_ids=IDS, past_key_values=cache)
+@pytest.mark.parametrize("how", ["layers", "attention"])
+def test_a_cache_that_has_keys_is_filled_once_in_training(name: str, how: str) -> None:
+    """As a prefix is: the numbers, and what the cache has afterwards, are those of the plain model."""
+
+    def of(model: Any) -> tuple[Tensor, list[Tensor], int, int]:
+        with torch.no_grad():
+            torch.manual_seed(2)
+            cache = model(input_ids=IDS[:, :4], use_cache=True).past_key_values
+        saved = held_bytes(lambda: loss(model, past_key_values=copy.deepcopy(cache)))
+        found = loss(model, past_key_values=cache)
+        found.backward()
+        return (found.detach(), [p.grad for p in model.parameters()], cache.get_seq_length()), saved
+
+    attention = next(type(m) for m in made(name).modules() if type(m).__name__.endswith("Attention"))
+    model = applied(made(name)) if how == "layers" else remat.nn.apply(made(name), attention)
+    (found, saved), (expected, plain) = of(model), of(made(name))
+    assert_same(found, expected)
+    assert found[-1] == 4 + IDS.shape[1] and saved < plain
 
 
 @pytest.mark.parametrize("name", MODELS)

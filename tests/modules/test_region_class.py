@@ -19,7 +19,7 @@ from torch.func import functional_call
 import remat.nn
 from benchmarks.measure import assert_freed_without_gc, leaked_bytes, peak_bytes
 from remat import RematError, disable_remat, is_recomputing, policies
-from remat._modules.region_class import regions_of
+from remat._modules.region_class import regions_of, restored
 
 pytestmark = pytest.mark.usefixtures("collector_off")
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -191,6 +191,15 @@ def test_the_outer_policy_decides(way: str) -> None:
         module = outer(inner(made(Block), policy=hidden), policy=policy)
         check(module, made(Block))
         assert kept(module) == kept(remat.remat(made(Block), policy=policy))
+
+
+def test_a_module_has_its_region_again_after_a_context_with_another() -> None:
+    module = remat.nn.apply(made(Block), Block, policy=policies.save_only_these_names("hidden"))
+    own = kept(module)
+    with restored([module]):
+        remat.nn.undo(module)
+        assert kept(module) == kept(made(Block)) != own
+    assert kept(module) == own == kept(copy.deepcopy(module))
 
 
 class Required(nn.Module):

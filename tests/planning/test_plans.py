@@ -574,7 +574,9 @@ def test_a_printed_plan_has_one_row_for_equal_regions_with_the_range_of_their_nu
     names = ["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.5.mlp", "head"]
     regions = tuple(region(name, 1000) for name in names)
     plan = Plan(4096, 2048, 8192, 5000, 5.0, 4.0, regions, (), {})
+    nothing = replace(regions[0], nbytes=0, steps=())
     table, _, last = str(plan).rpartition("\n")
+    assert "1 KiB, 1 operation" in table and "operation" not in str(replace(plan, regions=(nothing,)))
     assert [line.split()[:3] for line in table.splitlines()[1:]] == [
         ["h.0-2,5.mlp", "Block", "x4"],
         ["head", "Block", "1"],

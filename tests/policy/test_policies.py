@@ -242,6 +242,8 @@ def test_another_conflict_raises_when_it_occurs() -> None:
         "q = policies.offload(policies.save_only_these_names('q')). To offload it, exclude it from p: "
         "`(p & ~q) | q`."
     )
+    with pytest.raises(PolicyError, match=r"^A value made by aten\.mm\.\w+ would be saved by p"):
+        matmuls | offload(policies.save_ops("aten.mm"))
     remedied = (matmuls & ~by_name) | by_name
     assert judge(remedied, MM, "q") is OFFLOAD and judge(remedied, MM) is SAVE
 
@@ -392,3 +394,5 @@ def test_a_budget_prints_as_it_is_written_and_counts_bytes() -> None:
     assert repr(policies.budget(0.5)) == "policies.budget(0.5)"
     assert policies.budget("1KiB").nbytes(0) == 1024 and policies.budget("1.5kB").nbytes(0) == 1500
     assert policies.budget(0.5).nbytes(100) == 50
+    with pytest.raises(PolicyError, match="The amount of a budget as a string must be a number and a unit"):
+        policies.Budget("12 apples")

@@ -108,10 +108,6 @@ def variable() -> Program:
 
 HOLDER, MODULE, GLOBALS = Holder(), Module(), globals()
 ROWS: dict[str, list[Program]] = {
-    "attributes of objects (variables or arguments) that are not modules and hold no tensors": [
-        later(lambda x: of(x, OBJECT.k), attribute(OBJECT, "k")),
-        later(lambda x, given=OBJECT: of(x, given.k), attribute(OBJECT, "k")),
-    ],
     "attributes of tensors, except numbers and strings in those of a module's parameters and buffers": [
         later(lambda x: of(x, CAPTURED.k), attribute(CAPTURED, "k")),
         later(lambda x: of(x, MODULE.weight.numbers[0]), item(MODULE.weight.numbers, 0)),
@@ -197,6 +193,8 @@ RIGHT: dict[str, Callable[[], Program]] = {
     "attribute of the object that is called": lambda: later(HOLDER, attribute(HOLDER, "own")),
     "attribute of a method's self": lambda: later(HOLDER.__call__, attribute(HOLDER, "own")),
     "attribute of an object that it holds": lambda: later(HOLDER, attribute(HOLDER.other, "k")),
+    "attribute of an object in a variable": lambda: later(lambda x: of(x, OBJECT.k), attribute(OBJECT, "k")),
+    "attribute of an argument": lambda: later(lambda x, given=OBJECT: of(x, given.k), attribute(OBJECT, "k")),
     "number in a list that it holds": lambda: later(HOLDER, item(HOLDER.numbers, 0)),
 }
 

@@ -68,6 +68,14 @@ def test_a_result_that_differs_is_named(name: str) -> None:
         assert str(raised.value).partition("\nThe region is ")[2].startswith(f"<lambda> called at {__file__}:")
 
 
+def test_an_error_in_nested_regions_names_the_inner_one_once() -> None:
+    inner = remat(lambda x: x.sin() if is_recomputing() else x.sin().exp())
+    with pytest.raises(RecomputeMismatchError) as raised:
+        remat(lambda x: inner(x).exp().sin())(rand(3)).sum().backward()
+    _, *regions = str(raised.value).split("\nThe region is ")
+    assert regions == [f"{raised.value.region}."]
+
+
 class Boom(Exception):
     pass
 

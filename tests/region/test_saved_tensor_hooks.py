@@ -245,7 +245,7 @@ def unpacked_as_often_as_without_a_region(wrap: Wrap) -> None:
         out = each(runs)(x, w)
         for _ in range(2):
             grad(out.sum(), (x, w), retain_graph=True)
-        assert (hooks.packs, hooks.unpacks) == (3 * runs.count, 6)
+        assert (hooks.packs, hooks.unpacks) == (3, 6)  # a recompute leaves numbers of objects as they are
 
 
 def no_hook_of_the_backward_is_called(wrap: Wrap) -> None:

@@ -275,6 +275,17 @@ def test_the_forward_releases_values_that_will_not_be_needed(policy: Any) -> Non
     assert peak_bytes(remat(fn, policy=policy), x) < 20 * x.nbytes
 
 
+def test_the_forward_releases_what_autograd_saves_and_the_policy_does_not() -> None:
+    def fn(x: Tensor) -> Tensor:
+        x = checkpoint_name(x.sin().exp(), "q")
+        for _ in range(100):
+            x = (x.sin() * 2).tanh()
+        return x
+
+    x = rand(16, 16)
+    assert peak_bytes(remat(fn, policy=policies.save_only_these_names("q")), x) < 20 * x.nbytes
+
+
 def test_values_that_only_the_recompute_reads_are_released_in_the_last_pass() -> None:
     ws = [rand(64, 64, seed=i) for i in range(8)]
 
