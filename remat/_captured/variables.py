@@ -233,7 +233,6 @@ class bound:
                 before = before if _tensors(added) else dict(enumerate([*before.values(), *added]))
             if not _same(now, before):
                 variables.put(before)
-        self._undo.clear()
 
 
 def _same(a: dict, b: dict) -> bool:

@@ -135,6 +135,13 @@ def test_a_tensor_in_two_places_has_both_names() -> None:
     assert paths(layers) == ["self[0].weight", "self[0].bias"]  # but a dict of parameters once
 
 
+tanh = torch.ones(2)
+
+
+def test_an_attribute_is_no_global_of_its_name() -> None:
+    assert paths(lambda x: x.tanh()) == [] and paths(lambda x: tanh) == ["global 'tanh'"]
+
+
 def test_all_roots_are_searched() -> None:
     w, net = torch.ones(2), nn.Linear(2, 2)
     assert paths(lambda net, x: net(x) * w, net, "text", None) == ["closure variable 'w'", "self.weight", "self.bias"]

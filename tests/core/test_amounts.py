@@ -1,12 +1,13 @@
-"""Amounts of memory as users write them."""
+"""Amounts as users write them and as they are printed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from remat._core.amounts import parse_amount
+from remat._core.amounts import flops_text, parse_amount, size_text
 
 
 @pytest.mark.parametrize("amount, nbytes", [(0, 0), (7, 7), (0.5, 50), (1.0, 100), ("1.5KiB", 1536), (" 2 kB ", 2000)])
@@ -25,3 +26,21 @@ def test_what_is_not_an_amount_is_an_error_with_its_name(amount: Any, says: str)
     ) as error:
         parse_amount(amount, 100, "the limit")
     assert str(error.value).startswith("the limit ") and says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "expected"),
+    [
+        (size_text, 1023, "1023 B"),
+        (size_text, 1536, "1.5 KiB"),
+        (size_text, 2**20 - 1, "1 MiB"),
+        (size_text, 3 * 2**40, "3 TiB"),
+        (size_text, 5000 * 2**40, "5000 TiB"),
+        (flops_text, 0, "0"),
+        (flops_text, 12, "12 FLOP"),
+        (flops_text, 999_960, "1 MFLOP"),
+        (flops_text, 12_345_678, "12.3 MFLOP"),
+    ],
+)
+def test_amounts_are_easy_to_read(text: Callable, number: int, expected: str) -> None:
+    assert text(number) == expected

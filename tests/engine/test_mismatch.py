@@ -174,6 +174,16 @@ def test_debug_gives_the_logs_of_both_runs(kind: str, transform: str, policy: An
     assert found == [OPERATIONS.get(kind, ["sin", "exp"]), log]
 
 
+def test_debug_names_the_constants_of_an_operation() -> None:
+    number = lambda: 2.0 if is_recomputing() else 3.0
+    region = remat(lambda x: (x * torch.full((), number(), dtype=x.dtype, device=x.device)).exp(), debug=True)
+    with pytest.raises(
+        RecomputeMismatchError, match=r"aten\.full\.default\(3\.0, dtype=torch\.float32[^)]*\) -> "
+    ) as raised:
+        region(numbers()).sum().backward()
+    assert "device" not in str(raised.value)
+
+
 class Square(torch.autograd.Function):
     """Saves its input: the hooks that it calls run under modes."""
 

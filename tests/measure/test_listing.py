@@ -14,7 +14,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from benchmarks.measure import held_bytes
 from remat import RematError, SavedResidual, checkpoint_name, policies, print_saved_residuals, remat, saved_residuals
-from remat._core.amounts import flops_text, size_text
 from remat.nn import apply as nn_apply
 
 CPU = torch.device("cpu")
@@ -192,20 +191,3 @@ def test_layers_of_a_model_are_printed_in_groups(capsys: pytest.CaptureFixture) 
     assert first.startswith("float32[32, 192]    cpu  24 KiB  x4  output of aten.mm")
     assert first.endswith(", in layers.*.self_attn")
     assert second.startswith("float32[32, 128]    cpu  16 KiB  x4  output of aten.addmm")
-
-
-@pytest.mark.parametrize(
-    ("text", "number", "expected"),
-    [
-        (size_text, 1023, "1023 B"),
-        (size_text, 1536, "1.5 KiB"),
-        (size_text, 2**20 - 1, "1 MiB"),
-        (size_text, 3 * 2**40, "3 TiB"),
-        (flops_text, 0, "0"),
-        (flops_text, 12, "12 FLOP"),
-        (flops_text, 999_960, "1 MFLOP"),
-        (flops_text, 12_345_678, "12.3 MFLOP"),
-    ],
-)
-def test_amounts_are_easy_to_read(text: Callable, number: int, expected: str) -> None:
-    assert text(number) == expected
