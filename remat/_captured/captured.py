@@ -27,11 +27,10 @@ from .variables import COPIED, MISSING, Copy, Descriptors, Entries, Items, Parti
 
 
 class Path:
-    """The Python expression for a value. ``owned``: it belongs to the state of a module or of the callable object."""
+    """The Python expression for a value."""
 
-    def __init__(self, step: str, up: Path | None = None, owned: bool = False) -> None:
+    def __init__(self, step: str, up: Path | None = None) -> None:
         self.step, self.up = step, up
-        self.owned: bool = owned or (up is not None and up.owned)
 
     def __str__(self) -> str:
         return self.step if self.up is None else f"{self.up}{self.step}"
@@ -158,8 +157,7 @@ class Captured:
         self._tuples: dict[int, Any] = {}
         self._sharded: set[int] = set()  # ids of modules whose parameters the region must not save
         for root in roots:
-            own = root is roots[0] and visits[type(root)] in (Captured.method, Captured.instance)
-            self.see(root, Root(root.__name__ if type(root) is FunctionType else "self", None, own))
+            self.see(root, Root(root.__name__ if type(root) is FunctionType else "self"))
         # The list grows meanwhile and never shrinks, so the ids in `_seen` and `_copies` stay valid.
         for visit, value, path in islice(self._queue, _BUDGET):
             if visit is Captured.tensor:
@@ -266,7 +264,6 @@ class Captured:
     def module(self, module: nn.Module, path: Path) -> None:
         state = module.__dict__
         cls: Any = type(module)
-        path = type(path)(path.step, path.up, True)
         if is_sharded[cls]:
             self._sharded.update(map(id, module.modules()))
         sharded = id(module) in self._sharded
@@ -316,7 +313,7 @@ class Captured:
         is_dict = isinstance(value, dict)
         items = copy_dict(value) if is_dict else dict(enumerate(list.copy(value)))
         if (copy := self._copies.get(id(value))) is not None:
-            whole = path.owned or (is_dict and _holds_a_tensor(items))
+            whole = path.up is not None or (is_dict and _holds_a_tensor(items))
             copy.fill({key: self._frozen(item) for key, item in items.items()}, whole)
         for key, item in items.items() if _is_looked_into(items) else ():
             self.see(item, path.item(key))

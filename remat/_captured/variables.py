@@ -121,7 +121,7 @@ class Copy:
     def __init__(self, source: Any, items: dict[Any, Any] | None = None) -> None:
         self.address, self.kind = id(source), type(source)
         self.items = items  # None for a list or dict until it is visited
-        self.whole = False  # restore all of it: it belongs to a module, or is a dict with tensors
+        self.whole = False  # restore all of it: an object or a container holds it, or it is a dict with tensors
         self.make: Callable[[], Any] = self.kind
         if isinstance(source, defaultdict):
             self.make = partial(defaultdict, source.default_factory)

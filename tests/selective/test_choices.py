@@ -273,6 +273,24 @@ def test_the_cost_of_an_operation() -> None:
     assert [name for name in names if "view" not in name] == ["aten.mm.default", "aten.sin.default"]
 
 
+CALLS: list[str] = []
+
+
+@torch.library.custom_op("remat_tests::counted", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    CALLS.append("forward")
+    return x.cos()
+
+
+counted.register_autograd(lambda ctx, grad: grad.sin())
+
+
+def test_an_operator_of_another_library_is_not_run_to_be_timed() -> None:
+    CALLS.clear()
+    remat.remat(lambda x: counted(x.sin()).exp(), policy=policies.budget(0.5, cost="time"))(leaf())
+    assert CALLS == ["forward"]
+
+
 def test_operations_that_must_not_run_again_are_not_measured() -> None:
     def fn(x: Tensor) -> Tensor:
         return F.dropout((x @ W).mul_(2), 0.5).sin()
