@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._core import private
-from .._core.tensors import as_leaf, is_differentiable, is_dual, is_recorded, requires_grad_somewhere
+from .._core.tensors import as_leaf, is_dual, is_recorded, requires_grad_somewhere
 from .._region.region import Run
 from ..errors import MutationError
 
@@ -91,7 +91,7 @@ class Jvp(Derived):
             outs = self.inner.run([next(rest) if moves else t for t, moves in zip(inputs, self.mask)], run)
             if any(lifted and is_dual(t) for t, lifted in zip(inputs, self.lifted)):
                 raise MutationError(_GOT_TANGENT)
-            self.out_mask = self.out_mask or [is_differentiable(t) and is_dual(t) for t in outs]
+            self.out_mask = self.out_mask or list(map(is_dual, outs))
             return [*outs, duals[0].new_zeros(())]  # torch.func.jvp wants at least one output
 
         heads = tuple(t for t, moves in zip(primals, self.mask) if moves)

@@ -323,6 +323,7 @@ def test_rejected_as_a_policy(given: Any, says: str) -> None:
     [
         (lambda: only(["q"]), r"takes names as nonempty strings.*got \['q'\]\. Pass the names separately"),
         (lambda: policies.save_anything_except_these_names(3), "got 3"),
+        (lambda: only("q", ""), "nonempty strings.*got ''"),
         (lambda: policies.save_if(None), "got None"),
         (lambda: offload(matmuls, to="cuda"), "only to 'cpu'.*got 'cuda'"),
         (lambda: in_jax.offload_dot_with_no_batch_dims("cpu", "device"), "only from 'device'; got 'cpu'"),
