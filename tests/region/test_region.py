@@ -80,6 +80,21 @@ class Boom(Exception):
     pass
 
 
+def test_an_error_of_the_function_in_a_recompute_has_a_note() -> None:
+    def fails(x: Tensor) -> Tensor:
+        if is_recomputing():
+            raise Boom
+        return x.sin().exp()
+
+    def outer(x: Tensor) -> Tensor:
+        return remat(fails)(x).exp()
+
+    with pytest.raises(Boom) as raised:
+        remat(outer)(rand(3)).sum().backward()
+    notes = [note.partition(" called at ")[0] for note in raised.value.__notes__]
+    assert notes == ["while recomputing outer"]
+
+
 class Interrupt(BaseException):
     pass
 
