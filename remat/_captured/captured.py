@@ -219,7 +219,7 @@ class Captured:
                 name = f"closure variable {name!r}" if type(path) is Root else f"closure variable {name!r} of {path}"
             self.see(value, Path(name))
         if names:
-            scope = fn.__globals__
+            scope = fn.__globals__  # it may lack a name that the run will store
             values = {
                 n: v
                 for n in names

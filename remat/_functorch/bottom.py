@@ -138,7 +138,7 @@ def unreached(outs: Tensors, operands: dict[int, torch.Tensor]) -> set[int]:
     for number, tensor in operands.items():
         numbers.setdefault(edge(tensor).node, set()).add(number)
     left, seen, stack = set(operands), set(), [edge(t).node for t in outs if is_in_graph(t)]
-    while stack:
+    while stack and left:
         node = stack.pop()
         if node is not None and node not in seen:
             seen.add(node)
