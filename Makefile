@@ -7,7 +7,7 @@ VENV := .venv$(patsubst %,-%,$(filter-out 2.13.0,$(TORCH)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 QUICK := --ignore=tests/compile --ignore=tests/random_programs --ignore=tests/test_random_programs.py \
-	--ignore=tests/benchmarks --ignore=tests/front --ignore=tests/scan --ignore=tests/budget
+	--ignore=tests/benchmarks --ignore=tests/front --ignore=tests/scan
 # A stamp for each set of packages in the environment: `make demo` installs far fewer than `make test`.
 DEMO := $(VENV)/.demo
 TEST := $(VENV)/.test

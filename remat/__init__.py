@@ -13,20 +13,19 @@ Example:
 
 import torch
 
-from ._core.versions import check_version
+from ._core.private import check_version
 
 check_version(torch.__version__)  # before the modules that use private parts of torch
 
 from . import checkpoint_policies, compat, integrations, nn, policies
-from ._budget.curve import Curve, Point
-from ._budget.tradeoff import pareto
 from ._core.state import disable_remat, is_disabled, is_recomputing  # noqa: F401
 from ._measure.origins import SavedResidual
+from ._pareto import Curve, Point, pareto
 from ._policy.names import checkpoint_name
 from ._policy.policy import Policy, PolicyLike
 from ._region.options import override
 from ._residuals import print_saved_residuals, saved_residuals
-from ._scan.loop import scan
+from ._scan import scan
 from ._sequential import sequential
 from ._transform import remat
 from .errors import CaptureError, MutationError, PolicyError, RecomputeMismatchError, RematError, RematWarning

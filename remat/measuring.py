@@ -16,8 +16,7 @@ from ._core.devices import accelerators_of
 from ._core.state import disable_remat, overriding
 from ._measure.comparison import CheckResult, Difference, compared
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
-from ._measure.program import NOT_DIFFERENTIATED, Program
-from ._measure.timing import Way, relative_times
+from ._measure.program import NOT_DIFFERENTIATED, Program, Way, relative_times
 from ._modules.region_class import regions
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, Policy, PolicyLike, as_policy

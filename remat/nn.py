@@ -9,11 +9,11 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
-from ._budget.model import BlockBudget, BlockChoice, chosen_by_budget
 from ._core.lines import accepts, warn
 from ._measure.program import Program
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
+from ._planning.blocks import BlockBudget, BlockChoice, chosen_by_budget
 from ._planning.plan import Plan, RegionPlan, loaded
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, PolicyLike

@@ -16,7 +16,7 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
 }
-# Each may import the packages before it. `_modules`, `_scan` and `_budget` are above all, with the public modules.
+# Each may import the packages before it. `_modules` and `_planning` are above all, with the public modules.
 ORDER = "core, policy, ambient, captured, region, selective, engine, functorch, compile, measure"
 PACKAGES = [f"_{name}" for name in ORDER.split(", ")]
 

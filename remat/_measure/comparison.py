@@ -15,8 +15,7 @@ from .._core.state import disable_remat
 from .._core.tensors import parts
 from ..errors import shown
 from .origins import tensor_text
-from .program import NOT_DIFFERENTIATED, Program
-from .timing import Way
+from .program import NOT_DIFFERENTIATED, Program, Way
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from .._selective.search import UNITS, cost_of
 from .allocated import with_statistics
 from .observer import gc_disabled
 from .origins import ModuleNames, Origins, SavedResidual, grouped
-from .program import Program
-from .timing import Way
+from .program import Program, Way
 
 WITHOUT, AS_WRITTEN = "without remat", "as written"  # the labels of rows that are not for a policy
 _MARKERS = "sovDP^X*"

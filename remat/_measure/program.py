@@ -1,14 +1,18 @@
-"""A user's program, to be measured: what it gets and reads, its runs, and what they change, which is restored."""
+"""A user's program, to be measured: what it gets and reads, its runs and their times, and what they change, which is
+restored.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from statistics import median
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,13 +23,14 @@ from .._ambient.generators import generator_name, global_generators, with_state
 from .._captured.captured import Captured
 from .._captured.variables import Entries, bound
 from .._core import private, trees
+from .._core.devices import accelerators_of
 from .._core.facts import facts_of
 from .._core.tensors import bytes_of, is_dense, is_differentiable, is_plain
 from .._core.trees import attributes
 from .._region.arguments import take_apart
 from .._region.hooks import drop_gradient_hooks
 from ..errors import shown
-from .observer import PeakMemory, strided
+from .observer import PeakMemory, gc_disabled, strided
 from .origins import ModuleNames
 
 _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name]
@@ -315,3 +320,38 @@ def _notifying(fn: Any, at_end: Callable[[], None]) -> Any:
         return result
 
     return notifying
+
+
+_ROUNDS = 7
+
+
+class Way(NamedTuple):
+    """How a program can run: what it calls in place of its function, and in which context."""
+
+    fn: Callable[..., Any]
+    context: Callable[[], AbstractContextManager[Any]]
+
+
+def relative_times(program: Program, ways: Sequence[Way]) -> list[float]:
+    """The time of a step each way, in parts of the first way's: the median over rounds that run all of them."""
+    rounds = []
+    with program.preserved() as overwritten:
+        program.run(ways[0].fn)
+    for i in range(_ROUNDS + 1):
+        with gc_disabled():
+            seconds = [_seconds(program, way, overwritten) for way in ways]
+        if i:  # the first is a warm-up
+            rounds.append([each / seconds[0] for each in seconds])
+    return [median(ratios) for ratios in zip(*rounds)]
+
+
+def _seconds(program: Program, way: Way, overwritten: Any) -> float:
+    devices = accelerators_of(program.inputs()).values()
+    with program.preserved(overwritten), way.context():
+        for device in devices:
+            device.synchronize()
+        start = time.perf_counter()
+        program.run(way.fn)
+        for device in devices:
+            device.synchronize()
+        return time.perf_counter() - start

@@ -14,21 +14,18 @@ from torch import nn
 
 from .._core import private
 from .._core.amounts import size_text
-from .._core.processes import agreed
 from .._core.state import disable_remat
 from .._measure.allocated import Allocated, free_memory
 from .._measure.observer import gc_disabled
 from .._measure.program import Program
-from .._modules.region_class import change_back, regions, restored
-from .._modules.segments import is_sequence
+from .._modules.region_class import change_back, is_sequence, regions, restored
 from .._policy.policy import Budget
 from ..errors import PolicyError, RematError
-from .bound import lower_bound
 from .candidates import Candidates
 from .items import Item, Option, chain_of
 from .measure import Measuring
 from .plan import Plan, RegionPlan, options_of
-from .solver import List, Solver
+from .solver import List, Solver, lower_bound
 from .trace import Trace
 
 _ROUNDS = 6  # the most plans whose step is measured
@@ -49,6 +46,14 @@ def _progress_bar(total: int) -> Any:
 def _not_compiled() -> AbstractContextManager:
     """A context in which compiled modules run as they are, as a plan is made from their operations."""
     return torch.compiler.set_stance("force_eager") if private.DYNAMO in sys.modules else nullcontext()
+
+
+def _agreed(value: Any) -> Any:
+    """Return the value of a distributed job's first process, as processes with different plans would deadlock."""
+    found, distributed = [value], torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 class _Planner:
@@ -74,7 +79,7 @@ class _Planner:
             gradients += item.gradients
         if isinstance(loss, torch.Tensor):
             self.without += 2 * loss.nbytes  # the loss and its gradient live until the end of the backward
-        self.without = agreed(self.without)
+        self.without = _agreed(self.without)
         self._measured: set[tuple] = set()  # the keys of calls that have run alone
         self._operators: dict[tuple, tuple[str, ...]] = {}  # of those that can be regions
         self._as_it_is = {id(item): item.options for item in self._every}
@@ -130,7 +135,7 @@ class _Planner:
             number = int(torch.searchsorted(plans.peak, amount, right=True)) - 1
             cost = float(plans.cost[number] if number >= 0 else plans.peak[0])
             found.append((number < 0, cost, shared, solver, items))
-        order = agreed([each[2] for each in sorted(found, key=lambda each: each[:3])])
+        order = _agreed([each[2] for each in sorted(found, key=lambda each: each[:3])])
         found.sort(key=lambda each: order.index(each[2]))
         yield from (each[2:] for each in found)
         for shared in order:
@@ -167,14 +172,14 @@ class _Planner:
         measured: dict[int, tuple[int, tuple[RegionPlan, ...]]] = {}
         for rounds in reversed(range(_ROUNDS)):
             within = int(torch.searchsorted(plans.peak, aim, right=True)) - 1
-            number = agreed(min(max(within, 0), high - 1) if rounds or low >= 0 else 0)
+            number = _agreed(min(max(within, 0), high - 1) if rounds or low >= 0 else 0)
             if number <= low:
                 break
             chosen = solver.chosen(items, min(number, last), self._items)
-            planned = agreed(tuple(self._region(*each) for each in chosen))
-            peak = agreed(self._peak(planned, others))
+            planned = _agreed(tuple(self._region(*each) for each in chosen))
+            peak = _agreed(self._peak(planned, others))
             if peak > amount and not measured:  # the first run of a kernel may take memory for later ones
-                peak = agreed(self._peak(planned, others))
+                peak = _agreed(self._peak(planned, others))
             measured[number] = peak, planned
             low, high = (number, high) if peak <= amount else (low, number)
             aim = amount - (peak - int(plans.peak[min(number, last)]))
@@ -185,7 +190,7 @@ class _Planner:
         curve = solver.plans(solver.list_of(self._items))
         points = tuple(zip(curve.peak.tolist(), curve.flops.tolist()))
         bound = lower_bound(self._items, lambda item: int(solver.plans(solver.list_of([item])).peak[0]), amount)
-        flops, cost, bound, points, over = agreed((flops, cost, bound, points, self._candidates.passed_over))
+        flops, cost, bound, points, over = _agreed((flops, cost, bound, points, self._candidates.passed_over))
         return Plan(amount, peak, self.without, flops, cost, bound, planned, points, over, self._cost)
 
     def _region(self, calls: Sequence[Item], option: Option | None) -> RegionPlan:
@@ -262,7 +267,7 @@ def plan_for(
                 planners.append((_Planner(each, cost, only), overwritten, each))
         planner, overwritten, program = max(planners, key=lambda found: found[0].without)
         others = [each for _, _, each in planners if each is not program]
-        whole = planner.without if free is None else agreed(free)
+        whole = planner.without if free is None else _agreed(free)
         most = min(_TOO_MUCH - 1, Budget("100%" if amount is None else amount, cost).nbytes(whole))
         with program.preserved(overwritten):
             planner.measure(most)

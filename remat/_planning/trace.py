@@ -21,7 +21,7 @@ from .._core.facts import facts_of, flops
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
 from .._measure.observer import Observer, strided
-from .._modules.segments import is_sequence
+from .._modules.region_class import is_sequence
 from .._selective.search import cost_of
 from ..errors import RematError
 

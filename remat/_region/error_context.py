@@ -1,13 +1,16 @@
-"""Context for errors of a recompute: the name of the region, and the line that called it."""
+"""How errors and log records describe a region."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from types import TracebackType
 from typing import Any, TypeVar
 
+from .._core.amounts import size_text
 from .._core.ranges import name_of
+from .._core.tensors import type_text
 from ..errors import CaptureError, MutationError, RecomputeMismatchError
 
 E = TypeVar("E", bound=Exception)
@@ -74,3 +77,22 @@ def _argument(fn: Any, found: re.Match[str]) -> str:
     if len(parameters) <= int(key) or any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return found[0]
     return f"argument {parameters[-1].name}"
+
+
+LOGGER = logging.getLogger("remat")
+
+
+def log_saved(region: Any) -> None:
+    """Log what a region saves, whose first run has ended."""
+    inputs = region.inputs
+    named = [(inputs.name(i), tensor) for i, tensor in enumerate(inputs.operands())]
+    named += [(guard.name, guard.tensor) for guard in inputs.captured if guard.tensor is not None]
+    given = [f"{name} {type_text(t.dtype, t.shape)}" for name, t in named]
+    residuals = [] if region.record is None else region.record.saved_values.residuals()
+    made = [f"{each.op} at {each.line}" for each in residuals]
+    nbytes = size_text(sum({id(t): t.numel() * t.element_size() for _, t in named}.values()))
+    LOGGER.debug(
+        "%s called at %s saves inputs, %s: %s; and values, %s: %s",
+        *(name_of_region(region), region.line, nbytes, with_parameters(region.fn, ", ".join(given)) or "none"),
+        *(size_text(sum(each.nbytes for each in residuals)), ", ".join(made) or "none"),
+    )

@@ -20,10 +20,9 @@ from .._core.state import first_run, own_work, recomputing, state
 from ..errors import MutationError
 from .arguments import Arguments, Outputs
 from .around import Around
-from .error_context import with_region
+from .error_context import LOGGER, log_saved, with_region
 from .fingerprints import form_of
 from .inputs import Inputs
-from .logs import LOGGER, log_saved
 from .options import UNFINISHED, Options, refuse_unfinished
 from .turns import turn
 

@@ -23,7 +23,7 @@ from .._region.region import Run
 from ..errors import RecomputeMismatchError
 from .mode import RegionMode
 from .program import Plan, Step
-from .record import Record
+from .recorder import Record
 from .saved import Residual, tensor_of
 from .values import Argument, Layout
 

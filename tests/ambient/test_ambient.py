@@ -20,7 +20,6 @@ from torch.nn.utils.parametrize import cached
 import remat
 from remat._ambient import ambient as ambient_module
 from remat._ambient import generators
-from remat._ambient import settings as settings_module
 from remat._ambient.ambient import Ambient
 
 CPU = torch.device("cpu")
@@ -291,11 +290,10 @@ def test_all_is_put_back_if_a_generator_cannot_be_set() -> None:
 
 
 def test_all_is_put_back_if_a_setting_cannot_be_set() -> None:
-    first, *others = settings_module.settings()
+    first, *others = ambient_module.settings()
     changed = [first, (object, Broken().set_state), *others]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (settings_module, ambient_module):
-            patch.setattr(module, "settings", lambda: changed)
+        patch.setattr(ambient_module, "settings", lambda: changed)
         with default_dtype(torch.float64), torch.autocast("cpu"):
             ambient = capture()
         state, before = torch.default_generator.get_state(), observed()
@@ -316,10 +314,9 @@ def test_generators_that_have_not_moved_are_only_set_back() -> None:
 
 def test_only_settings_that_differ_are_set() -> None:
     """Another setter may refuse a value that its getter has returned."""
-    changed = [*settings_module.settings(), (lambda: "unknown", Broken().set_state)]
+    changed = [*ambient_module.settings(), (lambda: "unknown", Broken().set_state)]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (settings_module, ambient_module):
-            patch.setattr(module, "settings", lambda: changed)
+        patch.setattr(ambient_module, "settings", lambda: changed)
         with default_dtype(torch.float64):
             ambient = capture()
         with ambient.restored():

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from remat._planning.bound import lower_bound
 from remat._planning.items import NO_WORK, Item, Option, Work
-from remat._planning.solver import Solver
+from remat._planning.solver import Solver, lower_bound
 
 Entry = tuple[list[Item], Any]  # the calls, and an option or the plan of a region around them
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import remat
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, peak_bytes
 from remat import policies
-from remat._scan.loop import depth, segments
+from remat._scan import depth, segments
 
 Loop = Callable[..., Any]
 Step = Callable[[Any, Any], tuple[Any, Any]]

@@ -11,9 +11,9 @@ from torch import nn
 from .._core.amounts import aligned, flops_text, size_text
 from .._measure.program import Program
 from .._modules.region_class import change_in_place
-from .._planning.planner import plan_for
 from .._policy.policy import Budget
 from .._region.options import Options
+from .planner import plan_for
 
 
 class BlockChoice(NamedTuple):

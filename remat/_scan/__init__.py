@@ -1,1 +1,0 @@
-"""Loops of equal steps, with the fewest recomputed steps for a number of saved carries."""
