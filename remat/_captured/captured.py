@@ -71,7 +71,6 @@ class ByClass(dict[Any, T]):
     """
 
     def __init__(self, find: Callable[[Any], T]) -> None:
-        super().__init__()
         self._find = find
 
     def __missing__(self, cls: Any) -> T:

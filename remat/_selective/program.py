@@ -193,7 +193,7 @@ class Program:
             draws = step.draws
             # A step that changes its arguments is restored as a whole. Of others, unneeded dispensable results are
             # skipped. Not where nothing may be skipped: autograd may save any of them, and then reads it undetected.
-            in_part = (wanted or draws) and not step.is_whole and skip is not Skip.NONE
+            in_part = wanted and not step.is_whole and skip is not Skip.NONE
             whole = [value for value in step.outs if not in_part or value in needed or value not in self.dispensable]
             is_saved = step.result is not UNDESCRIBED and all(value in available for value in whole)
             is_saved = is_saved and any(value in available for value in step.outs)

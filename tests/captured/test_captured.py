@@ -82,6 +82,10 @@ class Net(nn.Module):
         return self.layers[1](self.layers[0](x)) * self.scale * W
 
 
+class Sharded(Net, type("FSDPModule", (), {"__module__": "torch.distributed.fsdp"})):  # type: ignore[misc]
+    pass
+
+
 def hooked() -> nn.Module:
     first, then, module = torch.ones(2), torch.ones(2), nn.Identity()
     module.register_forward_pre_hook(lambda module, args: args[0] * first)
@@ -93,6 +97,8 @@ NET = ["self.scale", "self.extra[0]", "self.layers[0].weight", "self.layers[1].w
 CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     **{name: (lambda build=build: build(torch.ones(2)).fn, [path]) for name, (path, build) in PLACES.items()},
     "partial in a closure": (lambda: held_by(functools.partial(torch.add, torch.ones(2))), ["held.args[0]"]),
+    "function of a partial": (
+        lambda: functools.partial(held_by(torch.ones(2))), ["closure variable 'held' of self.func"]),
     "generator": (lambda: held_by(torch.Generator()), ["closure variable 'held'"]),
     "slots": (Slots, ["self.w", "self._Slots__hidden"]),
     "caller": (Caller, ["self.w"]),
@@ -125,6 +131,10 @@ def test_tensors_are_replaced_for_a_run_and_put_back_also_after_an_exception(nam
         assert [*map(id, tensors(fn))] == [id(others[id(v)]) for v in before]
         raise ZeroDivisionError
     assert [*map(id, tensors(fn))] == [*map(id, before)]
+
+
+def test_fsdp_replaces_the_parameters_of_its_modules() -> None:
+    assert sorted(paths(Sharded())) == ["global 'W'", "self.extra[0]", "self.scale"]
 
 
 def test_a_tensor_in_two_places_has_both_names() -> None:

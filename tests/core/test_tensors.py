@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from cases import rand
 from torch import Tensor
@@ -9,7 +12,24 @@ from torch.func import grad, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat._core.facts import flops
-from remat._core.tensors import bottom, is_in_graph, is_left_from_vmap, requires_grad_somewhere
+from remat._core.tensors import (
+    bare,
+    bottom,
+    copied,
+    is_in_graph,
+    is_left_from_vmap,
+    laid_out,
+    overlapping,
+    requires_grad_somewhere,
+)
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.view(4, 6),
+    "transposed": lambda x: x.view(4, 6).t(),
+    "expanded": lambda x: x[:4].unsqueeze(1).expand(4, 3),
+    "gaps": lambda x: x.view(4, 6)[:, ::2],
+    "expanded, with gaps": lambda x: x.view(4, 6)[:, ::2].unsqueeze(1).expand(4, 2, 3),
+}
 
 
 def test_requires_grad_at_some_level() -> None:
@@ -45,6 +65,33 @@ def test_the_bottom_of_a_wrapper_and_what_vmap_has_left() -> None:
 
     vmap(keep)(x)
     assert is_left_from_vmap(kept[0]) and not is_left_from_vmap(x)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_copies_keep_the_layout(name: str) -> None:
+    tensor = LAYOUTS[name](torch.arange(24.0))
+    for copy in (copied(tensor), laid_out(tensor.contiguous(), tensor.stride())):
+        assert torch.equal(copy, tensor) and copy.stride() == tensor.stride()
+        assert copy.data_ptr() != tensor.data_ptr() or tensor.is_contiguous()
+
+
+def test_tensors_that_share_memory() -> None:
+    rows = torch.zeros(4, 3)
+    assert overlapping({3: rows[:2], 5: rows[1:], 7: torch.zeros(2), 9: torch.zeros(2).to_sparse()}) == {3, 5}
+    assert overlapping({0: rows[:2], 1: rows[2:]}) == set()
+    assert overlapping({0: rows[:, 0], 1: rows[:, 1]}) == {0, 1}  # their elements alternate
+
+
+def test_a_wrapper_without_its_history_at_one_level() -> None:
+    x = rand(3)
+    assert bare(x) is x
+
+    def fn(y: Tensor) -> Tensor:
+        z = y.sin()
+        assert z.requires_grad and not bare(z).requires_grad and requires_grad_somewhere(bare(z))
+        return z.sum()
+
+    grad(fn)(x)
 
 
 def test_flops_of_attention_and_products() -> None:

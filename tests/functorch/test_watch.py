@@ -18,6 +18,7 @@ from both import ALL, Fn, V, W, Wrap, X, Y, both, plain, summed, through_autogra
 from cases import assert_same
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp
+from torch.nn.utils.parametrize import cached
 
 from benchmarks.measure import leaked_bytes
 from remat import CaptureError, RematError, policies, remat
@@ -122,6 +123,25 @@ def mapped(x: Tensor, by: Tensor = Y) -> tuple[Tensor, Tensor]:
     """No function makes the tensor that the outer ``vmap`` returns."""
     y = vmap(lambda row: (row * by[0]).sin().exp())(x)
     return y, y.cos()
+
+
+def test_a_hidden_tensor_that_a_region_inside_gets_is_refused() -> None:
+    """The inner region runs below the level of the tensor."""
+    inner = remat(torch.mul)
+
+    def fn(x: Tensor) -> Tensor:
+        hidden = {x}
+        return remat(lambda a: inner(a, next(iter(hidden))))(x * 2).sum()
+
+    with pytest.raises(CaptureError, match="Pass it as an argument"):
+        grad(fn)(X)
+
+
+@pytest.mark.parametrize("transform", [grad, lambda fn: lambda x: jvp(fn, (x,), (x,))], ids=["grad", "jvp"])
+def test_cached_weights_are_refused(transform: Callable) -> None:
+    with cached(), pytest.raises(RematError, match="Leave out the cache"):
+        transform(lambda x: remat(torch.sin)(x).sum())(X)
+    both(lambda wrap: vmap(wrap(torch.sin))(X))
 
 
 MADE_INSIDE: dict[str, Callable[[Wrap], Fn]] = {

@@ -15,6 +15,7 @@ from cases import assert_same, rand
 from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import PeakMemory, gc_disabled
 from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat
@@ -74,6 +75,13 @@ def test_an_error_in_nested_regions_names_the_inner_one_once() -> None:
         remat(lambda x: inner(x).exp().sin())(rand(3)).sum().backward()
     _, *regions = str(raised.value).split("\nThe region is ")
     assert regions == [f"{raised.value.region}."]
+
+
+def test_the_profiler_has_a_range_for_each_run() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        remat(lambda x: x.sin().exp())(rand(3)).sum().backward()
+    names = [event.name for event in found.events() if "<lambda>" in event.name]
+    assert names == ["remat <lambda> forward", "remat <lambda> recompute"]
 
 
 class Boom(Exception):
