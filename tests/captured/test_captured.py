@@ -269,6 +269,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "a layer is removed": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda net: net.pop(0)),
     "defaults are removed": (with_defaults, without_defaults),
     "a dict is cleared": (held(lambda: {"w": torch.ones(2)}), lambda fn: of(fn).clear()),
+    "a key is renamed": (held(lambda: {"w": torch.ones(2)}), lambda fn: of(fn).update(v=of(fn).pop("w"))),
     "a list gets shorter": (held(lambda: [torch.ones(2), torch.ones(2)]), lambda fn: of(fn).pop()),
     "a list gets longer": (held(lambda: [torch.ones(2)]), lambda fn: of(fn).append(torch.ones(2))),
     "an item is replaced": (held(lambda: [torch.ones(2), 1]), lambda fn: of(fn).__setitem__(0, torch.zeros(2))),

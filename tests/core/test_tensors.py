@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,11 +13,14 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
+from remat import RematWarning
 from remat._core.facts import flops
+from remat._core.private import check_version
 from remat._core.tensors import (
     bare,
     bottom,
     copied,
+    is_differentiable,
     is_in_graph,
     is_left_from_vmap,
     laid_out,
@@ -92,6 +97,21 @@ def test_a_wrapper_without_its_history_at_one_level() -> None:
         return z.sum()
 
     grad(fn)(x)
+
+
+def test_dtypes_that_can_have_a_gradient() -> None:
+    can = {dtype: is_differentiable(torch.zeros(1, dtype=dtype)) for dtype in (torch.half, torch.cfloat, torch.int)}
+    assert can == {torch.half: True, torch.cfloat: True, torch.int: False}
+
+
+def test_an_untested_version_of_torch_warns() -> None:
+    with warnings.catch_warnings(record=True) as found:
+        for version in ("2.11.0", "2.15.1+cu130", "unknown"):
+            check_version(version)
+    assert not found
+    for version in ("2.10.2", "2.16.0a0", "3.0"):
+        with pytest.warns(RematWarning, match=rf"2\.11 to 2\.15, and this is torch {re.escape(version)}"):
+            check_version(version)
 
 
 def test_flops_of_attention_and_products() -> None:

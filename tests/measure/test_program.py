@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, jvp, vmap
 import remat
 from benchmarks.measure import leaked_bytes
 from remat import check, report, saved_residuals
+from remat._measure.program import default_loss
 
 MEASURES: dict[str, Callable[..., Any]] = {
     "check": check,
@@ -151,6 +152,12 @@ def test_it_is_differentiated_by_tensors_that_require_grad_or_else_by_all_that_c
     net = Net()
     assert names(lambda x: net(x), w) == {"net.scale"}
     assert names(lambda x: x * Hidden.w, x) == {"argument x", "a tensor of shape [3]"}
+
+
+def test_the_default_loss_is_the_sum_of_what_can_be_differentiated() -> None:
+    x = torch.ones(2)
+    assert default_loss({"a": x, "b": [torch.ones(2, dtype=torch.int), None, x * 1j]}).item() == 4
+    assert default_loss([torch.ones(2, dtype=torch.int)]) is None
 
 
 def test_tensors_without_data_can_be_measured() -> None:

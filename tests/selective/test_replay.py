@@ -18,7 +18,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vmap
 
 from benchmarks.measure import OpCounter, count_ops, gc_disabled, leaked_bytes, peak_bytes
-from remat import MutationError, RecomputeMismatchError, checkpoint_name, is_recomputing, policies, remat
+from remat import (
+    MutationError,
+    RecomputeMismatchError,
+    checkpoint_name,
+    is_recomputing,
+    policies,
+    remat,
+    saved_residuals,
+)
 
 Fn = Callable[..., Any]
 aten = torch.ops.aten
@@ -67,6 +75,25 @@ def operand_of_a_late_one_cleared(x: Tensor) -> Tensor:
     if is_recomputing():
         a.zero_()
     return (named((x * 3).exp().clamp(max=9)) * 2).sin() * late * late
+
+
+def test_a_restored_operation_draws_again_if_a_later_one_draws() -> None:
+    """It runs at once. To find out later that the generator has not advanced would take a second attempt."""
+    fn = lambda x: F.dropout((x * named(torch.randn(4, 4))).exp(), 0.5).sin() * x
+    assert_same(gradients(remat(fn, policy=POLICIES["names"])), gradients(fn))
+    out = remat(fn, policy=POLICIES["names"])(x := rand(4, 4))
+    assert count_ops(lambda: torch.autograd.grad(out.sum(), x))["aten.exp"] == 1
+
+
+def test_a_value_that_gets_its_name_after_it_was_read_is_not_saved() -> None:
+    def fn(x: Tensor, name: str) -> Tensor:
+        h = (x @ W).exp()
+        y = h.sin()
+        return checkpoint_name(h, name).cos() * y
+
+    region = remat(fn, policy=policies.save_anything_except_these_names("excluded"))
+    saved = {name: {each.op for each in saved_residuals(region, rand(4, 4), name)} for name in ("kept", "excluded")}
+    assert saved["kept"] - saved["excluded"] == {"aten.exp"}
 
 
 CACHE: dict[str, Any] = {}
