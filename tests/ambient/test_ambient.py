@@ -72,6 +72,16 @@ def test_the_same_numbers_inside_and_the_next_ones_after_it(draw: Callable, befo
     assert draw() == expected
 
 
+def test_numpy_has_drawn_though_only_its_stored_number_was_taken() -> None:
+    """It makes normal variates in pairs, so every second one leaves the Mersenne twister as it was."""
+    np.random.randn()
+    before, stored = capture(), np.random.randn()
+    after, following = capture(), np.random.randn()
+    for state, number in ((after, following), (before, stored), (after, following)):
+        state.rewind()
+        assert np.random.randn() == number
+
+
 def test_states_are_restored_in_each_other() -> None:
     g, h = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     draw = lambda: (draw_all(), torch.rand(3, generator=g).tolist())

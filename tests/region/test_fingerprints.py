@@ -73,6 +73,18 @@ def test_any_change_of_a_value_is_found(change: str, dtype: torch.dtype) -> None
     remat(lambda x: changing(CHANGES[change], x))(x).abs().sum().backward()  # by default values aren't compared
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("sparse", [Tensor.to_sparse, Tensor.to_sparse_csr])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_sparse_tensor_in_one_of_the_runs_is_a_mismatch(again: bool, sparse: Callable) -> None:
+    def fn(x: Tensor) -> Tensor:
+        constant = torch.ones(3, 3, dtype=x.dtype) * 2
+        return (sparse(constant) if is_recomputing() is again else constant) @ x
+
+    with pytest.raises(RecomputeMismatchError, match=r"float64\[3, 3\]"):
+        backward(remat(fn), rand(3, 3))
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda y: y.t(),
     "conjugate": lambda y: torch.complex(y, y).conj().abs(),

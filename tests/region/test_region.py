@@ -84,6 +84,13 @@ def test_the_profiler_has_a_range_for_each_run() -> None:
     assert names == ["remat <lambda> forward", "remat <lambda> recompute"]
 
 
+def test_debug_compares_the_operations_of_both_runs() -> None:
+    with pytest.raises(RecomputeMismatchError) as raised:
+        remat(lambda x: (x.cos() if is_recomputing() else x.sin()).exp(), debug=True)(rand(3)).sum().backward()
+    first, again = map("".join, raised.value.logs)
+    assert ("aten.sin" in first, "aten.cos" in again) == (True, True)
+
+
 class Boom(Exception):
     pass
 
