@@ -32,6 +32,10 @@ class Fails(torch.autograd.Function):
         raise KeyError("on purpose")
 
 
+class Marker:
+    pass
+
+
 USES: dict[str, Callable] = {
     "an error in the first run": lambda out, x, w: None,
     "no backward": lambda out, x, w: None,
@@ -51,9 +55,6 @@ USES: dict[str, Callable] = {
 def test_everything_is_freed_after(use: str, nested: bool, policy: Any) -> None:
     x, w = rand(4, 4), rand(4, 4, seed=1)
     raised = False
-
-    class Marker:
-        pass
 
     with assert_freed_without_gc() as watch:
         marker = Marker()
@@ -119,6 +120,23 @@ def test_the_input_of_a_region_is_freed_by_the_backward() -> None:
         grad(out, h, w)
         del h
         assert memory.live == KB  # the result
+
+
+def test_a_region_that_reads_its_last_activation_keeps_no_earlier_ones() -> None:
+    """The graph of the last one would lead to the region before, which read the one before, and so on."""
+    kept: list[Any] = [torch.zeros(3)]
+
+    def fn(x: Tensor) -> Tensor:
+        kept[0] = (x + kept[0].detach()).sin()
+        return kept[0].exp()
+
+    region, nodes = remat(fn), list[weakref.ref]()
+    for _ in range(4):
+        region(rand(3))
+        kept[0].grad_fn.metadata["alive"] = alive = Marker()
+        nodes.append(weakref.ref(alive))
+        del alive
+    assert [node() is not None for node in nodes] == [False, False, False, True]
 
 
 def test_few_objects_live_for_each_region() -> None:
