@@ -266,8 +266,7 @@ class SavedValues:
             if self.hooks is None and self.allowed[value] is Verdict.SAVE:
                 residual.save_here(tensor)
             else:
-                if self.hooks is None and self._group is None:
-                    self._group = Group()
+                self._group = self._group or Group()
                 residual.save_elsewhere(tensor, log.layout(value), self.hooks, self._group)
             self._owned[value], self._residuals[value] = residual, weakref.ref(residual)
         return residual

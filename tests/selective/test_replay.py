@@ -88,12 +88,26 @@ def test_a_restored_operation_draws_again_if_a_later_one_draws() -> None:
 def test_a_value_that_gets_its_name_after_it_was_read_is_not_saved() -> None:
     def fn(x: Tensor, name: str) -> Tensor:
         h = (x @ W).exp()
-        y = h.sin()
+        y = h.sin() + x.tanh()
         return checkpoint_name(h, name).cos() * y
 
-    region = remat(fn, policy=policies.save_anything_except_these_names("excluded"))
-    saved = {name: {each.op for each in saved_residuals(region, rand(4, 4), name)} for name in ("kept", "excluded")}
+    region, x = remat(fn, policy=policies.save_anything_except_these_names("excluded")), rand(4, 4)
+    saved = {name: {each.op for each in saved_residuals(region, x, name)} for name in ("kept", "excluded")}
     assert saved["kept"] - saved["excluded"] == {"aten.exp"}
+    out = region(x, "excluded")
+    with OpCounter() as ops:
+        torch.autograd.grad(out.sum(), x)
+    assert (ops.counts["aten.exp"], ops.counts["aten.tanh"]) == (1, 0)  # and what was saved before stays saved
+
+
+def test_a_result_that_has_another_name_is_not_saved_with_its_sibling() -> None:
+    def fn(x: Tensor, name: str) -> Tensor:
+        least, most = torch.aminmax(x.sin(), dim=0)
+        least, most = checkpoint_name(least, name), checkpoint_name(most, "h")
+        return (least.exp() * most.exp()).sum()
+
+    region = remat(fn, policy=POLICIES["names"])
+    assert [len(saved_residuals(region, rand(4, 4), name)) for name in ("h", "other")] == [2, 1]
 
 
 CACHE: dict[str, Any] = {}
