@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._core import trees
+from .._core import private, trees
 from .._core.known import known_of
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
@@ -171,7 +171,7 @@ class Measuring:
         self.failures: dict[tuple, str] = {}
 
     def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._is_busy:
+        if self._is_busy or private.transforms_active():
             return
         key = id(module.__dict__)
         item = self._items[key].get(self._counts[key])

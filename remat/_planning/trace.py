@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._core import trees
+from .._core import private, trees
 from .._core.facts import facts_of, flops
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
@@ -168,6 +168,8 @@ class Trace(Observer):
             self.saved.append((self._tick(), memory))
 
     def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if private.transforms_active():
+            return  # in `vmap`, a call is a part of the one around it
         key = id(module.__dict__)
         call = Call(module, self._tick(), self._counts[key])
         self._counts[key] += 1
@@ -183,6 +185,8 @@ class Trace(Observer):
         self._calls.append(call)
 
     def _ends(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
+        if private.transforms_active():
+            return
         call = self._calls.pop()
         call.end = self._tick()
         found = _tensors(result)

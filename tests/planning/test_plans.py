@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -279,6 +280,29 @@ def test_the_first_step_is_measured_again_if_it_takes_too_much(monkeypatch: pyte
     monkeypatch.setattr(_Planner, "_peak", first_takes_more)
     remat.nn.budget(made("a list of blocks")[0], 0.4, IDS, loss=decoder_loss)
     assert measured[0] == measured[1] and len({*measured}) == len(measured) - 1
+
+
+@pytest.mark.parametrize(
+    "inside", [torch.func.vmap, lambda fn: lambda x: torch.func.jvp(fn, (x,), (x,))[1]], ids=["vmap", "jvp"]
+)
+def test_a_call_in_a_transform_is_a_part_of_the_one_around_it(inside: Callable) -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return inside(self.mlp)(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), Inside(), layer(), Inside())
+    run = lambda: squared(model(X))
+    expected, plain, _ = step(model, run)
+    plan = remat.nn.budget(model, 0.7, X, loss=squared)
+    found, peak, _ = step(model, run)
+    assert_same(found, expected)
+    assert peak <= plan.amount < plain
+    assert not any("mlp" in region.name for region in plan.regions)
 
 
 def test_regions_that_the_model_has_are_replaced() -> None:
