@@ -6,7 +6,7 @@ follows; and all other captured tensors, which the region itself saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,8 +26,7 @@ class Inputs:
     """The inputs of one call. Errors name an operand by ``name(i)``."""
 
     __slots__ = (
-        "_bindings", "_found", "_ids", "_same", "_twice", "_variables", "arguments", "captured", "captured_operands",
-        "tensors",
+        "_bindings", "_found", "_ids", "_same", "_variables", "arguments", "captured", "captured_operands", "tensors",
     )  # fmt: skip
 
     def __init__(self, arguments: Arguments, tensors: list) -> None:
@@ -40,7 +39,6 @@ class Inputs:
         self._ids: Sequence[int] = ()  # the ids of the tensors in `captured`, by which variables refer to them
         self._bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured operand -> path, index of the operand
         self._same: Sequence[tuple[int, int]] = ()  # positions in [*operands, *captured] of tensors that are one
-        self._twice: Collection[int] = ()  # operands that are another operand or a captured tensor below the levels
 
     def find(self, fn: Callable, follow: Callable[[torch.Tensor], bool] | None) -> list[torch.Generator]:
         """Find what the function captures, as it is now, and return all random generators.
@@ -103,27 +101,20 @@ class Inputs:
         count = max([count, *(index + 1 for index in captured)])
         return captured[i] if i < count else f"the derivative of {self.name(i % count)}"
 
-    def apart_first(self, operands: Tensors) -> Tensors:
-        """Return the operands of a first run below all levels, different tensors where the caller's are different."""
-        self._twice = self._twice_below(operands, self.operands())
-        return _apart(operands, self._twice)
+    def apart(self, operands: Tensors) -> Tensors:
+        """Return the operands of a first run below all levels, different tensors where the caller's are different.
 
-    def apart_again(self, operands: Tensors) -> Tensors:
-        """Return the operands of a recompute, different tensors where those of the first run were."""
-        if not (self._twice or self.captured):
-            return operands
-        return _apart(operands, {*self._twice, *self._twice_below(operands, operands)})
-
-    def _twice_below(self, operands: Tensors, given: Tensors) -> list[int]:
-        """The operands that are an earlier operand or a captured tensor, though those ``given`` to the call were not.
-
-        A torch.func level may have hidden that two tensors are one.
+        A torch.func level may have hidden that two are one, or that one is a captured tensor. Autograd distinguishes
+        views.
         """
         first: dict[int, Any] = dict.fromkeys(map(id, self.captured.tensors))
         known = {i for i, _ in self._same}
-        pairs = enumerate(zip(operands, given))
-        found = [i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer]
-        return [i for i in found if i not in known]
+        pairs = enumerate(zip(operands, self.operands()))
+        twice = {i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer} - known
+        if not twice:
+            return operands
+        with unseen():
+            return [t[...] if i in twice else t for i, t in enumerate(operands)]
 
     def bound_first(self, operands: Tensors) -> AbstractContextManager:
         """Within, variables of captured operands have these values, for a first run."""
@@ -162,11 +153,3 @@ def _same(given: Tensors, captured: Tensors) -> list[tuple[int, int]]:
     places = [(i, first.setdefault(id(tensor), i)) for i, tensor in enumerate(captured, len(given))]
     twice = [(i, j) for i, j in places if i != j]
     return twice + [(i, first[id(tensor)]) for i, tensor in enumerate(given) if id(tensor) in first]
-
-
-def _apart(operands: Tensors, which: Collection[int]) -> Tensors:
-    """The operands, those in ``which`` as views, so that autograd distinguishes them."""
-    if not which:
-        return operands
-    with unseen():
-        return [t[...] if i in which else t for i, t in enumerate(operands)]

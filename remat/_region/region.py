@@ -142,9 +142,6 @@ class Region:
 
     def call_again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
         """Recompute the result, with the ambient state and the captured tensors of the first run."""
-        return self._again(self.inputs.apart_again(operands), run)
-
-    def _again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
         assert self.ambient is not None
         inputs = self.inputs
         try:
@@ -160,11 +157,10 @@ class Region:
         """Run or recompute for the func lowering. Return the new tensors; ``outputs`` records the other results."""
         inputs = self.inputs
         if self.ran:
-            operands = inputs.apart_again(operands)
-            result = run.carry_out(operands, partial(self._again, operands))
+            result = run.carry_out(operands, partial(self.call_again, operands))
             return self.outputs.compare(result, operands)
         self.ran = True
-        operands = inputs.apart_first(operands)
+        operands = inputs.apart(operands)
         forms = list(map(form_of, operands)) if private.JVP in self.kinds else ()
         if run.watch is not None:
             run.watch.gets(operands)

@@ -106,6 +106,11 @@ def variable() -> Program:
     return later(lambda x: of(x, k), partial(written, write))
 
 
+def decides(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return op == (torch.ops.aten.sin.default if NUMBER == 2.0 else torch.ops.aten.cos.default)
+
+
+DECIDED = remat(lambda x: x.sin().exp() * x.cos().exp(), policy=decides)
 HOLDER, MODULE, GLOBALS = Holder(), Module(), globals()
 ROWS: dict[str, list[Program]] = {
     "attributes of tensors, except numbers and strings in those of a module's parameters and buffers": [
@@ -135,6 +140,9 @@ ROWS: dict[str, list[Program]] = {
     ],
     "a dispatch or function mode that changes values, and is active only in the forward pass": [
         (lambda x: of(x, 2), Doubled, nullcontext),
+    ],
+    "what a predicate decides by, for operations of a region inside another region": [
+        later(lambda x: DECIDED(x * 1), item(GLOBALS, "NUMBER")),
     ],
     "settings of one backend's precision, such as `torch.backends.cuda.matmul.fp32_precision`": [],
 }  # fmt: skip
