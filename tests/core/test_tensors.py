@@ -71,6 +71,12 @@ def test_the_bottom_of_a_wrapper_and_what_vmap_has_left() -> None:
     vmap(keep)(x)
     assert is_left_from_vmap(kept[0]) and not is_left_from_vmap(x)
 
+    def at_another_level_with_its_number(x: Tensor) -> Tensor:
+        assert is_left_from_vmap(kept[0])
+        return x.sum()
+
+    grad(at_another_level_with_its_number)(x)
+
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_copies_keep_the_layout(name: str) -> None:

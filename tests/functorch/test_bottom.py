@@ -11,7 +11,7 @@ from both import ALL, ONCE, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, pushed, rows,
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
-from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat
+from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat, saved_residuals
 
 # A gradient for an operand without a batch dimension, of a region whose other operand has one, must not be summed.
 SHARED: dict[str, Callable[[Fn, Tensor], Any]] = {
@@ -208,3 +208,12 @@ def test_a_graph_with_many_paths_is_searched_once() -> None:
     x, y = (t.clone().requires_grad_() for t in (X, Y))
     expected, found = (torch.autograd.grad(f(x, y).sum(), x)[0] for f in (fn, remat(fn)))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("transform", [vmap, lambda fn: lambda x: jvp(fn, (x,), (x,))[1]], ids=["vmap", "jvp"])
+def test_captured_tensors_are_listed(transform: Callable) -> None:
+    constant = torch.ones(4, dtype=torch.float64)
+    found = saved_residuals(
+        transform(remat(lambda x: (x * constant).sin().exp())), X.clone().requires_grad_(), inputs=True
+    )
+    assert any(each.source.startswith("captured closure variable 'constant'") for each in found)
