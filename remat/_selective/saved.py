@@ -281,7 +281,7 @@ class SavedValues:
         if source.form is None:
             return None
         value = source.values[0]
-        if value in self.candidates and value not in self._owned:
+        if value in self.candidates:
             self.save(value, self.candidates[value])  # autograd saved it before it got its name
         return self._owned.get(value)
 

@@ -169,6 +169,8 @@ def test_notes() -> None:
     assert whole[-1].startswith("Under each policy the model is one region. With `where=Block` the modules")
     for net, options in ((nn.Tanh(), {}), (blocks()[0], {"policies": []})):
         assert "one region" not in str(remat.report(net, torch.ones(2, 64), **options))
+    for given, said in (([None], True), ([], False)):
+        assert ("No other row is better" in str(remat.report(torch.sin, rand(3), policies=given))) is said
     last = str(remat.report(torch.sin, rand(3))).splitlines()[-1]
     assert last == "FLOPs are those of matrix products, convolutions and attention; this program has none."
 
