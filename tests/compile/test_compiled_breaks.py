@@ -357,3 +357,15 @@ def test_without_gradients_a_region_that_changes_buffers_is_compiled() -> None:
     for _ in range(2):
         torch.testing.assert_close(f(X), plain(X))
     torch.testing.assert_close(ours.c, plain.c)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older versions don't look at graphs without gradients")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_frozen_region_that_draws_is_an_error_of_torch_if_it_is_compiled_alone(whole: bool) -> None:
+    frozen = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).requires_grad_(False)
+    region, head = remat.remat(frozen), nn.Linear(3, 3)
+    if whole:
+        assert compiled(lambda x: head(region(x)))(X).requires_grad
+    else:
+        with pytest.raises(RuntimeError, match="does not support RNG ops in recompute regions"):
+            compiled(region)(X)
