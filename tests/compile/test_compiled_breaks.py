@@ -359,7 +359,7 @@ def test_without_gradients_a_region_that_changes_buffers_is_compiled() -> None:
     torch.testing.assert_close(ours.c, plain.c)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older versions don't look at graphs without gradients")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other versions treat such graphs otherwise")
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_frozen_region_that_draws_is_an_error_of_torch_if_it_is_compiled_alone(whole: bool) -> None:
     frozen = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).requires_grad_(False)
