@@ -13,7 +13,7 @@ Example:
 
 import torch
 
-from ._core.private import check_version
+from ._core.versions import check_version
 
 check_version(torch.__version__)  # before the modules that use private parts of torch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
@@ -26,8 +25,6 @@ import torch.utils._pytree as _torch_pytree
 import torch.utils.checkpoint as _checkpoint
 from torch._C import _autograd, _functorch
 from torch.autograd import profiler_legacy
-
-from .lines import warn
 
 F = TypeVar("F", bound=Callable)
 _SKIP = _eval_frame._FrameAction.SKIP
@@ -359,14 +356,3 @@ def recorded_allocations(mark: str) -> list[int | None]:
     events: Any = itertools.chain.from_iterable(torch.autograd._disable_profiler_legacy())
     allocations = (event for event in events if event.kind() == "memory_alloc" or event.name() == mark)
     return [event.cpu_memory_usage() if event.kind() == "memory_alloc" else None for event in allocations]
-
-
-OLDEST, NEWEST = (2, 11), (2, 15)
-
-
-def check_version(version: str) -> None:
-    """Warn of an untested version of torch, whose private parts may differ."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
-        tested = f"torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-        warn(f"remat was tested with {tested}, and this is torch {version}. Run its tests, or use one of these.")

@@ -18,8 +18,7 @@ from .._policy.operators import full_name
 from .._policy.policy import Budget, Chosen, Verdict
 from .program import Program, Skip
 from .search import Choice, Problem, TooMany, best_of, corners, cost_of, pareto
-from .values import Storages
-from .verdicts import is_judged
+from .values import Storages, is_judged
 
 _PROGRAMS = 16  # for which a function remembers a choice
 _POLICIES = 16  # for which a function remembers programs: each call may create a policy with a new cost function

@@ -13,16 +13,52 @@ from .._core.lines import Line, user_line
 from .._core.private import is_wrapped
 from .._core.tensors import holder, is_differentiable, is_plain, parts
 from .._policy.policy import Budget, Policy, Verdict
+from .._policy.predicates import Question, question
 from .._policy.warnings import Warned
 from .._region.hooks import Hooks
 from .choices import Choices
 from .program import Log, Program, Skip, Step
 from .saved import SavedValues, Saves, Source
-from .values import Storages, is_as_it_lies, place_of, template
-from .verdicts import Verdicts, is_judged
+from .values import Storages, is_as_it_lies, is_judged, place_of, template
 
 _PROGRAMS = 16  # remembered for one function, one for each of its policies
 _DETACH = torch.ops.aten.detach.default
+
+
+class Verdicts:
+    """The decisions of a policy in one first run."""
+
+    def __init__(self, policy: Policy, own: Policy, warned: Warned) -> None:
+        self.policy = policy
+        self.own, self.warned = own, warned  # the region's own policy, without those of enclosing regions
+        self.judges_names = policy.judges_names
+        self.names: dict[int, dict[str, Line]] = {}  # the names of each value
+        self.given: dict[str, Line] = {}  # all names that were given in the region
+        self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
+        self._questions: dict[int, Question] = {}  # arguments for predicates, if they are called again with names
+
+    def on_operation(self, made: Iterable[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
+        """Return the verdict on an operation whose results these steps have made, or None if they are recomputed."""
+        if facts in self.around:
+            return None
+        asked: Question = question(facts.func, args, kwargs, result) if self.policy.asks else (None, facts.func, (), {})
+        if self.judges_names:
+            self._questions.update(dict.fromkeys(made, asked))
+        verdict = self.policy.verdict_for(facts.func) or self.policy.judge(*asked, frozenset())
+        return None if verdict is Verdict.RECOMPUTE else verdict
+
+    def on_name(self, value: int, number: int, step: Step, name: str, line: Line) -> Verdict | None:
+        """Return the verdict on a value that got a name, or None if its names don't change the verdict."""
+        names = self.names.setdefault(value, {})
+        names.setdefault(name, line)
+        if not (self.judges_names and is_judged(step.result, step.facts)):
+            return None
+        asked: Question = self._questions.get(number, (None, step.facts.func, (), {}))
+        return self.policy.judge(*asked, frozenset(names))
+
+    def release(self) -> None:
+        """Drop the references to tensors."""
+        self._questions.clear()
 
 
 class Recording:

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from remat import RematWarning
 from remat._core.facts import flops
-from remat._core.private import check_version
 from remat._core.tensors import (
     bare,
     bottom,
@@ -27,6 +26,7 @@ from remat._core.tensors import (
     overlapping,
     requires_grad_somewhere,
 )
+from remat._core.versions import check_version
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x.view(4, 6),

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import remat
-from remat._core import private
+from remat._core import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +33,7 @@ def test_the_tested_versions_are_those_that_ci_reads() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r"Programming Language :: Python :: (3\.\d+)", project) == pythons
     assert f'"torch>={torches[0]}"' in project
-    assert [f"{major}.{minor}" for major, minor in (private.OLDEST, private.NEWEST)] == [torches[0], torches[-1]]
+    assert [f"{major}.{minor}" for major, minor in (versions.OLDEST, versions.NEWEST)] == [torches[0], torches[-1]]
     default = re.search(r"^TORCH \?= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert default and default.group(1) in tested["torch"]
     (without,) = tested["exclude"]
