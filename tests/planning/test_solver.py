@@ -109,3 +109,16 @@ def test_the_front_is_that_of_all_plans(seed: int) -> None:
         every = [each for top in items for each in top.everything()]
         assert set(calls) <= {id(each) for each in every if each.call}
         assert solver.largest(chain, number, items)[0] in every and peak >= 0
+
+
+def test_the_bound_is_the_cost_where_equal_items_are_recomputed_or_not() -> None:
+    """Of ten items, each keeps 10 bytes, or none and is recomputed at a cost of 3. Each needs 10 bytes to run."""
+    items = [Item(None, 0, 0, key=(i,)) for i in range(10)]
+    for each in items:
+        each.keep, each.work, each.bare = 10, Work(3, 0), 10
+        each.gradients = each.waiting = each.held = each.given = 0
+        each.options = [
+            Option(10, 10, 10, NO_WORK, Work(3, 0)),
+            Option(0, 10, 10, Work(3, 0), Work(3, 0), 1, frozenset()),
+        ]
+    assert [lower_bound(items, lambda each: 10, amount) for amount in (100, 90, 50, 10)] == [0, 3, 15, 27]

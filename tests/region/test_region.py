@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,19 @@ def test_an_error_of_the_function_in_a_recompute_has_a_note() -> None:
         remat(outer)(rand(3)).sum().backward()
     notes = [note.partition(" called at ")[0] for note in raised.value.__notes__]
     assert notes == ["while recomputing outer"]
+
+
+def test_a_result_that_is_no_tensor_is_not_kept_for_the_backward() -> None:
+    returned: list[weakref.ref] = []
+
+    def fn(x: Tensor) -> Tensor:
+        y, other = remat(lambda x: (x.sin().exp(), Boom()))(x)
+        returned.append(weakref.ref(other))
+        return y
+
+    out, pull = torch.func.vjp(fn, rand(3, grad=False))
+    assert returned[0]() is None
+    assert_same(pull(out), torch.func.vjp(lambda x: x.sin().exp(), rand(3, grad=False))[1](out))
 
 
 class Interrupt(BaseException):
