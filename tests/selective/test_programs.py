@@ -182,6 +182,7 @@ MORE = (
     square(constants),
     square(random_numbers, **ALONE, random=True),
     square(lambda x: F.rrelu(x * 2, 0.1, 0.3, training=True).sin(), "noise that is saved early", **ALONE, random=True),
+    square(lambda x: named(noise(x)).sin() * noise(x).cos(), "an operator that draws, twice", **ALONE, random=True),
     square(partly_without_grad, vmap=False),
     square(custom_operator, vmap=False),
     square(lambda x: (x * 1).to_sparse().to_dense().mul(2).sin() @ W, "sparse", vmap=False, jvp=False, double=False),
