@@ -2,6 +2,7 @@
 
 Hooks run outside of the region. The class lists the regions. For ``remat(module)``, a second module, it also has their
 options, as the two modules share one ``__dict__``. A module that is changed in place has them in its ``__dict__``.
+A ``Sequential`` can have regions around ranges of its modules instead.
 """
 
 from __future__ import annotations
