@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -252,6 +253,9 @@ def test_a_row_that_saves_more_than_the_plain_program_says_so() -> None:
     assert report.policies[1].saved_bytes > report.plain.saved_bytes and report.policies[1] not in report.pareto
     lines = [line for line in str(report).splitlines() if line.endswith("saves more than without remat")]
     assert len(lines) == 1 and lines[0].startswith("save_matmuls")
+    for more, is_best in ((0, True), (1, False)):  # though its peak is lower
+        row = replace(report.policies[0], saved_bytes=report.plain.saved_bytes + more)
+        assert (replace(report, rows=(report.plain, row)).pareto == [row]) is is_best
 
 
 def test_the_time_of_a_step_is_its_ratio_to_the_plain_one() -> None:

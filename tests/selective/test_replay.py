@@ -110,6 +110,22 @@ def test_a_result_that_has_another_name_is_not_saved_with_its_sibling() -> None:
     assert [len(saved_residuals(region, rand(4, 4), name)) for name in ("h", "other")] == [2, 1]
 
 
+def test_a_constant_that_is_made_anew_is_the_same_value() -> None:
+    constant = lambda x: torch.tensor([2.0, 3, 4, 5], dtype=x.dtype)
+    region = remat(lambda x: named((x * constant(x)).exp()).sin() * x, policy=POLICIES["names"])
+    out = region(x := rand(4, 4))
+    assert count_ops(lambda: torch.autograd.grad(out.sum(), x))["aten.exp"] == 0
+
+
+def test_other_constants_are_other_values() -> None:
+    def fn(x: Tensor) -> Tensor:
+        order = [3.0, 2.0] if is_recomputing() else [2.0, 3.0]
+        made = {number: named((x.detach() * torch.tensor([number] * 4, dtype=x.dtype)).sin()) for number in order}
+        return (x * made[2.0]).sin() * (x * made[3.0]).cos()
+
+    assert_same(gradients(remat(fn, policy=POLICIES["names"])), gradients(fn))
+
+
 CACHE: dict[str, Any] = {}
 
 
