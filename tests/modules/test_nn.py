@@ -241,3 +241,15 @@ def test_combination_with_the_librarys_own_checkpoint_is_an_error(wrap: Callable
     with pytest.raises(RematError, match="is on for a"):
         module(X)
     check(module.eval(), made(OfLibrary), AGAIN)  # in eval mode libraries don't checkpoint
+
+
+class Yields(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield x.sin()
+
+
+def test_a_module_whose_forward_is_a_generator_is_refused_before_it_is_called() -> None:
+    model = nn.Sequential(nn.Tanh(), Yields())
+    with pytest.raises(TypeError, match="that have computed their result when they return, but Yields is a generator"):
+        remat.nn.apply(model, Yields)
+    assert type(model[1]) is Yields
