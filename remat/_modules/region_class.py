@@ -118,7 +118,10 @@ def _region_class(own: Any, regions: Regions) -> Any:
     names.update((name, _copies(own, name)) for name in ("__copy__", "__deepcopy__") if hasattr(own, name))
     if issubclass(own, torch.fx.GraphModule):  # each instance has a class of its own, with its code
         names["recompile"] = lambda self: as_one_of(own, self).recompile()
-    return type(f"Remat{own.__name__}" if any(regions) else own.__name__, (_Region, own), names)
+    made: Any = type(f"Remat{own.__name__}" if any(regions) else own.__name__, (_Region, own), names)
+    if "forward" in vars(made):  # a metaclass has wrapped it once more
+        del made.forward
+    return made
 
 
 def _copies(own: Any, name: str) -> Callable:

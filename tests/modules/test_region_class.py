@@ -315,6 +315,27 @@ def test_cached_parametrizations(inside: bool, where: Any) -> None:
     assert_same(results[1:], [results[0]] * 3)
 
 
+class Doubles(type):
+    """A metaclass that wraps the ``forward`` of each class, an inherited one too."""
+
+    def __init__(cls, name: str, bases: tuple, namespace: dict) -> None:
+        super().__init__(name, bases, namespace)
+        forward = cls.forward  # type: ignore[attr-defined]
+        cls.forward = lambda self, x: forward(self, x) * 2  # type: ignore[attr-defined]
+
+
+class Doubled(nn.Module, metaclass=Doubles):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+
+def test_a_metaclass_wraps_forward_only_once() -> None:
+    model = remat.nn.apply(nn.Sequential(Doubled()), Doubled)
+    for region in (model, remat.remat(Doubled())):
+        assert_same(region(X), X.sin().exp() * 2)
+        assert remat.saved_residuals(region, X) == []
+
+
 def test_cached_parametrizations_under_torch_func_are_refused() -> None:
     plain, model = parametrize_all(made()), remat.nn.apply(parametrize_all(made()), Block)
     params = {n: p.detach() for n, p in model.named_parameters()}
