@@ -229,8 +229,8 @@ class SavedValues:
             del self.allowed[value]
             self.candidates.pop(value, None)
             self.forget(value)
-        for slot, _ in self.saves.slots() if gone else ():  # those that are still saved get it back at the end
-            if slot is not None:
+        for slot, source in self.saves.slots() if gone else ():
+            if slot is not None and not gone.isdisjoint(source.values):
                 slot.residual = None
 
     def hold(self, value: int, tensor: torch.Tensor) -> None:

@@ -100,6 +100,23 @@ def test_a_value_that_gets_its_name_after_it_was_read_is_not_saved() -> None:
     assert (ops.counts["aten.exp"], ops.counts["aten.tanh"]) == (1, 0)  # and what was saved before stays saved
 
 
+def test_a_backward_inside_reads_what_is_saved_though_another_value_is_not_saved_any_more() -> None:
+    def fn(x: Tensor, name: str) -> Tensor:
+        h = (x @ W).exp()
+        y = x.tanh() * h.sin()
+        h = checkpoint_name(h, name)
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return (g * h).sum()
+
+    region = remat(fn, policy=policies.save_anything_except_these_names("excluded"))
+    counts = {}
+    for name in ("kept", "excluded"):
+        with OpCounter() as ops:
+            region(rand(4, 4), name)
+        counts[name] = ops.counts["aten.sin"]
+    assert counts["excluded"] == counts["kept"]
+
+
 def test_a_result_that_has_another_name_is_not_saved_with_its_sibling() -> None:
     def fn(x: Tensor, name: str) -> Tensor:
         least, most = torch.aminmax(x.sin(), dim=0)
