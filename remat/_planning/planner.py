@@ -128,7 +128,7 @@ class _Planner:
         Then those that keep the least everywhere: of plans with equal predicted peaks they may need less than others.
         """
         found = []
-        for shared in {False, any(self._candidates.is_shared(item.call) for item in self._every)}:
+        for shared in {False, self._is_free and any(self._candidates.is_shared(item.call) for item in self._every)}:
             solver = Solver(self._longest_row, _ABOVE * amount)
             items = solver.list_of(self._with_options(shared))
             plans = solver.plans(items)

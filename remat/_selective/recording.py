@@ -129,7 +129,7 @@ class Recording:
         if step.verdict is not None or self.choices is not None:
             self.log.lines[number] = user_line() if self._last is None else self._last.lines[number]
         self._allow(step)
-        if not self.has_slots and len(step.outs) > 1:
+        if not self.has_slots and step.verdict is not None and len(step.outs) > 1:
             for tensor in tensors(result):  # autograd may have saved any of them
                 self.saved_values.hold(self.storages.get(tensor), tensor)
         if step.verdict is None or not step.tracked:  # it is recomputed, or it is saved only if something reads it

@@ -178,7 +178,7 @@ def corners(problem: Problem) -> list[Choice]:
     found, spans, prices = [*ends], deque([ends]), _PRICES
     while spans and prices:
         more, less = spans.popleft()  # more bytes at less cost, less bytes at more cost
-        if more.nbytes > less.nbytes:
+        if more.nbytes > less.nbytes and more.cost < less.cost:
             middle, prices = best((less.cost - more.cost) / (more.nbytes - less.nbytes)), prices - 1
             if middle[:2] not in (more[:2], less[:2]):
                 found.append(middle)
