@@ -99,9 +99,6 @@ class Curve:
         return plot_choices(axes, points, UNITS.get(str(self.cost), ""))
 
 
-__all__ = ["Curve", "Point", "pareto"]
-
-
 def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwargs: Any) -> Curve:
     """Return what ``fn(*args, **kwargs)`` can save as a region, and the cost of recomputing the rest.
 

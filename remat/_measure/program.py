@@ -1,6 +1,4 @@
-"""A user's program, to be measured: what it gets and reads, its runs and their times, and what they change, which is
-restored.
-"""
+"""A user's program, to be measured: its inputs, its runs and their times. What the runs change is restored."""
 
 from __future__ import annotations
 
@@ -33,6 +31,7 @@ from ..errors import shown
 from .observer import PeakMemory, gc_disabled, strided
 from .origins import ModuleNames
 
+_ROUNDS = 7  # of runs that are timed
 _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name]
 
 
@@ -320,9 +319,6 @@ def _notifying(fn: Any, at_end: Callable[[], None]) -> Any:
         return result
 
     return notifying
-
-
-_ROUNDS = 7
 
 
 class Way(NamedTuple):
