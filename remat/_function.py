@@ -34,14 +34,13 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
         with within(policies=()):
             return call(fn, options, known, args, kwargs)
     in_budget = state.policies and state.policies[-1].is_budget  # it decides for everything inside its region
-    # Without grad mode `fn` may enable it itself, so its results may have gradients all the same.
-    if in_budget or private.tracing() or not torch.is_grad_enabled():
+    # Without grad mode `fn` may enable it itself, so its results may have gradients all the same. In inference mode
+    # transforms differentiate, but below them nothing can be recorded.
+    if in_budget or private.tracing() or not torch.is_grad_enabled() or private.excludes_autograd():
         return fn(*args, **kwargs)
     known = known or known_of(fn)
     if private.transforms_active():
         return functorch.call(fn, options, known, args, kwargs)
-    if torch.is_inference_mode_enabled():
-        return fn(*args, **kwargs)
     return _by_autograd(fn, options, known, args, kwargs)
 
 

@@ -146,6 +146,11 @@ engine_call = torch.autograd.graph._engine_run_backward
 next_sequence_number = _autograd._get_sequence_nr  # older nodes have smaller numbers
 
 
+def excludes_autograd() -> bool:
+    """Whether the thread is in inference mode. ``torch.is_inference_mode_enabled`` says no inside of a transform."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+
+
 def fills_what_it_saves() -> bool:
     """Whether the current node's operation saves a tensor before it fills it. Only one such operation is known."""
     return type(current_node()).__name__.startswith("RreluWithNoise")

@@ -194,8 +194,12 @@ ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
         lambda: [grad(squares(wrap(f)))(X), jacrev(wrap(f))(V), jvp(wrap(f), (X,), (Y,)), vmap(wrap(f))(X)]
     )(),
     "inference mode around": lambda wrap: torch.inference_mode()(
-        lambda x: [grad(squares(wrap(f)))(x + 0), jacrev(wrap(f))(x[0] + 0), jvp(wrap(f), (x + 0,), (x,))]
-    )(X),
+        lambda: [
+            [grad(squares(wrap(f)))(x), jacrev(wrap(f))(x[0]), jvp(wrap(f), (x,), (x,)), vmap(grad(squares(wrap(f))))(x)]
+            + [jvp(grad(squares(wrap(f))), (x,), (Y,)), wrap(grad(squares(wrap(f))))(x)]
+            for x in (X, X + 0)  # the second one is an inference tensor
+        ]
+    )(),
     "forward gradients disabled": lambda wrap: jacfwd(functools.partial(without_tangents, wrap))(V),
 }
 
