@@ -94,14 +94,13 @@ class Ambient:
         """Within, the captured state is set; afterwards that of before. It can be used repeatedly, in any thread."""
         # Not only the captured generators are read: a backend or NumPy may have been initialized since.
         before = Ambient(self._devices, self._generators, self._preserves)
-        torch.autocast_increment_nesting()  # as in torch.autocast, so that cached casts are dropped after the run
+        torch.autocast_increment_nesting()  # as in the first run, where the end of an inner autocast drops no casts
         try:
             self._set(before._settings, before._states)
             with nullcontext() if before._default_device == self._default_device else self._default_device:
                 yield
         finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
+            torch.autocast_decrement_nesting()
             before._set(read_settings())
 
     def moved(self) -> bool:

@@ -126,8 +126,12 @@ class Region:
         contexts, fn = self.options.contexts, self.fn
         if private.profiling():
             fn = in_range(fn, "recompute" if again else "forward")
-        with own_work(False) if again else first_run(), mode or _NOTHING, log or _NOTHING:
-            result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
+        torch.clear_autocast_cache()  # so that all runs cast the weights that they read, and the casts are freed
+        try:
+            with own_work(False) if again else first_run(), mode or _NOTHING, log or _NOTHING:
+                result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
+        finally:
+            torch.clear_autocast_cache()
         if isinstance(result, UNFINISHED):
             refuse_unfinished(self.fn, result)
         return result

@@ -103,6 +103,39 @@ def casts(x: Tensor) -> Tensor:
         return MODEL(y).float() + z
 
 
+def inside(f: Callable, x: Tensor) -> Tensor:
+    return grad(f(x), x)
+
+
+def forces(f: Callable, x: Tensor) -> Tensor:
+    return grad(grad(f(x), x, create_graph=True), x)
+
+
+def func_forces(f: Callable, x: Tensor) -> Tensor:
+    return grad(torch.func.grad(lambda x: f(x).sum())(x), x)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls, ~policies.save_matmuls, policies.everything_saveable])
+@pytest.mark.parametrize("take", [inside, forces, func_forces])
+def test_a_backward_inside_of_autocast(take: Callable, policy: Any, debug: bool) -> None:
+    def results(wrap: Callable) -> list[Tensor]:
+        inner, x = wrap(MODEL[2]), torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+        f = wrap(lambda x: MODEL[4](MODEL[3](inner(MODEL[:2](x)))).float())
+        with torch.autocast("cpu", torch.bfloat16):
+            cast_before = MODEL[2](x).float()
+            return [take(f, x), take(lambda x: f(x) + cast_before, x)]
+
+    assert_same(results(remat(policy=policy, debug=debug)), results(lambda f: f))
+
+
+def test_a_region_keeps_no_casts() -> None:
+    layer, x = MODEL[0], torch.ones(2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        casts = [f(x).grad_fn.next_functions[0][0] for f in (layer, layer, remat(layer), layer, layer)]
+    assert casts[0] is casts[1] is not casts[2] is not casts[3] is casts[4]
+
+
 def attend(x: Tensor) -> Tensor:
     q = x.unflatten(-1, (2, 4)).transpose(-2, -3)
     return nn.functional.scaled_dot_product_attention(q.sin(), q.cos(), q).exp()
