@@ -195,8 +195,11 @@ ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
     )(),
     "inference mode around": lambda wrap: torch.inference_mode()(
         lambda: [
-            [grad(squares(wrap(f)))(x), jacrev(wrap(f))(x[0]), jvp(wrap(f), (x,), (x,)), vmap(grad(squares(wrap(f))))(x)]
-            + [jvp(grad(squares(wrap(f))), (x,), (Y,)), wrap(grad(squares(wrap(f))))(x)]
+            [
+                *[grad(squares(wrap(f)))(x), jacrev(wrap(f))(x[0]), jvp(wrap(f), (x,), (x,))],
+                *[vmap(grad(squares(wrap(f))))(x), wrap(grad(squares(wrap(f))))(x)],
+                jvp(grad(squares(wrap(f))), (x,), (Y,)),
+            ]
             for x in (X, X + 0)  # the second one is an inference tensor
         ]
     )(),
