@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._ambient.ambient import Ambient
 from .._core import private
 from .._core.tensors import as_leaf, is_dual, is_recorded, requires_grad_somewhere
 from .._region.region import Run
@@ -115,10 +116,11 @@ class Pullback(Derived):
     The gradients are those of the operands in ``needs``; ``present`` marks those that aren't zero by structure.
     """
 
-    __slots__ = ("given", "level", "needs", "present")
+    __slots__ = ("ambient", "given", "level", "needs", "present")
 
     def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...], level: int) -> None:
         super().__init__(inner)
+        self.ambient: Ambient | None = None  # of the first backward: autocast around it casts there too
         self.level = level  # the level that needs it
         self.needs = needs
         self.given = given
@@ -138,7 +140,12 @@ class Pullback(Derived):
             pull = self._by_autograd(primals, run)
 
         def gradients(cotangents: Tensors) -> list[torch.Tensor]:
-            grads = pull(cotangents)
+            if self.ambient is None:
+                self.ambient = Ambient((), (), preserve_rng_state=False)
+                grads = pull(cotangents)
+            else:
+                with self.ambient.restored():
+                    grads = pull(cotangents)
             if self.present:  # another way to pull back may find more zeros by structure than the first one did
                 grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, self.heads(primals))]
             else:

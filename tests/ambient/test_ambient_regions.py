@@ -141,6 +141,19 @@ def attend(x: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q.sin(), q.cos(), q).exp()
 
 
+def test_a_derivative_inside_of_autocast_is_recomputed_outside() -> None:
+    def penalty(wrap: Callable) -> Tensor:
+        attention = wrap(lambda x: nn.functional.scaled_dot_product_attention(*3 * [x * 2]).float().square().sum())
+        seed()
+        x = torch.randn(1, 3, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = torch.func.grad(attention)(x).square().mean()
+        return grad(loss, x)
+
+    actual, expected = penalty(remat), penalty(lambda f: f)
+    assert (actual - expected).abs().max() < 0.05 * expected.abs().max()  # plain bfloat16 rounds sums in another order
+
+
 PROGRAMS: dict[str, tuple[Callable, str]] = {
     "draws": (draws, "default"),
     "regions that draw": (regions_that_draw, "default"),
