@@ -7,8 +7,8 @@ the region itself changed them (batch-norm statistics, counters).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -305,6 +305,24 @@ class Guards(list[Guard]):
         return Stale(stale) if stale else nullcontext()
 
 
+def statistics_kept(captured: Sequence[torch.Tensor]) -> AbstractContextManager:
+    """Keep what may be statistics: batch norm writes to them in a recompute, even if the first run changed no value."""
+    found = list(filter(_may_be_statistics, captured))
+    return _kept(found) if found else nullcontext()
+
+
+@contextmanager
+def _kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    with own_work(), unseen(), private.without_levels():
+        before = list(map(copied, tensors))
+    try:
+        yield
+    finally:
+        with own_work(), unseen(), private.without_levels():
+            for tensor, value in zip(tensors, before):
+                tensor.data.copy_(value)  # without a trace in the version, as batch norm has written it
+
+
 def close(operands: Guards, captured_inputs: Guards) -> None:
     """End a first run.
 
@@ -376,6 +394,12 @@ def _is_small(tensor: torch.Tensor, limit: int) -> bool:
     if not private.is_wrapped(tensor) and not tensor.is_nested:
         size = max(size, span(tensor.shape, tensor.stride()))
     return size * tensor.element_size() <= (COPY_LARGER_BYTES if tensor.dim() <= 1 else limit)
+
+
+def _may_be_statistics(tensor: torch.Tensor) -> bool:
+    if tensor.dim() != 1 or tensor.requires_grad or not tensor.is_floating_point() or private.is_wrapped(tensor):
+        return False
+    return _is_small(tensor, COPY_BYTES)
 
 
 class _Comparison:

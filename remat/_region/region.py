@@ -22,6 +22,7 @@ from .arguments import Arguments, Outputs
 from .around import Around
 from .error_context import LOGGER, log_saved, with_region
 from .fingerprints import form_of
+from .guards import statistics_kept
 from .inputs import Inputs
 from .options import UNFINISHED, Options, refuse_unfinished
 from .turns import turn
@@ -151,7 +152,7 @@ class Region:
         try:
             with turn(), recomputing(self.options.override), self.ambient.restored():
                 operands, captured = inputs.again(operands)
-                with inputs.bound_again(operands, captured), inputs.captured.watched():
+                with inputs.bound_again(operands, captured), inputs.captured.watched(), statistics_kept(captured):
                     mode = run.mode([*operands, *captured])
                     return self._called(*inputs.arguments.filled(operands), mode, run.log, again=True)
         except Exception as error:

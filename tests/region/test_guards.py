@@ -236,6 +236,16 @@ def buffers_that_a_later_layer_changes(wrap: Wrap) -> Any:
     return torch.autograd.grad(out.square().sum(), (x, *norm.parameters())), [*norm.buffers()]
 
 
+def statistics_of_equal_batches(wrap: Wrap) -> Any:
+    """The cumulative average stays the same in the first call of a later step, but not in its recompute."""
+    norm, x = nn.BatchNorm1d(4, momentum=None).double(), rand(6, 4)
+    inner = wrap(norm)
+    f = wrap(lambda x: inner(x).sin())
+    norm(x)
+    f(f(x)).sum().backward()
+    return x.grad, [*norm.buffers()]
+
+
 def then(change: Callable[[nn.Linear, Tensor], Any], frozen: bool = False) -> Callable[[Wrap], Any]:
     """Change captured tensors between forward and backward."""
 
@@ -260,6 +270,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     "gradients of a linear loss": gradients_of_a_linear_loss,
     "gradients that are cleared": gradients_that_are_cleared,
     "changed by a later layer": buffers_that_a_later_layer_changes,
+    "the same statistics in the first run": statistics_of_equal_batches,
     "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
     "detached later": then(lambda layer, h: h.detach_()),
 }
