@@ -67,8 +67,7 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:
-    has_memory = is_plain(tensor) and is_dense(tensor) and not private.is_wrapped(alias)  # under a transform
-    is_elsewhere = has_memory and tensor.data_ptr() != alias.data_ptr()
+    is_elsewhere = is_plain(tensor) and is_dense(tensor) and tensor.data_ptr() != alias.data_ptr()
     if tensor.shape != alias.shape or is_elsewhere:
         tensor.data = alias
     if not tensor.is_leaf:
@@ -105,7 +104,9 @@ class Program:
         self.names = [names[i] for i in self.arguments.positions]  # of the tensors
         found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
         captured = list(reversed(found.values()))
-        self.captured = [(name, value) for name, value in captured if isinstance(value, torch.Tensor)]
+        tensors = [(name, value) for name, value in captured if isinstance(value, torch.Tensor)]
+        # An attribute may still have a tensor of a transform that has ended.
+        self.captured = [(name, value) for name, value in tensors if not private.is_wrapped(value)]
         self._generators = [(name, value) for name, value in captured if not isinstance(value, torch.Tensor)]
         roots = [*modules_of(fn, self.arguments.leaves)]
         self.modules = ModuleNames(roots)

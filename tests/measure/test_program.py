@@ -44,6 +44,21 @@ def test_everything_that_a_program_changes_is_restored(measure: Callable, fails:
     assert rand(3).sin().grad_fn._saved_self is not None  # no saved-tensor hook is left
 
 
+class Keeps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x).tanh()
+        return self.last.sum()
+
+
+@pytest.mark.parametrize("transform", [grad, vmap, lambda f: vmap(grad(f))])
+def test_a_tensor_of_an_ended_transform_in_an_attribute(transform: Callable) -> None:
+    net, x = Keeps(3, 3), torch.ones(2, 3)
+    transform(net)(x)
+    last = net.last
+    assert check(net, x) and report(net, x).policies and saved_residuals(net, x)
+    assert net.last is last
+
+
 def trains(net: nn.Module) -> Callable:
     net.register_forward_hook(lambda *args: None)  # also when the transform is applied
     torch.rand(1)
