@@ -149,7 +149,7 @@ class Program:
             stack.callback(drop_gradient_hooks, tensors, RemovableHandle.next_id)
             for tensor in tensors:
                 stack.callback(_restore, tensor, tensor.detach(), tensor.requires_grad, tensor.is_leaf and tensor.grad)
-            stack.callback(bound(self._found.variables, {id(tensor): tensor for tensor in tensors}).put)
+            stack.callback(bound(self._found.variables, {id(value): value for _, value in self._found.tensors}).put)
             for variables in self._found.variables:
                 for hooks in (variables.then.get(name) for name in _HOOKS if variables.whole):
                     if isinstance(hooks, dict):
