@@ -59,10 +59,11 @@ class _NumPy(HostGenerator):
     NumPy also stores one of each pair of normal variates. If it had one at these bits, they don't identify the state.
     """
 
+    _bits: bytes | None = None
+    _had_half = False
+
     def __init__(self) -> None:
         super().__init__("NumPy's random", self._read_numpy, self._write_numpy)
-        self._bits: bytes | None = None
-        self._had_half = False
 
     def _read_numpy(self) -> tuple[Any, Any]:
         numpy = sys.modules["numpy"].random
@@ -73,10 +74,9 @@ class _NumPy(HostGenerator):
         if known and not self._had_half:
             return self._key, self._state
         state = numpy.get_state(legacy=False)
-        half = state["has_gauss"]
-        self._had_half = bool(half) or (known and self._had_half)
+        self._had_half = known or state["has_gauss"] == 1
         self._bits = bits
-        return (object() if bits is None else (bits, half and state["gauss"])), state
+        return (object() if bits is None else (bits, state["has_gauss"], state["gauss"])), state
 
     def _write_numpy(self, state: Any) -> None:
         if self.get_state() is not state:
@@ -92,9 +92,7 @@ _NUMPY = _NumPy()
 
 def generator_name(generator: Any) -> str:
     """The name of a global generator for users."""
-    if isinstance(generator, HostGenerator):
-        return generator.name
-    return f"torch's generator of {getattr(generator, 'device', 'the device')}"
+    return getattr(generator, "name", f"torch's generator of {getattr(generator, 'device', 'the device')}")
 
 
 def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:

@@ -105,6 +105,26 @@ def test_only_generators_of_torch_count_as_moved() -> None:
     assert ambient.moved()
 
 
+def test_numpys_state_is_read_again_only_if_it_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (generator,) = (each for each in generators.global_generators(()) if getattr(each, "name", None) == "NumPy's random")
+    reads, read = list[int](), np.random.get_state
+    monkeypatch.setattr(np.random, "get_state", lambda legacy: reads.append(1) or read(legacy=legacy))
+
+    def after(draw: Callable[[], object]) -> tuple[int, bool, bool]:
+        """How often two lookups read the state, and whether they return the state of before, and the same one."""
+        before, _, count = generator.get_state(), draw(), len(reads)
+        first, second = generator.get_state(), generator.get_state()
+        return len(reads) - count, first is before, second is first
+
+    np.random.seed(0)
+    assert after(lambda: None) == (0, True, True)
+    assert after(np.random.rand) == (1, False, True)
+    assert after(np.random.randn) == (2, False, True)  # one more is stored, which a draw takes without a trace
+    assert after(np.random.randn) == (2, False, True)
+    assert after(lambda: None) == (2, True, True)
+    assert after(np.random.rand) == (1, False, True)
+
+
 def test_numpy_may_use_another_bit_generator() -> None:
     old, draw = np.random.get_bit_generator(), lambda: (np.random.rand(), np.random.randn())
     np.random.set_bit_generator(np.random.PCG64(3))

@@ -136,6 +136,22 @@ def test_a_region_keeps_no_casts() -> None:
     assert casts[0] is casts[1] is not casts[2] is not casts[3] is casts[4]
 
 
+def test_the_precision_of_one_backend_is_left_alone() -> None:
+    def now() -> tuple[str, str]:
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+    before, x = torch.get_float32_matmul_precision(), torch.ones(3, requires_grad=True)
+    try:
+        torch.set_float32_matmul_precision("highest")
+        out = remat(lambda x: x.sin().exp())(x)
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        set_by_user = now()
+        out.sum().backward()
+        assert now() == set_by_user
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def attend(x: Tensor) -> Tensor:
     q = x.unflatten(-1, (2, 4)).transpose(-2, -3)
     return nn.functional.scaled_dot_product_attention(q.sin(), q.cos(), q).exp()
