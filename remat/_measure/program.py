@@ -26,6 +26,7 @@ from .._core.facts import facts_of
 from .._core.tensors import bytes_of, is_dense, is_differentiable, is_plain
 from .._core.trees import attributes
 from .._region.arguments import take_apart
+from .._region.guards import COPY_LARGER_BYTES
 from .._region.hooks import drop_gradient_hooks
 from ..errors import shown
 from .observer import PeakMemory, gc_disabled, strided
@@ -43,7 +44,11 @@ class Overwritten(PeakMemory):
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def before(self, func: Any, args: tuple, kwargs: dict) -> None:
-        for storage, tensor in strided(facts_of(func).written(args, kwargs)):
+        self.copy(facts_of(func).written(args, kwargs))
+
+    def copy(self, tensors: Any) -> None:
+        """Copy the storages of existing tensors that aren't copied yet."""
+        for storage, tensor in strided(tensors):
             key = id(storage)
             if key not in self._copies and key not in self._refs and not tensor.is_meta:
                 self._copies[key] = storage, _as_bytes(storage).clone()
@@ -138,7 +143,8 @@ class Program:
     def preserved(self, before: Overwritten | None = None) -> Iterator[Overwritten]:
         """A context to run it in, which restores everything that it changes.
 
-        ``before`` has the copies of an earlier run, which has overwritten the same. Then no mode slows the program.
+        ``before`` has the copies of an earlier run. Then no mode slows the program, and small buffers are copied too, as
+        a run may write to other statistics than the earlier one if layers are dropped at random.
         """
         tensors = list({id(tensor): tensor for tensor in self.inputs()}.values())
         ambient = Ambient({t.device for t in tensors}, [each for _, each in self._generators], True)
@@ -155,6 +161,9 @@ class Program:
                     if isinstance(hooks, dict):
                         stack.callback(Entries(hooks, {}, whole=True).put, dict(hooks))
             overwritten = before or Overwritten()
+            if before is not None:
+                buffers = [buffer for module in self.named_modules.values() for buffer in module.buffers(recurse=False)]
+                before.copy([buffer for buffer in buffers if buffer.nbytes <= COPY_LARGER_BYTES])
             stack.callback(overwritten.restore)
             with nullcontext() if before else overwritten:
                 yield overwritten

@@ -45,8 +45,7 @@ def _called(modules: Sequence[nn.Module], segments: Sequence[Range], part: Range
         if longest is None:
             value, at = modules[at](value), at + 1
         else:
-            inside = [each for each in segments if each[1] <= longest[1] and each != longest]
-            called = partial(_called, modules, inside, longest, options)
+            called = partial(_called, modules, [each for each in segments if each != longest], longest, options)
             value, at = Remat(called, options, Known())(value), longest[1]
     return value
 

@@ -106,7 +106,9 @@ def test_only_generators_of_torch_count_as_moved() -> None:
 
 
 def test_numpys_state_is_read_again_only_if_it_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    (generator,) = (each for each in generators.global_generators(()) if getattr(each, "name", None) == "NumPy's random")
+    (generator,) = (
+        each for each in generators.global_generators(()) if getattr(each, "name", None) == "NumPy's random"
+    )
     reads, read = list[int](), np.random.get_state
     monkeypatch.setattr(np.random, "get_state", lambda legacy: reads.append(1) or read(legacy=legacy))
 

@@ -19,7 +19,8 @@ from torch.func import functional_call
 import remat.nn
 from benchmarks.measure import assert_freed_without_gc, leaked_bytes, peak_bytes
 from remat import RematError, disable_remat, is_recomputing, policies
-from remat._modules.region_class import regions_of, restored
+from remat._modules.region_class import is_sequence, regions_of, restored, segmented
+from remat._region.options import Options
 
 pytestmark = pytest.mark.usefixtures("collector_off")
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -437,3 +438,32 @@ def test_a_module_of_fx_runs_its_new_code_after_an_edit() -> None:
     assert regions_of(copied) == regions_of(model) and copied.graph is not model.graph
     assert_same(copied(x).tanh(), before)
     assert remat.nn.undo(model) is model and type(model).__mro__[1] is torch.fx.GraphModule
+
+
+class Calls(nn.Module):
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x)
+
+
+def test_ranges_of_a_sequential_are_regions() -> None:
+    calls, x = list[int](), rand(3)
+    row = nn.Sequential(*(Calls(lambda x, i=i: (calls.append(i), x.sin())[1]) for i in range(7)))
+    y = segmented(row, Options(segments=((1, 4), (2, 4), (4, 6))))(x)
+    assert calls == [*range(7)]
+    grad = torch.autograd.grad(y.sum(), x)[0]
+    assert calls[7:] == [4, 5, 1, 2, 3]
+    assert_same(grad, torch.autograd.grad(row(x).sum(), x)[0])
+
+
+def test_what_is_a_sequence() -> None:
+    replaced = nn.Sequential(nn.Tanh())
+    replaced.forward = torch.sin  # type: ignore[method-assign]
+    own = type("Own", (nn.Sequential,), {"forward": lambda self, x: x})
+    looks_alike = type("LooksAlike", (nn.Module,), {"forward": nn.Sequential.forward})
+    others = [replaced, own(), looks_alike(), nn.Tanh()]
+    assert is_sequence(nn.Sequential()) and is_sequence(type("Named", (nn.Sequential,), {})())
+    assert not any(map(is_sequence, others))

@@ -457,6 +457,21 @@ def test_the_plan_is_for_the_batch_that_needs_the_most() -> None:
             remat.nn.budget(model, 0.5, large, loss=squared, more_batches=wrong)
 
 
+class Dropped(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if torch.rand(()) < 0.5 else x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_statistics_of_layers_that_are_dropped_at_random_are_left_as_they_were(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(Dropped(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)))
+    before = copy.deepcopy(dict(model.named_buffers()))
+    with contextlib.suppress(remat.RematError):  # there may be no layer left to recompute
+        remat.nn.budget(model, 0.8, torch.randn(16, 8))
+    assert_same(dict(model.named_buffers()), before)
+
+
 def test_a_huge_amount_is_no_limit() -> None:
     model = nn.Sequential(Block(), Block())
     assert remat.nn.budget(model, 2**80, X, loss=squared).flops == 0
