@@ -143,8 +143,8 @@ class Program:
     def preserved(self, before: Overwritten | None = None) -> Iterator[Overwritten]:
         """A context to run it in, which restores everything that it changes.
 
-        ``before`` has the copies of an earlier run. Then no mode slows the program, and small buffers are copied too, as
-        a run may write to other statistics than the earlier one if layers are dropped at random.
+        ``before`` has the copies of an earlier run. Then no mode slows the program. Small buffers are copied too, as a
+        run may write to other statistics than the earlier one if layers are dropped at random.
         """
         tensors = list({id(tensor): tensor for tensor in self.inputs()}.values())
         ambient = Ambient({t.device for t in tensors}, [each for _, each in self._generators], True)
