@@ -42,9 +42,10 @@ def check(
     """Compare a program with and without rematerialization: values, gradients, buffers and random generators.
 
     Runs ``fn(*args, **kwargs)`` and the backward of a loss, once without any region and once as
-    ``remat(fn, policy=policy)`` with ``determinism_check="values"``. Gradients, buffers, generators, hooks and the
-    state of modules are restored afterwards, even if the program fails. The program is differentiated with respect to
-    the tensors that require grad; if none does, with respect to all floating-point arguments.
+    ``remat(fn, policy=policy)`` with ``determinism_check="values"``; if neither ``policy`` nor ``where`` is given, also
+    as it is, with the regions that it has. Gradients, buffers, generators, hooks and the state of modules are restored
+    afterwards, even if the program fails. The program is differentiated with respect to the tensors that require grad;
+    if none does, with respect to all floating-point arguments.
 
     Args:
         fn, args: the function or module, and its arguments, any pytrees.
@@ -79,11 +80,13 @@ def check(
     if _are_policies(kwargs.get("policies")):
         raise TypeError("remat.check takes one policy: `policy=...`. remat.report compares several.")
     program = Program(fn, args, kwargs, transform, loss)
-    way = _with_regions(program, policy, where, Warned(), determinism_check="values")
+    ways = [_with_regions(program, policy, where, Warned(), determinism_check="values")]
+    if policy is None and where is None:
+        ways.insert(0, Way(fn, partial(override, determinism_check="values")))
     if transform is not None:
         with program.preserved():  # raises here if it is not a transform; later errors are results
             program.transformed(fn)
-    return compared(program, way)
+    return compared(program, ways)
 
 
 def report(

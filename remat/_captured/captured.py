@@ -1,7 +1,7 @@
 """The search for what a function captures: tensors, generators and variables, without running the function.
 
 It visits closures, globals that the code names, methods, partials, modules, objects, dicts, lists and tuples. Tensors
-that are read in another way, from a class, a Python module or by a computed name, are not found.
+that are read in another way, from a class, a Python module or a global with a computed name, are not found.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class Module(nn.Module):
         super().__init__()
         self.k, self.numbers, self.inner = 2.0, {"k": 2.0}, nn.Identity()
         self.inner.k = 2.0
+        self.plain_tensor = torch.tensor(2.0, dtype=torch.float64)
         self.weight = nn.Parameter(torch.ones(()))
         self.weight.k, self.weight.numbers = 2.0, [2.0]
 
@@ -202,6 +203,10 @@ RIGHT: dict[str, Callable[[], Program]] = {
     "attribute of a method's self": lambda: later(HOLDER.__call__, attribute(HOLDER, "own")),
     "attribute of an object that it holds": lambda: later(HOLDER, attribute(HOLDER.other, "k")),
     "attribute of an object in a variable": lambda: later(lambda x: of(x, OBJECT.k), attribute(OBJECT, "k")),
+    "tensor in an attribute that is found by a computed name": lambda: later(
+        lambda x: of(x, getattr(MODULE, "plain_tensor"[:12])),
+        partial(written, lambda value: setattr(MODULE, "plain_tensor", torch.tensor(value, dtype=torch.float64))),
+    ),
     "attribute of an argument": lambda: later(lambda x, given=OBJECT: of(x, given.k), attribute(OBJECT, "k")),
     "number in a list that it holds": lambda: later(HOLDER, item(HOLDER.numbers, 0)),
 }
