@@ -14,7 +14,7 @@ from . import policies as policies_
 from ._core import private
 from ._core.devices import accelerators_of
 from ._core.state import disable_remat, overriding
-from ._measure.comparison import CheckResult, Difference, compared
+from ._measure.comparison import CheckResult, Difference, checked
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
 from ._measure.program import NOT_DIFFERENTIATED, Program, Way, relative_times
 from ._modules.region_class import regions
@@ -86,7 +86,7 @@ def check(
     if transform is not None:
         with program.preserved():  # raises here if it is not a transform; later errors are results
             program.transformed(fn)
-    return compared(program, ways)
+    return checked(program, ways)
 
 
 def report(

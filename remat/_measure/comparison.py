@@ -83,7 +83,7 @@ class _State(bytes):
     """The state of a random generator."""
 
 
-def compared(program: Program, ways: Sequence[Way]) -> CheckResult:
+def checked(program: Program, ways: Sequence[Way]) -> CheckResult:
     """Run the program without regions, and each of the other ways."""
     runs: list[dict[str, Any]] = []
     for fn, around in ((program.fn, disable_remat), *ways):
@@ -96,9 +96,9 @@ def compared(program: Program, ways: Sequence[Way]) -> CheckResult:
             # A traceback keeps the variables of its frames alive.
             error = error.with_traceback(None)
             return CheckResult(error=error, line=str(found[-1]) if found else "", fails_without_remat=not runs)
-    found = [_differences(runs[0], run) for run in runs[1:]]
-    differences = next((each for each, _ in found if each), [])
-    rounding = max(part for _, part in found)
+    compared = [_differences(runs[0], run) for run in runs[1:]]
+    differences = next((each for each, _ in compared if each), [])
+    rounding = max(part for _, part in compared)
     names = [name for name, value in runs[1].items() if not isinstance(value, _State)]
     gradients = sum(name.startswith("gradient of ") for name in names)
     changed = sum(name.endswith(" after the run") for name in names)
