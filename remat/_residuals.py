@@ -25,8 +25,8 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
     """List the tensors that ``fn(*args, **kwargs)`` saves in its forward for its backward.
 
     Runs ``fn`` once, without a backward, and restores gradients, buffers, generators and the state of modules. It is
-    differentiated with respect to the tensors that require grad; if none does, with respect to all floating-point
-    arguments.
+    differentiated with respect to the tensors that require grad; if its result depends on none, with respect to all
+    floating-point arguments.
 
     Args:
         fn, args: the function or module, and its arguments, any pytrees.
@@ -121,6 +121,8 @@ class Listing:
                 followed = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
                 graph = list(map(torch.autograd.graph.get_gradient_edge, followed))  # the result need not stay alive
                 del leaves, followed
+            if not graph and self.program.turns_to_arguments():
+                return self.run(under_hooks)
             if under_hooks:
                 found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
             else:

@@ -45,7 +45,7 @@ def check(
     ``remat(fn, policy=policy)`` with ``determinism_check="values"``; if neither ``policy`` nor ``where`` is given, also
     as it is, with the regions that it has. Gradients, buffers, generators, hooks and the state of modules are restored
     afterwards, even if the program fails. The program is differentiated with respect to the tensors that require grad;
-    if none does, with respect to all floating-point arguments.
+    if its result depends on none, with respect to all floating-point arguments.
 
     Args:
         fn, args: the function or module, and its arguments, any pytrees.
@@ -149,6 +149,8 @@ def report(
     objective = next((policy.cost for policy in asked if isinstance(policy, Budget) and policy.cost != "flops"), None)
     ways = {WITHOUT: Way(fn, disable_remat), AS_WRITTEN: Way(fn, nullcontext)}
     plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
+    if program.turns_to_arguments():
+        plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
     rows = distinct([plain, measured(program, AS_WRITTEN, ways[AS_WRITTEN], plain, objective=objective)])
     own = len(rows) > 1 and where is None  # its regions get the policies
     found, notes = list[Costs](), list[str]()

@@ -84,8 +84,7 @@ def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, gra
 
 
 NOT_DIFFERENTIATED = (
-    "Nothing was differentiated: the result depends on no tensor that requires grad. (If none does, floating-point "
-    "arguments and captured tensors are differentiated.)"
+    "Nothing was differentiated: the result depends on no tensor that requires grad, and on no floating-point argument."
 )
 Named = list[tuple[str, Any]]
 
@@ -126,6 +125,15 @@ class Program:
     def is_differentiated(self) -> bool:
         """Whether it has a tensor by which it is differentiated."""
         return any(t.requires_grad for t in (*self.operands(), *(t for _, t in self.captured)))
+
+    def turns_to_arguments(self) -> bool:
+        """Differentiate by all arguments from now on, if a run has shown that the result depends on nothing else.
+
+        So it does if ``functional_call`` replaces the parameters of a module, which require grad.
+        """
+        may = self.transform is None and not (self.every or self.has_gradients)
+        self.every = self.every or (may and any(map(is_differentiable, self.tensors)))
+        return may and self.every
 
     def operands(self) -> list[torch.Tensor]:
         """The arguments, detached from their history: leaves that a run may differentiate."""

@@ -142,16 +142,20 @@ def test_rounding_is_not_a_difference(dtype: torch.dtype, same: float, different
 
 
 def test_a_program_that_is_not_differentiated_has_a_note() -> None:
-    text = "Nothing was differentiated: the result depends on no tensor that requires grad."
-    net = nn.Linear(3, 3)
-    parameters = {name: p.detach() for name, p in net.named_parameters()}
-    for program in (
-        (lambda x: x + 1, torch.arange(3)),
-        (lambda p: functional_call(net, p, torch.ones(2, 3)), parameters),
-    ):
-        assert text in str(check(*program)) and text in str(remat.report(*program))
+    text, program = "Nothing was differentiated: the result depends on no", (lambda x: x + 1, torch.arange(3))
+    assert text in str(check(*program)) and text in str(remat.report(*program))
     assert "Nothing" not in str(check(lambda x: x + 1, torch.ones(3)))
-    assert "Nothing" not in str(check(lambda x: x + 1, torch.arange(3), transform=lambda fn: fn))
+    assert "Nothing" not in str(check(*program, transform=lambda fn: fn))
+
+
+def test_parameters_that_replace_those_of_a_module_are_differentiated() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Tanh())
+    program = lambda p, x: functional_call(net, p, x).sum(), {n: p.detach() for n, p in net.named_parameters()}
+    arguments = *program, torch.ones(2, 3)
+    assert "5 gradients" in str(check(*arguments, policy=remat.policies.save_matmuls))
+    plain, region = remat.report(*arguments, policies=[None]).rows
+    assert plain.saved_bytes == 52 and region.saved_bytes == 4  # with the result
+    assert sum(row.nbytes for row in remat.saved_residuals(*arguments)) == 48  # the results of both `tanh`
 
 
 class Stored:
