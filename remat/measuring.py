@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ._policy.policy import Budget, Policy, PolicyLike, as_policy
 from ._policy.warnings import Warned
 from ._region.options import Options, checked_options, override
 from ._transform import wrapped
-from .errors import PolicyError, RematError, shown
+from .errors import PolicyError, RematError, RematWarning, shown
 from .nn import Where, chosen_modules
 
 __all__ = ["CheckResult", "Costs", "Difference", "Report", "Share", "check", "report"]
@@ -80,9 +81,10 @@ def check(
     if _are_policies(kwargs.get("policies")):
         raise TypeError("remat.check takes one policy: `policy=...`. remat.report compares several.")
     program = Program(fn, args, kwargs, transform, loss)
-    ways = [_with_regions(program, policy, where, Warned(), determinism_check="values")]
+    way = _with_regions(program, policy, where, Warned(), determinism_check="values")
+    ways = [way]
     if policy is None and where is None:
-        ways.insert(0, Way(fn, partial(override, determinism_check="values")))
+        ways = [Way(fn, partial(override, determinism_check="values")), Way(way.fn, partial(_quietly, way.context))]
     if transform is not None:
         with program.preserved():  # raises here if it is not a transform; later errors are results
             program.transformed(fn)
@@ -182,6 +184,14 @@ def report(
             "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
         )
     return Report(_name(fn, transform), _environment(program), tuple(rows), "\n".join(notes), objective)
+
+
+@contextmanager
+def _quietly(context: Callable[[], Any]) -> Iterator[None]:
+    """Without warnings that the program's own regions are inside of a region that nobody asked for."""
+    with warnings.catch_warnings(), context():
+        warnings.simplefilter("ignore", RematWarning)
+        yield
 
 
 def _has_children(fn: Any) -> bool:

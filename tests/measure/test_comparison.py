@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +147,13 @@ def test_a_program_that_is_not_differentiated_has_a_note() -> None:
     assert text in str(check(*program)) and text in str(remat.report(*program))
     assert "Nothing" not in str(check(lambda x: x + 1, torch.ones(3)))
     assert "Nothing" not in str(check(*program, transform=lambda fn: fn))
+
+
+def test_a_check_of_regions_with_a_policy_gives_no_warning() -> None:
+    region = remat.remat(lambda x: x.sin().exp() @ x, policy=remat.policies.save_matmuls)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check(lambda x: region(x) * 2, rand(3, 3))
 
 
 def test_parameters_that_replace_those_of_a_module_are_differentiated() -> None:
