@@ -140,7 +140,8 @@ def budget(
             Or its library's own activation checkpointing is on. Nothing is changed then.
         PolicyError: ``amount`` or ``cost`` is invalid.
         ValueError: ``where`` chooses none of the submodules.
-        TypeError: ``model`` has no modules, ``where`` has the wrong type, or a chosen module can't have a region.
+        TypeError: there is no batch, ``model`` has no modules, ``where`` has the wrong type, or a chosen module can't
+            have a region.
 
     The plan is for arguments of these shapes. With other shapes each region saves the results of the same operations,
     so a longer batch needs more memory. In a distributed job call this function in all processes; they use the plan of
@@ -163,6 +164,10 @@ def budget(
         )
         where, amount, args = amount, args[0], args[1:]
     Budget("100%" if amount is None else amount, cost)
+    if not (args or kwargs) and accepts(getattr(model, "forward", model)) is False:
+        raise TypeError(
+            f"{type(model).__name__} needs arguments: give a batch, as in `remat.nn.budget(model, '8GiB', *batch)`."
+        )
     program = Program(model, args, kwargs, loss=loss)
     for name, module in program.named_modules.items():
         check_library_is_off(module, f"the {type(module).__name__} {name!r}")

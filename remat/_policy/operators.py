@@ -225,7 +225,7 @@ def _lookup(name: str) -> Any:
 
 
 def _nearest(name: str) -> str:
-    wanted = name.removeprefix("torch.ops.").replace("::", ".")
+    wanted = name.removeprefix("torch.ops.").removeprefix("torch.").replace("::", ".")
     packet = _lookup(wanted.rpartition(".")[0])
     if isinstance(packet, private.OpOverloadPacket):
         return f" The overloads of {packet} are {', '.join(packet.overloads())}."

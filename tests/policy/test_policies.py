@@ -348,6 +348,7 @@ def test_arguments_are_checked(make: Callable, says: str) -> None:
 @pytest.mark.parametrize(
     "op, says",
     [
+        ("torch.mm", r"no operator 'torch\.mm'\. Did you mean 'aten\.mm'"),
         ("aten.mmm", r"no operator 'aten\.mmm'\. Did you mean 'aten\.\w*mm'"),
         ("mm", "Did you mean 'aten.mm'"),
         ("aten.mm.nope", r"overloads of aten\.mm are default, out"),
