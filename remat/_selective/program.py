@@ -54,7 +54,7 @@ class Step(NamedTuple):
     def is_plain(self) -> bool:
         """Whether it returns one new tensor, and has no other effect."""
         facts = self.facts
-        return type(self.result) is Layout and not (facts.writes or facts.observes or facts.foreign or self.draws)
+        return type(self.result) is Layout and not (facts.writes or facts.observes or facts.foreign)
 
 
 class Log:

@@ -62,13 +62,13 @@ class Layout(NamedTuple):
 
     def fills(self, tensor: torch.Tensor) -> bool:
         """Whether a contiguous tensor of this layout covers the whole storage of another tensor."""
-        offset, sizes, strides, dtype, *_ = self.form
+        _, sizes, strides, dtype, *_ = self.form
         expected, count = 1, dtype.itemsize
         for size, stride in zip(reversed(sizes), reversed(strides)):
             if size != 1 and stride != expected:
                 return False
             expected *= size
-        return offset == 0 and expected * count == tensor.untyped_storage().nbytes()
+        return expected * count == tensor.untyped_storage().nbytes()
 
     @property
     def nbytes(self) -> int:
@@ -226,8 +226,8 @@ class Storages:
             read.append(argument)
             return form
         kind = type(argument)
-        if kind is int or kind is bool:
-            return kind, argument
+        if kind is int:
+            return kind, argument  # 1 and True differ
         if kind is float:
             return argument.hex()  # 0.0 and -0.0 differ, and NaN equals itself
         if kind is tuple or kind is list:
