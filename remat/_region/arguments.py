@@ -34,7 +34,7 @@ class Arguments:
         return trees.without_plain(self.leaves)
 
     def generators(self) -> list[torch.Generator]:
-        return [leaf for leaf in self.leaves if leaf is not None and isinstance(leaf, torch.Generator)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
 
     def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return the arguments with these tensors."""

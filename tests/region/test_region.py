@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -341,3 +341,32 @@ def test_stored_activations_have_their_derivatives_and_do_not_accumulate() -> No
             assert_same(step(region), expected)
             live.append(memory.live)
     assert live[-1] == live[2]
+
+
+def test_a_region_names_its_runs_in_a_profile_and_its_options_are_checked() -> None:
+    def named(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    with profile() as profiler:
+        remat(named)(rand(3)).sum().backward()
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    names = [event.name.rpartition(" ")[2].strip("()") for event in events if "named" in event.name]
+    assert names == ["forward", "recompute"]
+    with pytest.raises(ValueError, match="determinism_check must be one of 'metadata', 'values', 'none' or 'default'"):
+        remat(named, determinism_check="all")
+
+    class Generates:
+        def __call__(self) -> Iterator[int]:
+            yield 1
+
+    for generates in (Generates(), Generates.__call__):
+        with pytest.raises(TypeError, match="is a generator"):
+            remat(generates)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.t_(), lambda x: x.unsqueeze_(0)])
+def test_a_change_of_shape_under_jvp_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    f = remat(lambda x: change(x).sin())
+    with pytest.raises(MutationError, match="changes the shape or strides of an argument"):
+        torch.func.jvp(lambda x: f(x * 1), (rand(2, 3, grad=False),), (rand(2, 3, grad=False),))
+    assert f(rand(2, 3, grad=False)).ndim == change(rand(2, 3, grad=False)).ndim
