@@ -8,29 +8,26 @@ here: it raises an error under `torch.func.grad`.
 """
 
 import torch
-from torch import Tensor
-from torch.func import grad, vmap
-from torch.nn import functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
 import remat
 
 CHANNELS, BLOCKS, CLASSES, BATCH, SIZE, CLIP = 8, 8, 10, 32, 16, 1.0
-Params = dict[str, list[Tensor] | Tensor]
 
 
-@remat.remat  # the one added line
-def block(w1: Tensor, w2: Tensor, x: Tensor) -> Tensor:
-    """A residual block of two convolutions with group norm, for one image: `(channels, height, width)`."""
-    h = F.conv2d(F.gelu(F.group_norm(x[None], 2)), w1, padding=1)
-    return x + F.conv2d(F.gelu(F.group_norm(h, 2)), w2, padding=1)[0]
+class Block(nn.Module):
+    """A residual block of two convolutions with group norm."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(2, CHANNELS), nn.GroupNorm(2, CHANNELS)
+        self.conv1 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+        self.conv2 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
 
-def loss(params: Params, image: Tensor, label: Tensor) -> Tensor:
-    """The cross-entropy of one image."""
-    x = F.conv2d(image[None], params["stem"], padding=1)[0]
-    for w1, w2 in zip(params["first"], params["second"]):
-        x = block(w1, w2, x)
-    return F.cross_entropy(x.mean((-2, -1)) @ params["head"], label)
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(nn.functional.gelu(self.norm1(x)))
+        return x + self.conv2(nn.functional.gelu(self.norm2(h)))
 
 
 def per_sample(loss):
@@ -38,30 +35,25 @@ def per_sample(loss):
     return vmap(grad(loss), in_dims=(None, 0, 0))
 
 
-def leaves(grads: Params) -> list[Tensor]:
-    return [grads["stem"], *grads["first"], *grads["second"], grads["head"]]
-
-
-def clipped_mean(grads: Params) -> tuple[list[Tensor], Tensor]:
+def clipped_mean(grads: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """Scale each sample's gradient to a norm of at most `CLIP`; return the mean, and the norms before clipping."""
-    norms = torch.stack([g.flatten(1).square().sum(1) for g in leaves(grads)]).sum(0).sqrt()
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
     scale = (CLIP / norms).clamp(max=1)
-    return [torch.tensordot(scale, g, dims=1) / len(scale) for g in leaves(grads)], norms
+    return {name: torch.tensordot(scale, g, dims=1) / len(scale) for name, g in grads.items()}, norms
 
 
 def main() -> None:
     torch.manual_seed(0)
-
-    def weights(*shape: int) -> Tensor:
-        return torch.randn(shape) / (shape[-1] * shape[-2] * CHANNELS) ** 0.5
-
-    params = {
-        "stem": weights(CHANNELS, 3, 3, 3),
-        "first": [weights(CHANNELS, CHANNELS, 3, 3) for _ in range(BLOCKS)],
-        "second": [weights(CHANNELS, CHANNELS, 3, 3) for _ in range(BLOCKS)],
-        "head": torch.randn(CHANNELS, CLASSES),
-    }
+    blocks = (Block() for _ in range(BLOCKS))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, CLASSES))
+    model = nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), *blocks, head)
+    remat.nn.apply(model, Block)  # the one added line
+    params = {name: p.detach() for name, p in model.named_parameters()}
     images, labels = torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(CLASSES, (BATCH,))
+
+    def loss(params: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        """The cross-entropy of one image."""
+        return nn.functional.cross_entropy(functional_call(model, params, (image[None],)), label[None])
 
     # `remat.report` runs the loss as written and with all regions disabled.
     report = remat.report(loss, params, images, labels, transform=per_sample, policies=[])
@@ -72,11 +64,11 @@ def main() -> None:
     grads = per_sample(loss)(params, images, labels)
     with remat.disable_remat():
         expected = per_sample(loss)(params, images, labels)
-    difference = max((a - b).abs().max().item() for a, b in zip(leaves(expected), leaves(grads)))
+    difference = max((expected[name] - g).abs().max().item() for name, g in grads.items())
     mean, norms = clipped_mean(grads)
     print(f"\nlargest difference of a gradient: {difference:.1e}")
     print(f"gradient norms of {BATCH} samples: {norms.min():.3f} to {norms.max():.3f}")
-    norm = torch.stack([g.square().sum() for g in mean]).sum().sqrt()
+    norm = torch.stack([g.square().sum() for g in mean.values()]).sum().sqrt()
     print(f"norm of the mean of the clipped gradients: {norm:.3f}, at most {CLIP}")
 
 

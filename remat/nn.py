@@ -22,6 +22,11 @@ from .errors import shown
 
 __all__ = ["BlockBudget", "BlockChoice", "Plan", "RegionPlan", "apply", "budget", "every", "load", "undo"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 M = TypeVar("M", bound=torch.nn.Module)
 Types: TypeAlias = type | tuple[type, ...]
 Amount: TypeAlias = int | str | float | None
