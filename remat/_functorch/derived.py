@@ -144,7 +144,8 @@ class Pullback(Derived):
                 self.ambient = Ambient((), (), preserve_rng_state=False)
                 grads = pull(cotangents)
             else:
-                with self.ambient.restored():
+                record = torch.is_grad_enabled()
+                with self.ambient.restored(), torch.set_grad_enabled(record):
                     grads = pull(cotangents)
             if self.present:  # another way to pull back may find more zeros by structure than the first one did
                 grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, self.heads(primals))]

@@ -72,7 +72,8 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:
-    is_elsewhere = is_plain(tensor) and is_dense(tensor) and tensor.data_ptr() != alias.data_ptr()
+    has_memory = is_plain(tensor) and is_dense(tensor) and not private.is_wrapped(tensor)  # under a transform
+    is_elsewhere = has_memory and tensor.data_ptr() != alias.data_ptr()
     if tensor.shape != alias.shape or is_elsewhere:
         tensor.data = alias
     if not tensor.is_leaf:

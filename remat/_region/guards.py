@@ -305,22 +305,26 @@ class Guards(list[Guard]):
         return Stale(stale) if stale else nullcontext()
 
 
-def statistics_kept(captured: Sequence[torch.Tensor]) -> AbstractContextManager:
-    """Keep what may be statistics: batch norm writes to them in a recompute, even if the first run changed no value."""
-    found = list(filter(_may_be_statistics, captured))
+def statistics_kept(captured: Guards, again: Sequence[torch.Tensor]) -> AbstractContextManager:
+    """Keep what may be statistics: batch norm writes to them in a recompute, even if the first run changed no value.
+
+    ``again`` are the captured tensors of the recompute. Copies may change: the recompute may save them.
+    """
+    found = [t for guard, t in zip(captured, again) if guard.copy is None and _may_be_statistics(t)]
     return _kept(found) if found else nullcontext()
 
 
 @contextmanager
 def _kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     with own_work(), unseen(), private.without_levels():
-        before = list(map(copied, tensors))
+        before = [(tensor, _version(tensor), copied(tensor)) for tensor in tensors]
     try:
         yield
     finally:
         with own_work(), unseen(), private.without_levels():
-            for tensor, value in zip(tensors, before):
-                tensor.data.copy_(value)  # without a trace in the version, as batch norm has written it
+            for tensor, version, value in before:
+                if _version(tensor) == version:  # batch norm leaves no trace in it
+                    tensor.data.copy_(value)
 
 
 def close(operands: Guards, captured_inputs: Guards) -> None:

@@ -152,7 +152,8 @@ class Region:
         try:
             with turn(), recomputing(self.options.override), self.ambient.restored():
                 operands, captured = inputs.again(operands)
-                with inputs.bound_again(operands, captured), inputs.captured.watched(), statistics_kept(captured):
+                kept = statistics_kept(inputs.captured, captured)
+                with inputs.bound_again(operands, captured), inputs.captured.watched(), kept:
                     mode = run.mode([*operands, *captured])
                     return self._called(*inputs.arguments.filled(operands), mode, run.log, again=True)
         except Exception as error:

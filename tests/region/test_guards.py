@@ -186,6 +186,21 @@ def counted(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
     return (norm(x) * norm.num_batches_tracked.clone()).sin()
 
 
+def a_count_that_autograd_saves(wrap: Wrap) -> Any:
+    """It saves a view of what the region has changed."""
+    count, x = nn.Buffer(torch.zeros(1, dtype=torch.float64)), rand(3)
+    owner = nn.Module()
+    owner.count = count
+
+    def f(x: Tensor) -> Tensor:
+        owner.count += 1
+        return (x.sin() * owner.count[0]).exp() * owner.count[0]
+
+    inner = wrap(f)
+    out = wrap(lambda x: inner(x).cos())(x)
+    return torch.autograd.grad(out.sum(), x), owner.count
+
+
 def gradients_of_captured_parameters(wrap: Wrap) -> Any:
     """A backward pass inside adds to them once: a recompute gets other parameters."""
     x, w = rand(3, 3), rand(3, 3, seed=1)
@@ -266,6 +281,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
         lambda x, norm: (lambda _: (x * norm.running_mean).exp())(norm.running_mean.data.add_(1))
     ),
     "counted": statistics(counted),
+    "a count that autograd saves": a_count_that_autograd_saves,
     "gradients of captured parameters": gradients_of_captured_parameters,
     "gradients of a linear loss": gradients_of_a_linear_loss,
     "gradients that are cleared": gradients_that_are_cleared,
