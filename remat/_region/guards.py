@@ -310,7 +310,7 @@ def statistics_kept(captured: Guards, again: Sequence[torch.Tensor]) -> Abstract
 
     ``again`` are the captured tensors of the recompute. Copies may change: the recompute may save them.
     """
-    found = [t for guard, t in zip(captured, again) if guard.copy is None and _may_be_statistics(t)]
+    found = [t for guard, t in zip(captured, again) if _may_be_statistics(t) and guard.copy is None]
     return _kept(found) if found else nullcontext()
 
 
