@@ -134,16 +134,6 @@ class Copy:
         """Record the contents."""
         self.items, self.whole = items, whole
 
-    def may_stay(self, now: dict[Any, Any], wanted: dict[Any, Any]) -> bool:
-        """Whether a recompute may use the container with its contents ``now`` instead of the old ones, ``wanted``.
-
-        That is so if no entry was removed or replaced and no tensor added: it may be a log of the runs.
-        """
-        if self.whole:
-            return False
-        same = all(now.get(key, MISSING) is value for key, value in wanted.items())
-        return same and not _tensors({key: value for key, value in now.items() if key not in wanted})
-
 
 def _tensors(container: Any, depth: int = 2) -> set[int]:
     """The ids of the tensors in a container, and of those in containers in it."""
@@ -168,7 +158,7 @@ class bound:
         self, variables: Iterable[Variables], tensors: Mapping[int, torch.Tensor], keep_changes: bool = False
     ) -> None:
         self._variables, self._tensors, self._keep_changes = variables, tensors, keep_changes
-        self._undo: list[tuple[Variables, dict, dict | None, bool]] = []
+        self._undo: list[tuple[Variables, dict, dict, bool]] = []
         self._containers: dict[Copy, Any] = {}
 
     def put(self) -> None:
@@ -191,12 +181,9 @@ class bound:
             if type(old) is TensorId or type(old) is Copy:
                 wanted[key] = self._value(old, now.get(key, MISSING))
         may_be_a_log = copy is not None and copy.kind is list and not copy.whole
-        if copy is not None and copy.is_of(variables.holder) and copy.may_stay(now, wanted):
-            self._undo.append((variables, now, None, may_be_a_log))
-        else:
-            self._undo.append((variables, now, wanted, may_be_a_log))
-            if not _same(now, wanted):
-                variables.put(wanted)
+        self._undo.append((variables, now, wanted, may_be_a_log))
+        if not _same(now, wanted):
+            variables.put(wanted)
 
     def _value(self, old: Any, now: Any) -> Any:
         if type(old) is TensorId:
@@ -224,10 +211,8 @@ class bound:
     def __exit__(self, *exception: object) -> None:
         for variables, before, wanted, may_be_a_log in reversed(self._undo):
             now = variables.now()
-            if self._keep_changes and wanted is not None:
+            if self._keep_changes:
                 before = {key: before.get(key, v) if v is wanted.get(key, MISSING) else v for key, v in now.items()}
-            elif wanted is None:  # the container was left alone: entries that were added stay, unless they are tensors
-                before = now if self._keep_changes or _tensors(now) <= _tensors(before) else before
             elif may_be_a_log and all(map(is_, now.values(), wanted.values())):
                 added = list(now.values())[len(wanted) :]
                 before = before if _tensors(added) else dict(enumerate([*before.values(), *added]))

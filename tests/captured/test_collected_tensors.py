@@ -134,8 +134,27 @@ def test_a_region_reads_what_was_collected(wrap: Callable) -> None:
     assert_same(program(wrap), program(lambda f: f))
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("make", [list, dict])
+def test_a_recompute_sees_no_entries_that_were_added_since(make: type, inside: bool) -> None:
+    for before in (make(), make([(0, 2.0)]) if make is dict else [2.0]):
+        entries, x = before, torch.linspace(-1, 1, 3).requires_grad_()
+
+        def f(x: Tensor, entries: Any = entries) -> Tensor:
+            values = list(entries.values()) if isinstance(entries, dict) else [*entries]
+            if inside and not values:
+                entries.update({0: 1.0}) if isinstance(entries, dict) else entries.append(1.0)
+            return (x * (values[-1] if values else 5.0)).sin().exp() if len(values) < 2 else x.cos().exp()
+
+        factor = 2.0 if before else 5.0
+        out = remat(lambda x: f(x, entries))(x)
+        if not inside:
+            entries.update({9: 3.0}) if isinstance(entries, dict) else entries.append(3.0)
+        assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad((x * factor).sin().exp().sum(), x))
+
+
 def test_a_log_of_the_runs_is_not_reset() -> None:
-    """Values that aren't tensors are left in a list or dict, unless it belongs to a module or the called object."""
+    """What a recompute adds stays in a list, unless it is a tensor, or the list belongs to a module or an object."""
     log, notes, counts, module = ["before"], [torch.ones(3)], dict[str, Any](), nn.Module()
     module.log, module.seen = [1], {"a": 1}
 
@@ -151,5 +170,5 @@ def test_a_log_of_the_runs_is_not_reset() -> None:
     out, seen = remat(f)(x), module.seen
     module.seen = {}
     assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad((x * 2 * 2).sin().exp().sum(), x))
-    assert len(log) == len(notes) == 3 and len(counts) == 2
+    assert len(log) == len(notes) == 3 and counts == {"run 0": True}
     assert module.log == [1, 1] and seen == {"b": 2} and module.seen == {}

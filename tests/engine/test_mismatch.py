@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -156,7 +157,7 @@ OPERATIONS = {  # of first runs
 @pytest.mark.filterwarnings("ignore:The policy")
 def test_debug_gives_the_logs_of_both_runs(kind: str, transform: str, policy: Any) -> None:
     first, again, log, text = KINDS[kind]
-    runs: list[bool] = []
+    runs = deque[bool]()  # which isn't restored
     options: dict[str, Any] = {"debug": True, "early_stop": False, "determinism_check": "values"}
     region = remat(lambda x: (again if runs else first)(x), policy=policy, **options)
     outer = remat(lambda x: region(x), **options) if transform == "in a region" else region

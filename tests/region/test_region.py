@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -215,7 +216,7 @@ def test_an_error_in_a_region_leaves_all_state_as_it_was(way: Callable, at: int,
 @pytest.mark.parametrize("thread", [False, True], ids=["here", "in another thread"])
 @pytest.mark.parametrize("error", [Boom, MutationError, RecomputeMismatchError])
 def test_a_failed_recompute_leaves_all_state_and_can_be_tried_again(error: type, thread: bool, way: Callable) -> None:
-    w, tries = torch.ones(3), []
+    w, tries = torch.ones(3), deque[bool]()  # which isn't restored
 
     def fn(x: Tensor) -> Tensor:
         y = nn.functional.dropout(MODULE[0](x * w).sin(), 0.5) * random.random() * np.random.rand()
