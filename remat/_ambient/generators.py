@@ -59,11 +59,10 @@ class _NumPy(HostGenerator):
     NumPy also stores one of each pair of normal variates. If it had one at these bits, they don't identify the state.
     """
 
-    _bits: bytes | None = None
-    _had_half = False
-
     def __init__(self) -> None:
         super().__init__("NumPy's random", self._read_numpy, self._write_numpy)
+        self._bits: bytes | None = None
+        self._had_half = False
 
     def _read_numpy(self) -> tuple[Any, Any]:
         numpy = sys.modules["numpy"].random

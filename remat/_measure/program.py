@@ -132,9 +132,10 @@ class Program:
 
         So it does if ``functional_call`` replaces the parameters of a module, which require grad.
         """
-        may = self.transform is None and not (self.every or self.has_gradients)
-        self.every = self.every or (may and any(map(is_differentiable, self.tensors)))
-        return may and self.every
+        if self.transform is not None or self.every or self.has_gradients:
+            return False
+        self.every = any(map(is_differentiable, self.tensors))
+        return self.every
 
     def operands(self) -> list[torch.Tensor]:
         """The arguments, detached from their history: leaves that a run may differentiate."""
@@ -152,7 +153,7 @@ class Program:
     def preserved(self, before: Overwritten | None = None) -> Iterator[Overwritten]:
         """A context to run it in, which restores everything that it changes.
 
-        ``before`` has the copies of an earlier run. Then no mode slows the program. Small buffers are copied too, as a
+        ``before`` has the copies of an earlier run. Then no mode slows the program. Small tensors are copied too, as a
         run may write to other statistics than the earlier one if layers are dropped at random.
         """
         tensors = list({id(tensor): tensor for tensor in self.inputs()}.values())
@@ -171,8 +172,9 @@ class Program:
                         stack.callback(Entries(hooks, {}, whole=True).put, dict(hooks))
             overwritten = before or Overwritten()
             if before is not None:
-                buffers = [buffer for module in self.named_modules.values() for buffer in module.buffers(recurse=False)]
-                before.copy([buffer for buffer in buffers if buffer.nbytes <= COPY_LARGER_BYTES])
+                before.copy(
+                    [t for t in tensors if not t.requires_grad and is_dense(t) and t.nbytes <= COPY_LARGER_BYTES]
+                )
             stack.callback(overwritten.restore)
             with nullcontext() if before else overwritten:
                 yield overwritten

@@ -304,14 +304,13 @@ class Guards(list[Guard]):
         stale = {id(tensor): guard.message() for guard in self if (tensor := guard.stale) is not None}
         return Stale(stale) if stale else nullcontext()
 
+    def statistics_kept(self, again: Sequence[torch.Tensor]) -> AbstractContextManager:
+        """Within, batch norm may write to statistics in a recompute, though the first run changed none of their values.
 
-def statistics_kept(captured: Guards, again: Sequence[torch.Tensor]) -> AbstractContextManager:
-    """Keep what may be statistics: batch norm writes to them in a recompute, even if the first run changed no value.
-
-    ``again`` are the captured tensors of the recompute. Copies may change: the recompute may save them.
-    """
-    found = [t for guard, t in zip(captured, again) if _may_be_statistics(t) and guard.copy is None]
-    return _kept(found) if found else nullcontext()
+        ``again`` are the tensors of the recompute. Copies may stay changed: the recompute may save them.
+        """
+        found = [t for guard, t in zip(self, again) if _may_be_statistics(t) and guard.copy is None]
+        return _kept(found) if found else nullcontext()
 
 
 @contextmanager

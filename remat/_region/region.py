@@ -22,7 +22,6 @@ from .arguments import Arguments, Outputs
 from .around import Around
 from .error_context import LOGGER, log_saved, with_region
 from .fingerprints import form_of
-from .guards import statistics_kept
 from .inputs import Inputs
 from .options import UNFINISHED, Options, refuse_unfinished
 from .turns import turn
@@ -152,7 +151,7 @@ class Region:
         try:
             with turn(), recomputing(self.options.override), self.ambient.restored():
                 operands, captured = inputs.again(operands)
-                kept = statistics_kept(inputs.captured, captured)
+                kept = inputs.captured.statistics_kept(captured)
                 with inputs.bound_again(operands, captured), inputs.captured.watched(), kept:
                     mode = run.mode([*operands, *captured])
                     return self._called(*inputs.arguments.filled(operands), mode, run.log, again=True)
