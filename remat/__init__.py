@@ -41,3 +41,7 @@ __all__ = [
     "saved_residuals", "scan", "sequential",
 ]  # fmt: skip
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -77,7 +77,7 @@ def check(
         >>> remat.check(f, w, x, transform=torch.func.grad).ok
         True
     """
-    _check_call("check", transform=transform, loss=loss)
+    _check_no_transforms("check")
     if _are_policies(kwargs.get("policies")):
         raise TypeError("remat.check takes one policy: `policy=...`. remat.report compares several.")
     program = Program(fn, args, kwargs, transform, loss)
@@ -133,7 +133,7 @@ def report(
         >>> report.pareto  # with a single region, the peak is that of the plain program, so no policy is better
         []
     """
-    _check_call("report", transform=transform, loss=loss)
+    _check_no_transforms("report")
     if isinstance(kwargs.get("policy"), Policy):
         raise TypeError("remat.report takes a list of policies: `policies=[...]`. remat.check takes one.")
     program = Program(fn, args, kwargs, transform, loss)
@@ -148,7 +148,8 @@ def report(
         raise TypeError(
             f"A plan is for the backward of a loss, so {plans[0]!r} takes no transform: use policies.budget."
         )
-    objective = next((policy.cost for policy in asked if isinstance(policy, Budget) and policy.cost != "flops"), None)
+    costs = (_PLANNED_BY if isinstance(each, str) else each.cost for each in asked if isinstance(each, (str, Budget)))
+    objective = next((cost for cost in costs if cost != "flops"), None)
     ways = {WITHOUT: Way(fn, disable_remat), AS_WRITTEN: Way(fn, nullcontext)}
     plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
     if program.turns_to_arguments():
@@ -201,7 +202,7 @@ def _has_children(fn: Any) -> bool:
 def _way(program: Program, policy: Any, where: Any, own: bool, warned: Warned) -> Way:
     """Run the program under a policy or a plan. ``own``: its own regions get the policy."""
     if isinstance(policy, str):
-        plan = plan_for(program, policy.removeprefix(_BUDGET), "flops")
+        plan = plan_for(program, policy.removeprefix(_BUDGET), _PLANNED_BY)
         chosen = {program.named_modules[name]: options for name, options in plan.options().items()}
         return Way(program.fn, partial(regions, chosen))
     if own:
@@ -217,7 +218,7 @@ def _asked(policy: Any) -> Any:
     return None if policy is None else as_policy(policy)
 
 
-_BUDGET = "budget "
+_BUDGET, _PLANNED_BY = "budget ", "roofline"  # the cost is the default of remat.nn.budget
 _USUAL = (None, policies_.save_attention, policies_.save_matmuls, policies_.save_matmuls | policies_.save_attention)
 
 
@@ -243,13 +244,7 @@ def _are_policies(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(each is None or isinstance(each, (Policy, str)) for each in value)
 
 
-def _check_call(name: str, **functions: Any) -> None:
-    for option, value in functions.items():
-        if value is not None and not callable(value):
-            raise TypeError(
-                f"The option {option} of remat.{name} must be a function, got {type(value).__name__}. If {option} is "
-                f"an argument of fn, wrap fn in a lambda."
-            )
+def _check_no_transforms(name: str) -> None:
     if private.transforms_active():
         raise RuntimeError(
             f"remat.{name} can't be called under a torch.func transform. Pass it the transform instead: "

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 
 from ._core.lines import accepts, warn
-from ._measure.program import Program
+from ._measure.program import Program, modules_of, named_modules
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
 from ._planning.blocks import BlockBudget, BlockChoice, chosen_by_budget
@@ -192,20 +192,20 @@ def budget(
     return plan
 
 
-def load(model: torch.nn.Module, path: str | os.PathLike[str]) -> Plan:
+def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
     """Apply a plan that ``plan.save(path)`` has written to the same model, in place, without measuring.
 
     Args:
-        model: the model; regions that it has are undone.
+        model: the model, or the function that the plan was made for; regions that it has are undone.
         path: the file.
 
     Returns:
         The :class:`Plan`.
 
     Raises:
-        RematError: the file is no plan, or the model differs from that of the plan: the message names the first
-            module that does. Nothing is changed then.
-        TypeError: ``model`` is not a module, or one of its modules can't be a region.
+        RematError: the file is no plan, or the model has other modules than that of the plan, or more or fewer
+            parameters. Nothing is changed then.
+        TypeError: ``model`` has no modules, or one of them can't be a region.
 
     Example:
         >>> import tempfile, torch, remat.nn
@@ -216,9 +216,9 @@ def load(model: torch.nn.Module, path: str | os.PathLike[str]) -> Plan:
         ...     remat.nn.load(model, file.name).regions == plan.regions
         True
     """
-    named = _modules_of(model)
+    named = dict(named_modules(modules_of(model))) or _modules_of(model)
     plan = loaded(path)
-    plan.apply(named)
+    plan.apply(named, same_size=True)
     return plan
 
 

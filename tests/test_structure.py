@@ -70,6 +70,7 @@ def test_few_private_files_are_beside_what_users_call_and_no_function_has_the_na
     assert len([path for path in PACKAGE.glob("_*.py") if path.name != "__init__.py"]) <= 12
     functions = {name for name in remat.__all__ if callable(getattr(remat, name))}
     assert functions.isdisjoint(path.stem for path in MODULES.values())
+    assert set(dir(remat)) == {*remat.__all__, "__version__"}
 
 
 def test_the_design_page_names_every_file_and_each_package_has_a_docstring_of_one_line() -> None:

@@ -21,8 +21,10 @@ WITHOUT, AS_WRITTEN = "without remat", "as written"  # the labels of rows that a
 _MARKERS = "sovDP^X*"
 
 
-def plot_peaks(axes: Any, points: Sequence[tuple[str, int, int]], best: Sequence[tuple[int, int]] = ()) -> Any:
-    """Draw labelled points of recomputed FLOPs and peak memory, and a dashed line through the ``best``."""
+def plot_peaks(
+    axes: Any, points: Sequence[tuple[str, float, int]], best: Sequence[tuple[float, int]] = (), timed: bool = False
+) -> Any:
+    """Draw labelled points of recomputed FLOPs (or times) and peak memory, and a dashed line through the ``best``."""
     axes = _axes(axes)
     for i, (label, count, nbytes) in enumerate(points):
         marker = _MARKERS[i % len(_MARKERS)]
@@ -30,8 +32,9 @@ def plot_peaks(axes: Any, points: Sequence[tuple[str, int, int]], best: Sequence
         axes.plot(count, nbytes, marker, markersize=8, fillstyle="none", mew=1.8, clip_on=False, label=label)
     if len(best) > 1:
         axes.plot(*zip(*sorted(best)), "--", drawstyle="steps-post", color="grey", linewidth=1, zorder=1)
-    _label(axes, "FLOPs recomputed", "peak memory", axes.yaxis)
-    axes.xaxis.set_major_formatter(lambda count, _: flops_text(int(count)))
+    _label(axes, "time of a step, 1 is that without remat" if timed else "FLOPs recomputed", "peak memory", axes.yaxis)
+    if not timed:
+        axes.xaxis.set_major_formatter(lambda count, _: flops_text(int(count)))
     axes.legend()
     return axes
 
@@ -117,9 +120,14 @@ class Costs:
         groups = grouped(self.residuals, lambda row: (row.module, row.op or row.source, row.name))
         return [Share(m, op, name, len(rows), sum(r.nbytes for r in rows)) for (m, op, name), rows in groups]
 
+    @property
+    def price(self) -> float:
+        """What the saved memory costs: the time if it was measured, else the recomputed FLOPs."""
+        return self.recomputed_flops if self.time is None else self.time
+
     def beats(self, other: Costs) -> bool:
-        """Whether it has a lower peak or fewer recomputed FLOPs than another one, and is not worse in either."""
-        mine, theirs = (self.peak_bytes, self.recomputed_flops), (other.peak_bytes, other.recomputed_flops)
+        """Whether it has a lower peak or a lower price than another one, and is not worse in either."""
+        mine, theirs = (self.peak_bytes, self.price), (other.peak_bytes, other.price)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs))
 
 
@@ -229,11 +237,14 @@ class Report:
 
     @property
     def pareto(self) -> list[Costs]:
-        """The rows that no other one beats in peak and recomputed FLOPs, by increasing peak, without the plain one."""
-        plain = self.plain.peak_bytes, 0
+        """The rows that no other one beats in peak and time, by increasing peak, without the plain one.
+
+        Where the time was not measured, recomputed FLOPs take its place.
+        """
+        plain = self.plain.peak_bytes, self.plain.price
         best = [r for r in self.rows[1:] if not any(other.beats(r) for other in self.rows)]
-        found = [r for r in best if (r.peak_bytes, r.recomputed_flops) != plain and not self._saves_more(r)]
-        return sorted(found, key=lambda r: (r.peak_bytes, r.recomputed_flops))
+        found = [r for r in best if (r.peak_bytes, r.price) != plain and not self._saves_more(r)]
+        return sorted(found, key=lambda r: (r.peak_bytes, r.price))
 
     def _saves_more(self, row: Costs) -> bool:
         """Whether a row saves more than the plain program, as where a policy saves what autograd needs otherwise."""
@@ -270,7 +281,7 @@ class Report:
             table.append([*cells, "saves more than without remat" if self._saves_more(row) else "*" * (row in best)])
         lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, "<")]
         if best:
-            lines.append("* no other row has a lower peak without recomputing more")
+            lines.append(f"* no other row has a lower peak without {'taking longer' if timed else 'recomputing more'}")
         elif self.policies:
             lines.append("No other row is better than the plain program.")
         if not self.plain.flops:
@@ -297,9 +308,10 @@ class Report:
         return {"name": self.name, "environment": dict(self.environment), "rows": rows, "objective": objective}
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the peak of each row against its recomputed FLOPs, with a line through those of ``pareto``.
+        """Draw the peak of each row against its time, or its recomputed FLOPs, with a line through those of ``pareto``.
 
         ``axes`` are matplotlib ``Axes``, by default new ones. Returns them. Raises ``ImportError`` without matplotlib.
         """
-        points = [(row.label, row.recomputed_flops, row.peak_bytes) for row in self.rows]
-        return plot_peaks(axes, points, [(row.recomputed_flops, row.peak_bytes) for row in self.pareto])
+        points = [(row.label, row.price, row.peak_bytes) for row in self.rows]
+        best = [(row.price, row.peak_bytes) for row in self.pareto]
+        return plot_peaks(axes, points, best, timed=self.plain.time is not None)

@@ -101,6 +101,14 @@ class Program:
                 f"Give the function or module first and then its arguments, as in `(fn, x)` for `fn(x)`; got "
                 f"{type(fn).__name__}."
             )
+        if isinstance(fn, type):
+            raise TypeError(f"Give a function or a module, not the class {fn.__name__}: make an instance of it.")
+        for option, value in {"transform": transform, "loss": loss}.items():
+            if value is not None and not callable(value):
+                raise TypeError(
+                    f"The option {option} must be a function, got {shown(value)}. If {option} is an argument of fn, "
+                    f"wrap fn in a lambda."
+                )
         self.fn, self.transform, self.loss = fn, transform, loss
         self.arguments, self.tensors = take_apart(args, kwargs)
         self._roots = [fn, *self.arguments.searched(), *(each for each in (transform, loss) if each is not None)]

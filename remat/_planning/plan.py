@@ -20,7 +20,7 @@ from .._policy.policy import Budget, Chosen
 from .._region.options import Options
 from ..errors import RematError, shown
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ def _ranges(parts: Sequence[str]) -> str:
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
 
+def parameters_of(named: Mapping[str, nn.Module]) -> int:
+    """The number of elements of the parameters of these modules."""
+    return sum({p: p.numel() for module in named.values() for p in module.parameters(recurse=False)}.values())
+
+
 def options_of(regions: Sequence[RegionPlan], cost: Any) -> dict[str, Options]:
     """Return the options of the modules that are regions, or some of whose modules are, by name."""
     found: dict[str, Options] = {}
@@ -92,6 +97,7 @@ class Plan:
         curve: all plans that the search has found, as predicted peaks and recomputed FLOPs.
         passed_over: modules that can't be regions, each with the reason.
         cost: what the cost of a recompute was computed by.
+        parameters: the number of elements of the model's parameters.
     """
 
     amount: int
@@ -104,6 +110,7 @@ class Plan:
     curve: tuple[tuple[int, int], ...] = field(repr=False)
     passed_over: Mapping[str, str] = field(repr=False)
     cost: Any = "roofline"
+    parameters: int = field(default=0, repr=False)
 
     def __str__(self) -> str:
         rows = []
@@ -163,11 +170,12 @@ class Plan:
         """Return the options of the modules that are regions, or some of whose modules are, by name."""
         return options_of(self.regions, self.cost)
 
-    def apply(self, named: Mapping[str, nn.Module]) -> None:
+    def apply(self, named: Mapping[str, nn.Module], same_size: bool = False) -> None:
         """Make the regions of the plan, in place. All others that were made in place are undone.
 
         Raises:
-            RematError: the model has no such module, or it has another class. Nothing is changed then.
+            RematError: the model has no such module, or it has another class, or with ``same_size`` the model has more
+                or fewer parameters. Nothing is changed then.
             TypeError: a module can't be a region.
         """
         for region in self.regions:
@@ -180,6 +188,11 @@ class Plan:
                     f"and a {region.kind} in the plan."
                 )
             check_module(module, region.name)
+        if same_size and parameters_of(named) != self.parameters:
+            raise RematError(
+                f"The plan is for another model: its parameters have {self.parameters:,} elements, those of this one "
+                f"{parameters_of(named):,}."
+            )
         for module in named.values():
             change_back(module)
         for name, options in self.options().items():

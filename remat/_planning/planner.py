@@ -24,7 +24,7 @@ from ..errors import PolicyError, RematError
 from .candidates import Candidates
 from .items import Item, Option, chain_of
 from .measure import Measuring
-from .plan import Plan, RegionPlan, options_of
+from .plan import Plan, RegionPlan, options_of, parameters_of
 from .solver import List, Solver, lower_bound
 from .trace import Trace
 
@@ -190,8 +190,9 @@ class _Planner:
         curve = solver.plans(solver.list_of(self._items))
         points = tuple(zip(curve.peak.tolist(), curve.flops.tolist()))
         bound = lower_bound(self._items, lambda item: int(solver.plans(solver.list_of([item])).peak[0]), amount)
+        size = parameters_of(self._program.named_modules)
         flops, cost, bound, points, over = _agreed((flops, cost, bound, points, self._candidates.passed_over))
-        return Plan(amount, peak, self.without, flops, cost, bound, planned, points, over, self._cost)
+        return Plan(amount, peak, self.without, flops, cost, bound, planned, points, over, self._cost, size)
 
     def _region(self, calls: Sequence[Item], option: Option | None) -> RegionPlan:
         first = calls[0].call
@@ -234,9 +235,10 @@ class _Planner:
             name = self._candidates.names.get(id(call.module.__dict__)) if call.module else None
             place += f", where {getattr(func, 'overloadpacket', func)} makes a tensor of {size_text(largest.nbytes)}"
             place += f" and the shape {list(largest.shape)}{f' in {name!r}' if name else ''}"
+        smaller = "" if self._is_free else "smaller modules, "
         return (
-            f"A training step of this model needs at least {size_text(least)}, {choice}, but the budget is "
-            f"{size_text(amount)}. {place}. Choose {'' if self._is_free else 'smaller modules, '}a smaller batch, or a "
+            f"A training step of this model needs at least {size_text(least)} ({size_text(self.without)} without "
+            f"remat), {choice}, but the budget is {size_text(amount)}. {place}. Choose {smaller}a smaller batch, or a "
             f"budget of {least} bytes or more."
         )
 

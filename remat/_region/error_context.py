@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from .._core.amounts import size_text
 from .._core.ranges import name_of
 from .._core.tensors import type_text
-from ..errors import CaptureError, MutationError, RecomputeMismatchError
+from ..errors import RematError
 
 E = TypeVar("E", bound=Exception)
 
@@ -23,7 +23,7 @@ def with_region(error: E, region: Any, recomputing: bool = True) -> E:
     """
     root = region.root
     where = f"{name_of_region(root)} called at {root.line}"
-    if isinstance(error, (CaptureError, MutationError, RecomputeMismatchError)) and error.region is None:
+    if isinstance(error, RematError) and error.region is None:
         error.region = where
         error.args = (f"{with_parameters(root.fn, str(error))}\nThe region is {where}.",)
     elif recomputing:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat import MutationError, PolicyError, RecomputeMismatchError, RematWarning, is_recomputing, policies
+from remat import MutationError, PolicyError, RecomputeMismatchError, RematError, RematWarning, is_recomputing, policies
 
 
 def line_of(fn: Callable, text: str) -> str:
@@ -65,6 +65,9 @@ def test_errors_in_the_forward_name_the_region() -> None:
     with pytest.raises(MutationError, match=r"^argument h requires grad and was changed in place by") as raised:
         remat.remat(lambda h: h.mul_(2).sin())(torch.ones(3, requires_grad=True).clone())
     assert "The region is <lambda> called at" in str(raised.value)
+    hooked = remat.remat(lambda x: x.register_hook(lambda g: g) and x.sin())
+    with pytest.raises(RematError, match=r"(?s)registers a hook .*\nThe region is <lambda> called at"):
+        torch.func.grad(hooked)(torch.ones(()))
     kept = []
 
     @remat.remat

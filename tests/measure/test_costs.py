@@ -263,6 +263,13 @@ def test_the_time_of_a_step_is_its_ratio_to_the_plain_one() -> None:
     report = remat.report(model, x, where=Block, policies=BOTH, time=True)
     assert report.plain.time == 1.0 and all(row.time > 0.2 for row in report.policies)
     assert " x 1.00" in str(report) and report.to_dict()["rows"][0]["time"] == 1.0
+    # Stars are for peak and time then, whatever the FLOPs are.
+    plain, nothing, matmuls = report.rows
+    assert nothing.peak_bytes < matmuls.peak_bytes < plain.peak_bytes
+    slow = replace(report, rows=(plain, replace(nothing, time=1.2), replace(matmuls, time=1.3)))
+    fast = replace(report, rows=(plain, replace(nothing, time=1.3), replace(matmuls, time=1.2)))
+    assert [row.label for row in slow.pareto] == ["policy=None"] and "without taking longer" in str(slow)
+    assert [row.label for row in fast.pareto] == ["policy=None", "save_matmuls"]
     with pytest.raises(TypeError, match=r"time must be True or False.*in a lambda"):
         remat.report(model, x, time=torch.ones(3))
 

@@ -193,6 +193,8 @@ def test_wrong_calls_have_errors_with_a_remedy(measure: Callable) -> None:
     if measure is not check:
         with pytest.raises(TypeError, match=r"Give the function .* first .*, as in `\(fn, x\)` .*; got Tensor\.$"):
             measure(x.sin())
+        with pytest.raises(TypeError, match="not the class Linear: make an instance of it"):
+            measure(torch.nn.Linear, x)
     for transform in (grad(torch.sum), raises, lambda fn: None) if measure is not saved_residuals else ():
         with pytest.raises(TypeError, match=r"such as `torch.func.grad` \(not `torch.func.grad\(fn\)`\)"):
             measure(torch.sum, x, transform=transform)
@@ -200,8 +202,7 @@ def test_wrong_calls_have_errors_with_a_remedy(measure: Callable) -> None:
         with pytest.raises(TypeError) as raised:
             measure(torch.sin, x, **{option: 3})
         assert str(raised.value) == (
-            f"The option {option} of remat.{name} must be a function, got int. If {option} is an argument of fn, wrap "
-            "fn in a lambda."
+            f"The option {option} must be a function, got 3. If {option} is an argument of fn, wrap fn in a lambda."
         )
 
 

@@ -181,7 +181,12 @@ def test_a_plan_is_saved_and_applied_to_the_same_model(tmp_path: Path) -> None:
     assert loaded == plan and str(loaded) == str(plan)
     assert step(other, run)[1:] == (peak, flops)
     before = [type(module) for module in other.modules()]
-    for wrong, message in ((nn.Sequential(layer()), "no module '1"), (nn.Sequential(nn.Linear(2, 2)), "0")):
+    deeper = nn.Sequential(*made("a sequence of blocks")[0], nn.Linear(3, 3))
+    for wrong, message in (
+        (nn.Sequential(layer()), "no module '1"),
+        (nn.Sequential(nn.Linear(2, 2)), "0"),
+        (deeper, "its parameters have [0-9,]+ elements, those of this one [0-9,]+"),
+    ):
         with pytest.raises(remat.RematError, match=f"for another model.*{message}"):
             remat.nn.load(wrong, tmp_path / "plan.json")
         assert not any(hasattr(type(module), "_remat_own") for module in wrong.modules())
@@ -667,6 +672,8 @@ def test_a_report_keeps_its_rows_if_no_plan_fits_and_says_how_a_plan_is_written(
     report = remat.report(model, *args, policies=["budget 1%", "budget 60%"])
     assert [row.label for row in report.rows] == ["without remat", "budget 60%"]
     assert "budget 1%: A training step of this model needs at least" in str(report)
+    plan = remat.nn.budget(model, "60%", *args)  # the same one
+    assert report.objective == plan.cost == "roofline" and report.policies[0].recomputed_flops == plan.flops
     for wrong in ("60%", "budgets 60%"):
         with pytest.raises(remat.PolicyError, match="written 'budget 60%' or 'budget 8GiB'"):
             remat.report(model, *args, policies=[wrong])
@@ -721,6 +728,20 @@ def test_a_peak_in_the_forward() -> None:
     assert plan.curve[-1] == (plan.without - 8, 0) and not plan.regions and plan.without > 64 * x.nbytes
     plan = remat.nn.budget(model, 64 * x.nbytes + 3 * x.nbytes, x)
     assert plan.regions and plan.peak <= plan.amount < plan.without
+
+
+def test_a_plan_of_a_function_is_loaded_for_it(tmp_path: Path) -> None:
+    model, head = nn.Sequential(*(layer() for _ in range(4))), nn.Linear(32, 3)
+    step, x = lambda x: head(model(x)).sum(), torch.randn(8, 32, 32)
+    saved = lambda: sum(residual.nbytes for residual in remat.saved_residuals(step, x))
+    plain = saved()
+    plan = remat.nn.budget(step, 0.6, x)
+    plan.save(tmp_path / "plan.json")
+    remat.nn.undo(model)
+    assert saved() == plain and remat.nn.load(step, tmp_path / "plan.json") == plan
+    assert saved() < plain
+    with pytest.raises(remat.RematError, match="this one has no module 'model"):
+        remat.nn.load(model, tmp_path / "plan.json")
 
 
 def test_all_of_the_peak_is_enough_where_gradients_take_the_memory() -> None:
