@@ -39,20 +39,12 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
     if in_budget or private.tracing() or not torch.is_grad_enabled() or private.excludes_autograd():
         return fn(*args, **kwargs)
     known = known or known_of(fn)
-    if private.transforms_active():
-        return functorch.call(fn, options, known, args, kwargs)
-    return _by_autograd(fn, options, known, args, kwargs)
-
-
-def _by_autograd(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
-    """Call ``fn`` as a region under saved-tensor hooks if they are allowed, else by the func lowering."""
-    around = Around()
-    # Without hooks this lowering can't recompute. The other one raises an error only if something is differentiated.
-    if not hooks_are_allowed():
+    # Without hooks the engine can't recompute. The other lowering raises an error only if something is differentiated.
+    if private.transforms_active() or not hooks_are_allowed():
         return functorch.call(fn, options, known, args, kwargs)
     try:
         with nullcontext() if state.watch is None else own_work():
-            return engine.call(fn, options, known, around, args, kwargs)
+            return engine.call(fn, options, known, Around(), args, kwargs)
     except RuntimeError as error:
         if not is_hooks_refusal(error):
             raise
