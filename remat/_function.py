@@ -16,6 +16,7 @@ from ._core.known import Known, known_of
 from ._core.state import is_disabled, own_work, state, within
 from ._engine import lowering as engine
 from ._functorch import lowering as functorch
+from ._policy.policy import Budget
 from ._region.around import Around
 from ._region.hooks import hooks_are_allowed, in_torch_checkpoint, is_hooks_refusal
 from ._region.options import Options
@@ -33,7 +34,7 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
     if state.policies and in_torch_checkpoint():  # its recompute runs outside of the regions around it
         with within(policies=()):
             return call(fn, options, known, args, kwargs)
-    in_budget = state.policies and state.policies[-1].is_budget  # it decides for everything inside its region
+    in_budget = state.policies and isinstance(state.policies[-1], Budget)  # it decides for everything in its region
     # Without grad mode `fn` may enable it itself, so its results may have gradients all the same. In inference mode
     # transforms differentiate, but below them nothing can be recorded.
     if in_budget or private.tracing() or not torch.is_grad_enabled() or private.excludes_autograd():

@@ -259,7 +259,8 @@ class Loop(NamedTuple):
         if before:
             first, xs = self._split(xs, [before, count - before])
             carry, ys = self.in_regions(before, spare, start, carry, first)
-        for i, x in enumerate(self._entries(xs, count - before), start + before):
+        entries = list(zip(*(leaf.unbind()[self.order] for leaf in xs))) or [()] * (count - before)
+        for i, x in enumerate(entries, start + before):
             carry, y = self.call(i, carry, x)
             # Copies, as the memory of `y` may be a part of a larger tensor, or be changed by a later step.
             ys.append([None if leaf is None else leaf.clone() for leaf in y])
@@ -273,19 +274,13 @@ class Loop(NamedTuple):
         parts = zip(*(leaf.split(sizes[self.order])[self.order] for leaf in xs))
         return list(parts) or [()] * len(sizes)
 
-    def _entries(self, xs: Tensors, count: int) -> Sequence[Tensors]:
-        """The entries for each step."""
-        return list(zip(*(leaf.unbind()[self.order] for leaf in xs))) or [()] * count
-
 
 class Trees:
     """The structure of a pytree and the kinds of its leaves, tensors or None, from the first one that is checked."""
 
-    __slots__ = ("kinds", "nbytes", "spec", "what")
-    spec: Any
-
     def __init__(self, what: str) -> None:
-        self.what, self.spec = what, None  # its name in errors
+        self.what = what  # its name in errors
+        self.spec: Any = None
 
     def checked(self, tree: Any, number: int = 0) -> list[Any]:
         """Return the leaves of what step ``number`` returned. ValueError if its structure, or a kind, has changed."""

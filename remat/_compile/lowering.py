@@ -12,7 +12,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from .._core import private
 from .._core.lines import warn
 from .._core.state import state, within
-from .._policy.policy import NOTHING, Policy, as_policy
+from .._policy.policy import NOTHING, Budget, Policy, as_policy
 from .._region.options import Options
 from . import transforms
 from .graphs import judge, reason_to_break
@@ -26,7 +26,7 @@ def call(fn: Callable, options: Options, args: tuple, kwargs: dict, context_fn: 
     if options.determinism_check != "metadata" or options.debug or not options.early_stop:
         warn_once(_IGNORED_OPTIONS)
     policy = options.policy
-    if isinstance(policy, Policy) and policy.is_budget:
+    if isinstance(policy, Budget):
         warn_once(_IGNORED_BUDGET)
         policy = None
     if state.traced is NOTHING and policy is not None and as_policy(policy) is not NOTHING:

@@ -69,7 +69,6 @@ class Policy(ABC):
 
     __match_args__: tuple[str, ...] = ()  # the names of its fields
     _binds = 3  # the precedence of its expression
-    is_budget = False  # whether a first run, when it ends, chooses the saved steps for later runs of the same program
 
     @abstractmethod
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
@@ -82,7 +81,7 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         for part in self._parts():
-            if part.is_budget:
+            if isinstance(part, Budget):
                 raise PolicyError(
                     f"A budget can't be combined with another policy: {part!r} decides alone what is saved."
                 )
@@ -373,8 +372,6 @@ class Budget(Policy):
     amount: int | str | float
     cost: str | Callable = "roofline"
     chosen: Chosen | None = None
-
-    is_budget = True
 
     def __post_init__(self) -> None:
         self.nbytes(0)
