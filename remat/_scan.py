@@ -41,7 +41,8 @@ def segments(count: int, spare: int) -> list[tuple[int, int]]:
     """Divide all steps but the last into segments: the number of steps of each, and of carries that it may save."""
     found = []
     while count > 1:
-        size = _first(count, spare)
+        repeats = depth(count, spare)
+        size = max(1, _reach(spare + 1, repeats - 2), count - _reach(spare, repeats))
         found.append((size, spare))
         count, spare = count - size, spare - 1
     return found
@@ -53,14 +54,6 @@ def depth(count: int, spare: int) -> int:
     while _reach(spare + 1, repeats) < count:
         repeats += 1
     return repeats
-
-
-def _first(count: int, spare: int) -> int:
-    """The size of the first segment."""
-    if spare == 0:
-        return count - 1
-    repeats = depth(count, spare)
-    return max(1, _reach(spare + 1, repeats - 2), count - _reach(spare, repeats))
 
 
 def _reach(carries: int, repeats: int) -> int:
